@@ -9,6 +9,7 @@ import torch
 from asyncdist.messaging import streams
 from asyncdist.messaging.streams import WINDOW_COUNT, Cancel, Grant
 from asyncdist.tensors.flat_state import FlatBuffers
+from protocols.parameter_stream.parts import Part
 
 #: Of each chunk but the last of each dtype.
 CHUNK_NBYTES = streams.CHUNK_NBYTES
@@ -44,16 +45,19 @@ class LocateRequest:
 
     Attributes:
         slot: A number of the receiver's, below 0: no stream has it.
-        of_mean: Whether the mean that a reducer makes is meant, and not a donor's snapshot.
+        part, part_count: Which part of the mean is meant, of how many; -1 for a donor's snapshot.
     """
 
     slot: int
-    of_mean: bool = False
+    part: int = -1
+    part_count: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse the number of a stream."""
+        """Refuse the number of a stream, and a part that is none."""
         if self.slot >= 0:
             raise ValueError(f"{self.slot} is a stream's slot")
+        if not -1 <= self.part < max(0, self.part_count):
+            raise ValueError(f"part {self.part} of {self.part_count}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +83,11 @@ Request = Grant | PartGrant | LocateRequest  #: What a donor or a reducer is ask
 StreamMessage = Grant | PartGrant | Cancel | LocateRequest | Location
 
 
-def is_of_mean(request: Request) -> bool:
-    """Return whether the mean of a part is asked for."""
-    return not isinstance(request, Grant) and request.of_mean
+def mean_asked(request: Request) -> Part | None:
+    """Return the part whose mean is asked for; None where a donor's snapshot is."""
+    if isinstance(request, Grant) or (isinstance(request, PartGrant) and not request.of_mean) or request.part < 0:
+        return None
+    return Part(request.part, request.part_count)
 
 
 def stream_nbytes(buffers: FlatBuffers, *, exact: bool) -> int:

@@ -25,6 +25,7 @@ from asyncdist.messaging.neighbour_memory import PeerProcess, has_neighbours
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import StreamAborted
 from protocols.parameter_stream.messages import LocateRequest, Location, StreamMessage
+from protocols.parameter_stream.parts import Part
 
 logger = logging.getLogger("protocols.parameter_stream.neighbours")
 
@@ -51,14 +52,14 @@ class Neighbours:
         self._asked: dict[int, Reading] = {}  # by slot
         self._last_slot = 0
 
-    def ask(self, donor: int, nbytes: int, *, round: int, of_mean: bool = False) -> Reading | None:
+    def ask(self, donor: int, nbytes: int, *, round: int, mean_of: Part | None = None) -> Reading | None:
         """Ask a donor where its snapshot lies, or a reducer where its mean does.
 
         Args:
             donor: the rank.
             nbytes: that are to be read.
             round: goes into the frame's header.
-            of_mean: whether it is asked as a reducer.
+            mean_of: the part whose mean is asked for; None for a donor's snapshot.
 
         Returns:
             The reading, to be closed; None where the snapshot has to be streamed, this time or always.
@@ -70,7 +71,7 @@ class Neighbours:
         if not self._is_possible or nbytes < READ_NBYTES_MIN or self._failures[donor] >= TRIAL_COUNT:
             return None
         self._last_slot -= 1
-        self._channel.send_nowait(LocateRequest(self._last_slot, of_mean), donor, round=round)
+        self._channel.send_nowait(LocateRequest(self._last_slot, *(mean_of or ())), donor, round=round)
         reading = self._asked[self._last_slot] = Reading(self._services, self, donor, self._last_slot)
         return reading if donor in self._readable else None
 

@@ -50,7 +50,7 @@ def ask_for_part(
         sizes: the elements of the whole state, by dtype.
         round: goes into the frame's header.
         exact: whether the integer and bool tensors are asked for, too.
-        of_mean: whether the mean is asked for.
+        of_mean: whether the mean is asked for, of its reducer or of a rank that has it.
 
     Returns:
         The stream, to be finished with :func:`cancel_stream`; None where there is nothing to be sent.
@@ -64,7 +64,7 @@ def ask_for_part(
     if not targets:
         return None
     nbytes = sum(map(len, targets))
-    reading = server.neighbours.ask(source, nbytes, round=round, of_mean=of_mean)
+    reading = server.neighbours.ask(source, nbytes, round=round, mean_of=part if of_mean else None)
     if reading is not None:
         return PartReading(reading, _pieces(into, part, sizes, exact=exact, is_alone=of_mean))
     stream = InboundStream(services.slots, source, targets, WINDOW_COUNT)

@@ -24,7 +24,7 @@ from protocols.parameter_stream.messages import (
     PartGrant,
     Request,
     StreamMessage,
-    is_of_mean,
+    mean_asked,
     parts_of,
     stream_nbytes,
 )
@@ -40,10 +40,10 @@ EARLY_COUNT_MAX: Final = 4096  #: Grants that wait at a donor for its snapshot; 
 class Offer:
     """A donor's snapshot for one round. Its buffers are in use until the offer is withdrawn and nothing streams.
 
-    Or a reducer's mean of one part: ``mean_of``. ``chunks_made`` are views of a snapshot, by a grant's two sizes: for
-    all replacers, and all rounds that use the same buffers. ``streams`` are under way, each with its receiver and slot.
-    Two may have the same: a replacer that has all of one stream may take its slot for the next before the donor knows
-    that the first one has left.
+    Or the mean of one part, at its reducer, or at a rank that has fetched it: ``mean_of``. ``chunks_made`` are views of
+    a snapshot, by a grant's two sizes: for all replacers, and all rounds that use the same buffers. ``streams`` are
+    under way, each with its receiver and slot. Two may have the same: a replacer that has all of one stream may take
+    its slot for the next before the donor knows that the first one has left.
     """
 
     round: int
@@ -57,7 +57,7 @@ class Offer:
 
     def answers(self, round: int, request: Request) -> bool:
         """Return whether a request of that round is for this."""
-        return self.round == round and is_of_mean(request) == (self.mean_of is not None)
+        return self.round == round and self.mean_of == mean_asked(request)
 
     def location(self, slot: int) -> Location:
         """Return where the snapshot can be read until the offer is withdrawn."""
@@ -105,6 +105,7 @@ class SnapshotServer:
         self._early: dict[tuple[int, int], tuple[int, Request]] = {}
         self._over: float = 0
         self._means_over = 0
+        self._no_means: set[tuple[int, Part]] = set()  # of rounds that are not over
         self.sent_nbytes = 0
         self.channel: Channel[StreamMessage] = services.open_channel(
             StreamMessage,
@@ -157,21 +158,30 @@ class SnapshotServer:
         if offer.mean_of is None:
             self._over = max(self._over, offer.round)
         else:
-            self.end_means(offer.round)
+            self.end_mean(offer.round, offer.mean_of)
 
     def end_rounds(self, last: float) -> None:
         """Answer requests for rounds up to ``last`` by the abort: no snapshot will be on offer for these any more."""
         self._over = max(self._over, last)
+        self._no_means = {each for each in self._no_means if each[0] > last}
         for key in [key for key, (asked_for, _) in self._early.items() if asked_for <= last]:
             del self._early[key]
             self._refuse(key)
 
     def end_means(self, last: int) -> None:
-        """Answer requests for means of rounds up to ``last`` by the abort: this rank will make none any more."""
+        """Answer requests for means of rounds up to ``last`` by the abort: this rank will have none any more."""
         self._means_over = max(self._means_over, last)
-        for key in [key for key, (asked, grant) in self._early.items() if is_of_mean(grant) and asked <= last]:
+        for key in [key for key, (asked, request) in self._early.items() if asked <= last and mean_asked(request)]:
             del self._early[key]
             self._refuse(key)
+
+    def end_mean(self, round: int, part: Part) -> None:
+        """Answer requests for the mean of one part by the abort: this rank will not have it any more."""
+        self._no_means.add((round, part))
+        for key, (asked, request) in list(self._early.items()):
+            if asked == round and mean_asked(request) == part:
+                del self._early[key]
+                self._refuse(key)
 
     def enter_epoch(self, epoch: int) -> None:
         """Answer requests of earlier epochs by the abort: their rounds are over, and later ones have their numbers."""
@@ -221,8 +231,9 @@ class SnapshotServer:
             if offer.answers(round, request) and not offer.withdrawn:
                 self._serve(offer, request, key)
                 return
-        over = max(self._over, self._means_over) if is_of_mean(request) else self._over
-        if round > over and len(self._early) < EARLY_COUNT_MAX:
+        part = mean_asked(request)
+        is_over = round <= self._over or (part and (round <= self._means_over or (round, part) in self._no_means))
+        if not is_over and len(self._early) < EARLY_COUNT_MAX:
             self._early[key] = round, request
         else:
             self._refuse(key)

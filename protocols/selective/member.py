@@ -31,7 +31,8 @@ fit the state is late, and has no effect.
 
 On the sharded route a member may reduce, beside the role that it has: it adds up one part of the donors' snapshots, and
 gives the mean of that part to the replacers. It does so from the assignment to the end of the round, also when its own
-average is in place. It stops before where it does not give, or leaves before it has given or taken.
+average is in place. It stops before where it does not give, or leaves before it has given or taken. A replacer that
+fetches parts for others of its host shares them as long.
 """
 
 import math
@@ -126,6 +127,12 @@ class RefuseUpTo(NamedTuple):
     round: float
 
 
+class RefuseMeans(NamedTuple):
+    """Answer replacers that ask for a part of the mean of a round up to this one by the abort."""
+
+    round: int
+
+
 class Withdraw(NamedTuple):
     """Stop the streams of the snapshot on offer, and offer it no more."""
 
@@ -151,7 +158,10 @@ class Ask(NamedTuple):
 
 
 class Reduce(NamedTuple):
-    """Ask the donors for the part that the assignment names; nothing is added before the round is frozen."""
+    """Ask the donors for the part that the assignment names; nothing is added before the round is frozen.
+
+    And get ready to share the parts that this member fetches for its host.
+    """
 
     round: int
     assign: Assign
@@ -192,7 +202,19 @@ class Discard(NamedTuple):
 
 
 Instruction: TypeAlias = (
-    Tell | RefuseUpTo | Withdraw | TakeSnapshot | Give | Ask | Reduce | AddUp | StopReducing | Read | Apply | Discard
+    Tell
+    | RefuseUpTo
+    | RefuseMeans
+    | Withdraw
+    | TakeSnapshot
+    | Give
+    | Ask
+    | Reduce
+    | AddUp
+    | StopReducing
+    | Read
+    | Apply
+    | Discard
 )
 Instructions: TypeAlias = tuple[Instruction, ...]
 
@@ -204,7 +226,7 @@ class RoundMember:
         state: what the member does now.
         round: of the current role, 0 without one.
         last_round: the newest round that this member was named in.
-        reducing: the round of which this member adds up a part; 0 for none.
+        reducing: the round of which this member adds up a part, or shares what it fetches; 0 for none.
         admitting: the newest round in which this member gave, or took, all of a rank's state; 0 for none.
         wants_step: whether the next step has something to do; a step that finds it false does nothing.
         declined: roles refused, by reason.
@@ -265,7 +287,7 @@ class RoundMember:
             return (*before, *self._reduce(round, assign))
         if self._applied_iteration > assign.judged_iteration and not assign.admits:
             reason = f"replaced at iteration {self._applied_iteration}, after the one that was judged"
-            return (*before, self._decline(round, reason))
+            return (*before, RefuseMeans(round), self._decline(round, reason))
         self._go(Event.CHOSEN_TO_TAKE, round)
         return (*before, *self._reduce(round, assign), Ask(round, assign))
 
@@ -392,10 +414,10 @@ class RoundMember:
             self.wants_step = True
 
     def _reduce(self, round: int, assign: Assign) -> Instructions:
-        """Begin to reduce, if the assignment says so; there is no round 0."""
-        if assign.part < 0 or round < 1:
+        """Begin to reduce, or to share, if the assignment says so; there is no round 0."""
+        if (assign.part < 0 and not assign.sources) or round < 1:
             return ()
-        self.reducing, self._adds_up = round, False
+        self.reducing, self._adds_up = round, assign.part < 0
         return (Reduce(round, assign),)
 
     def _end_reducing(self) -> Instructions:

@@ -69,6 +69,9 @@ class Assign:
         reducers: On the sharded route the ranks that each add up one part of the donors' snapshots, ascending: all
             donors or all replacers. Empty on the direct route.
         part: Which part the receiver adds up: its place among the reducers, -1 for none.
+        sources: Where replacers share the receiver's host, and it is one of them, for each part the rank that it takes
+            the mean from: the reducer, where that is on this host, or the replacer that fetches it there for all.
+            Empty where each part comes from its reducer.
     """
 
     role: str
@@ -80,9 +83,12 @@ class Assign:
     restarted: tuple[tuple[int, int], ...] = ()
     reducers: tuple[int, ...] = ()
     part: int = -1
+    sources: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse what no coordinator of ours decides."""
+        if self.sources and len(self.sources) != len(self.reducers):
+            raise ValueError(f"the sources {self.sources} of the reducers {self.reducers}")
         if self.role not in (DONOR, REPLACER):
             raise ValueError(f"there is no role {self.role!r}")
         _check_ascending(self.donors)
@@ -92,7 +98,8 @@ class Assign:
 
     def is_among(self, members: tuple[int, ...], population: Sequence[int] = ()) -> bool:
         """Return whether every rank named is one of ``members``; a donor may also be another one of ``population``."""
-        return set(members).issuperset((*self.replacers, *self.reducers)) and _are_in(self.donors, members, population)
+        named = *self.replacers, *self.reducers, *self.sources
+        return set(members).issuperset(named) and _are_in(self.donors, members, population)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ from protocols.selective.joining.state_transfer import StateTransfer
 from protocols.selective.leadership import Leadership
 from protocols.selective.member import Apply, Instructions, RoundMember, State, TakeSnapshot
 from protocols.selective.messages import Admitted, Assign, End, Frozen, Heard, Leave, Rejoin
-from protocols.selective.roles.exchange import ExchangeBuffers
+from protocols.selective.roles.exchange_buffers import ExchangeBuffers
 from protocols.selective.roles.member_channels import MemberChannels
 from protocols.selective.roles.member_roles import MemberRoles
 from protocols.selective.roles.reporter import Reporter
@@ -423,7 +423,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         return self._visits.is_quiet and (member.state is State.OUT or not is_moving)
 
     def _leftovers(self) -> list[str]:
-        counts = {"snapshots": self._snapshots.in_use, "accumulators": self._buffers.accumulators.in_use}
+        counts = {"snapshots": self._snapshots.in_use, "accumulators": self._buffers.in_use}
         counts["parts of a mean"] = self._parts.in_use
         policy = self.name or type(self).__name__
         return [f"{count} {what} of policy {policy}" for what, count in counts.items() if count]

@@ -31,6 +31,9 @@ _SHARDED_COUNT_MIN: Final = 4
 _SHARDED_SAVING_STREAMS: Final = 128
 #: A stream costs a rank about as much as so many bytes, whatever its length.
 _STREAM_NBYTES: Final = 64 << 10
+#: On the sharded route a rank fetches for the replacers of its host where they are spared so much together: it takes a
+#: step longer.
+SHARED_NBYTES_MIN: Final = 1 << 20
 _NO_GUESTS: Final[Mapping[int, float]] = {}
 
 
@@ -237,13 +240,43 @@ def reducers_of(
     count = min(len(candidates), max(1, model_nbytes // _STREAM_NBYTES))
     saved_count = len(candidates) - 1 - len(candidates) / count if len(candidates) >= _SHARDED_COUNT_MIN else 0.0
     if hosts and len(set(hosts.values())) > 1:
-        sharded_load = _sharded_network_load(candidates, decision, hosts)
+        are_shared = bool(sources_of(decision, candidates, model_nbytes, hosts))
+        sharded_load = _sharded_network_load(candidates, decision, hosts, are_shared=are_shared)
         saved_count = max(saved_count, _network_load(decision, hosts) - sharded_load)
     saved_streams = len(donors) * len(replacers) - count * (len(donors) + len(replacers))
     if saved_count * model_nbytes < _SHARDED_SAVING_NBYTES and saved_streams < _SHARDED_SAVING_STREAMS:
         return ()
     first = turn * count % len(candidates)
     return tuple(sorted((candidates + candidates)[first : first + count]))
+
+
+def sources_of(
+    decision: Decision, reducers: tuple[int, ...], model_nbytes: int, hosts: Mapping[int, int]
+) -> dict[int, tuple[int, ...]]:
+    """Return, by replacer, from which rank it takes the mean of each part; none who takes all from the reducers.
+
+    Replacers of one host share what comes from others: each part crosses the network once for each host in place of
+    once for each replacer. They take turns in fetching, so that each has about the same to fetch and to give.
+
+    Args:
+        decision: Who gives, and who takes.
+        reducers: The ranks that each make a part; none on the direct route.
+        model_nbytes: The bytes of one snapshot.
+        hosts: Numbers of the hosts, by rank; empty where they are not known.
+    """
+    if not reducers or not hosts:
+        return {}
+    by_host: dict[int, list[int]] = {}
+    for rank in decision.replacers:
+        by_host.setdefault(hosts[rank], []).append(rank)
+    found: dict[int, tuple[int, ...]] = {}
+    for host, ranks in by_host.items():
+        distant = [reducer for reducer in reducers if hosts[reducer] != host]
+        spared_nbytes = (len(ranks) - 1) * model_nbytes * len(distant) // len(reducers)
+        if len(ranks) > 1 and distant and spared_nbytes >= SHARED_NBYTES_MIN:
+            fetchers = {reducer: ranks[place % len(ranks)] for place, reducer in enumerate(distant)}
+            found |= dict.fromkeys(ranks, tuple(fetchers.get(reducer, reducer) for reducer in reducers))
+    return found
 
 
 def _network_load(decision: Decision, hosts: Mapping[int, int]) -> float:
@@ -255,9 +288,12 @@ def _network_load(decision: Decision, hosts: Mapping[int, int]) -> float:
     )
 
 
-def _sharded_network_load(reducers: tuple[int, ...], decision: Decision, hosts: Mapping[int, int]) -> float:
+def _sharded_network_load(
+    reducers: tuple[int, ...], decision: Decision, hosts: Mapping[int, int], *, are_shared: bool
+) -> float:
     """Return the same for the sharded route: the donors' parts, and the means, which follow when these are whole."""
-    groups = decision.donors, decision.replacers, reducers
+    replacers_ = {hosts[rank]: rank for rank in decision.replacers}.values() if are_shared else decision.replacers
+    groups = decision.donors, replacers_, reducers
     donors, replacers, of = (Counter(hosts[rank] for rank in ranks) for ranks in groups)
     parts = means = 0.0
     for host in set(hosts.values()):

@@ -135,7 +135,8 @@ def _assign(rng: random.Random) -> Assign:
     role, best = rng.choice((DONOR, REPLACER)), rng.choice((-1, *donors))
     reducers = donors if rng.random() < 0.5 else ()
     part = rng.randrange(-1, len(reducers))
-    return Assign(role, donors, (rng.randrange(6),), _count(rng), best, reducers=reducers, part=part)
+    sources = reducers if role == REPLACER and rng.random() < 0.3 else ()
+    return Assign(role, donors, (rng.randrange(6),), _count(rng), best, reducers=reducers, part=part, sources=sources)
 
 
 def _frozen(rng: random.Random) -> Frozen:

@@ -332,16 +332,20 @@ def test_a_buffer_in_which_discarded_chunks_may_land_is_not_used_again() -> None
     async def main(world: ad.World) -> None:
         model = Mixed(float(world.rank))
         async with AsyncSelectiveAveragingPolicy(model, sgd(model), average_every=1) as policy:
-            first = policy._buffers.accumulators.acquire()
-            policy._buffers.release(first, world.services)
-            second = policy._buffers.accumulators.acquire()
-            assert second is first
-            world.services.slots.discarding_count += 1  # as after a stream that was given up and is not answered yet
-            policy._buffers.release(second, world.services)
-            world.services.slots.discarding_count -= 1
-            third = policy._buffers.accumulators.acquire()
-            assert third is not first
-            policy._buffers.release(third, world.services)
+            first = policy._buffers.acquire()
+            policy._buffers.release(first, is_clean=True)
+            second = policy._buffers.acquire()
+            assert second.buffers is first.buffers
+            policy._buffers.release(second, is_clean=False)  # as after a stream that is not answered yet
+            third = policy._buffers.acquire()
+            assert third.buffers is not first.buffers
+            third.hold()  # as while others of this host take it
+            policy._buffers.release(third, is_clean=True)
+            fourth = policy._buffers.acquire()
+            assert fourth.buffers is not third.buffers and policy._buffers.in_use == 2
+            third.release()
+            fourth.release()
+            assert policy._buffers.in_use == 0
 
     run(main, 2)
 

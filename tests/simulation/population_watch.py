@@ -292,8 +292,9 @@ class Member:
             if offer is not None and exchange is not None:
                 self.watch.check(False, f"{self} gives in {offer} and takes in {exchange}")
         is_frugal = len(policy._snapshots._used) <= _SNAPSHOT_COUNT_MAX >= policy._parts.in_use
-        if not is_frugal or len(policy._buffers.accumulators._used) > 1:
-            counts = policy._snapshots.in_use, policy._parts.in_use, policy._buffers.accumulators.in_use
+        accumulator_count = sum(len(pool._used) for pool in policy._buffers._pools)
+        if not is_frugal or accumulator_count > _SNAPSHOT_COUNT_MAX:
+            counts = policy._snapshots.in_use, policy._parts.in_use, policy._buffers.in_use
             self.watch.check(False, f"{self}: {counts} snapshots, parts of a mean and accumulators")
 
 

@@ -20,7 +20,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -48,6 +48,7 @@ from protocols import (
     coordinate,
     parameter_stream,
 )
+from protocols.selective import rules
 from protocols.selective.rounds import RoundCoordinator
 from protocols.selective.rules import decide
 from simulation.population_plan import Plan, PolicyPlan, draw_plan
@@ -265,7 +266,7 @@ def examine(seed: int, faults: Sequence[Fault] | None = None) -> Examined:
     if faults is not None:
         plan = replace(plan, faults=tuple(faults))
     watch = Watch(plan)
-    with _chunks_of(plan.chunk_nbytes), _gates_watched(watch), _no_hidden_errors(watch):
+    with _chunks_of(plan.chunk_nbytes), _sharing(), _gates_watched(watch), _no_hidden_errors(watch):
         report = simulate(
             _main,
             watch,
@@ -397,6 +398,11 @@ def _chunks_of(nbytes: int) -> Iterator[None]:
         yield
 
 
+def _sharing() -> AbstractContextManager[Any]:
+    """Let replacers of one host share tiny models, too."""
+    return mock.patch.object(rules, "SHARED_NBYTES_MIN", 0)
+
+
 @contextmanager
 def _gates_watched(watch: Watch) -> Iterator[None]:
     """Count how often each gate of the decision made a difference."""
@@ -404,16 +410,16 @@ def _gates_watched(watch: Watch) -> Iterator[None]:
     ended_at: dict[RoundCoordinator, float] = {}
 
     def watched(self: RoundCoordinator, sends: list[Any], now: float) -> None:
-        rules, seen = self._rules, watch.seen
+        options, seen = self._rules, watch.seen
         live = [self._members[rank] for rank in self.roster.live_ranks()]
         known = {r: m.report for r, m in self._members.items() if m.live and m.report is not None}
-        metrics = {r: e.value for r, e in known.items() if now - e.received_at <= rules.max_report_age_s}
+        metrics = {r: e.value for r, e in known.items() if now - e.received_at <= options.max_report_age_s}
         seen["gate max_report_age_s"] += len(metrics) < len(known)
         seen["gate grace_s"] += not all(member.fresh for member in live)
-        seen["gate quorum"] += 0 < rules.quorum < 1 and not all(member.fresh for member in live)
-        decision = decide(metrics, rules)
-        if rules.threshold is not None:
-            seen["gate threshold"] += decision is None and decide(metrics, replace(rules, threshold=None)) is not None
+        seen["gate quorum"] += 0 < options.quorum < 1 and not all(member.fresh for member in live)
+        decision = decide(metrics, options)
+        if options.threshold is not None:
+            seen["gate threshold"] += decision is None and decide(metrics, replace(options, threshold=None)) is not None
             seen["gate cooldown"] += decision is not None and self._is_cooling_down()
         watch.check(self._course.current is None, "a decision while a round is under way")
         if (deadline := self._patience.deadline) is not None:

@@ -6,14 +6,16 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import asyncdist as ad
-from asyncdist.simulation import Compute, Fault, Kill, SimReport, simulate
+from asyncdist.simulation import Compute, Fault, Kill, Network, SimReport, simulate
 from protocols import AsyncSelectiveAveragingPolicy, SelectiveStatistics, StepInfo
+from protocols.selective import rules
 from protocols.selective.roles.reducer import Reducer
 
 SEED_COUNT = 40
@@ -96,7 +98,9 @@ def odd_population(seed: int, route: str) -> SimReport[Ended]:
     async def main(world: ad.World) -> Ended:
         return await one_round(world, Odd(seed, world.rank), 40, metrics[world.rank], options)
 
-    return simulate(main, ranks=ranks, seed=seed, strict=True)
+    network = Network(ranks_per_host=random.Random(f"hosts {seed}").randint(1, 5))
+    with mock.patch.object(rules, "SHARED_NBYTES_MIN", 0):  # also where ranks of a host share
+        return simulate(main, ranks=ranks, seed=seed, network=network, strict=True)
 
 
 @pytest.mark.slow

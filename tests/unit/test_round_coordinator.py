@@ -12,7 +12,7 @@ from protocols.selective.messages import Assign, Frozen, Joined
 from protocols.selective.round.course import ROUND_BELIEVED_MAX
 from protocols.selective.round.state import Send
 from protocols.selective.rounds import RoundCoordinator
-from protocols.selective.rules import Decision, SelectiveRules
+from protocols.selective.rules import SHARED_NBYTES_MIN, Decision, SelectiveRules
 
 LAWS = settings(deadline=None, derandomize=True, max_examples=200)
 NAN, INF = math.nan, math.inf
@@ -83,6 +83,23 @@ def test_a_sharded_round_names_its_reducers_and_freezes_with_those_that_are_left
     assert coordinator.on_decline(2, 1, "no", 1.0)[1:] == tuple(Send(rank, 1, frozen) for rank in (0, 1, 3))
     assert brief(coordinator.on_applied(0, 1, 20, 2.0)) == [(0, 1, "End"), (1, 1, "End"), (3, 1, "End")]
     assert coordinator.statistics().routes == {"direct": 0, "sharded": 1}
+
+
+def test_replacers_of_one_host_are_told_from_which_rank_each_part_comes() -> None:
+    coordinator = RoundCoordinator(
+        range(4), rules(route="sharded", replacement_ratio=0.5), model_nbytes=SHARED_NBYTES_MIN
+    )
+    for rank, host in enumerate((7, 7, 9, 9)):
+        coordinator.roster.note_host(rank, host)
+    sends = report_all(coordinator, [0.0, 1.0, 2.0, 3.0])
+    assert [(send.message.reducers, send.message.sources) for send in sends] == [
+        *[((2, 3), (0, 1))] * 2,
+        *[((2, 3), ())] * 2,
+    ]
+    coordinator.on_ready(2, 1, 10, 1.0)
+    frozen = coordinator.on_ready(3, 1, 10, 1.0)[0].message
+    # As on the sharded route without it, and the steps of both ends of one more stream.
+    assert frozen.timeout_s == 8.0 + 2 * (2 * 0.5 + 0.5) + (3 * 0.5 + 0.5) + (2 * 0.5 + 0.5) + 0.5
 
 
 def test_where_replacers_are_more_they_reduce_as_long_as_they_take_part() -> None:

@@ -20,6 +20,7 @@ from protocols.selective.member import (
     Instructions,
     Read,
     Reduce,
+    RefuseMeans,
     RefuseUpTo,
     RoundMember,
     State,
@@ -51,6 +52,8 @@ FROZEN = Frozen((1, 2), (1.0, 1.0), (9, 8), 2, 30.0)
 #: Donors that reduce, and a replacer that does.
 TO_GIVE_AND_REDUCE = Assign(DONOR, (1, 2), (0,), 9, 2, reducers=(1, 2), part=0)
 TO_TAKE_AND_REDUCE = Assign(REPLACER, (2,), (0, 1), 9, 2, reducers=(0, 1), part=1)
+#: A replacer that fetches the part of rank 1 for its host.
+TO_TAKE_AND_SHARE = Assign(REPLACER, (1, 2), (0, 3), 9, 2, reducers=(1, 2), sources=(0, 3))
 FRESH = Frozen((), (), (), -1, 30.0)
 
 LAWS = settings(deadline=None, derandomize=True, max_examples=300)
@@ -170,8 +173,20 @@ def test_a_report_from_before_the_last_average_makes_no_replacer() -> None:
     member.on_step()
     member.on_applied(10)
     reason = "replaced at iteration 10, after the one that was judged"
-    assert member.on_assign(TO_TAKE, 4) == (RefuseUpTo(3), Tell(Decline(reason), 4))
+    assert member.on_assign(TO_TAKE, 4) == (RefuseUpTo(3), RefuseMeans(4), Tell(Decline(reason), 4))
     assert member.state is State.IDLE and member.declined == {reason: 1}
+
+
+def test_a_replacer_that_fetches_for_others_shares_until_the_round_ends() -> None:
+    member = RoundMember()
+    reduce, ask = Reduce(3, TO_TAKE_AND_SHARE), Ask(3, TO_TAKE_AND_SHARE)
+    assert member.on_assign(TO_TAKE_AND_SHARE, 3) == (RefuseUpTo(2), reduce, ask)
+    assert member.on_frozen(FROZEN, 3) == (Read(3, FROZEN),), "it adds nothing up"
+    assert member.on_averaged(3)
+    member.on_step()
+    member.on_applied(10)
+    assert member.reducing == 3
+    assert member.on_end("over", 3)[0] == StopReducing(3)
 
 
 def test_weights_that_are_not_finite_are_declined() -> None:

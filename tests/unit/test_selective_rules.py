@@ -14,7 +14,15 @@ from protocols.ranking import order_worst_first, replacer_count
 from protocols.selective import messages
 from protocols.selective.messages import Applied
 from protocols.selective.rounds import RoundCoordinator
-from protocols.selective.rules import Decision, SelectiveRules, averaging_weights, decide, reducers_of
+from protocols.selective.rules import (
+    SHARED_NBYTES_MIN,
+    Decision,
+    SelectiveRules,
+    averaging_weights,
+    decide,
+    reducers_of,
+    sources_of,
+)
 
 LAWS = settings(deadline=None, derandomize=True, max_examples=200)
 NAN, INF = math.nan, math.inf
@@ -344,6 +352,43 @@ def test_auto_looks_at_the_networks_of_hosts(listed: list[int], nbytes: int, is_
     decision, hosts = Decision((0, 1, 2), (3,), (1.0,) * 3, 0), dict(enumerate(listed))
     assert bool(reducers_of(decision, "auto", nbytes, 0, hosts)) == is_sharded
     assert reducers_of(decision, "auto", nbytes, 0, {}) == ()
+
+
+def test_auto_knows_that_replacers_of_one_host_share_what_they_fetch() -> None:
+    """Six replacers on one host take the one donor's model: five of six parts come once, and not six times."""
+    decision, hosts = Decision((6,), tuple(range(6)), (1.0,), 6), {6: 2, **dict.fromkeys(range(6), 1)}
+    assert reducers_of(decision, "auto", 13 * MIB, 0, hosts) == tuple(range(6)), "one model in place of six"
+    assert reducers_of(decision, "auto", 12 * MIB, 0, hosts) == ()
+
+
+@LAWS
+@given(st.lists(st.integers(1, 4), min_size=2, max_size=24), st.integers(1, 23))
+def test_each_part_comes_to_each_host_once(listed: list[int], replacer_count: int) -> None:
+    replacer_count = min(replacer_count, len(listed) - 1)
+    replacers, donors = tuple(range(replacer_count)), tuple(range(replacer_count, len(listed)))
+    decision, hosts = Decision(donors, replacers, (1.0,) * len(donors), donors[-1]), dict(enumerate(listed))
+    reducers = reducers_of(decision, "sharded", MIB, 0, hosts)
+    found = sources_of(decision, reducers, 1000 * MIB, hosts)
+    for place, reducer in enumerate(reducers):
+        for host in set(listed):
+            here = [rank for rank in replacers if hosts[rank] == host]
+            if len(here) < 2 or all(hosts[each] == host for each in reducers):
+                assert not found.keys() & set(here)
+                continue
+            (source,) = {found[rank][place] for rank in here}
+            assert source == reducer if hosts[reducer] == host else source in here
+    for rank, sources in found.items():
+        fetched = sum(source == rank != reducer for source, reducer in zip(sources, reducers, strict=True))
+        distant = sum(hosts[reducer] != hosts[rank] for reducer in reducers)
+        assert abs(fetched - distant / sum(hosts[each] == hosts[rank] for each in replacers)) < 1
+
+
+def test_what_is_small_is_not_shared() -> None:
+    decision, hosts = Decision((2, 3), (0, 1), (1.0, 1.0), 3), {0: 1, 1: 1, 2: 2, 3: 2}
+    assert sources_of(decision, (2, 3), SHARED_NBYTES_MIN, hosts) == {0: (0, 1), 1: (0, 1)}
+    assert sources_of(decision, (2, 3), SHARED_NBYTES_MIN - 1, hosts) == {}
+    assert sources_of(decision, (2, 3), SHARED_NBYTES_MIN, {}) == {}
+    assert sources_of(decision, (), SHARED_NBYTES_MIN, hosts) == {}
 
 
 def test_hosts_that_some_have_not_told_are_not_known() -> None:

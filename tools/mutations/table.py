@@ -146,7 +146,7 @@ MUTANTS: Final = (
         "the accumulator of an average that is not applied is never given back",
         "protocols/selective/roles/exchange.py",
         "            self.task.cancel()\n        self.close()\n        if self.average is not None:\n"
-        "            self._buffers.release(self.average, self._services)\n",
+        "            self._release(self.average)\n",
         "            self.task.cancel()\n        self.close()\n",
         SUITE,
     ),
@@ -395,7 +395,7 @@ MUTANTS: Final = (
         "reading",
         "a reducer that is asked where its part of the mean lies is asked for its own snapshot",
         "protocols/parameter_stream/neighbours.py",
-        "LocateRequest(self._last_slot, of_mean)",
+        "LocateRequest(self._last_slot, *(mean_of or ()))",
         "LocateRequest(self._last_slot)",
         READING,
     ),

@@ -8,42 +8,15 @@ import math
 
 from asyncdist import AsyncdistError
 from asyncdist.messaging.services import Services
-from asyncdist.tensors.flat_state import FlatBuffers, FlatState, SnapshotPool
-from protocols.parameter_stream.receiver import SnapshotReceiver, new_ring
+from protocols.parameter_stream.receiver import SnapshotReceiver
 from protocols.parameter_stream.server import SnapshotServer
 from protocols.selective.messages import Assign, Frozen
+from protocols.selective.roles.exchange_buffers import Accumulator, ExchangeBuffers
 from protocols.selective.roles.mean_receiver import MeanReceiver
 from protocols.selective.roles.reducer import Reducer
+from protocols.selective.roles.relay import Relay
 
 logger = logging.getLogger("protocols.selective.roles.exchange")
-
-
-class ExchangeBuffers:
-    """Keeps the memory that exchanges use one after the other, and counts what they receive.
-
-    Args:
-        flat: the state of the policy's model.
-
-    Attributes:
-        accumulators: lends the buffers in which averages are made.
-        ring: for chunks that cannot land in an accumulator.
-        received_nbytes: by all exchanges, abandoned ones included.
-        read_nbytes: of these, read in the donors' memory.
-        reasked_count: parts of means that donors were asked for, since their reducer had failed.
-    """
-
-    def __init__(self, flat: FlatState) -> None:
-        self._flat = flat
-        self.accumulators = SnapshotPool(flat, accumulate=True)
-        self.ring = new_ring()
-        self.received_nbytes = self.read_nbytes = self.reasked_count = 0
-
-    def release(self, accumulator: FlatBuffers, services: Services) -> None:
-        """Take an accumulator back. While discarded chunks may still land in it, or in the ring, use new memory."""
-        self.accumulators.release(accumulator)
-        if services.slots.discarding_count:
-            self.accumulators = SnapshotPool(self._flat, accumulate=True)
-            self.ring = new_ring()
 
 
 class Exchange:
@@ -54,6 +27,7 @@ class Exchange:
         server: has the channel of the policy's parameter streams, and the neighbours.
         buffers: the policy's.
         reducer: makes this rank's part of the mean, where it reduces.
+        relay: shares what this rank fetches for its host.
         round: the round's number.
         coordinator: the rank that coordinates it.
 
@@ -73,6 +47,7 @@ class Exchange:
         server: SnapshotServer,
         buffers: ExchangeBuffers,
         reducer: Reducer,
+        relay: Relay,
         round: int,
         coordinator: int,
     ) -> None:
@@ -80,14 +55,16 @@ class Exchange:
         self._server = server
         self._buffers = buffers
         self._reducer = reducer
+        self._relay = relay
         self.round = round
         self.coordinator = coordinator
         self.assigned_at = services.time()
         self.task: asyncio.Task[None] | None = None
-        self.average: FlatBuffers | None = None
+        self.average: Accumulator | None = None
         self.deadline = math.inf
         self.nbytes = 0
         self.route = "direct"
+        self._accumulator: Accumulator | None = None
         self._receiver: SnapshotReceiver | MeanReceiver | None = None
         self._started: SnapshotReceiver | MeanReceiver | None = None
 
@@ -109,7 +86,7 @@ class Exchange:
         """Receive what the frozen round says; ask the donors anew if they are not those that were asked early.
 
         Returns:
-            The receiver, whose accumulator holds the average. :meth:`close` takes it back unless it is ``average``.
+            The receiver, whose accumulator holds the average. :meth:`close` takes it back unless it is kept.
 
         Raises:
             AsyncdistError, TimeoutError: as :meth:`SnapshotReceiver.run`, on account of ``donor``.
@@ -139,8 +116,8 @@ class Exchange:
             self._buffers.read_nbytes += receiver.read_nbytes
             if isinstance(receiver, MeanReceiver):
                 self._buffers.reasked_count += receiver.reasked_count
-            if self.average is not receiver.accumulator:
-                self._buffers.release(receiver.accumulator, self._services)
+            if self.average is not self._accumulator:
+                self._release(self._accumulator)
 
     def discard(self) -> None:
         """Stop the exchange and free its memory: its average will not be applied."""
@@ -148,16 +125,23 @@ class Exchange:
             self.task.cancel()
         self.close()
         if self.average is not None:
-            self._buffers.release(self.average, self._services)
+            self._release(self.average)
+
+    def _release(self, accumulator: Accumulator | None) -> None:
+        assert accumulator is not None, f"round {self.round} has a receiver and no accumulator"
+        self._buffers.release(accumulator, is_clean=not self._services.slots.discarding_count)
+
+    def keep_average(self) -> None:
+        """Let :meth:`close` leave the accumulator: it holds the whole average."""
+        self.average = self._accumulator
 
     def _receive(self, donors: tuple[int, ...], best: int) -> SnapshotReceiver:
-        accumulator = self._buffers.accumulators.acquire()
-        ring = self._buffers.ring
+        self._accumulator = accumulator = self._buffers.acquire()
         receiver = SnapshotReceiver(
             self._services,
             self._server.channel,
-            accumulator,
-            ring,
+            accumulator.buffers,
+            self._buffers.ring,
             donors=donors,
             best=best,
             round=self.round,
@@ -167,10 +151,17 @@ class Exchange:
         return receiver
 
     def _receive_means(self, assign: Assign) -> MeanReceiver:
-        accumulator = self._buffers.accumulators.acquire()
-        ring, own = self._buffers.ring, self._reducer
+        self._accumulator = accumulator = self._buffers.acquire()
         receiver = MeanReceiver(
-            self._services, self._server, accumulator, ring, reducers=assign.reducers, own=own, round=self.round
+            self._services,
+            self._server,
+            accumulator,
+            self._buffers.ring,
+            reducers=assign.reducers,
+            sources=assign.sources or assign.reducers,
+            own=self._reducer,
+            relay=self._relay,
+            round=self.round,
         )
         self._started, self._receiver, self.route = receiver, receiver, "sharded"
         return receiver

@@ -3,6 +3,9 @@
 A part whose reducer was left out, has failed or is gone is asked of the donors themselves, as on the direct route. It
 costs more bytes and has the same bits. A reducer that is only late is waited for until the round's deadline: where all
 are late, since the network is, asking all donors for everything would make it worse.
+
+Where replacers share a host, one of them fetches a part from its reducer on another one, and the others ask that rank.
+If it fails, they ask the reducer. Each rank takes what it fetches by itself first, so no two wait for each other.
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ from protocols.parameter_stream.parts import Part
 from protocols.parameter_stream.receiver import SnapshotReceiver, ask_for_part, cancel_stream
 from protocols.parameter_stream.server import SnapshotServer
 from protocols.selective.messages import Frozen
+from protocols.selective.roles.exchange_buffers import Accumulator
 from protocols.selective.roles.reducer import Reducer
+from protocols.selective.roles.relay import Relay
 
 logger = logging.getLogger("protocols.selective.roles.mean_receiver")
 
@@ -30,14 +35,17 @@ class MeanReceiver:
     Args:
         services: of this rank.
         server: has the channel of the policy's parameter streams, and the neighbours.
-        accumulator: flat tensors in the accumulation dtypes; what is in them is overwritten.
+        accumulator: what is in it is overwritten.
         ring: for chunks of donors that are asked after all.
         reducers: the ranks that each make a part, in the order of the parts.
+        sources: for each part the rank that this one takes it from: its reducer, or the one that fetches it for this
+            host, which may be this rank.
         own: makes this rank's part, if it is one of them.
+        relay: offers what this rank fetches for its host.
         round: goes into the frames' headers.
 
     Attributes:
-        accumulator: as given.
+        accumulator: the buffers of the one given.
         donor: who is waited for: when :meth:`run` raises, on account of this one.
         received_nbytes: of the parts that are whole.
         read_nbytes: of these, read in the reducers' memory.
@@ -49,19 +57,27 @@ class MeanReceiver:
         self,
         services: Services,
         server: SnapshotServer,
-        accumulator: FlatBuffers,
+        accumulator: Accumulator,
         ring: ChunkRing,
         *,
         reducers: tuple[int, ...],
+        sources: tuple[int, ...],
         own: Reducer,
+        relay: Relay,
         round: int,
     ) -> None:
         self._services = services
         self._server = server
-        self.accumulator = accumulator
+        self._shared = accumulator
+        self.accumulator = accumulator.buffers
         self._ring = ring
         self._reducers = reducers
+        me = services.rank
+        self._source_of = {
+            reducer: reducer if source == me else source for reducer, source in zip(reducers, sources, strict=True)
+        }
         self._own = own
+        self._relay = relay
         self._round = round
         self._streams: dict[int, InboundStream | PartReading] = {}  # by reducer
         self._from_donors: SnapshotReceiver | None = None  # of the part that they are asked for
@@ -70,27 +86,30 @@ class MeanReceiver:
         self.is_agreed = True
 
     def ask(self) -> None:
-        """Ask the reducers for their parts. One that is lost or busy counts as one that has failed."""
+        """Ask for the parts. A rank that is lost or busy counts as one that has failed."""
         for reducer in self._reducers:
-            if reducer == self._services.rank:
-                continue
-            part, into = self._part_of(reducer), self._place_of(reducer)
-            try:
-                stream = ask_for_part(
-                    self._services,
-                    self._server,
-                    reducer,
-                    into,
-                    part,
-                    sizes={},
-                    round=self._round,
-                    of_mean=True,
-                )
-            except AsyncdistError as error:
-                logger.info("round %d: reducer %d cannot be asked, %s", self._round, reducer, error)
-            else:
-                if stream is not None:
-                    self._streams[reducer] = stream
+            if reducer != self._services.rank:
+                self._ask(reducer)
+
+    def _ask(self, reducer: int) -> None:
+        """Ask for the part of one reducer."""
+        source, part = self._source_of[reducer], self._part_of(reducer)
+        try:
+            stream = ask_for_part(
+                self._services,
+                self._server,
+                source,
+                self._place_of(reducer),
+                part,
+                sizes={},
+                round=self._round,
+                of_mean=True,
+            )
+        except AsyncdistError as error:
+            logger.info("round %d: rank %d cannot be asked for part %d, %s", self._round, source, part.number, error)
+        else:
+            if stream is not None:
+                self._streams[reducer] = stream
 
     async def run(self, frozen: Frozen, *, deadline: float) -> None:
         """Receive all parts: the accumulator holds the mean then.
@@ -105,27 +124,46 @@ class MeanReceiver:
             AsyncdistError, TimeoutError: as :meth:`SnapshotReceiver.run`.
         """
         try:
-            ranks = sorted(self._reducers, key=lambda rank: rank in frozen.reducers)  # first those that have failed
-            for reducer in sorted(ranks, key=lambda rank: rank == self._services.rank):
-                self.donor = reducer
+            for reducer in sorted(self._reducers, key=lambda rank: self._turn_of(rank, frozen)):
                 if not self._place_of(reducer).nbytes:  # more reducers than elements
                     continue
-                try:
-                    is_whole = reducer in frozen.reducers and await self._receive(reducer, deadline)
-                except (RankLostError, StreamAborted) as error:
-                    logger.info("round %d: %s; asking the donors", self._round, error)
-                    is_whole = False
+                is_whole = await self._is_received(reducer, frozen, deadline)
+                if not is_whole and self._source_of[reducer] != reducer:
+                    self._finish(reducer)
+                    self._source_of[reducer] = reducer
+                    self._ask(reducer)
+                    is_whole = await self._is_received(reducer, frozen, deadline)
                 if not is_whole:
                     await self._ask_donors(reducer, frozen, deadline)
+                if self.is_agreed:
+                    self._relay.share(self._round, self._part_of(reducer), self._shared)
         finally:
             self.close()
 
     def close(self) -> None:
         """Tell reducers and donors that have not answered to stop. A second call does nothing."""
+        self._relay.refuse_rest(self._round)
         if self._from_donors is not None:
             self._from_donors.close()
         while self._streams:
             self._finish(next(iter(self._streams)))
+
+    def _turn_of(self, reducer: int, frozen: Frozen) -> int:
+        """Return when the part of a reducer is waited for: first those of reducers that have failed."""
+        if reducer == self._services.rank:
+            return 3
+        if self._source_of[reducer] != reducer:
+            return 2
+        return 1 if reducer in frozen.reducers else 0
+
+    async def _is_received(self, reducer: int, frozen: Frozen, deadline: float) -> bool:
+        """Wait for one part from where it was asked for, and return whether it has come."""
+        self.donor = source = self._source_of[reducer]
+        try:
+            return (source != reducer or reducer in frozen.reducers) and await self._receive(reducer, deadline)
+        except (RankLostError, StreamAborted) as error:
+            logger.info("round %d: %s; asking another rank", self._round, error)
+            return False
 
     async def _receive(self, reducer: int, deadline: float) -> bool:
         """Wait for one part, and return whether it has come."""

@@ -22,6 +22,7 @@ from protocols.selective.member import (
     Instructions,
     Read,
     Reduce,
+    RefuseMeans,
     RefuseUpTo,
     RoundMember,
     StopReducing,
@@ -30,9 +31,10 @@ from protocols.selective.member import (
     Withdraw,
 )
 from protocols.selective.roles.donor import Donor
-from protocols.selective.roles.exchange import ExchangeBuffers
+from protocols.selective.roles.exchange_buffers import ExchangeBuffers
 from protocols.selective.roles.member_channels import MemberChannels
 from protocols.selective.roles.reducer import Reducer
+from protocols.selective.roles.relay import Relay
 from protocols.selective.roles.replacer import Replacer
 from protocols.step_info import PolicyEvent
 
@@ -51,7 +53,7 @@ class MemberRoles:
         states, whole_state, on_event, timing: as for :class:`Donor`.
 
     Attributes:
-        donor, replacer, reducer: the roles.
+        donor, replacer, reducer, relay: the roles.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class MemberRoles:
             timing=timing,
         )
         self.reducer = Reducer(services, server, parts, self.donor.snapshot_of)
+        self.relay = Relay(services.rank, server)
         self.replacer = Replacer(
             services,
             member,
@@ -96,6 +99,7 @@ class MemberRoles:
             server=server,
             buffers=buffers,
             reducer=self.reducer,
+            relay=self.relay,
             flat=flat,
             own=own,
             applier=applier,
@@ -121,11 +125,16 @@ class MemberRoles:
                     assert coordinator is not None, f"round {round} has no coordinator"
                     self.replacer.ask(round, coordinator, assign)
                 case Reduce(round, assign):
-                    self.reducer.begin(round, assign)
+                    if assign.part >= 0:
+                        self.reducer.begin(round, assign)
+                    self.relay.begin(round, assign)
                 case AddUp(_, frozen):
                     self.reducer.add_up(frozen)
                 case StopReducing():
                     self.reducer.stop()
+                    self.relay.stop()
+                case RefuseMeans(round):
+                    self._channels.server.end_means(round)
                 case Read(_, frozen):
                     self.replacer.read(frozen)
                 case Discard(round, reason):

@@ -108,7 +108,8 @@ class Reducer:
     def stop(self) -> None:
         """Offer the mean no more, or give up making it."""
         state, self._sum = self._sum, None
-        assert state is not None, "nothing is reduced"
+        if state is None:  # it only shares what others reduce
+            return
         if state.task is not None and not state.is_settled:
             state.task.cancel()
         while state.asked:
@@ -198,7 +199,7 @@ class Reducer:
         """Let those who wait for the mean know: this rank's own exchange, and replacers that have asked in vain."""
         state.is_settled = True
         if state.offer is None:
-            self._server.end_means(state.round)
+            self._server.end_mean(state.round, state.part)
         self._services.engine.recheck()
 
     def _release(self) -> None:

@@ -14,8 +14,10 @@ from protocols.own_state import OwnState
 from protocols.parameter_stream.server import SnapshotServer
 from protocols.selective.member import Instructions, RoundMember
 from protocols.selective.messages import Assign, Frozen
-from protocols.selective.roles.exchange import Exchange, ExchangeBuffers
+from protocols.selective.roles.exchange import Exchange
+from protocols.selective.roles.exchange_buffers import ExchangeBuffers
 from protocols.selective.roles.reducer import Reducer
+from protocols.selective.roles.relay import Relay
 from protocols.step_info import NOTHING, StepInfo
 
 logger = logging.getLogger("protocols.selective.roles.replacer")
@@ -31,6 +33,7 @@ class Replacer:
         server: has the channel of the policy's parameter streams.
         buffers: the memory of exchanges.
         reducer: makes this rank's part of a mean, where it reduces.
+        relay: shares what this rank fetches for its host.
         flat, own: the model's state, and what of it is kept.
         applier: changes the weights.
         timing: collects the seconds that an application takes.
@@ -49,6 +52,7 @@ class Replacer:
         server: SnapshotServer,
         buffers: ExchangeBuffers,
         reducer: Reducer,
+        relay: Relay,
         flat: FlatState,
         own: OwnState,
         applier: Applier,
@@ -60,6 +64,7 @@ class Replacer:
         self._server = server
         self._buffers = buffers
         self._reducer = reducer
+        self._relay = relay
         self._flat = flat
         self._own = own
         self._applier = applier
@@ -70,7 +75,8 @@ class Replacer:
 
     def ask(self, round: int, coordinator: int, assign: Assign) -> None:
         """Begin an exchange, and ask the donors, or the reducers, that are known already."""
-        self.exchange = Exchange(self._services, self._server, self._buffers, self._reducer, round, coordinator)
+        roles = self._reducer, self._relay
+        self.exchange = Exchange(self._services, self._server, self._buffers, *roles, round, coordinator)
         if assign.donors:
             self.exchange.ask_early(assign)
 
@@ -90,7 +96,7 @@ class Replacer:
                 entry = self._own.unsound_entry(receiver.accumulator)
                 self._fail(exchange, f"the donors differ in infinite values, as of {entry!r}")
             elif self._member.on_averaged(exchange.round):
-                exchange.average = receiver.accumulator
+                exchange.keep_average()
         except (AsyncdistError, TimeoutError) as error:
             self._fail(exchange, f"the stream from rank {exchange.donor} did not complete: {error}")
         finally:
@@ -132,7 +138,7 @@ class Replacer:
             weights=frozen.weights,
             iterations=frozen.iterations,
             best=frozen.best,
-            average=exchange.average,
+            average=None if exchange.average is None else exchange.average.buffers,
             began_at=exchange.assigned_at,
             nbytes=exchange.nbytes,
             coordinator=exchange.coordinator,
@@ -140,7 +146,7 @@ class Replacer:
         )
         info = self._applier.apply(new, iteration, self._services.time)
         if exchange.average is not None:
-            self._buffers.accumulators.release(exchange.average)
+            exchange.average.release()
         self._timing.add("apply", self._services.time() - began_at)
         self.exchange = None
         self.replacement_count += 1
@@ -151,6 +157,6 @@ class Replacer:
     def load(self, exchange: Exchange) -> None:
         """Put all that the only donor of ``exchange`` has given in place, and nothing of this rank's own remains."""
         assert exchange.average is not None, f"round {exchange.round} has brought no weights"
-        self._flat.load(exchange.average)
-        self._buffers.accumulators.release(exchange.average)
+        self._flat.load(exchange.average.buffers)
+        exchange.average.release()
         self.exchange = None

@@ -13,7 +13,7 @@ from protocols.selective.joining.newcomers import Newcomers
 from protocols.selective.messages import End
 from protocols.selective.roster import Roster
 from protocols.selective.round.state import ReportRecord, Round, Send, step_s
-from protocols.selective.rules import Decision, SelectiveRules, reducers_of
+from protocols.selective.rules import Decision, SelectiveRules, reducers_of, sources_of
 from protocols.selective.statistics import HISTORY_LENGTH, History, LeftOut
 from protocols.selective.waiting import Patience
 
@@ -80,9 +80,10 @@ class RoundCourse:
         patience_s = max((step_s(judged[rank]) for rank in decision.waited_for), default=0.0)
         limit_at, hosts = math.inf, self._roster.hosts_of(decision.donors + decision.replacers)
         reducers = reducers_of(decision, self._rules.route, self._model_nbytes, self._last_number, hosts)
+        sources = sources_of(decision, reducers, self._model_nbytes, hosts)
         if admits:
             times = self._roster.cadence_s(), self._patience.round_s
-            limit_at, reducers = now + self._newcomers.allowed_s(decision.replacers, *times), ()
+            limit_at, reducers, sources = now + self._newcomers.allowed_s(decision.replacers, *times), (), {}
         self.routes["sharded" if reducers else "direct"] += bool(decision.donors)
         self.current = state = Round(
             number=self._last_number,
@@ -93,6 +94,7 @@ class RoundCourse:
             waiting_donors=set(decision.donors),
             waiting_replacers=set(decision.replacers),
             reducers=reducers,
+            sources=sources,
             admits=admits,
             limit_at=limit_at,
         )

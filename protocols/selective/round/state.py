@@ -89,7 +89,7 @@ class Member:
 class Round:
     """Tracks the round under way. The sets say which ranks still owe an answer; `released` have had their `End`.
 
-    `reducers` were named when it began; none on the direct route.
+    `reducers` were named when it began; none on the direct route. `sources` are those of `sources_of`.
     """
 
     number: int
@@ -100,6 +100,7 @@ class Round:
     waiting_donors: set[int]
     waiting_replacers: set[int]
     reducers: tuple[int, ...] = ()
+    sources: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     ready: dict[int, int] = field(default_factory=dict)
     released: set[int] = field(default_factory=set)
     frozen: bool = False
@@ -117,7 +118,8 @@ class Round:
             role = DONOR if rank in donors else REPLACER
             judged_at = self.judged[rank].iteration
             named = role, decision.donors, decision.replacers, judged_at, best, self.admits, restarted
-            sends.append(Send(rank, self.number, Assign(*named, self.reducers, part_of.get(rank, -1))))
+            route = self.reducers, part_of.get(rank, -1), self.sources.get(rank, ())
+            sends.append(Send(rank, self.number, Assign(*named, *route)))
         return sends
 
     def freezings(self, metric_mode: str, timeouts: Mapping[int, float]) -> list[Send]:
@@ -155,7 +157,8 @@ class Round:
         of its steps until it reads the grant, then `stream_safe_points` steps of either end. Last, a step to apply.
         A newcomer makes no steps. It takes the size of the donor's other state after the weights, and then that state.
         On the sharded route all that is for parts that are asked of the donors after all; before that each reducer
-        takes a step to read `Frozen`, one to add up, and those of its own stream.
+        takes a step to read `Frozen`, one to add up, and those of its own stream. A rank that fetches for others does
+        so, too.
         """
         count = stream_safe_points
         donors_s = sum(step_s(self.judged[donor]) for donor in self.ready)
@@ -165,6 +168,9 @@ class Round:
             others_s += (3 + min(max(0, self.state_safe_points), STATE_STREAM_COUNT_MAX * count)) * donors_s
         if self.reducers:
             others_s += (2 + count) * max(step_s(self.judged[rank]) for rank in self.reducers)
+            own_count += count
+        if self.sources:
+            others_s += (1 + count) * max(step_s(self.judged[rank]) for rank in self.sources)
             own_count += count
         return {
             rank: round_timeout_s + others_s + own_count * step_s(self.judged[rank])
