@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
+import sys
+from typing import Final
 
 import torch
 
 from asyncdist import environment
+
+#: Made with nanobind, which lists its objects that outlive the interpreter. Each GPU build of torch imports the first.
+_COUNT_AT_THE_END: Final = ("triton", "jaxlib")
 
 
 def limit_threads() -> None:
@@ -25,3 +31,10 @@ def spare_collections() -> None:
     """
     if gc.get_freeze_count() == 0:
         gc.freeze()
+        atexit.register(_end)
+
+
+def _end() -> None:
+    """Have the interpreter collect all at its end, where a library prints what of its own is left then."""
+    if any(name in sys.modules for name in _COUNT_AT_THE_END):
+        gc.unfreeze()
