@@ -65,11 +65,16 @@ class Training:
 
     Args:
         make: makes the policy for a model and its optimizer.
+
+    Attributes:
+        policy: None before the training and after it.
+        replacement_count: how often this rank has taken an average since it began.
     """
 
     def __init__(self, make: Callable[[nn.Module, torch.optim.Optimizer], SpawnPolicy]) -> None:
         self._make = make
         self.policy: Policy[StepInfo] | None = None
+        self.replacement_count = 0
         self._caller: Caller
 
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -78,14 +83,16 @@ class Training:
         join()
         policy = Policy(self._make(model, optimizer))
         policy.__enter__()
-        self.policy = policy
+        self.policy, self.replacement_count = policy, 0
         self._caller = current_caller("a policy")
         self._caller.at_end(self.end)
 
     def step(self, metric: Any) -> StepInfo:
         """Make progress; weights change here alone."""
         assert self.policy is not None, "it has begun"
-        return self.policy.step(metric)
+        info = self.policy.step(metric)
+        self.replacement_count += bool(info)
+        return info
 
     def end(self, error: BaseException | None = None) -> None:
         """Leave the policy, if it is open. The others go on."""

@@ -35,7 +35,8 @@ class SelectiveAveraging(Callback):
 
     Weights change between two training batches, after a step of the optimizer. Of several ranks each writes its logs
     and checkpoints to a folder ``rank0``, ``rank1``, ... below the one that the trainer, its loggers and its checkpoint
-    callbacks name, and rank 0 alone shows a progress bar.
+    callbacks name, and rank 0 alone shows a progress bar. How often a rank has taken an average is logged by it as
+    ``replacements``.
 
     Args:
         average_every: the cadence of reports, in steps of the optimizer.
@@ -129,6 +130,7 @@ class SelectiveAveraging(Callback):
         self.last_info = self._training.step(self._metric)
         if self.last_info:
             self._loss.reset()
+            self.log("replacements", float(self._training.replacement_count), prog_bar=True)
 
     def _metric(self) -> Any:
         if self.monitor is None:

@@ -130,9 +130,11 @@ class SelectiveAveraging(TrainerCallback):
         logs: dict[str, float] | None = None,
         **_: Any,
     ) -> None:
-        """Note the loss that the trainer logs, for models that return none."""
+        """Note the loss that the trainer logs, for models that return none; tell how often there was an average."""
         if self.monitor is None:
             self._newest = (logs or {}).get("loss", self._newest)
+        if logs is not None and self._training.replacement_count:
+            logs["replacements"] = self._training.replacement_count
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Leave the policy; the others go on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,7 @@ def check(reports: Any, ranks: int, library: str) -> None:
         if "folders" in expected:
             assert f"rank{rank}" in report["folders"] and set(report["folders"]) <= {f"rank{r}" for r in range(ranks)}
             expected["folders"] = report["folders"]
+            expected["replacements"] = int(rank == ranks - 1 > 0)
         if "seed" in expected:
             expected["seed"] += rank
         weight = sum(range(ranks - 1)) / (ranks - 1) if rank == ranks - 1 else float(rank)
@@ -68,9 +70,10 @@ def test_alone_it_trains_and_says_once_that_nothing_is_averaged(library: str, tm
     assert ended.reports[0]["weights"] == [0.0] * 4
 
 
-def test_simulated() -> None:
+def test_simulated(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "asyncdist", "sim", str(SCRIPT), "--ranks", "3", "plain", "none"]
-    environment = {**mpi.base_environment(), mpi.REPORTS: ""}
+    environment = {**mpi.base_environment(), mpi.REPORTS: str(tmp_path)}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
     assert ended.returncode == 0, ended.stderr
     assert "ranks 0 to 2: None" in ended.stdout
+    check({rank: json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)}, 3, "plain")

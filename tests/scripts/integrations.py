@@ -134,7 +134,8 @@ def lightning(folder: Path) -> None:
     module = Module()
     trainer.fit(module, loader())
     assert averaging.policy is None, "it is left when the fit ends"
-    module.net.end(processes=trainer.world_size, folders=sorted(os.listdir(folder)))
+    told = int(trainer.callback_metrics.get("replacements", 0))
+    module.net.end(processes=trainer.world_size, folders=sorted(os.listdir(folder)), replacements=told)
 
 
 def transformers(folder: Path) -> None:
@@ -146,6 +147,10 @@ def transformers(folder: Path) -> None:
             if not control.should_training_stop and model.is_over(averaging.last_info):
                 control.should_training_stop = True
 
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+            told.update(logs)
+
+    told: dict[str, float] = {}
     model = Model()
     arguments = TrainingArguments(
         output_dir=str(folder), max_steps=10**6, learning_rate=0.0, use_cpu=True, report_to=[], save_strategy="no"
@@ -161,7 +166,12 @@ def transformers(folder: Path) -> None:
     assert averaging.policy is None, "it is left when the training ends"
     trainer.save_model()
     Trainer(model, arguments, callbacks=[SelectiveAveraging(EVERY, **OPTIONS)])  # another one, of the same arguments
-    model.end(processes=arguments.world_size, folders=sorted(os.listdir(folder)), seed=arguments.seed)
+    model.end(
+        processes=arguments.world_size,
+        folders=sorted(os.listdir(folder)),
+        seed=arguments.seed,
+        replacements=told.get("replacements", 0),
+    )
 
 
 def torchgfn(_: Path) -> None:
