@@ -441,6 +441,24 @@ def ranks_shown() -> Iterator[None]:
             os.environ.pop(name, None)
 
 
+def show_as_ranks(variables: Mapping[str, str]) -> None:
+    """Let a library believe that it trains with these variables of a launcher, where others are hidden."""
+    os.environ.update(variables)
+
+
+def is_started_by_trainer() -> bool:
+    """Return whether a trainer, and no launcher, has started this process, as Lightning does from the second device on.
+
+    The first one is the trainer's own process.
+    """
+    own = any(os.environ.get(name) or name in _hidden for name in ("RANK", "TORCHELASTIC_RUN_ID"))
+    return (
+        os.environ.get("LOCAL_RANK", "0") != "0"
+        and not own
+        and not any(n.startswith(_MPI_PREFIXES) for n in os.environ)
+    )
+
+
 def become_rank() -> None:
     """Let the children of this process know that they are not the rank whose variables they have."""
     os.environ[_RANK_VARIABLE] = f"{os.getpid()} {_place(os.environ)}"

@@ -9,8 +9,6 @@ from __future__ import annotations
 import abc
 import asyncio
 import json
-import sys
-import warnings
 from collections.abc import Callable, Coroutine, Mapping
 from types import TracebackType
 from typing import Any, ClassVar, Final, Literal, Self, TypeAlias
@@ -34,6 +32,7 @@ from asyncdist.collectives.groups import check_open
 from asyncdist.messaging.services import Services
 from asyncdist.tensors.flat_state import FlatState
 from protocols.metrics import Metric, MetricSource, metric_as_number
+from protocols.misuse import NoPlainContext, line_of_caller, warn_of_no_step
 from protocols.options import check_callable
 from protocols.start_differences import model_difference, told_of_rivals
 from protocols.start_without_lost import start_without_lost
@@ -50,7 +49,7 @@ _STATE_VERSION: Final = 1
 _NAME_LENGTH_MAX: Final = 200
 
 
-class SpawnPolicy(abc.ABC):
+class SpawnPolicy(NoPlainContext, abc.ABC):
     """Defines what all policies share.
 
     Args:
@@ -233,8 +232,7 @@ class SpawnPolicy(abc.ABC):
         if not self.is_alone:
             await self._stop(error)
         if error is None and self._first_call is not None and not self._has_stepped:
-            text = "no step of this policy was ever awaited, so nothing was averaged: write await policy.step(...)"
-            warnings.warn_explicit(text, RuntimeWarning, *self._first_call)
+            warn_of_no_step(self._first_call)
 
     def step(self, local_metric: MetricSource = None) -> Coroutine[Any, Any, StepInfo]:
         """Make progress, and change the model's weights if it is time. They change nowhere else.
@@ -257,7 +255,9 @@ class SpawnPolicy(abc.ABC):
             TypeError, ValueError: the metric is due and is no number.
         """
         if self._first_call is None:
-            self._first_call = _line_of_caller()
+            if self._stage == "new":  # now, and not when it is awaited: code that blocks would never hear of it
+                self._refuse()
+            self._first_call = line_of_caller()
         return self._guarded_step(local_metric)
 
     async def _guarded_step(self, local_metric: MetricSource) -> StepInfo:
@@ -270,6 +270,8 @@ class SpawnPolicy(abc.ABC):
         finally:
             self._stepping = self._is_overdue = False
             self.iteration += 1
+
+    _guarded_step.__qualname__ = "SpawnPolicy.step"  # as Python calls it where it is not awaited
 
     def __call__(
         self,
@@ -301,7 +303,7 @@ class SpawnPolicy(abc.ABC):
             ValueError: one of these is another than the policy's, or ``iteration`` is no whole number.
         """
         if self._first_call is None:
-            self._first_call = _line_of_caller()
+            self._first_call = line_of_caller()
         return self._ported_step(iteration, model, optimizer, local_metric, group, expose_params)
 
     async def _ported_step(
@@ -478,7 +480,11 @@ class SpawnPolicy(abc.ABC):
     def _refuse(self) -> None:
         """Say why there can be no step now, on every rank in the same words: a mistake of all is told once."""
         if self._stage == "new":
-            raise ClosedError(f"step() before async with {type(self).__name__}(...) as policy", state=self._stage)
+            raise ClosedError(
+                f"step() before async with {type(self).__name__}(...) as policy; in code that awaits nothing: "
+                f"with asyncdist.blocking.policy({type(self).__name__}(...)) as policy",
+                state=self._stage,
+            )
         if self._stage == "closed":
             raise ClosedError("step() after the policy's async with block has ended", state=self._stage)
         if self._stepping:
@@ -486,9 +492,3 @@ class SpawnPolicy(abc.ABC):
         raise BusyError(
             "step() while world.compute(...) runs, which may be changing weights, or while a save reads them"
         )
-
-
-def _line_of_caller() -> tuple[str, int]:
-    """Return file and line of the code that has called a method of a policy."""
-    frame = sys._getframe(2)
-    return frame.f_code.co_filename, frame.f_lineno

@@ -124,7 +124,7 @@ class ReplicaAveragingPolicy(SpawnPolicy):
 
     def _choose_members(self) -> tuple[int, ...]:
         size = self._group.size
-        if size % self.replica_size:
+        if size > 1 and size % self.replica_size:
             validation.refuse("replica_size", self.replica_size, f"a divisor of the number of ranks, {size}")
         return self._group.ranks
 

@@ -65,7 +65,8 @@ async def _difference_in(group: Group, world: World, mine: Fingerprint) -> Disag
     else:
         theirs = torch.empty(int(length), dtype=torch.uint8, device="cpu")
     await collectives.broadcast(theirs, group, first)
-    difference = first_difference(mine, Fingerprint.from_text(bytes(theirs.numpy()).decode()))
+    first_model = Fingerprint.from_text(bytes(theirs.numpy()).decode())
+    difference = _wrapping(mine, first_model) or first_difference(mine, first_model)
     note = f"{difference} (here: rank {world.rank}, there: rank {first})" if difference else ""
     found = torch.zeros(512, dtype=torch.uint8, device="cpu")
     encoded = note.encode()[: found.numel()]
@@ -74,4 +75,15 @@ async def _difference_in(group: Group, world: World, mine: Fingerprint) -> Disag
         said = bytes(other.numpy()).rstrip(b"\0").decode(errors="ignore")
         if said:
             return DisagreementError(f"the models differ: {said}", difference="model")
+    return None
+
+
+def _wrapping(mine: Fingerprint, theirs: Fingerprint) -> str | None:
+    """Describe what one rank has wrapped its model in and the other has not; None if that is not how they differ."""
+    for long, short, where in ((mine, theirs, "here and not there"), (theirs, mine, "there and not here")):
+        prefix = long.lines[0][0][0].removesuffix(short.lines[0][0][0])
+        wrapped = [tuple(prefix + name for name in names) for names, *_ in short.lines]
+        if prefix and wrapped == [names for names, *_ in long.lines]:
+            by = " by torch.compile" if prefix == "_orig_mod." else ""
+            return f"it is wrapped{by} {where}, so that all names begin with {prefix!r}: wrap it alike on all ranks"
     return None

@@ -74,7 +74,7 @@ def current_caller(what: str) -> Caller:
     caller = find_caller()
     if caller is not None:
         return caller
-    if _is_in_a_rank():
+    if is_in_a_rank():
         raise LocalProtocolError(f"{what} blocks, and this is a coroutine: await asyncdist.{what} here")
     raise RuntimeError(
         f"no world here for {what}: call it inside with asyncdist.blocking.open_world(), or in what "
@@ -82,7 +82,10 @@ def current_caller(what: str) -> Caller:
     )
 
 
-def _is_in_a_rank() -> bool:
+def is_in_a_rank() -> bool:
+    """Return whether a coroutine of a rank calls, which can await."""
+    if find_caller() is not None:
+        return False
     try:
         return current_world().is_open
     except RuntimeError:

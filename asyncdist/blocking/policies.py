@@ -7,8 +7,9 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
 
-from asyncdist.blocking.callers import Caller, current_caller, entered, find_caller
+from asyncdist.blocking.callers import Caller, current_caller, entered, find_caller, is_in_a_rank
 from asyncdist.blocking.world import World, open_world
+from asyncdist.errors import LocalProtocolError
 
 InfoT = TypeVar("InfoT")
 InfoT_co = TypeVar("InfoT_co", covariant=True)
@@ -43,7 +44,18 @@ class Policy(Generic[InfoT]):
         return f"<{self.awaited!r}, blocking>"
 
     def __enter__(self) -> Self:
-        """Start, together with all members. Raises as the policy does."""
+        """Start, together with all members.
+
+        Raises:
+            LocalProtocolError: a coroutine of a rank calls.
+            BaseException: as the policy does.
+        """
+        if is_in_a_rank():
+            kind = type(self.awaited).__name__
+            raise LocalProtocolError(
+                f"asyncdist.blocking.policy blocks, and this is a coroutine: write async with {kind}(...) as policy "
+                "here, and await its step"
+            )
         with ExitStack() as exits:
             if find_caller() is None:
                 exits.enter_context(open_world())

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from asyncdist import environment, validation
-from asyncdist.blocking.callers import Caller, current_caller
+from asyncdist.blocking.callers import Caller, current_caller, is_in_a_rank
 from asyncdist.blocking.policies import Policy
 from asyncdist.blocking.process_world import process_world
 from asyncdist.blocking.world import World
+from asyncdist.errors import LocalProtocolError
 from protocols import AsyncSelectiveAveragingPolicy, ReplicaAveragingPolicy, SpawnPolicy, StepInfo
 
 logger = logging.getLogger("asyncdist.integrations")
@@ -21,19 +22,40 @@ logger = logging.getLogger("asyncdist.integrations")
 _told_alone: set[str] = set()
 
 
+_chosen_from: int = 0
+"""How many GPUs were seen where some of them were chosen for this rank; 0 where none were."""
+
+
 def hide_ranks() -> None:
     """Let a library that is imported after this believe that it trains alone: ranks are this package's affair.
 
     It is given the GPU of this rank where several are seen.
     """
+    global _chosen_from
     number = environment.local_rank()
     if number is not None and "CUDA_VISIBLE_DEVICES" not in environment.VARIABLES and torch.cuda.device_count() > 1:
-        environment.set_variables({"CUDA_VISIBLE_DEVICES": str(number % torch.cuda.device_count())})
+        _chosen_from = torch.cuda.device_count()
+        choose_gpus([number])
     environment.hide_ranks()
+
+
+def choose_gpus(numbers: Sequence[int]) -> None:
+    """Give the library the GPUs with these numbers on this host, where it is not the user who has chosen."""
+    if _chosen_from:
+        seen = ",".join(str(number % _chosen_from) for number in numbers)
+        environment.set_variables({"CUDA_VISIBLE_DEVICES": seen})
 
 
 def join() -> World:
     """Return the world of this process; say once that it trains alone, where it does."""
+    if environment.is_started_by_trainer():  # for one of its devices: no launcher, so this one is alone, too
+        with environment.variable_set(environment.TRANSPORT_VARIABLE, "local"):
+            return process_world()
+    if is_in_a_rank():
+        raise LocalProtocolError(
+            "SelectiveAveraging blocks, and this is a coroutine: enter a policy of protocols here, with async with, "
+            "and await its step"
+        )
     world = process_world()
     if world.size == 1 and "alone" not in _told_alone:
         _told_alone.add("alone")

@@ -15,16 +15,21 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.fabric.plugins.environments.mpi import MPIEnvironment
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ModelSummary
 from lightning.pytorch.utilities import rank_zero_only
 
+from asyncdist import environment
 from asyncdist.integrations.joining import hide_ranks, join, selective_averaging
 from asyncdist.integrations.metrics import RunningLoss
+from asyncdist.integrations.replicas import show_replica
 from protocols import StepInfo
 
 hide_ranks()
@@ -44,14 +49,17 @@ class SelectiveAveraging(Callback):
             training losses since the last report.
         mode: ``"min"`` if smaller is better, ``"max"`` if larger is.
         optimizer_index: which optimizer, where the module has several.
+        replica_size: of so many ranks, one after the other, each trainer is one replica under DDP, with as many devices
+            and ``strategy="ddp"``; they write to folders ``replica0``, ``replica1``, ... By default 1. It is shown to
+            Lightning when this is made, so make it before the trainer.
         options: others of :class:`protocols.AsyncSelectiveAveragingPolicy`.
 
     Attributes:
         last_info: what the last step of the policy did.
 
     Raises:
-        TypeError, ValueError: an option is not what it should be; the module's training has several devices, or several
-            optimizers of which none was chosen.
+        TypeError, ValueError: an option is not what it should be; the trainer has other than ``replica_size`` devices,
+            or the module several optimizers of which none was chosen.
     """
 
     def __init__(
@@ -72,9 +80,15 @@ class SelectiveAveraging(Callback):
         self._step_count = 0
         self._training = selective_averaging(average_every, mode, options)
         self._world = join()
-        rank_zero_only.rank = 0  # type: ignore[attr-defined]  # each rank writes for itself
+        self._replica_size: int = options.get("replica_size", 1)
+        self._folder = f"rank{self._world.rank}"
+        rank_zero_only.rank = 0  # type: ignore[attr-defined]  # each rank writes for itself; one, of a replica
+        if "replica_size" in options:
+            self._folder = f"replica{show_replica(self._world, self._replica_size).number}"
+            MPIEnvironment.detect = staticmethod(lambda: False)  # type: ignore[method-assign]  # it asks MPI for ranks
         if self._world.rank:
             logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+            warnings.simplefilter("ignore", PossibleUserWarning)  # which rank 0 tells
 
     @property
     def policy(self) -> Any:
@@ -92,15 +106,35 @@ class SelectiveAveraging(Callback):
         self._prepare(log.__self__.trainer)  # now: loggers open their files before ``setup`` is called
 
     def _prepare(self, trainer: pl.Trainer) -> None:
-        if trainer.world_size > 1:
-            raise ValueError(
-                f"this Trainer has {trainer.world_size} devices, which make one replica; SelectiveAveraging is for "
-                "ranks with one device each: pass devices=1, and start more ranks"
-            )
+        if trainer.world_size != self._replica_size and not (self._world.size == 1 < self._replica_size):
+            if environment.is_started_by_trainer():  # as one more device of a trainer, which tells the same
+                raise SystemExit(0)
+            raise ValueError(self._refusal(trainer.world_size))
         if self._world.size > 1:
-            _write_below(trainer, f"rank{self._world.rank}")
-        if self._world.rank and trainer.progress_bar_callback is not None:
-            trainer.progress_bar_callback.disable()
+            _write_below(trainer, self._folder)
+        if self._world.rank:
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, ModelSummary):
+                    callback._max_depth = 0
+            if trainer.progress_bar_callback is not None:
+                trainer.progress_bar_callback.disable()
+
+    def _refusal(self, count: int) -> str:
+        if self._replica_size > 1:
+            return (
+                f"this Trainer has {count} devices, and replica_size={self._replica_size}: pass "
+                f"devices={self._replica_size}, strategy='ddp'"
+            )
+        return (
+            f"this Trainer has {count} devices, which make one replica: pass devices=1, and start more ranks; or "
+            f"strategy='ddp' to it, and replica_size={count} to SelectiveAveraging"
+        )
+
+    def __getstate__(self) -> NoReturn:
+        raise ValueError(
+            "SelectiveAveraging cannot be sent to another process, as this Trainer's strategy would: pass devices=1, "
+            "and start more ranks; or strategy='ddp' to it, and replica_size= to SelectiveAveraging"
+        )
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the policy, together with all ranks."""

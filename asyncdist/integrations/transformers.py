@@ -17,11 +17,13 @@ import os
 from typing import Any, Literal
 
 import transformers
+from accelerate import PartialState  # type: ignore[import-untyped]
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from asyncdist.integrations.joining import hide_ranks, join, selective_averaging
 from asyncdist.integrations.metrics import RunningLoss
+from asyncdist.integrations.replicas import show_replica
 from protocols import StepInfo
 
 hide_ranks()
@@ -40,13 +42,17 @@ class SelectiveAveraging(TrainerCallback):
             the losses that the model has returned since the last report; a trainer whose ``compute_loss`` makes the
             loss needs ``monitor``, or ``logging_steps`` below ``average_every``.
         mode: ``"min"`` if smaller is better, ``"max"`` if larger is.
+        replica_size: of so many ranks, one after the other, each trainer is one replica under DDP; they write to
+            folders ``replica0``, ``replica1``, ... By default 1. It is shown to the trainer when this is made, so make
+            it before the ``TrainingArguments``.
         options: others of :class:`protocols.AsyncSelectiveAveragingPolicy`.
 
     Attributes:
         last_info: what the last step of the policy did.
 
     Raises:
-        TypeError, ValueError: an option is not what it should be; the trainer has several GPUs.
+        TypeError, ValueError: an option is not what it should be; the trainer has several GPUs in one process; with
+            ``replica_size``, ``TrainingArguments`` are there already.
     """
 
     def __init__(
@@ -65,6 +71,14 @@ class SelectiveAveraging(TrainerCallback):
         self._hook: Any = None
         self._training = selective_averaging(average_every, mode, options)
         self._world = join()
+        self._folder, self._number = f"rank{self._world.rank}", self._world.rank
+        if "replica_size" in options:
+            if PartialState._shared_state:
+                raise ValueError(
+                    "with replica_size=, make SelectiveAveraging before TrainingArguments, which read ranks"
+                )
+            self._number = show_replica(self._world, options["replica_size"]).number
+            self._folder = f"replica{self._number}"
         if self._world.rank:  # made in the trainer's constructor, before any callback is asked
             transformers.trainer.DEFAULT_PROGRESS_CALLBACK = TrainerCallback  # type: ignore[assignment]
 
@@ -82,8 +96,8 @@ class SelectiveAveraging(TrainerCallback):
             )
         if self._world.size > 1 and not hasattr(args, "asyncdist_rank"):  # a trainer before may have had the same ones
             args.asyncdist_rank = self._world.rank  # type: ignore[attr-defined]
-            args.output_dir = os.path.join(str(args.output_dir), f"rank{self._world.rank}")
-            args.seed += self._world.rank
+            args.output_dir = os.path.join(str(args.output_dir), self._folder)
+            args.seed += self._number
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any) -> None:
         """Start the policy, together with all ranks."""

@@ -77,3 +77,72 @@ def test_simulated(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     assert "ranks 0 to 2: None" in ended.stdout
     check({rank: json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)}, 3, "plain")
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("library", ["lightning", "transformers"])
+@pytest.mark.parametrize("run", [mpi.run_ranks, torchrun.run_ranks], ids=["mpi", "torch"])
+def test_two_replicas_of_two_ranks_in_a_trainer_under_ddp(library: str, run: Any, tmp_path: Path) -> None:
+    reports = run(4, SCRIPT.parent / "trainer_replicas.py", library, tmp_path, timeout_s=400).check().reports
+    for rank in range(4):
+        assert reports[rank]["weights"] == ([3.0, 1.0] if rank >= 2 else [1.0]), "as its replica's first rank"
+        assert reports[rank]["sizes"] == [2, 2], "the library sees the replica, and no more"
+        assert set(reports[rank]["folders"]) <= {"replica0", "replica1"} and reports[rank]["folders"]
+
+
+FIT = """
+import torch
+from asyncdist.integrations.lightning import SelectiveAveraging
+import lightning.pytorch as pl
+from torch.utils.data import DataLoader
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, _):
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+if __name__ == "__main__":
+    averaging = SelectiveAveraging(5, **{options!r})
+    options = dict(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, **{trainer!r})
+    trainer = pl.Trainer(callbacks=[averaging], **options)
+    trainer.fit(Module(), DataLoader(torch.ones(8, 2)))
+    print("trained on", trainer.world_size)
+"""
+
+
+def fit(folder: Path, options: dict[str, Any], trainer: dict[str, Any]) -> torchrun.Result:
+    """Fit without a launcher. What Lightning starts is a child of this process."""
+    script = folder / "fit.py"
+    script.write_text(FIT.replace("{options!r}", repr(options)).replace("{trainer!r}", repr(trainer)))
+    return torchrun.run_jobs([([sys.executable, str(script)], {})], 200.0)
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(300)
+def test_a_trainer_of_several_devices_is_refused_with_one_error(tmp_path: Path) -> None:
+    """The process that Lightning had started for the second one told of variables of torchrun's."""
+    ended = fit(tmp_path, {}, {"devices": 2})
+    assert ended.returncodes == (1,)
+    assert ended.stderr.count("Error: ") == 1 and "ValueError: this Trainer has 2 devices, which" in ended.stderr
+    assert "replica_size=2" in ended.stderr and ended.stderr.count("trains alone") == 1
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(300)
+def test_a_trainer_that_would_send_the_callback_to_processes_is_refused(tmp_path: Path) -> None:
+    ended = fit(tmp_path, {}, {"devices": 2, "strategy": "ddp_spawn"})
+    assert ended.returncodes == (1,) and "ValueError: SelectiveAveraging cannot be sent to another" in ended.stderr
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(300)
+def test_a_replica_without_a_launcher_trains_alone_and_says_so_once(tmp_path: Path) -> None:
+    ended = fit(tmp_path, {"replica_size": 2}, {"devices": 2, "strategy": "ddp"}).check()
+    assert ended.stdout.count("trained on 2") == 2 and ended.stderr.count("trains alone") == 1, ended.output()

@@ -228,3 +228,18 @@ def test_modes_of_torch_are_each_ranks_own() -> None:
     expected = [[True] * 3, [False] * 3, [False] * 3]
     assert ad.run_local(ad.blocking.hosted(main), ranks=3) == expected
     assert list(ad.simulate(ad.blocking.hosted(main), ranks=3, seed=5).results) == expected
+
+
+def test_what_blocks_is_refused_in_a_coroutine_of_a_rank_with_what_to_write_instead() -> None:
+    from asyncdist.integrations.pytorch import SelectiveAveraging
+
+    async def main(_: ad.World) -> None:
+        with pytest.raises(ad.LocalProtocolError, match="write async with AsyncSelectiveAveragingPolicy"):
+            ad.blocking.policy(made_policy()).__enter__()
+        model = nn.Linear(2, 1)
+        with pytest.raises(ad.LocalProtocolError, match="enter a policy of protocols here, with async with"):
+            SelectiveAveraging(model, torch.optim.SGD(model.parameters(), lr=0.1), 10)
+        with pytest.raises(ad.LocalProtocolError, match="and this is a coroutine: await"):
+            ad.blocking.barrier()
+
+    ad.run_local(main, ranks=1, strict=True)

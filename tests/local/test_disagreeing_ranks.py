@@ -85,9 +85,19 @@ def untied(rank: int) -> nn.Module:
     return model
 
 
+def compiled(rank: int) -> nn.Module:
+    return torch.compile(nn.Linear(2, 2)) if rank == 1 else nn.Linear(2, 2)  # type: ignore[return-value]
+
+
+def wrapped(rank: int) -> nn.Module:
+    return nn.Linear(2, 2) if rank == 1 else nn.ModuleDict({"inner": nn.Linear(2, 2)})
+
+
 @pytest.mark.parametrize(
     ("build", "words"),
     [
+        (compiled, ["wrapped by torch.compile here and not there", "'_orig_mod.'", "rank 1", "alike on all ranks"]),
+        (wrapped, ["wrapped there and not here", "'inner.'", "rank 1"]),
         (narrow, ["'1.weight'", "(3, 2)", "(4, 2)", "rank 1"]),
         (double, ["'weight'", "float64", "float32", "rank 2"]),
         (longer, ["'1.weight'", "rank 1"]),

@@ -318,3 +318,34 @@ def test_averaging_goes_on_after_a_callback_has_raised_where_the_training_loop_c
     results: Any = simulate(main, ranks=3, strict=True).results
     assert results[0][0] > 10, "the worst is replaced at most reports, of which there are 20"
     assert results[0][1] == 2
+
+
+def test_a_step_before_the_start_is_refused_where_it_is_called_and_not_only_awaited() -> None:
+    """Code without coroutines called it, and heard of a coroutine in a line of this package."""
+    model = Mixed(0.0)
+    policy = AverageAllPolicy(model, sgd(model), average_every=1)
+    with pytest.raises(ad.ClosedError, match=r"with asyncdist.blocking.policy\(AverageAllPolicy\(...\)\) as policy"):
+        policy.step(1.0)  # type: ignore[unused-coroutine]
+
+
+def test_with_in_place_of_async_with_is_told_what_to_write() -> None:
+    model = Mixed(0.0)
+    policy = AverageAllPolicy(model, sgd(model), average_every=1)
+    with pytest.raises(TypeError, match=r"write async with AverageAllPolicy\(...\)"), policy:
+        pass
+
+
+def test_python_names_step_where_it_is_not_awaited() -> None:
+    async def main(_: ad.World) -> None:
+        model = Mixed(0.0)
+        async with AverageAllPolicy(model, sgd(model), average_every=1) as policy:
+            policy.step(1.0)  # type: ignore[unused-coroutine]
+
+    with pytest.warns(RuntimeWarning) as caught:
+        ad.run_local(main, ranks=1)
+    texts = [str(warning.message) for warning in caught]
+    assert "coroutine 'SpawnPolicy.step' was never awaited" in texts[0] and "no step" in texts[1]
+    line = (
+        Path(__file__).read_text().splitlines().index("            policy.step(1.0)  # type: ignore[unused-coroutine]")
+    )
+    assert [(warning.filename, warning.lineno) for warning in caught] == [(__file__, line + 1)] * 2

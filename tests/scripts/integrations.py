@@ -87,6 +87,12 @@ def accelerate(_: Path) -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     inner = Model()
     model, optimizer, data = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=0.0), loader())
+    try:
+        SelectiveAveraging(model, optimizer, EVERY, replica_size=2)
+    except ValueError as error:
+        assert "replica_size is 2" in str(error)
+    else:
+        raise AssertionError("the Accelerator was told of one rank")
     averaging = SelectiveAveraging(model, optimizer, EVERY, **OPTIONS)
     is_over = False
     while not is_over:
@@ -166,6 +172,13 @@ def transformers(folder: Path) -> None:
     assert averaging.policy is None, "it is left when the training ends"
     trainer.save_model()
     Trainer(model, arguments, callbacks=[SelectiveAveraging(EVERY, **OPTIONS)])  # another one, of the same arguments
+    arguments._n_gpu = 2
+    try:
+        Trainer(model, arguments, callbacks=[SelectiveAveraging(EVERY, **OPTIONS)])
+    except ValueError as error:
+        assert "this Trainer has 2 GPUs" in str(error)
+    else:
+        raise AssertionError("two GPUs of one process are one replica")
     model.end(
         processes=arguments.world_size,
         folders=sorted(os.listdir(folder)),
