@@ -13,6 +13,18 @@ Metric: TypeAlias = float | int | torch.Tensor
 MetricSource: TypeAlias = Metric | Callable[[], Metric] | None
 
 
+def due_metric(source: MetricSource, iteration: int) -> float:
+    """Return the metric that is due, as a float.
+
+    Raises:
+        TypeError: as :func:`metric_as_number`.
+        ValueError: there is none; or as :func:`metric_as_number`.
+    """
+    if source is None:
+        raise ValueError(f"the metric is due at iteration {iteration} and step() got None; pass a number or a callable")
+    return metric_as_number(source() if callable(source) and not isinstance(source, torch.Tensor) else source)
+
+
 def metric_as_number(value: Any) -> float:
     """Return a metric as a float; a tensor is detached.
 

@@ -29,14 +29,15 @@ from asyncdist import (
 from asyncdist.collectives.agreed_start import Start, start_together
 from asyncdist.collectives.agreement.messages import Agreed
 from asyncdist.collectives.groups import check_open
+from asyncdist.live.population import Progress
 from asyncdist.messaging.services import Services
 from asyncdist.tensors.flat_state import FlatState
-from protocols.metrics import Metric, MetricSource, metric_as_number
+from protocols.metrics import Metric, MetricSource, due_metric
 from protocols.misuse import NoPlainContext, line_of_caller, warn_of_no_step
 from protocols.options import check_callable
 from protocols.start_differences import model_difference, told_of_rivals
 from protocols.start_without_lost import start_without_lost
-from protocols.step_info import StepInfo
+from protocols.step_info import NOTHING, StepInfo
 from protocols.wrappers import check_not_inside, check_not_wrapped
 
 _Stage: TypeAlias = Literal["new", "starting", "open", "closed"]
@@ -110,6 +111,8 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self._has_stepped = False
         self._last_metric: float | None = None
         self._first_call: tuple[str, int] | None = None
+        self._replacement_count = 0
+        self._latest: StepInfo = NOTHING  # of the steps that changed weights
         self._metric = metric
         self._flat = FlatState(model)  # which refuses what is no module
         check_not_wrapped(model)
@@ -169,7 +172,12 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
                 self._forget_start()
                 raise
         self._stage = "open"
+        self._services.progress_probes.append(self._progress)
         return self
+
+    def _progress(self) -> Progress:
+        latest = str(self._latest) if self._latest else ""
+        return Progress(self.name, self.iteration, self._last_metric, self._replacement_count, latest)
 
     async def _enter(self) -> None:
         """Start, or join where the others have started."""
@@ -229,6 +237,8 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         self._stage = "closed"
+        self._services.progress_probes.remove(self._progress)
+        self._services.last_progress = self._progress()
         if not self.is_alone:
             await self._stop(error)
         if error is None and self._first_call is not None and not self._has_stepped:
@@ -266,7 +276,10 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
             self._refuse()
         self._stepping = True
         try:
-            return await self._step(local_metric)
+            info = await self._step(local_metric)
+            if info is not NOTHING and info:
+                self._replacement_count, self._latest = self._replacement_count + 1, info
+            return info
         finally:
             self._stepping = self._is_overdue = False
             self.iteration += 1
@@ -440,16 +453,9 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
 
     def _read_metric(self, given: MetricSource) -> float:
         # Most are floats, and it is asked for at every report.
-        self._last_metric = value = given if type(given) is float else self._as_number(given)
-        return value
-
-    def _as_number(self, given: MetricSource) -> float:
-        source = given if given is not None else self._metric
-        if source is None:
-            raise ValueError(
-                f"the metric is due at iteration {self.iteration} and step() got None; pass a number or a callable"
-            )
-        return metric_as_number(source() if callable(source) and not isinstance(source, torch.Tensor) else source)
+        number = given if type(given) is float else due_metric(self._metric if given is None else given, self.iteration)
+        self._last_metric = number
+        return number
 
     def _choose_leader(self, members: tuple[int, ...]) -> int:
         """Return the rank that compares what these members say: one of them, or the reserved coordinator."""

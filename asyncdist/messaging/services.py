@@ -92,6 +92,8 @@ class Services:
         left: ranks that have stopped: main has returned there, or they have answered a failure elsewhere.
         sent_to: ranks to which this one has sent messages on channels (of those with ``counts_contacts``).
         heard_from: ranks from which such messages have come.
+        progress_probes: functions that tell what a policy has done so far; only read, since another thread may ask.
+        last_progress: what the policy said that was closed last.
         leftover_probes: functions that name what a protocol has not cleared away; they are asked at the end.
 
     Args:
@@ -116,6 +118,8 @@ class Services:
         self.left = RankSet()
         self.sent_to: set[int] = set()
         self.heard_from: set[int] = set()
+        self.progress_probes: list[Callable[[], Any]] = []
+        self.last_progress: Any = None
         self.leftover_probes: list[Callable[[], Sequence[str]]] = []
         self._loop = loop
         self._nonce = nonce

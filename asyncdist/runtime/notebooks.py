@@ -11,11 +11,13 @@ import ctypes
 import functools
 import threading
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import Final, TypeVar, cast
 
 from asyncdist.runtime.compute import call_in_modes, caught, torch_modes
 
 T = TypeVar("T")
+#: How long a caller that waits rests between two calls of ``meanwhile``.
+_MEANWHILE_S: Final = 0.25
 
 
 def is_loop_running() -> bool:
@@ -27,12 +29,16 @@ def is_loop_running() -> bool:
     return True
 
 
-def call_beside_loop(fn: Callable[[], T]) -> T:
+def call_beside_loop(fn: Callable[[], T], meanwhile: Callable[[], None] | None = None) -> T:
     """Call ``fn`` here, or, where this thread is inside a loop, in a thread of its own, and wait for it.
 
     The thread has the caller's context variables and torch modes. What a signal handler raises in the waiting caller
     (KeyboardInterrupt, as a rule) is raised in the thread, and the caller waits for its end all the same: nothing goes
     on computing after the call has returned.
+
+    Args:
+        fn: without arguments.
+        meanwhile: called again and again by the caller that waits, where ``fn`` has a thread.
     """
     if not is_loop_running():
         return fn()
@@ -51,7 +57,9 @@ def call_beside_loop(fn: Callable[[], T]) -> T:
     interrupt: BaseException | None = None
     while not ended.is_set():
         try:
-            ended.wait()  # and not join(), which takes the thread for ended when a signal handler raises
+            # and not join(), which takes the thread for ended when a signal handler raises
+            while not ended.wait(None if meanwhile is None else _MEANWHILE_S) and meanwhile is not None:
+                meanwhile()
         except BaseException as error:
             interrupt = error
             _raise_in(thread, type(error))

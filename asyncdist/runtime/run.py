@@ -23,6 +23,7 @@ from typing import Any, Final, Literal, NoReturn, TypeAlias, TypeVar, cast
 
 from asyncdist import environment, validation
 from asyncdist.errors import AsyncdistError, LateError, is_consequence
+from asyncdist.live.population import PopulationView
 from asyncdist.messaging.engine import Engine
 from asyncdist.runtime import handshake
 from asyncdist.runtime.failure import FailureMonitor, end_late, fail, fail_alone, own_error, refuse
@@ -169,6 +170,7 @@ def run_local(
     watchdog_s: float = WATCHDOG_S,
     stall_s: float | None = None,
     stall_aborts: bool = False,
+    live: bool = False,
 ) -> list[T]:
     """Host ``ranks`` ranks on one loop of this process; returns the value of each.
 
@@ -176,12 +178,19 @@ def run_local(
     inference mode and autocast are each rank's own. Where a loop is running already, in a notebook, the ranks get a
     thread of their own, as :func:`run` says.
 
+    Options are those of ``run``. With ``live`` a table in the notebook's cell, or the terminal, shows what policies do.
+
     Raises:
-        BaseException: what the first rank to fail raised.
+        BaseException: what the first rank to fail raised; AsyncdistError where rich is missing, which draws the table.
     """
     watchdogs = watchdog_options(watchdog_s, stall_s, stall_aborts)
     _check_options("local", ranks, loop, GRACE_S)
-    return _run_local(main, args, ranks, loop, strict=strict, watchdogs=watchdogs)
+    if not live:
+        return _run_local(main, args, ranks, loop, strict=strict, watchdogs=watchdogs)
+    validation.main_function(main, args)
+    view = PopulationView()
+    with view.shown() as refresh:
+        return _run_local(view.watched(main), args, ranks, loop, strict=strict, watchdogs=watchdogs, meanwhile=refresh)
 
 
 def _run_local(
@@ -192,11 +201,13 @@ def _run_local(
     *,
     strict: bool,
     watchdogs: WatchdogOptions,
+    meanwhile: Callable[[], None] | None = None,
 ) -> list[T]:
     validation.main_function(main, args)
     with Interrupts(spares_process=is_loop_running()) as interrupts:  # here: signals come to the main thread
         outcomes = call_beside_loop(
-            functools.partial(_host_locally, main, args, ranks, loop, interrupts, strict=strict, watchdogs=watchdogs)
+            functools.partial(_host_locally, main, args, ranks, loop, interrupts, strict=strict, watchdogs=watchdogs),
+            meanwhile,
         )
     failures = [outcome.error for outcome in outcomes if outcome.error is not None]
     if failures:

@@ -35,6 +35,8 @@ def test_it_runs(path: Path) -> None:
     assert not any(cell.get("outputs") for cell in notebook.cells), "no outputs are kept"
     told = run(notebook)
     if path.stem == "population":
+        table, _ = notebook.cells[4].outputs
+        assert table.output_type == "display_data" and table.data["text/plain"].count("│ 300  │") == 4
         assert told[2].count("(") >= 4 and "of virtual time" in told[3] and told[-1] == "tensor([1.])"
     else:
         assert "rank 0 of 1" in told[4] and told[5] == "tensor([1., 1.])" and "a world is open here already" in told[6]

@@ -1,0 +1,1 @@
+"""Shows a population while it trains."""

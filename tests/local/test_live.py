@@ -1,0 +1,55 @@
+"""The table of a population that one process hosts."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+import asyncdist as ad
+from asyncdist.errors import AsyncdistError
+from asyncdist.live.population import PopulationView
+from protocols import AsyncSelectiveAveragingPolicy
+
+
+async def train(world: ad.World, view: PopulationView | None = None) -> list[tuple[int, int, int, str]]:
+    """The last rank is the worst; rank 0 returns what is told while all train."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: list[tuple[int, int, int, str]] = []
+    async with AsyncSelectiveAveragingPolicy(
+        model, optimizer, average_every=5, replacement_ratio=0.5, quorum=1.0, grace_s=30.0, name="mine"
+    ) as policy:
+        for _ in range(9):
+            await policy.step(-float(world.rank))
+            await ad.barrier()
+        while not await ad.all_reduce(torch.tensor(policy.statistics().replacement_count)):
+            await policy.step(-float(world.rank))
+        if view is not None and world.rank == 0:
+            seen = [(rank, told.step, told.replacement_count, told.policy) for rank, told in view.rows()]
+        await ad.barrier()
+    return seen
+
+
+def test_rows_say_what_each_rank_does_and_what_it_did_last() -> None:
+    view = PopulationView()
+    seen = ad.run_local(view.watched(train), view, ranks=2)[0]
+    assert [(rank, count, name) for rank, _, count, name in seen] == [(0, 0, "mine"), (1, 1, "mine")]
+    assert min(step for _, step, _, _ in seen) >= 9
+    rows = view.rows()
+    assert [rank for rank, _ in rows] == [0, 1]
+    assert (rows[0][1].metric, rows[1][1].metric, rows[1][1].latest.split(":")[0]) == (0.0, -1.0, "round 1")
+    assert "mine" in str(list(view.table().columns[1].cells))
+
+
+def test_in_a_terminal_it_is_there_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    ad.run_local(train, ranks=2, live=True)
+    said = capsys.readouterr().out
+    assert "replaced" in said and "round 1: average of rank 0" in said
+
+
+def test_without_rich_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich.live", None)
+    with pytest.raises(AsyncdistError, match="live=True needs rich, which draws the table: pip install rich"):
+        ad.run_local(train, ranks=2, live=True)
