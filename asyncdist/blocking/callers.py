@@ -177,8 +177,8 @@ class Caller(abc.ABC):
         """Call ``fn`` in the task of main, and await what it returns."""
 
 
-#: What the code calls, or None at its end, and what waits for the outcome.
-_Call: TypeAlias = tuple[Callable[[], Any] | None, asyncio.Future[_Outcome[Any]]]
+#: What the code calls, or None at its end, and where the outcome is put.
+_Call: TypeAlias = tuple[Callable[[], Any] | None, list[_Outcome[Any]]]
 
 
 @contextlib.contextmanager
@@ -209,6 +209,7 @@ class LoopCaller(Caller):
         self._loop: asyncio.AbstractEventLoop
         self._host: asyncio.Task[_Outcome[None]]
         self._next: _Call | None = None
+        self._awaited: list[_Outcome[Any]] | None = None  # None after an interrupt, where main still runs the call
         self._waiter: asyncio.Future[None]  # main waits for it while there is no call
         self._error: BaseException | None = None  # that of the block, with which main ends
         self._is_over = False
@@ -279,19 +280,24 @@ class LoopCaller(Caller):
         if running is not None:
             asyncio._set_running_loop(None)
         try:
-            return self._loop.run_until_complete(self._put(fn))
+            self._awaited = outcomes = self._put(fn)
+            # Main stops the loop. With a future to complete it turned once more: 20 us of 60, in cold caches.
+            while not outcomes:
+                self._loop.run_forever()
+            return outcomes[0]
         finally:
+            self._awaited = None
             if running is not None:
                 asyncio._set_running_loop(running)
             interrupts.raises_at_once = interrupts.received is None
 
-    def _put(self, fn: Callable[[], Any] | None) -> asyncio.Future[_Outcome[Any]]:
-        """Hand a call to main, or None for the end of the block; return what will have its outcome."""
-        outcome: asyncio.Future[_Outcome[Any]] = self._loop.create_future()
-        self._next = (fn, outcome)
+    def _put(self, fn: Callable[[], Any] | None) -> list[_Outcome[Any]]:
+        """Hand a call to main, or None for the end of the block; return the list in which its outcome will be."""
+        outcomes: list[_Outcome[Any]] = []
+        self._next = (fn, outcomes)
         if not self._waiter.done():
             self._waiter.set_result(None)
-        return outcome
+        return outcomes
 
     async def _host_rank(self, opened: asyncio.Future[None]) -> _Outcome[None]:
         """Be the main of the rank, until the block has ended."""
@@ -319,13 +325,15 @@ class LoopCaller(Caller):
                     if self._is_over:
                         raise
                     is_stopped = True  # the block hears of it in its next call
-            (fn, outcome), self._next = self._next, None
+            (fn, outcomes), self._next = self._next, None
             if fn is None:
                 break
             result = _Outcome[Any](error=asyncio.CancelledError()) if is_stopped else await _outcome_of(fn)
             if isinstance(result.error, asyncio.CancelledError):
                 result = _Outcome(error=self._what_stops() or result.error)
-            outcome.set_result(result)
+            outcomes.append(result)
+            if self._awaited is outcomes:
+                self._loop.stop()
         if self._error is not None:
             raise self._error
         if is_stopped:

@@ -146,6 +146,14 @@ def test_step(bench: Bench, name: str) -> None:
 
 
 @pytest.mark.mpi
+def test_faces(bench: Bench) -> None:
+    results = bench("faces")
+    assert list(results) == ["coroutine", "blocking", "plain", "torchgfn", "lightning", "transformers"]
+    for ranks in results.values():
+        assert all(0 < figures["median_us"] <= figures["p95_us"] for figures in ranks.values()) and len(ranks) == 2
+
+
+@pytest.mark.mpi
 def test_round(bench: Bench) -> None:
     results = bench("round")
     assert results["ours_s"] > 0 and results["period_s"] > 0

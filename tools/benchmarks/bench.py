@@ -32,6 +32,7 @@ NAMES: Final = (
     "bandwidth",
     "beside",
     "step",
+    "faces",
     "one-sided",
     "round",
     "scale",
