@@ -7,12 +7,16 @@ reads PMI_FD, and the variables of a job that goes on when ranks die, from the e
 
 from __future__ import annotations
 
+import array
 import atexit
 import contextlib
+import fcntl
 import importlib.util
 import io
 import os
+import stat
 import sys
+import termios
 import time
 import types
 from collections.abc import Sequence
@@ -39,6 +43,8 @@ _guardian: int | None = None
 SURVIVAL_VARIABLE: Final = "OMPI_MCA_mpi_ft_enable"
 #: MPICH's mpirun ends a job that is to be aborted without reading what its ranks have written last.
 _LAST_WORDS_S: Final = 0.2
+#: How long a rank that ends the job waits for the launcher to read what it has printed.
+_READERS_S: Final = 2.0
 
 
 def rank_command(script: str, arguments: Sequence[str]) -> list[str]:
@@ -214,12 +220,25 @@ def _end_job(code: int) -> None:
     if mpi is not None and is_mpi_up and not mpi.Is_finalized() and not is_supervised:
         if mpi.COMM_WORLD.Get_size() == 1:  # a library has asked whether there is MPI, and nobody would hear
             return
-        sys.stdout.flush()
+        _await_readers()
         mpi.COMM_WORLD.Abort(code)
     elif not is_mpi_up and descriptor.isdecimal():
-        sys.stdout.flush()
+        _await_readers()
         time.sleep(_LAST_WORDS_S)
         os.write(int(descriptor), b"cmd=abort exitcode=%d\n" % code)
+
+
+def _await_readers() -> None:
+    """Wait until the launcher has read what this rank has printed, which an abort may discard; a while at most."""
+    sys.stdout.flush()
+    deadline = time.monotonic() + _READERS_S
+    for descriptor in (1, 2):
+        with contextlib.suppress(OSError):  # it is closed
+            if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+                unread = array.array("i", [1])
+                while unread[0] and time.monotonic() < deadline:
+                    fcntl.ioctl(descriptor, termios.FIONREAD, unread)
+                    time.sleep(0.001)
 
 
 def explain_shadowing() -> None:

@@ -565,3 +565,26 @@ def test_a_job_that_mpirun_holds_for_oversubscribed_gets_a_hint(universe: str, s
     hint = mpi_launchers.oversubscription_hint({"OMPI_UNIVERSE_SIZE": universe, "OMPI_COMM_WORLD_SIZE": size})
     assert (hint is not None) == hinted
     assert not hinted or "--host localhost:4" in str(hint)
+
+
+def test_a_rank_waits_until_what_it_has_printed_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a traceback the first line alone came out, where mpirun was slow to read before it was told to abort."""
+    source, target = os.pipe()
+    spare = os.dup(2)
+    naps = []
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 3:
+            os.read(source, 100)
+
+    monkeypatch.setattr(rank_program.time, "sleep", nap)
+    try:
+        os.dup2(target, 2)
+        os.write(2, b"last words")
+        rank_program._await_readers()
+    finally:
+        os.dup2(spare, 2)
+        for fd in (source, target, spare):
+            os.close(fd)
+    assert len(naps) >= 4
