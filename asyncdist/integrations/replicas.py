@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 from dataclasses import dataclass
 
 import torch
 
-from asyncdist import environment, validation
+from asyncdist import environment, local_host, validation
 from asyncdist.blocking.helpers import all_gather
 from asyncdist.blocking.world import World
 from asyncdist.integrations.joining import choose_gpus
@@ -43,7 +42,7 @@ def show_replica(world: World, size: int) -> Replica:
         validation.refuse("replica_size", size, f"a divisor of the number of ranks, {world.size}")
     replica = Replica(world.rank // size, world.rank % size, size)
     first = world.rank - replica.place
-    mine = [*world.hostname.encode()[:64].ljust(64), world.local_rank, _free_port()]
+    mine = [*world.hostname.encode()[:64].ljust(64), world.local_rank, local_host.find_free_port()]
     places = [each.tolist() for each in all_gather(torch.tensor(mine, device="cpu"))[first : first + size]]
     if any(place[:64] != mine[:64] for place in places):
         raise ValueError(f"the ranks {first} to {first + size - 1} are on several hosts; a trainer's replica is on one")
@@ -59,9 +58,3 @@ def show_replica(world: World, size: int) -> Replica:
     )
     choose_gpus([place[64] for place in places])
     return replica
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
