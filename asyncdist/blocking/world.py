@@ -23,7 +23,8 @@ from asyncdist.blocking.callers import (
 from asyncdist.blocking.faces import Face
 from asyncdist.collectives.groups import Group
 from asyncdist.runtime import run as runtime
-from asyncdist.runtime.run import GRACE_S, WATCHDOG_S, BulkName, TransportName
+from asyncdist.runtime.hosting import GRACE_S
+from asyncdist.runtime.run import WATCHDOG_S, BulkName, TransportName
 from asyncdist.runtime.world import World as AwaitedWorld, WorldStatistics, _current_world, refuse_inside_a_world
 
 P = ParamSpec("P")
@@ -173,12 +174,10 @@ def open_world(
     if ask is not None:
         yield World(ask())
         return
-    watchdogs = runtime.watchdog_options(watchdog_s, stall_s, stall_aborts)
+    options = runtime.rank_options(watchdog_s, stall_s, stall_aborts, grace_s=grace_s, strict=strict)
     user = sys._getframe(2)  # outside of contextlib
     with aside():
-        host = runtime.prepare_rank(
-            user, transport=transport, bulk=bulk, grace_s=grace_s, strict=strict, watchdogs=watchdogs
-        )
+        host = runtime.prepare_rank(user, transport=transport, bulk=bulk, options=options)
     caller = LoopCaller(host)
     caller.open()
     tokens = _current.set(caller), _current_world.set(caller.world)

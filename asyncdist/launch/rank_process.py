@@ -26,8 +26,8 @@ from asyncdist.functional.parallel_groups import new_parallel_groups
 from asyncdist.launch import guardians, local_ranks, process_groups
 from asyncdist.launch.config import MultiprocessConfig
 from asyncdist.runtime import run
-from asyncdist.runtime.failure_report import told_elsewhere
-from asyncdist.runtime.tracebacks import format_error
+from asyncdist.runtime.failing.failure_report import told_elsewhere
+from asyncdist.runtime.failing.tracebacks import format_error
 from asyncdist.runtime.world import World
 
 P = ParamSpec("P")

@@ -1,7 +1,7 @@
 """Ends a rank cleanly: tells its peers that main has returned, and waits until all ranks come to their end.
 
 Services go on meanwhile, since a coordinator serves until its last member has left. A rank that has failed ends by
-:mod:`asyncdist.runtime.failure` instead.
+:mod:`asyncdist.runtime.failing.failure` instead.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 
 from asyncdist.errors import LocalProtocolError
 from asyncdist.runtime.departing.departures import Stage
-from asyncdist.runtime.failure import Everybody
+from asyncdist.runtime.failing.failure import Everybody
 from asyncdist.runtime.world import World
 from asyncdist.transports.base import Transport
 

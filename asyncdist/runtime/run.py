@@ -4,7 +4,7 @@ The life of a rank: make the loop; open the transport; agree with all ranks on v
 ``main(world)`` and every task it spawned under one task group; then leave: tell the peers, wait for the services of
 protocols (a coordinator serves until its last member has left), a polled barrier, take the receives back, close the
 transport. Leaving is in :mod:`asyncdist.runtime.leaving`; a failure anywhere replaces it by
-:mod:`asyncdist.runtime.failure`.
+:mod:`asyncdist.runtime.failing.failure`.
 """
 
 from __future__ import annotations
@@ -17,22 +17,19 @@ import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Final, Literal, NoReturn, TypeAlias, TypeVar, cast
+from typing import Any, Final, Literal, TypeAlias, TypeVar, cast
 
 from asyncdist import environment, validation
 from asyncdist.errors import AsyncdistError, LateError, is_consequence
 from asyncdist.live.population import PopulationView
-from asyncdist.messaging.engine import Engine
-from asyncdist.runtime import handshake
-from asyncdist.runtime.failure import FailureMonitor, end_late, fail, fail_alone, own_error, refuse
-from asyncdist.runtime.leaving import leave, report_leftovers
+from asyncdist.runtime.failing.failure import end_late, refuse
+from asyncdist.runtime.hosting import GRACE_S, RankOptions, RankResult, host_rank, hosted
 from asyncdist.runtime.notebooks import call_beside_loop, is_loop_running
 from asyncdist.runtime.process import limit_threads, spare_collections
-from asyncdist.runtime.signals import Interrupts, ending_forked_children
-from asyncdist.runtime.watchdogs import ENDLESS, EndWatch, StallWatch, WatchdogOptions, describe_wait
-from asyncdist.runtime.world import World, _current_world, refuse_inside_a_world
+from asyncdist.runtime.signals import Interrupts
+from asyncdist.runtime.watchdogs import WatchdogOptions
+from asyncdist.runtime.world import World, refuse_inside_a_world
 from asyncdist.tensors import torch_modes
 from asyncdist.transports import select
 from asyncdist.transports.base import Transport
@@ -49,9 +46,6 @@ LoopName: TypeAlias = Literal["uvloop", "asyncio"]
 WATCHDOG_S: Final = 10.0
 #: How long main may wait in one collective before a warning is logged, where ``stall_s`` is not set.
 STALL_S: Final = 300.0
-#: How long a failure waits for the peers to stop by themselves.
-GRACE_S: Final = 3.0
-
 #: Takes the place of :func:`run` where something else hosts the ranks; is given main, its arguments and ``strict``.
 run_elsewhere: ContextVar[Callable[[Callable[..., Any], tuple[Any, ...], bool], Any] | None] = ContextVar(
     "run_elsewhere", default=None
@@ -115,7 +109,7 @@ def run(
         BaseException: what ``main`` raised, or an ExceptionGroup with what its spawned tasks raised.
     """
     try:
-        watchdogs = watchdog_options(watchdog_s, stall_s, stall_aborts)
+        options = rank_options(watchdog_s, stall_s, stall_aborts, grace_s=grace_s, strict=strict)
         _check_options(transport, ranks, loop, grace_s, bulk)
         elsewhere = run_elsewhere.get()
         opened = _open_here(transport, bulk, ranks) if elsewhere is None else None
@@ -128,10 +122,9 @@ def run(
     if elsewhere is not None:
         return cast(T, elsewhere(main, args, strict))
     if opened is None:
-        return _run_local(main, args, ranks or 1, loop, strict=strict, watchdogs=watchdogs)[0]
+        return _run_local(main, args, ranks or 1, loop, options)[0]
     with Interrupts() as interrupts, _loop_of(loop) as event_loop:
-        host = host_rank(main, args, opened, interrupts, grace_s=grace_s, strict=strict, watchdogs=watchdogs)
-        task = event_loop.create_task(host)
+        task = event_loop.create_task(host_rank(main, args, opened, interrupts, options))
         interrupts.cancel_on_first(event_loop, [task])
         outcome = _complete(event_loop, [task])[0]
         if isinstance(outcome.error, LateError):
@@ -183,14 +176,14 @@ def run_local(
     Raises:
         BaseException: what the first rank to fail raised; AsyncdistError where rich is missing, which draws the table.
     """
-    watchdogs = watchdog_options(watchdog_s, stall_s, stall_aborts)
+    options = rank_options(watchdog_s, stall_s, stall_aborts, strict=strict)
     _check_options("local", ranks, loop, GRACE_S)
     if not live:
-        return _run_local(main, args, ranks, loop, strict=strict, watchdogs=watchdogs)
+        return _run_local(main, args, ranks, loop, options)
     validation.main_function(main, args)
     view = PopulationView()
     with view.shown() as refresh:
-        return _run_local(view.watched(main), args, ranks, loop, strict=strict, watchdogs=watchdogs, meanwhile=refresh)
+        return _run_local(view.watched(main), args, ranks, loop, options, meanwhile=refresh)
 
 
 def _run_local(
@@ -198,16 +191,13 @@ def _run_local(
     args: tuple[Any, ...],
     ranks: int,
     loop: LoopName | None,
-    *,
-    strict: bool,
-    watchdogs: WatchdogOptions,
+    options: RankOptions,
     meanwhile: Callable[[], None] | None = None,
 ) -> list[T]:
     validation.main_function(main, args)
     with Interrupts(spares_process=is_loop_running()) as interrupts:  # here: signals come to the main thread
         outcomes = call_beside_loop(
-            functools.partial(_host_locally, main, args, ranks, loop, interrupts, strict=strict, watchdogs=watchdogs),
-            meanwhile,
+            functools.partial(_host_locally, main, args, ranks, loop, interrupts, options), meanwhile
         )
     failures = [outcome.error for outcome in outcomes if outcome.error is not None]
     if failures:
@@ -225,18 +215,13 @@ def _host_locally(
     ranks: int,
     loop: LoopName | None,
     interrupts: Interrupts,
-    *,
-    strict: bool,
-    watchdogs: WatchdogOptions,
+    options: RankOptions,
 ) -> list[RankResult]:
     """Host all ranks on one new loop in this thread; returns how each ended."""
     hub = LocalHub(ranks)
     with _loop_of(loop) as event_loop, torch_modes.of_ranks(event_loop, ranks) as contexts:
         tasks = [
-            event_loop.create_task(
-                host_rank(main, args, hub.transport(rank), interrupts, strict=strict, watchdogs=watchdogs),
-                context=context,
-            )
+            event_loop.create_task(host_rank(main, args, hub.transport(rank), interrupts, options), context=context)
             for rank, context in enumerate(contexts)
         ]
         interrupts.cancel_on_first(event_loop, tasks)
@@ -270,12 +255,12 @@ async def open_world(
             f"ranks is {ranks!r}, and the block of open_world is run by one rank: put it into a main, and host several "
             f"with asyncdist.run(main, transport='local', ranks={ranks!r}), in a notebook too"
         )
-    watchdogs = watchdog_options(watchdog_s, stall_s, stall_aborts)
+    options = rank_options(watchdog_s, stall_s, stall_aborts, grace_s=grace_s, strict=strict)
     select.check_bulk(bulk, transport)
     started = select.detect(transport)
     chosen = started.transport
     opened = LocalHub(1).transport(0) if chosen == "local" else select.open_transport(chosen, bulk, started)
-    async with _hosted(opened, Interrupts(), grace_s=grace_s, strict=strict, watchdogs=watchdogs) as world:
+    async with hosted(opened, Interrupts(), options) as world:
         yield world
 
 
@@ -284,21 +269,19 @@ def prepare_rank(
     *,
     transport: TransportName,
     bulk: BulkName | None,
-    grace_s: float,
-    strict: bool,
-    watchdogs: WatchdogOptions,
+    options: RankOptions,
 ) -> Callable[[Interrupts], AbstractAsyncContextManager[World]]:
     """Open the transport for a rank whose main is the body of a context, as :func:`run` does.
 
     Args:
         caller: the frame of the user's call, for errors.
-        transport, bulk, grace_s, strict, watchdogs: as there.
+        transport, bulk, options: as there.
 
     Returns:
         What makes that context, to be entered on a loop.
     """
     try:
-        _check_options(transport, None, None, grace_s, bulk)
+        _check_options(transport, None, None, options.grace_s, bulk)
         opened = _open_here(transport, bulk, None) or LocalHub(1).transport(0)
     except LateError as late:
         end_late(late)
@@ -306,155 +289,10 @@ def prepare_rank(
         refuse(refusal, caller)
         refusal.__traceback__ = None  # its words say it all
         raise
-    return functools.partial(_hosted, opened, grace_s=grace_s, strict=strict, watchdogs=watchdogs)
-
-
-# -- one rank ---------------------------------------------------------------------------------------------------------
-
-
-@asynccontextmanager
-async def _hosted(
-    transport: Transport, interrupts: Interrupts, *, grace_s: float, strict: bool, watchdogs: WatchdogOptions
-) -> AsyncIterator[World]:
-    """Run the body of ``async with`` as one rank, from the handshake to the end."""
-    loop = asyncio.get_running_loop()
-    engine = Engine(transport, loop)
-    engine.start()
-    token = None
-    try:
-        try:
-            world = await handshake.meet_all(transport, engine, loop)
-        except BaseException as caught:
-            error = own_error(caught, None, interrupts, transport.rank)
-            fail_alone(transport, error)
-            _raise_as_it_is(error)
-        token = _current_world.set(world)
-        engine.start()  # again: messages are handled in this rank's context from now on
-        monitor = FailureMonitor(world)
-        world.agreements.is_interrupted = lambda: interrupts.received is not None
-        interrupts.ask_before(world.rank, functools.partial(describe_wait, asyncio.current_task(), world))
-        success: SystemExit | None = None  # sys.exit(0) is a way to return
-        try:
-            try:
-                async with _task_group(world, monitor, watchdogs):
-                    with ending_forked_children():
-                        yield world
-            except SystemExit as caught:
-                if caught.code or world.services.engine.failure is not None:
-                    raise
-                success = caught
-            leftovers = await leave(world, transport)
-        except BaseException as caught:
-            error = own_error(caught, monitor, interrupts, world.rank)
-            await fail(world, transport, error, grace_s)
-            if error is caught:
-                raise
-            _raise_as_it_is(error)
-        transport.close()
-        # Last, since what is left over here is no reason to end the other ranks.
-        report_leftovers(world, leftovers, strict=strict and success is None)
-        if success is not None:
-            raise success
-    finally:
-        engine.stop()
-        if token is not None:
-            with contextlib.suppress(ValueError):  # an async generator may be finalised in another context
-                _current_world.reset(token)
-
-
-@asynccontextmanager
-async def _task_group(world: World, monitor: FailureMonitor, watchdogs: WatchdogOptions) -> AsyncIterator[None]:
-    """Run main, which is the body of ``async with``, in one task group with the tasks that it spawns.
-
-    An error of main alone is raised unchanged, errors of tasks as a group.
-    """
-    error_of_main: BaseException | None = None
-    watch = EndWatch(world, watchdogs.watchdog_s)
-    stop = monitor.stop if watchdogs.stall_aborts else None
-    stall_watch = StallWatch(world, asyncio.current_task(), watchdogs, stop)
-    try:
-        with monitor:
-            async with asyncio.TaskGroup() as task_group:
-                world.attach_tasks(task_group)
-                stall_watch.begin()
-                try:
-                    yield
-                except BaseException as error:
-                    error_of_main = error
-                    raise
-                finally:
-                    stall_watch.end()
-                watch.begin()
-        world.check()
-    except BaseExceptionGroup as group:
-        if error_of_main is not None and group.exceptions == (error_of_main,):
-            _raise_as_it_is(error_of_main)
-        raise
-    finally:
-        watch.end()
-        world.attach_tasks(None)
-
-
-def _raise_as_it_is(error: BaseException) -> NoReturn:
-    """Raise ``error`` and keep its context, which would become the exception that is being handled.
-
-    That exception may be the ExceptionGroup of a TaskGroup. IPython cannot show such a group, and looks for one in the
-    contexts of an error: the cell of a notebook would never end, or would not be marked as failed.
-    """
-    context = error.__context__
-    try:
-        raise error
-    finally:
-        error.__context__ = context
+    return functools.partial(hosted, opened, options=options)
 
 
 # -- a process --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class RankResult:
-    """Says how a rank ended: with a value, or with an error."""
-
-    value: Any = None
-    error: BaseException | None = None
-
-
-async def host_rank(
-    main: Callable[..., Coroutine[Any, Any, Any]],
-    args: tuple[Any, ...],
-    transport: Transport,
-    interrupts: Interrupts | None = None,
-    *,
-    grace_s: float = GRACE_S,
-    strict: bool = False,
-    watchdogs: WatchdogOptions = ENDLESS,
-    on_open: Callable[[World], None] | None = None,
-) -> RankResult:
-    """Host one rank. Never raises: an exit or interrupt that leaves a task would stop the loop under the others.
-
-    Args:
-        main: see :func:`run`.
-        args: of main, after the world.
-        transport: the rank's.
-        interrupts: cancels main when a signal comes; by default no signal does.
-        grace_s: see :func:`run`.
-        strict: see :func:`run`.
-        watchdogs: see :func:`run`; endless by default.
-        on_open: is given the world before main.
-    """
-    interrupts = interrupts or Interrupts()
-    try:
-        async with _hosted(transport, interrupts, grace_s=grace_s, strict=strict, watchdogs=watchdogs) as world:
-            interrupts.check()  # a main that blocks the loop would not notice
-            if on_open is not None:
-                on_open(world)
-            if not transport.capabilities.shares_process:  # it has been checked before the ranks began
-                validation.main_function(main, args)  # here, where a mistake that all ranks make is told once
-            value = await main(world, *args)
-            interrupts.check_pending()  # as asyncio.run does after a main that blocked, and returned
-            return RankResult(value=value)
-    except BaseException as error:
-        return RankResult(error=error)
 
 
 def _complete(loop: asyncio.AbstractEventLoop, tasks: Sequence[asyncio.Task[RankResult]]) -> list[RankResult]:
@@ -477,12 +315,16 @@ def _loop_of(name: LoopName | None) -> Iterator[asyncio.AbstractEventLoop]:
         yield runner.get_loop()
 
 
-def watchdog_options(watchdog_s: float, stall_s: float | None, stall_aborts: bool) -> WatchdogOptions:
-    """Return how long a rank may stand still, from the options of :func:`run`."""
+def rank_options(
+    watchdog_s: float, stall_s: float | None, stall_aborts: bool, *, grace_s: float = GRACE_S, strict: bool = False
+) -> RankOptions:
+    """Return how a rank is hosted, from the options of :func:`run`."""
     chosen = environment.stall_s() if stall_s is None else stall_s
     if chosen is None:
-        return WatchdogOptions(watchdog_s, STALL_S, stall_aborts, collectives_alone=True)
-    return WatchdogOptions(watchdog_s, chosen, stall_aborts)
+        watchdogs = WatchdogOptions(watchdog_s, STALL_S, stall_aborts, collectives_alone=True)
+    else:
+        watchdogs = WatchdogOptions(watchdog_s, chosen, stall_aborts)
+    return RankOptions(grace_s, strict, watchdogs)
 
 
 def _check_options(

@@ -33,8 +33,8 @@ import torch
 
 from asyncdist import rank_program
 from asyncdist.blocking.callers import SwitchingCaller, ask_for_world, find_caller
+from asyncdist.runtime.failing.tracebacks import format_error
 from asyncdist.runtime.run import run_elsewhere
-from asyncdist.runtime.tracebacks import format_error
 from asyncdist.runtime.world import World
 from asyncdist.simulation.determinism.entropy import entropy_from
 from asyncdist.simulation.exploration.explore import (

@@ -25,8 +25,8 @@ from typing import Any, Final, TypeVar
 from asyncdist import validation
 from asyncdist.errors import DeadlockError, TimeLimitError
 from asyncdist.messaging.engine import Engine
+from asyncdist.runtime.hosting import RankOptions, RankResult, host_rank
 from asyncdist.runtime.notebooks import call_beside_loop, is_loop_running
-from asyncdist.runtime.run import RankResult, host_rank
 from asyncdist.runtime.signals import Interrupts
 from asyncdist.runtime.watchdogs import what_awaits
 from asyncdist.runtime.world import World, refuse_inside_a_world
@@ -334,7 +334,7 @@ class _Simulation:
             self._worlds[rank] = world
             world.virtual_clock = _Clock(self, loop)
 
-        outcome = await host_rank(main, args, transport, interrupts, strict=strict, on_open=on_open)
+        outcome = await host_rank(main, args, transport, interrupts, RankOptions(strict=strict), on_open=on_open)
         try:
             await loop.shutdown_asyncgens()
         except asyncio.CancelledError:

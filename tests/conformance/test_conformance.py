@@ -8,7 +8,7 @@ import pytest
 
 import asyncdist as ad
 from asyncdist.messaging import streams
-from asyncdist.runtime.run import RankResult, host_rank
+from asyncdist.runtime.hosting import RankOptions, RankResult, host_rank
 from asyncdist.tags import TAG_MAX
 from asyncdist.transports.local import LocalHub
 from asyncdist.transports.split_plane import TwoPlaneTransport
@@ -40,6 +40,8 @@ SLOW = HEAVY | {
 }
 CASES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in NAMES]
 
+STRICT = RankOptions(strict=True)
+
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +68,7 @@ def test_two_planes(name: str) -> None:
 
     async def job() -> list[RankResult]:
         ranks = (TwoPlaneTransport(control.transport(r), bulk.transport(r), range(1, TAG_MAX + 1, 2)) for r in range(3))
-        return await asyncio.gather(*(host_rank(run_case, (name,), transport, strict=True) for transport in ranks))
+        return await asyncio.gather(*(host_rank(run_case, (name,), transport, options=STRICT) for transport in ranks))
 
     for outcome in asyncio.run(job()):
         if outcome.error is not None:
@@ -83,7 +85,9 @@ def test_polled(how: str, kind: str, name: str, monkeypatch: pytest.MonkeyPatch)
 
     async def job() -> list[RankResult]:
         transports = local_polled.MAKERS[how](kind, 3)
-        return await asyncio.gather(*(host_rank(run_case, (name,), transport, strict=True) for transport in transports))
+        return await asyncio.gather(
+            *(host_rank(run_case, (name,), transport, options=STRICT) for transport in transports)
+        )
 
     for outcome in asyncio.run(job()):
         if outcome.error is not None:

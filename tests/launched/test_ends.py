@@ -24,8 +24,8 @@ from support.local import worlds
 import asyncdist as ad
 from asyncdist import rank_program
 from asyncdist.messaging import wire
-from asyncdist.runtime import failure
-from asyncdist.runtime.failure_report import FailureReport, peer_failed, summarise
+from asyncdist.runtime.failing import failure
+from asyncdist.runtime.failing.failure_report import FailureReport, peer_failed, summarise
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 #: Until a job has come to the place where something is done to it.
@@ -457,7 +457,7 @@ def test_ctrl_c_that_comes_while_a_failed_rank_tidies_up_is_not_told() -> None:
     """Its peer had heard it a little earlier; there was a traceback out of torch's own callbacks."""
     program = """
 import atexit, os, signal
-from asyncdist.runtime.failure_report import FailureReport
+from asyncdist.runtime.failing.failure_report import FailureReport
 atexit.register(os.kill, os.getpid(), signal.SIGINT)
 FailureReport().print_line("rank 0 stopped", ValueError())
 """

@@ -358,7 +358,7 @@ def test_where_nobody_asks_a_main_that_waits_in_a_collective_is_spoken_of_and_no
         if world.rank == 1:
             await world.sleep(1000)
             raise RuntimeError("enough")
-        watch = StallWatch(world, asyncio.current_task(), run.watchdog_options(10.0, None, False))
+        watch = StallWatch(world, asyncio.current_task(), run.rank_options(10.0, None, False).watchdogs)
         watch.begin()
         with mesh:
             await work(world, channel)

@@ -20,6 +20,7 @@ from support.local import yields
 import asyncdist as ad
 from asyncdist.errors import ClosedError, LocalProtocolError, RankLostError
 from asyncdist.runtime import run
+from asyncdist.runtime.hosting import host_rank
 from asyncdist.runtime.signals import Interrupts
 from asyncdist.transports.local import LocalHub
 
@@ -249,7 +250,7 @@ async def test_no_group_of_exceptions_hides_behind_what_a_notebook_shows() -> No
 async def _hosts(main: Any, ranks: int) -> list[Any]:
     """What each rank of a hub on this loop returns or raises."""
     hub = LocalHub(ranks)
-    outcomes = await asyncio.gather(*(run.host_rank(main, (), hub.transport(rank)) for rank in range(ranks)))
+    outcomes = await asyncio.gather(*(host_rank(main, (), hub.transport(rank)) for rank in range(ranks)))
     return [outcome.error or outcome.value for outcome in outcomes]
 
 

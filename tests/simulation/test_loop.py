@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import asyncdist as ad
-from asyncdist.runtime.failure import Everybody
+from asyncdist.runtime.failing.failure import Everybody
 from asyncdist.simulation import simulate
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asyncdist.runtime.tracebacks import format_error
+from asyncdist.runtime.failing.tracebacks import format_error
 
 
 def caught(work: Any) -> BaseException:

@@ -23,8 +23,8 @@ from typing import Any, Final, Protocol
 
 from asyncdist import local_host, validation
 from asyncdist.errors import RankLostError
-from asyncdist.runtime.run import RankResult
-from asyncdist.runtime.tracebacks import format_error
+from asyncdist.runtime.failing.tracebacks import format_error
+from asyncdist.runtime.hosting import RankResult
 from asyncdist.simulation.exploration.process_pool import Inline, Pool, open_runner, pack, unpack
 from asyncdist.simulation.exploration.repro_command import expression_of, repeat_line
 from asyncdist.simulation.exploration.shrink import shrink

@@ -17,6 +17,7 @@ from asyncdist import rank_program
 #: Modules between what starts a rank, scenario or script and its first line.
 _MACHINERY: Final = (
     "asyncdist.runtime.run",
+    "asyncdist.runtime.hosting",
     "asyncdist.simulation.exploration.explore",
     "asyncdist.simulation.run_script",
     "asyncdist.launch.rank_process",
@@ -26,7 +27,7 @@ _MACHINERY: Final = (
 #: The modules of the frames between a rank's host and the group in which it raises the errors of spawned tasks.
 _OF_A_GROUP: Final = (*_MACHINERY, "asyncio.taskgroups", "contextlib")
 #: The functions that call a rank's main, or code without an event loop.
-_HOSTS: Final = (("asyncdist.runtime.run", "host_rank"), ("asyncdist.blocking.callers", "_serve"))
+_HOSTS: Final = (("asyncdist.runtime.hosting", "host_rank"), ("asyncdist.blocking.callers", "_serve"))
 #: What may stand between the two.
 _WRAPPERS: Final = (("asyncdist.launch.rank_process", "_with_groups"), ("asyncdist.blocking.world", "open_world"))
 #: The function that it calls first; a refusal names the user's line in its text.

@@ -1,6 +1,7 @@
 """Ends a rank that has failed, or whose job has: tells the peers, waits for them to stop, aborts those that do not.
 
-What a rank prints is in :mod:`asyncdist.runtime.failure_report`, what signals do in :mod:`asyncdist.runtime.signals`.
+What a rank prints is in :mod:`asyncdist.runtime.failing.failure_report`, what signals do in
+:mod:`asyncdist.runtime.signals`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Final, NoReturn
 
 from asyncdist import environment, rank_program
 from asyncdist.errors import DisagreementError, LateError, RankLostError, RemoteError, has_cause_here, is_consequence
-from asyncdist.runtime.failure_report import FailureReport, is_termination, peer_failed, summarise
+from asyncdist.runtime.failing.failure_report import FailureReport, is_termination, peer_failed, summarise
 from asyncdist.runtime.peers import Failed, FailureAcknowledged
 from asyncdist.runtime.signals import SIGNALS, Interrupts, exit_immediately, interrupt_error
 from asyncdist.runtime.watchdogs import describe_wait

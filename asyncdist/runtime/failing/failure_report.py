@@ -3,7 +3,7 @@
 A rank that fails prints its traceback, once, tells every peer on the control tag, and waits for their acknowledgements.
 Where a lower rank has failed with the same words, it prints a line in place of the traceback. Peers stop at their next
 safe point, or where they wait, with RankLostError, and print one line too. A rank that has not stopped within the grace
-period is aborted. :mod:`asyncdist.runtime.failure` carries this out.
+period is aborted. :mod:`asyncdist.runtime.failing.failure` carries this out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Final
 
 from asyncdist.errors import RankLostError
-from asyncdist.runtime.tracebacks import format_error
+from asyncdist.runtime.failing.tracebacks import format_error
 from asyncdist.tensors.serialization import cut_text, words_of
 
 #: What a rank says of its failure: more than :func:`words_of` says of one exception.

@@ -1,0 +1,1 @@
+"""Ends a rank that has failed, and says what went wrong."""

@@ -1,0 +1,179 @@
+"""Hosts one rank: its main and the tasks that it spawns in one task group, from the handshake to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
+
+from asyncdist import validation
+from asyncdist.messaging.engine import Engine
+from asyncdist.runtime import handshake
+from asyncdist.runtime.failing.failure import FailureMonitor, fail, fail_alone, own_error
+from asyncdist.runtime.leaving import leave, report_leftovers
+from asyncdist.runtime.signals import Interrupts, ending_forked_children
+from asyncdist.runtime.watchdogs import ENDLESS, EndWatch, StallWatch, WatchdogOptions, describe_wait
+from asyncdist.runtime.world import World, _current_world
+from asyncdist.transports.base import Transport
+
+#: How long a failure waits for the peers to stop by themselves.
+GRACE_S: Final = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class RankOptions:
+    """Says how a rank is hosted: options of :func:`asyncdist.run`.
+
+    Attributes:
+        grace_s, strict: as there.
+        watchdogs: how long the rank may stand still.
+    """
+
+    grace_s: float = GRACE_S
+    strict: bool = False
+    watchdogs: WatchdogOptions = ENDLESS
+
+
+DEFAULT_OPTIONS: Final = RankOptions()
+
+
+@dataclass(frozen=True, slots=True)
+class RankResult:
+    """Says how a rank ended: with a value, or with an error."""
+
+    value: Any = None
+    error: BaseException | None = None
+
+
+async def host_rank(
+    main: Callable[..., Coroutine[Any, Any, Any]],
+    args: tuple[Any, ...],
+    transport: Transport,
+    interrupts: Interrupts | None = None,
+    options: RankOptions = DEFAULT_OPTIONS,
+    *,
+    on_open: Callable[[World], None] | None = None,
+) -> RankResult:
+    """Host one rank. Never raises: an exit or interrupt that leaves a task would stop the loop under the others.
+
+    Args:
+        main: see :func:`asyncdist.run`.
+        args: of main, after the world.
+        transport: the rank's.
+        interrupts: cancels main when a signal comes; by default no signal does.
+        options: of the rank.
+        on_open: is given the world before main.
+    """
+    interrupts = interrupts or Interrupts()
+    try:
+        async with hosted(transport, interrupts, options) as world:
+            interrupts.check()  # a main that blocks the loop would not notice
+            if on_open is not None:
+                on_open(world)
+            if not transport.capabilities.shares_process:  # it has been checked before the ranks began
+                validation.main_function(main, args)  # here, where a mistake that all ranks make is told once
+            value = await main(world, *args)
+            interrupts.check_pending()  # as asyncio.run does after a main that blocked, and returned
+            return RankResult(value=value)
+    except BaseException as error:
+        return RankResult(error=error)
+
+
+@asynccontextmanager
+async def hosted(
+    transport: Transport, interrupts: Interrupts, options: RankOptions = DEFAULT_OPTIONS
+) -> AsyncIterator[World]:
+    """Run the body of ``async with`` as one rank, from the handshake to the end."""
+    loop = asyncio.get_running_loop()
+    engine = Engine(transport, loop)
+    engine.start()
+    token = None
+    try:
+        try:
+            world = await handshake.meet_all(transport, engine, loop)
+        except BaseException as caught:
+            error = own_error(caught, None, interrupts, transport.rank)
+            fail_alone(transport, error)
+            _raise_as_it_is(error)
+        token = _current_world.set(world)
+        engine.start()  # again: messages are handled in this rank's context from now on
+        monitor = FailureMonitor(world)
+        world.agreements.is_interrupted = lambda: interrupts.received is not None
+        interrupts.ask_before(world.rank, functools.partial(describe_wait, asyncio.current_task(), world))
+        success: SystemExit | None = None  # sys.exit(0) is a way to return
+        try:
+            try:
+                async with _task_group(world, monitor, options.watchdogs):
+                    with ending_forked_children():
+                        yield world
+            except SystemExit as caught:
+                if caught.code or world.services.engine.failure is not None:
+                    raise
+                success = caught
+            leftovers = await leave(world, transport)
+        except BaseException as caught:
+            error = own_error(caught, monitor, interrupts, world.rank)
+            await fail(world, transport, error, options.grace_s)
+            if error is caught:
+                raise
+            _raise_as_it_is(error)
+        transport.close()
+        # Last, since what is left over here is no reason to end the other ranks.
+        report_leftovers(world, leftovers, strict=options.strict and success is None)
+        if success is not None:
+            raise success
+    finally:
+        engine.stop()
+        if token is not None:
+            with contextlib.suppress(ValueError):  # an async generator may be finalised in another context
+                _current_world.reset(token)
+
+
+@asynccontextmanager
+async def _task_group(world: World, monitor: FailureMonitor, watchdogs: WatchdogOptions) -> AsyncIterator[None]:
+    """Run main, which is the body of ``async with``, in one task group with the tasks that it spawns.
+
+    An error of main alone is raised unchanged, errors of tasks as a group.
+    """
+    error_of_main: BaseException | None = None
+    watch = EndWatch(world, watchdogs.watchdog_s)
+    stop = monitor.stop if watchdogs.stall_aborts else None
+    stall_watch = StallWatch(world, asyncio.current_task(), watchdogs, stop)
+    try:
+        with monitor:
+            async with asyncio.TaskGroup() as task_group:
+                world.attach_tasks(task_group)
+                stall_watch.begin()
+                try:
+                    yield
+                except BaseException as error:
+                    error_of_main = error
+                    raise
+                finally:
+                    stall_watch.end()
+                watch.begin()
+        world.check()
+    except BaseExceptionGroup as group:
+        if error_of_main is not None and group.exceptions == (error_of_main,):
+            _raise_as_it_is(error_of_main)
+        raise
+    finally:
+        watch.end()
+        world.attach_tasks(None)
+
+
+def _raise_as_it_is(error: BaseException) -> NoReturn:
+    """Raise ``error`` and keep its context, which would become the exception that is being handled.
+
+    That exception may be the ExceptionGroup of a TaskGroup. IPython cannot show such a group, and looks for one in the
+    contexts of an error: the cell of a notebook would never end, or would not be marked as failed.
+    """
+    context = error.__context__
+    try:
+        raise error
+    finally:
+        error.__context__ = context
