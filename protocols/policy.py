@@ -29,15 +29,15 @@ from asyncdist import (
 from asyncdist.collectives.agreed_start import Start, start_together
 from asyncdist.collectives.agreement.messages import Agreed
 from asyncdist.collectives.groups import check_open
-from asyncdist.live.population import Progress
 from asyncdist.messaging.services import Services
 from asyncdist.tensors.flat_state import FlatState
+from protocols.journal import Journal
 from protocols.metrics import Metric, MetricSource, due_metric
 from protocols.misuse import NoPlainContext, line_of_caller, warn_of_no_step
 from protocols.options import check_callable
 from protocols.start_differences import model_difference, told_of_rivals
 from protocols.start_without_lost import start_without_lost
-from protocols.step_info import NOTHING, StepInfo
+from protocols.step_info import StepInfo
 from protocols.wrappers import check_not_inside, check_not_wrapped
 
 _Stage: TypeAlias = Literal["new", "starting", "open", "closed"]
@@ -109,10 +109,8 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self._short_count = 0  # iterations of such epochs since the last due one, in which no number was due
         self._is_overdue = False
         self._has_stepped = False
-        self._last_metric: float | None = None
         self._first_call: tuple[str, int] | None = None
-        self._replacement_count = 0
-        self._latest: StepInfo = NOTHING  # of the steps that changed weights
+        self._journal = Journal(name)
         self._metric = metric
         self._flat = FlatState(model)  # which refuses what is no module
         check_not_wrapped(model)
@@ -172,12 +170,9 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
                 self._forget_start()
                 raise
         self._stage = "open"
-        self._services.progress_probes.append(self._progress)
+        nbytes, ranks = self._flat.nbytes, self._members
+        self._journal.begin(self._services, type(self).__name__, self.average_every, nbytes, ranks)
         return self
-
-    def _progress(self) -> Progress:
-        latest = str(self._latest) if self._latest else ""
-        return Progress(self.name, self.iteration, self._last_metric, self._replacement_count, latest)
 
     async def _enter(self) -> None:
         """Start, or join where the others have started."""
@@ -237,8 +232,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         self._stage = "closed"
-        self._services.progress_probes.remove(self._progress)
-        self._services.last_progress = self._progress()
+        self._journal.end(self._services)
         if not self.is_alone:
             await self._stop(error)
         if error is None and self._first_call is not None and not self._has_stepped:
@@ -276,9 +270,9 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
             self._refuse()
         self._stepping = True
         try:
+            began_at = self._journal.now()
             info = await self._step(local_metric)
-            if info is not NOTHING and info:
-                self._replacement_count, self._latest = self._replacement_count + 1, info
+            self._journal.note_step(self.iteration, info, began_at)
             return info
         finally:
             self._stepping = self._is_overdue = False
@@ -360,7 +354,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
             "version": _STATE_VERSION,
             "iteration": self.iteration,
             "restarted_at": self._restarted_at,
-            "metric": self._last_metric,
+            "metric": self._journal.metric,
             "metric_mode": self._options().get("metric_mode"),
             **self._own_state(),
         }
@@ -389,7 +383,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         """Go on from a state that has been checked, or is that of another member."""
         self.iteration = validation.count("iteration", state["iteration"], least=0)
         self._restarted_at = validation.count("restarted_at", state["restarted_at"], least=0)
-        self._last_metric = state["metric"]
+        self._journal.metric = state["metric"]
         self._load_own_state(state)
 
     def _own_state(self) -> dict[str, Any]:
@@ -454,7 +448,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
     def _read_metric(self, given: MetricSource) -> float:
         # Most are floats, and it is asked for at every report.
         number = given if type(given) is float else due_metric(self._metric if given is None else given, self.iteration)
-        self._last_metric = number
+        self._journal.note_metric(self.iteration, number)
         return number
 
     def _choose_leader(self, members: tuple[int, ...]) -> int:

@@ -22,6 +22,7 @@ from asyncdist.messaging import streams, wire
 from asyncdist.messaging.channels import Channel, Envelope, Overflow
 from asyncdist.messaging.demultiplexer import TagDemultiplexer
 from asyncdist.messaging.engine import Engine
+from asyncdist.recording.events import EventLog
 from asyncdist.transports.rank_sets import RankSet
 
 logger = logging.getLogger("asyncdist.messaging.services")
@@ -94,6 +95,7 @@ class Services:
         heard_from: ranks from which such messages have come.
         progress_probes: functions that tell what a policy has done so far; only read, since another thread may ask.
         last_progress: what the policy said that was closed last.
+        events: what has happened on this rank lately.
         leftover_probes: functions that name what a protocol has not cleared away; they are asked at the end.
 
     Args:
@@ -121,6 +123,7 @@ class Services:
         self.progress_probes: list[Callable[[], Any]] = []
         self.last_progress: Any = None
         self.leftover_probes: list[Callable[[], Sequence[str]]] = []
+        self.events = EventLog(self.time)
         self._loop = loop
         self._nonce = nonce
         self._returned = RankSet()  # ranks whose main has returned
@@ -344,6 +347,7 @@ class Services:
 
     def tell_returned(self, rank: int) -> None:
         """Call the listeners of :meth:`on_returned`."""
+        self.events.add("returned", rank, self.restarted.get(rank, 0))
         for listener in list(self._returned_listeners):
             listener(rank)
         self.engine.recheck()

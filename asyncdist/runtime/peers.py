@@ -181,6 +181,8 @@ class Peers:
         new = ranks - services.gone
         if new:
             services.gone |= new
+            for rank in new if is_lost else ():
+                services.events.add("lost", rank)
             if not of_a_failure:
                 self.agreements.on_gone(new, is_lost=is_lost)
                 self.groups.ledger.on_gone()

@@ -20,6 +20,7 @@ from asyncdist.collectives.agreement.messages import Agreed
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
+from protocols.journal import Journal
 from protocols.parameter_stream.messages import safe_point_count
 from protocols.selective.islands.migration import Migration
 from protocols.selective.joining.admission import Welcome
@@ -98,6 +99,7 @@ class Coordinator:
         epoch: 0 for the coordinator that the members have agreed on, more for one that takes over.
         model_nbytes: the bytes of one snapshot.
         migration: talks to other islands; None where there are none.
+        journal: is told of reports and rounds; None on a reserved rank.
     """
 
     def __init__(
@@ -111,8 +113,11 @@ class Coordinator:
         epoch: int,
         model_nbytes: int,
         migration: Migration | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self._services = services
+        self._journal = journal or Journal("")
+        self._told: tuple[type, int] | None = None  # of the round's messages, the last that is an event
         self._migration = migration
         self._scopes = scopes
         self._epoch = epoch
@@ -248,6 +253,7 @@ class Coordinator:
                 if report.asks:
                     self._send((Send(rank, 0, Heard()),))
                 core.roster.note_host(rank, report.host)
+                self._journal.record("heard", rank, report.iteration, report.value)
                 facts = report.iteration, report.value, report.step_time_s
                 return core.on_report(rank, *facts, now, interval_s=report.interval_s)
             case Ready(iteration, state_safe_points):
@@ -270,9 +276,22 @@ class Coordinator:
     def _send(self, sends: Sequence[Send]) -> None:
         for send in sends:
             try:
+                if (told := (type(send.message), send.round)) != self._told and send.round:
+                    self._told = told
+                    self._tell(send)
                 self._control.send_nowait(send.message, send.dest, round=send.round)
             except RankLostError:
                 self._gone.append(send.dest)
         emigrant = self._core.migrants.take_emigrant()
         if emigrant is not None and self._migration is not None:
             self._migration.emigrate(*emigrant)
+
+    def _tell(self, send: Send) -> None:
+        """Tell the event that a round's first message of a kind stands for."""
+        match send.message:
+            case Assign(donors=donors, replacers=replacers, reducers=reducers):
+                self._journal.add("decided", send.round, donors, replacers, "sharded" if reducers else "direct")
+            case Frozen(donors=donors):
+                self._journal.add("frozen", send.round, donors)
+            case End(reason):
+                self._journal.add("ended", send.round, reason)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from asyncdist.messaging.services import Services
+from protocols.journal import Journal
 from protocols.selective.board import Board, Declined, Nomination, SuccessionMessage, TakeOver
 from protocols.selective.coordinator import Coordinator, PolicyScopes
 from protocols.selective.islands.migration import Migration
@@ -51,6 +52,7 @@ class Leadership:
         epoch: of the coordinator, where this rank waits to be admitted; None where it begins with all others.
         replaced: members that were lost as they agreed to start; in the place of some there is a new process.
         migration: talks to other islands, until this object is closed; None where there are none.
+        journal: is told what is decided here; None on a reserved rank.
     """
 
     def __init__(
@@ -70,7 +72,9 @@ class Leadership:
         epoch: int | None = None,
         replaced: Sequence[int] = (),
         migration: Migration | None = None,
+        journal: Journal | None = None,
     ) -> None:
+        self._journal = journal
         self._migration = migration
         self._services = services
         self._members = tuple(members)
@@ -347,6 +351,7 @@ class Leadership:
             epoch=epoch,
             model_nbytes=self._model_nbytes,
             migration=self._migration,
+            journal=self._journal,
         )
         if self._migration is not None:
             self._migration.serving = self._serving

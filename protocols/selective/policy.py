@@ -215,8 +215,6 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self._is_open = False  # it has roles and channels
         self._is_joining = False
 
-    # -- the user's calls, beyond SpawnPolicy's ---------------------------------------------------------------------
-
     def statistics(self) -> SelectiveStatistics:
         """Return what this member has done so far; before and during the start, nothing."""
         has_started = self._is_open and self._stage in ("open", "closed")
@@ -320,6 +318,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             epoch=epoch,
             replaced=replaced,
             migration=migration,
+            journal=self._journal,
         )
         for rank in replaced:
             self._channels.exclude(rank)
@@ -346,6 +345,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             whole_state=lambda: {"optimizer": self.optimizer.state_dict(), "policy": self.state_dict()},
             on_event=self._averaging.on_event,
             timing=self._timing,
+            journal=self._journal,
         )
         self._carry_out = roles.carry_out
 
@@ -428,8 +428,6 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         policy = self.name or type(self).__name__
         return [f"{count} {what} of policy {policy}" for what, count in counts.items() if count]
 
-    # -- one step ---------------------------------------------------------------------------------------------------
-
     async def _step(self, local_metric: MetricSource) -> StepInfo:
         if self.is_alone:
             if self._is_due():
@@ -494,6 +492,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
 
     def _on_new_coordinator(self, epoch: int, rank: int) -> None:
         """End what an earlier coordinator has begun, and take part in what the new one decides."""
+        self._journal.add("coordinator", epoch, rank)
         self._carry_out(self._member.on_coordinator_gone("is replaced"))
         self._channels.enter_epoch(epoch)
         if not self._is_joining:

@@ -8,6 +8,7 @@ from typing import Any, assert_never
 from asyncdist.messaging.services import Services
 from asyncdist.tensors.flat_state import FlatState, SnapshotPool
 from protocols.applier import Applier
+from protocols.journal import Journal
 from protocols.options import Timing
 from protocols.own_state import OwnState
 from protocols.parameter_stream.parts import PartPool
@@ -51,6 +52,7 @@ class MemberRoles:
         snapshots, buffers, parts: the memory of donors, replacers and reducers.
         applier: changes the weights.
         states, whole_state, on_event, timing: as for :class:`Donor`.
+        journal: is told each state of the member.
 
     Attributes:
         donor, replacer, reducer, relay: the roles.
@@ -73,7 +75,11 @@ class MemberRoles:
         whole_state: Callable[[], Mapping[str, Any]],
         on_event: Callable[[PolicyEvent], None] | None,
         timing: Timing,
+        journal: Journal,
     ) -> None:
+        self._member = member
+        self._journal = journal
+        self._told_state = member.state
         self._channels = channels
         self._leadership = leadership
         server = channels.server
@@ -143,3 +149,11 @@ class MemberRoles:
                     raise AssertionError(f"{instruction} outside step")
                 case unknown:
                     assert_never(unknown)
+        self.tell_state()
+
+    def tell_state(self) -> None:
+        """Tell what the member does now, if that has changed."""
+        state = self._member.state
+        if state is not self._told_state:
+            self._told_state = state
+            self._journal.add("role", self._member.round or self._member.last_round, state.name.lower())

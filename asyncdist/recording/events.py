@@ -1,0 +1,117 @@
+"""Keeps what has happened on a rank lately, and hands it on to be written down.
+
+An event is a time, a kind and its fields. :data:`KINDS` lists all kinds; :mod:`asyncdist.recording.writer` writes the
+same events to a file, in which a kind is its place in this list. So kinds are added at the end, and fields too.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
+
+#: What a field of an event may be.
+Field: TypeAlias = int | float | str | Sequence[int] | Sequence[float] | None
+
+#: The kinds of events, each with the names of its fields. Seconds are seconds, times are those of the event.
+KINDS: Final[dict[str, tuple[str, ...]]] = {
+    # A policy has started on this rank. The number stands for it in the events below.
+    "policy": ("policy", "class_name", "name", "average_every", "model_nbytes", "ranks"),
+    # A call of ``policy.step`` has ended, which took so many seconds.
+    "step": ("policy", "iteration", "seconds"),
+    # A metric was asked for and given.
+    "metric": ("policy", "iteration", "value"),
+    # What this rank does in a round from now on: a state of protocols.selective.member, in small letters.
+    "role": ("policy", "round", "state"),
+    # New weights are in place.
+    "applied": (
+        *("policy", "round", "iteration", "donors", "weights"),
+        *("staleness_steps", "seconds", "nbytes", "coordinator", "route"),
+    ),
+    # A round that this rank was to apply came to nothing.
+    "abandoned": ("policy", "round", "iteration", "reason"),
+    # Of the coordinator: a report has come; a round was decided, its donors were fixed, and it was over.
+    "heard": ("policy", "source", "iteration", "value"),
+    "decided": ("policy", "round", "donors", "replacers", "route"),
+    "frozen": ("policy", "round", "donors"),
+    "ended": ("policy", "round", "reason"),
+    # Another rank coordinates from now on.
+    "coordinator": ("policy", "epoch", "rank"),
+    # A policy has ended on this rank.
+    "closed": ("policy", "iteration"),
+    # Of the transport: a message was handed to it, or has come from it; the k-th one sent to a rank on a tag is the
+    # k-th one that this rank receives from the sender on that tag.
+    "sent": ("dest", "tag", "nbytes"),
+    "received": ("source", "tag", "nbytes"),
+    # A task has waited so many seconds, up to now; see :data:`asyncdist.recording.writer.WAIT_S_MIN`.
+    "waited": ("what", "seconds"),
+    # Of other ranks: one was lost, or is there again as a new process.
+    "lost": ("rank",),
+    "returned": ("rank", "incarnation"),
+    # The error that ends this rank, or "" where main has returned.
+    "over": ("error",),
+}
+#: Events that a rank keeps in memory. Steps, messages and reports that come are not among them: they are too many.
+CAPACITY: Final = 256
+
+
+class Event(NamedTuple):
+    """Says that something happened.
+
+    Attributes:
+        time_s: when, on the clock of the rank's loop, in seconds from an arbitrary start.
+        kind: one of :data:`KINDS`.
+        fields: as listed there.
+    """
+
+    time_s: float
+    kind: str
+    fields: tuple[Field, ...]
+
+    def get(self, name: str) -> Any:
+        """Return a field by its name; None where the event has none."""
+        names = KINDS[self.kind]
+        return self.fields[names.index(name)] if name in names[: len(self.fields)] else None
+
+    def __str__(self) -> str:
+        named = zip(KINDS[self.kind], self.fields, strict=False)
+        return f"{self.kind} {', '.join(f'{name} {value}' for name, value in named)}"
+
+
+class EventLog:
+    """Keeps the latest events of one rank, and hands each to a sink if there is one.
+
+    Args:
+        clock: returns the time in seconds.
+
+    Attributes:
+        now: that clock.
+        sink: called with each event; None where nothing is written down.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.now = clock
+        self._latest: deque[Event] = deque(maxlen=CAPACITY)
+        self._policy_count = 0
+        self.sink: Callable[[float, str, tuple[Field, ...]], None] | None = None
+
+    def add(self, kind: str, *fields: Field) -> None:
+        """Add an event, now."""
+        time_s = self.now()
+        self._latest.append(Event(time_s, kind, fields))
+        if self.sink is not None:
+            self.sink(time_s, kind, fields)
+
+    def record(self, kind: str, *fields: Field) -> None:
+        """Add an event to what is written down alone: one of those that are too many to be kept."""
+        if self.sink is not None:
+            self.sink(self.now(), kind, fields)
+
+    def latest(self) -> tuple[Event, ...]:
+        """Return the events kept, oldest first."""
+        return tuple(self._latest)
+
+    def number_policy(self) -> int:
+        """Return the number of one more policy of this rank, from 0."""
+        self._policy_count += 1
+        return self._policy_count - 1

@@ -1,0 +1,82 @@
+"""Tells what a policy does on this rank: as events, and to those who ask for its progress."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from asyncdist.live.population import Progress
+from asyncdist.messaging.services import Services
+from asyncdist.recording.events import EventLog, Field
+from protocols.step_info import NOTHING, StepInfo
+
+
+class Journal:
+    """Keeps what one policy has done on this rank.
+
+    Args:
+        name: the policy's.
+
+    Attributes:
+        metric: the last number that was given; None before.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.metric: float | None = None
+        self._name = name
+        self._number = -1
+        self._step_count = 0  # as the policy counts: its iteration
+        self._replacement_count = 0
+        self._latest: StepInfo = NOTHING  # of the steps that changed weights
+        self._events: EventLog | None = None
+
+    def begin(self, services: Services, class_name: str, average_every: int, nbytes: int, ranks: Sequence[int]) -> None:
+        """Note that the policy has started on these ranks, with ``nbytes`` of weights on each."""
+        self._events = services.events
+        self._number = services.events.number_policy()
+        self.add("policy", class_name, self._name, average_every, nbytes, len(ranks))
+        services.progress_probes.append(self.progress)
+
+    def end(self, services: Services) -> None:
+        """Note that the policy has ended."""
+        self.add("closed", self._step_count)
+        services.progress_probes.remove(self.progress)
+        services.last_progress = self.progress()
+
+    def add(self, kind: str, *fields: Field) -> None:
+        """Add an event of this policy; see :data:`asyncdist.recording.events.KINDS`."""
+        if self._events is not None:
+            self._events.add(kind, self._number, *fields)
+
+    def record(self, kind: str, *fields: Field) -> None:
+        """Add an event to what is written down alone."""
+        if self._events is not None:
+            self._events.record(kind, self._number, *fields)
+
+    def now(self) -> float:
+        """Return the time in seconds, where steps are written down; else 0."""
+        return 0.0 if self._events is None or self._events.sink is None else self._events.now()
+
+    def note_metric(self, iteration: int, value: float) -> None:
+        """Note the metric that was given at ``iteration``."""
+        self.metric = value
+        self.add("metric", iteration, value)
+
+    def note_step(self, iteration: int, info: StepInfo, began_at: float) -> None:
+        """Note what a step did that began at that time, as :meth:`now` said."""
+        self._step_count = iteration + 1
+        if info is not NOTHING:
+            if info:
+                self._replacement_count, self._latest = self._replacement_count + 1, info
+                self.add(
+                    *("applied", info.round, iteration, info.donors, info.weights, info.staleness_steps),
+                    *(info.seconds, info.nbytes, info.coordinator, info.route),
+                )
+            elif info.abandoned:
+                self.add("abandoned", info.round, iteration, info.abandoned)
+        if began_at and self._events is not None:
+            self._events.record("step", self._number, iteration, self._events.now() - began_at)
+
+    def progress(self) -> Progress:
+        """Return what the policy has done so far; it only reads, since another thread may ask."""
+        latest = str(self._latest) if self._latest else ""
+        return Progress(self._name, self._step_count, self.metric, self._replacement_count, latest)
