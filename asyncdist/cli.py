@@ -21,7 +21,7 @@ from asyncdist.launch import joining_ranks, local_ranks, mpirun, remote_hosts, r
 
 #: The options that take a value; the others are one word.
 _RUN_OPTIONS: Final = (
-    *("-n", "--ranks", "--hosts", "--ssh", "--transport", "--mpi", "--threads-per-rank", "--stall-s"),
+    *("-n", "--ranks", "--hosts", "--ssh", "--transport", "--mpi", "--threads-per-rank", "--stall-s", "--record"),
     *("--restarts", "--places", "--join", "-m"),
 )
 #: Those for ranks that join a world that runs.
@@ -98,7 +98,7 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
         usage=(
             "asyncdist run -n RANKS | --hosts HOST:RANKS,... [--ssh CMD] | --join HOST:PORT [-n RANKS] "
             "[--transport mpi|torch] [--mpi openmpi|mpich] [--survive] [--restarts N] [--places N] "
-            "[--threads-per-rank N] [--stall-s S] [--prefix] script.py | -m MODULE [arguments]"
+            "[--threads-per-rank N] [--stall-s S] [--record DIR] [--prefix] script.py | -m MODULE [arguments]"
         ),
         description=(
             "Start a script on several ranks of this host, or of others that ssh reaches: with the MPI that is "
@@ -152,6 +152,7 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
         metavar="S",
         help="warn of a main that waits for S seconds, for what and in which line (default: 300, in collectives)",
     )
+    run.add_argument("--record", metavar="DIR", help="write down there what each rank does, for asyncdist report DIR")
     run.add_argument("--prefix", action="store_true", help="begin each line that a rank prints with [its number]")
     run.add_argument("-m", dest="module", metavar="MODULE", help="run a module in place of a script, as python -m does")
     run.add_argument("script", nargs="?", help="a Python script; the words after it are passed to it unchanged")
@@ -306,6 +307,8 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         if options.stall_s is not None:
             environment.seconds(options.stall_s, "--stall-s")
             environ = {**environ, environment.STALL_VARIABLE: options.stall_s}
+        if options.record is not None:
+            environ = {**environ, environment.RECORD_VARIABLE: os.path.abspath(options.record)}
         if options.module is not None:
             environ = {**environ, rank_program.MODULE_VARIABLE: options.module}
         if options.prefix:

@@ -44,6 +44,7 @@ _LOCAL_SIZE_VARIABLES: Final = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS",
 _BACKEND_VARIABLE: Final = "ASYNCDIST_BACKEND"
 #: Says how long main may wait before a warning, where the program does not say it.
 STALL_VARIABLE: Final = "ASYNCDIST_STALL_S"
+RECORD_VARIABLE: Final = "ASYNCDIST_RECORD"
 #: Says how often this rank has been started again, in jobs whose launcher does that.
 INCARNATION_VARIABLE: Final = "ASYNCDIST_INCARNATION"
 #: Says how many places, the highest, have no process when the world begins, in jobs that ranks may join later.
@@ -331,6 +332,11 @@ def threads_per_rank(environ: Mapping[str, str] = os.environ, cores: int | None 
         return None
     ranks = local_size(environ)
     return max(1, (cores or local_host.available_cores()) // ranks) if ranks is not None and ranks > 1 else None
+
+
+def record(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the folder for recordings that the user has set for this job; None if it is not set."""
+    return environ.get(RECORD_VARIABLE) or None
 
 
 def stall_s(environ: Mapping[str, str] = os.environ) -> float | None:

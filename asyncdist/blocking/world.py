@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
@@ -22,6 +23,7 @@ from asyncdist.blocking.callers import (
 )
 from asyncdist.blocking.faces import Face
 from asyncdist.collectives.groups import Group
+from asyncdist.recording.writer import LIMIT_NBYTES
 from asyncdist.runtime import run as runtime
 from asyncdist.runtime.hosting import GRACE_S
 from asyncdist.runtime.run import WATCHDOG_S, BulkName, TransportName
@@ -150,6 +152,8 @@ def open_world(
     watchdog_s: float = WATCHDOG_S,
     stall_s: float | None = None,
     stall_aborts: bool = False,
+    record: str | os.PathLike[str] | None = None,
+    record_limit_nbytes: int = LIMIT_NBYTES,
 ) -> Iterator[World]:
     """Open a world for code without an event loop: ``with ad.blocking.open_world() as world``.
 
@@ -174,7 +178,15 @@ def open_world(
     if ask is not None:
         yield World(ask())
         return
-    options = runtime.rank_options(watchdog_s, stall_s, stall_aborts, grace_s=grace_s, strict=strict)
+    options = runtime.rank_options(
+        watchdog_s,
+        stall_s,
+        stall_aborts,
+        grace_s=grace_s,
+        strict=strict,
+        record=record,
+        limit_nbytes=record_limit_nbytes,
+    )
     user = sys._getframe(2)  # outside of contextlib
     with aside():
         host = runtime.prepare_rank(user, transport=transport, bulk=bulk, options=options)

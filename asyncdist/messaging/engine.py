@@ -51,6 +51,7 @@ class Engine(Poller):
 
     Attributes:
         collective_waits: the futures that coroutines await in collectives, for reports.
+        on_waited: called with what was waited for, in words, and the seconds that it took; None where nobody asks.
 
     Args:
         transport: the rank's transport.
@@ -60,6 +61,7 @@ class Engine(Poller):
     def __init__(self, transport: Transport, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(transport, loop)
         self.collective_waits: set[asyncio.Future[Any]] = set()
+        self.on_waited: Callable[[str, float], None] | None = None
         self._disowned: list[PendingRequest] = []
         self._abandoned: dict[tuple[int, int], deque[_Abandoned]] = {}
         self._settlers: dict[asyncio.Future[Any], asyncio.Task[Any]] = {}
@@ -265,10 +267,13 @@ class Engine(Poller):
         if self._misses_wakes:
             self.wake()
         self._waiters[waiter] = what
+        began_at = 0.0 if self.on_waited is None else self.loop.time()
         try:
             await waiter
         finally:
             del self._waiters[waiter]
+            if self.on_waited is not None:
+                self.on_waited(what, self.loop.time() - began_at)
 
     # -- tasks that others count on ---------------------------------------------------------------------------------
 

@@ -68,7 +68,7 @@ class _WatchedContacts(set[int]):
             self._listener(rank)
 
 
-def _clock_of(loop: asyncio.AbstractEventLoop) -> Callable[[], float]:
+def clock_of(loop: asyncio.AbstractEventLoop) -> Callable[[], float]:
     """Return the loop's clock; for that of uvloop, which has steps of a millisecond, the one that it follows."""
     return time.monotonic if type(loop).__module__ == "uvloop" else loop.time
 
@@ -84,6 +84,7 @@ class Services:
         survives_loss: whether the others go on when a rank is lost.
         is_admitted: whether the others count on this rank, so that its failure ends the job. A rank that was started
             again is admitted by the first policy or group that takes it.
+        nonce: identifies the job.
         time: a function without arguments that returns seconds on the loop's clock, from an arbitrary start.
         engine: polls the requests of this rank.
         slots: the slots of the bulk streams that this rank receives, and the bytes of all its streams.
@@ -111,7 +112,7 @@ class Services:
         self.may_return = engine.transport.may_return
         self.survives_loss = engine.transport.capabilities.survives_rank_loss
         self.is_admitted = not self.incarnation
-        self.time: Callable[[], float] = _clock_of(loop)
+        self.time: Callable[[], float] = clock_of(loop)
         self.engine = engine
         self.gone = RankSet()
         self.restarted: dict[int, int] = {}
@@ -125,7 +126,7 @@ class Services:
         self.leftover_probes: list[Callable[[], Sequence[str]]] = []
         self.events = EventLog(self.time)
         self._loop = loop
-        self._nonce = nonce
+        self.nonce = nonce
         self._returned = RankSet()  # ranks whose main has returned
         self._demultiplexers: dict[int, TagDemultiplexer] = {}
         self._tags = tags.TagRegistry()
@@ -230,7 +231,7 @@ class Services:
         found = self._demultiplexers.get(tag)
         if found is None:
             found = self._demultiplexers[tag] = TagDemultiplexer(
-                self.engine, tag, self._nonce, is_users=is_users, sent_to=self.sent_to, heard_from=self.heard_from
+                self.engine, tag, self.nonce, is_users=is_users, sent_to=self.sent_to, heard_from=self.heard_from
             )
         return found
 
@@ -268,6 +269,10 @@ class Services:
     def task_count(self) -> int:
         """The number of service tasks that are still running."""
         return len(self._tasks)
+
+    def is_service(self, task: asyncio.Task[Any] | None) -> bool:
+        """Return whether :meth:`spawn_service` has started that task."""
+        return task in self._tasks
 
     def cancel_tasks(self) -> None:
         """Cancel all service tasks."""

@@ -12,9 +12,11 @@ from typing import Any, Final, NoReturn
 
 from asyncdist import validation
 from asyncdist.messaging.engine import Engine
+from asyncdist.recording.writer import RecordOptions
 from asyncdist.runtime import handshake
 from asyncdist.runtime.failing.failure import FailureMonitor, fail, fail_alone, own_error
 from asyncdist.runtime.leaving import leave, report_leftovers
+from asyncdist.runtime.recording import Recording
 from asyncdist.runtime.signals import Interrupts, ending_forked_children
 from asyncdist.runtime.watchdogs import ENDLESS, EndWatch, StallWatch, WatchdogOptions, describe_wait
 from asyncdist.runtime.world import World, _current_world
@@ -31,11 +33,13 @@ class RankOptions:
     Attributes:
         grace_s, strict: as there.
         watchdogs: how long the rank may stand still.
+        record: what is written down; None for nothing.
     """
 
     grace_s: float = GRACE_S
     strict: bool = False
     watchdogs: WatchdogOptions = ENDLESS
+    record: RecordOptions | None = None
 
 
 DEFAULT_OPTIONS: Final = RankOptions()
@@ -89,6 +93,8 @@ async def hosted(
 ) -> AsyncIterator[World]:
     """Run the body of ``async with`` as one rank, from the handshake to the end."""
     loop = asyncio.get_running_loop()
+    recording = Recording(options.record, transport, loop)
+    transport = recording.transport
     engine = Engine(transport, loop)
     engine.start()
     token = None
@@ -99,6 +105,7 @@ async def hosted(
             error = own_error(caught, None, interrupts, transport.rank)
             fail_alone(transport, error)
             _raise_as_it_is(error)
+        recording.begin(world)
         token = _current_world.set(world)
         engine.start()  # again: messages are handled in this rank's context from now on
         monitor = FailureMonitor(world)
@@ -114,9 +121,11 @@ async def hosted(
                 if caught.code or world.services.engine.failure is not None:
                     raise
                 success = caught
+            recording.note_end(None)
             leftovers = await leave(world, transport)
         except BaseException as caught:
             error = own_error(caught, monitor, interrupts, world.rank)
+            recording.note_end(error)
             await fail(world, transport, error, options.grace_s)
             if error is caught:
                 raise
@@ -128,6 +137,7 @@ async def hosted(
             raise success
     finally:
         engine.stop()
+        recording.close()
         if token is not None:
             with contextlib.suppress(ValueError):  # an async generator may be finalised in another context
                 _current_world.reset(token)

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import functools
 import importlib.util
+import os
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
@@ -23,6 +24,7 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar, cast
 from asyncdist import environment, validation
 from asyncdist.errors import AsyncdistError, LateError, is_consequence
 from asyncdist.live.population import PopulationView
+from asyncdist.recording.writer import LIMIT_NBYTES, RecordOptions
 from asyncdist.runtime.failing.failure import end_late, refuse
 from asyncdist.runtime.hosting import GRACE_S, RankOptions, RankResult, host_rank, hosted
 from asyncdist.runtime.notebooks import call_beside_loop, is_loop_running
@@ -64,6 +66,8 @@ def run(
     watchdog_s: float = WATCHDOG_S,
     stall_s: float | None = None,
     stall_aborts: bool = False,
+    record: str | os.PathLike[str] | None = None,
+    record_limit_nbytes: int = LIMIT_NBYTES,
 ) -> T:
     """Run ``main(world, *args)`` as this process's rank and return what it returns.
 
@@ -94,6 +98,10 @@ def run(
             By default what the variable ASYNCDIST_STALL_S says (``asyncdist run --stall-s``), and without it 300 s, and
             collectives alone: a main that waits for messages may be a server.
         stall_aborts: raise StallError there, in place of the warning, where main waits for its peers.
+        record: a folder, in which each rank writes down what happens: steps, metrics, rounds, messages, waits. See
+            :mod:`asyncdist.recording.writer` for the files, and ``asyncdist report``. By default what the variable
+            ASYNCDIST_RECORD says (``asyncdist run --record``). Where it cannot be written, a warning says so.
+        record_limit_nbytes: the size at which a rank's file ends, in bytes.
 
     Raises:
         TypeError: main is not a coroutine function, or cannot be called with a world and ``args``.
@@ -109,7 +117,15 @@ def run(
         BaseException: what ``main`` raised, or an ExceptionGroup with what its spawned tasks raised.
     """
     try:
-        options = rank_options(watchdog_s, stall_s, stall_aborts, grace_s=grace_s, strict=strict)
+        options = rank_options(
+            watchdog_s,
+            stall_s,
+            stall_aborts,
+            grace_s=grace_s,
+            strict=strict,
+            record=record,
+            limit_nbytes=record_limit_nbytes,
+        )
         _check_options(transport, ranks, loop, grace_s, bulk)
         elsewhere = run_elsewhere.get()
         opened = _open_here(transport, bulk, ranks) if elsewhere is None else None
@@ -163,6 +179,8 @@ def run_local(
     watchdog_s: float = WATCHDOG_S,
     stall_s: float | None = None,
     stall_aborts: bool = False,
+    record: str | os.PathLike[str] | None = None,
+    record_limit_nbytes: int = LIMIT_NBYTES,
     live: bool = False,
 ) -> list[T]:
     """Host ``ranks`` ranks on one loop of this process; returns the value of each.
@@ -176,7 +194,9 @@ def run_local(
     Raises:
         BaseException: what the first rank to fail raised; AsyncdistError where rich is missing, which draws the table.
     """
-    options = rank_options(watchdog_s, stall_s, stall_aborts, strict=strict)
+    options = rank_options(
+        watchdog_s, stall_s, stall_aborts, strict=strict, record=record, limit_nbytes=record_limit_nbytes
+    )
     _check_options("local", ranks, loop, GRACE_S)
     if not live:
         return _run_local(main, args, ranks, loop, options)
@@ -239,6 +259,8 @@ async def open_world(
     watchdog_s: float = WATCHDOG_S,
     stall_s: float | None = None,
     stall_aborts: bool = False,
+    record: str | os.PathLike[str] | None = None,
+    record_limit_nbytes: int = LIMIT_NBYTES,
 ) -> AsyncIterator[World]:
     """Open a world inside a running loop, for notebooks and tests: ``async with ad.open_world() as world``.
 
@@ -255,7 +277,15 @@ async def open_world(
             f"ranks is {ranks!r}, and the block of open_world is run by one rank: put it into a main, and host several "
             f"with asyncdist.run(main, transport='local', ranks={ranks!r}), in a notebook too"
         )
-    options = rank_options(watchdog_s, stall_s, stall_aborts, grace_s=grace_s, strict=strict)
+    options = rank_options(
+        watchdog_s,
+        stall_s,
+        stall_aborts,
+        grace_s=grace_s,
+        strict=strict,
+        record=record,
+        limit_nbytes=record_limit_nbytes,
+    )
     select.check_bulk(bulk, transport)
     started = select.detect(transport)
     chosen = started.transport
@@ -316,7 +346,14 @@ def _loop_of(name: LoopName | None) -> Iterator[asyncio.AbstractEventLoop]:
 
 
 def rank_options(
-    watchdog_s: float, stall_s: float | None, stall_aborts: bool, *, grace_s: float = GRACE_S, strict: bool = False
+    watchdog_s: float,
+    stall_s: float | None,
+    stall_aborts: bool,
+    *,
+    grace_s: float = GRACE_S,
+    strict: bool = False,
+    record: str | os.PathLike[str] | None = None,
+    limit_nbytes: int = LIMIT_NBYTES,
 ) -> RankOptions:
     """Return how a rank is hosted, from the options of :func:`run`."""
     chosen = environment.stall_s() if stall_s is None else stall_s
@@ -324,7 +361,8 @@ def rank_options(
         watchdogs = WatchdogOptions(watchdog_s, STALL_S, stall_aborts, collectives_alone=True)
     else:
         watchdogs = WatchdogOptions(watchdog_s, chosen, stall_aborts)
-    return RankOptions(grace_s, strict, watchdogs)
+    folder = environment.record() if record is None else record
+    return RankOptions(grace_s, strict, watchdogs, RecordOptions.of(folder, limit_nbytes))
 
 
 def _check_options(

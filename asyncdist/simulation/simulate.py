@@ -12,6 +12,7 @@ import contextvars
 import functools
 import logging
 import math
+import os
 import random
 import signal
 import sys
@@ -25,6 +26,7 @@ from typing import Any, Final, TypeVar
 from asyncdist import validation
 from asyncdist.errors import DeadlockError, TimeLimitError
 from asyncdist.messaging.engine import Engine
+from asyncdist.recording.writer import LIMIT_NBYTES, RecordOptions
 from asyncdist.runtime.hosting import RankOptions, RankResult, host_rank
 from asyncdist.runtime.notebooks import call_beside_loop, is_loop_running
 from asyncdist.runtime.signals import Interrupts
@@ -73,6 +75,8 @@ def simulate(
     until_s: float | None = None,
     after_event: Callable[[], object] | None = None,
     inherited_random: Collection[str] = (),
+    record: str | os.PathLike[str] | None = None,
+    record_limit_nbytes: int = LIMIT_NBYTES,
 ) -> SimReport:
     """Run ``main(world, *args)`` on ``ranks`` simulated ranks.
 
@@ -89,7 +93,7 @@ def simulate(
         compute: how long user code computes; :class:`Compute` by default.
         faults: the plan of what goes wrong. A killed rank ends without running another line; when the simulation is
             over, its ``finally`` blocks run all the same, but the messages that they send arrive nowhere.
-        strict: as for :func:`asyncdist.run`.
+        strict, record, record_limit_nbytes: as for :func:`asyncdist.run`.
         until_s: the virtual time, in seconds, by which all ranks must have ended; ``after_event`` can stop earlier.
         after_event: called after every event, to check what must always hold. Its exception is raised here, and if it
             returns a true value, the simulation stops, even if ranks are still running.
@@ -107,6 +111,7 @@ def simulate(
     """
     validation.main_function(main, args)
     arguments = Arguments.checked(ranks, seed, network, compute, faults)
+    options = RankOptions(strict=strict, record=RecordOptions.of(record, record_limit_nbytes))
     if until_s is not None:
         check_number("until_s", until_s)
     if after_event is not None and not callable(after_event):
@@ -116,7 +121,7 @@ def simulate(
     inherited: Any = inherited_random
     if isinstance(inherited, str) or not isinstance(inherited, Collection) or not set(inherited) <= INHERITABLE:
         validation.refuse("inherited_random", inherited, f"a list of names among {', '.join(sorted(INHERITABLE))}")
-    run = functools.partial(_Simulation.run, strict=strict, until_s=until_s, after_event=after_event)
+    run = functools.partial(_Simulation.run, options=options, until_s=until_s, after_event=after_event)
     with one_at_a_time():
         return _run_alone(arguments, inherited_random, lambda simulation: run(simulation, main, args))
 
@@ -242,7 +247,7 @@ class _Simulation:
         main: Callable[..., Coroutine[Any, Any, Any]],
         args: tuple[Any, ...],
         *,
-        strict: bool,
+        options: RankOptions,
         until_s: float | None,
         after_event: Callable[[], object] | None,
     ) -> SimReport:
@@ -254,21 +259,21 @@ class _Simulation:
                 self._strike(index, fault)  # before the rank begins
             elif isinstance(fault, (Kill, Restart, Join, Interrupt, Stall, SlowRank)) and fault.at_s is not None:
                 self._scheduler.at(fault.at_s, self._strike, (index, fault))
-        self._start = functools.partial(self._start_rank, main=main, args=args, strict=strict)
+        self._start = functools.partial(self._start_rank, main=main, args=args, options=options)
         for rank in self._absent:
             self._fabric.liveness.empty(rank)
         self._hosts = {rank: self._start(rank) for rank in range(self._size) if rank not in self._absent}
         with self._generators.followed():
             return self._run_all(until_s, after_event)
 
-    def _start_rank(self, rank: int, *, main: Any, args: tuple[Any, ...], strict: bool) -> asyncio.Task[None]:
+    def _start_rank(self, rank: int, *, main: Any, args: tuple[Any, ...], options: RankOptions) -> asyncio.Task[None]:
         """Start a process of ``rank``; return its main task."""
         loop = self._loops[rank]
         context = loop.context = contextvars.copy_context()
         loop.generators = self._generators.of
         call_soon = functools.partial(loop.call_soon, context=context)
         transport = SimTransport(self._fabric, rank, call_soon)
-        host = self._host(transport, main, args, strict=strict)
+        host = self._host(transport, main, args, options)
         return loop.create_task(host, name=f"main of rank {rank}", context=context)
 
     def _run_all(self, until_s: float | None, after_event: Callable[[], object] | None) -> SimReport:
@@ -326,7 +331,7 @@ class _Simulation:
             if self._is_interrupted and not isinstance(sys.exception(), KeyboardInterrupt):
                 raise KeyboardInterrupt
 
-    async def _host(self, transport: SimTransport, main: Any, args: tuple[Any, ...], *, strict: bool) -> None:
+    async def _host(self, transport: SimTransport, main: Any, args: tuple[Any, ...], options: RankOptions) -> None:
         rank = transport.rank
         loop, interrupts = self._loops[rank], self._interrupts[rank]
 
@@ -334,7 +339,7 @@ class _Simulation:
             self._worlds[rank] = world
             world.virtual_clock = _Clock(self, loop)
 
-        outcome = await host_rank(main, args, transport, interrupts, RankOptions(strict=strict), on_open=on_open)
+        outcome = await host_rank(main, args, transport, interrupts, options, on_open=on_open)
         try:
             await loop.shutdown_asyncgens()
         except asyncio.CancelledError:

@@ -22,14 +22,14 @@ FOLDERS: dict[str, set[str]] = {
     "messaging": {"tensors", "transports", "recording"},
     "collectives": {"tensors", "transports", "messaging"},
     "live": set(),
-    "runtime": {"tensors", "transports", "messaging", "collectives", "live"},
+    "runtime": {"tensors", "transports", "recording", "messaging", "collectives", "live"},
     "spmd": {"tensors", "transports", "messaging", "collectives", "runtime"},
     "functional": {"tensors", "transports", "messaging", "collectives", "runtime", "spmd"},
     "launch": {"tensors", "transports", "messaging", "collectives", "runtime", "spmd", "functional"},
-    "blocking": {"collectives", "runtime", "spmd", "functional"},
+    "blocking": {"recording", "collectives", "runtime", "spmd", "functional"},
     "integrations": {"blocking"},
     "bench": {"messaging"},
-    "simulation": {"tensors", "transports", "messaging", "collectives", "runtime", "blocking"},
+    "simulation": {"tensors", "transports", "recording", "messaging", "collectives", "runtime", "blocking"},
     "face": {"tensors", "transports", "runtime", "launch", "blocking", "simulation"},
 }
 #: Modules of ``asyncdist/`` itself that everybody may import; the others there are the face that users see.

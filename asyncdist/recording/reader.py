@@ -1,0 +1,215 @@
+"""Reads recordings, which :mod:`asyncdist.recording.writer` describes, with all that can be wrong with them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import msgpack
+
+from asyncdist.errors import AsyncdistError
+from asyncdist.recording.events import KINDS, Event
+from asyncdist.recording.writer import FORMAT, SUFFIX, VERSION
+
+logger = logging.getLogger("asyncdist.recording.reader")
+
+#: A block is some 32 KiB; a foreign file may say that it has a text of 4 GiB.
+_OBJECT_NBYTES_MAX: Final = 1 << 22
+#: What the header must have, and of which type.
+_HEADER: Final[Mapping[str, type]] = {
+    **dict.fromkeys(("format", "job", "transport", "hostname", "script", "script_digest"), str),
+    **dict.fromkeys(("version", "rank", "size", "incarnation"), int),
+    **dict.fromkeys(("clock_s", "unix_s"), float),
+    "kinds": dict,
+    "arguments": list,
+}
+
+
+class RecordingError(AsyncdistError):
+    """A recording cannot be read; the text names the file and says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankRecording:
+    """Holds what one process of a rank has written down.
+
+    Attributes:
+        path: of the file.
+        header: its beginning; see :func:`asyncdist.recording.writer.header_of`.
+        damage: what is wrong with the end of the file; "" where nothing is.
+    """
+
+    path: Path
+    header: Mapping[str, Any]
+    damage: str = field(default="", compare=False)
+
+    @property
+    def rank(self) -> int:
+        """The rank."""
+        return int(self.header["rank"])
+
+    @property
+    def incarnation(self) -> int:
+        """How often the rank had been started again."""
+        return int(self.header["incarnation"])
+
+    def unix_s(self, time_s: float) -> float:
+        """Return the time of an event in seconds since 1970, as this host's clock says."""
+        return float(self.header["unix_s"] + time_s - self.header["clock_s"])
+
+    def events(self) -> Iterator[Event]:
+        """Read the events, oldest first; a file may have millions. It ends where the file is damaged."""
+        with self.path.open("rb") as file:
+            unpacker = _unpacker(file)
+            next(unpacker)
+            for event in _events(unpacker, list(self.header["kinds"])):
+                if isinstance(event, Event):
+                    yield event
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """Holds what all ranks of a job have written down.
+
+    Attributes:
+        job: its name.
+        size: the number of ranks.
+        ranks: the files, by rank and incarnation.
+        missing: ranks without a file.
+    """
+
+    job: str
+    size: int
+    ranks: tuple[RankRecording, ...]
+    missing: tuple[int, ...]
+
+    @property
+    def began_at(self) -> float:
+        """When the first rank began, in seconds since 1970."""
+        return min(float(each.header["unix_s"]) for each in self.ranks)
+
+
+def read_recording(folder: str | os.PathLike[str], job: str | None = None) -> Recording:
+    """Open the recording of one job.
+
+    Files that end too early, or that are damaged, count as far as they can be read; a warning says so.
+
+    Args:
+        folder: that of ``record=``.
+        job: which one, where the folder has recordings of several.
+
+    Raises:
+        RecordingError: there is none; or it is of several jobs, of another version or no recording at all.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        raise RecordingError(f"{root} is no folder; a recording is what asyncdist run --record FOLDER writes")
+    paths = sorted(root.glob(f"*{SUFFIX}"))
+    if not paths:
+        raise RecordingError(f"{root} has no recording: no file that ends with {SUFFIX}")
+    found = [each for path in paths if (each := _open(path)) is not None]
+    if not found:
+        raise RecordingError(f"{root} has no recording that was begun: all {len(paths)} files are empty")
+    jobs = sorted({each.header["job"]: each.header["unix_s"] for each in found}.items(), key=lambda item: item[1])
+    names = [name for name, _ in jobs]
+    if job is not None and job not in names:
+        raise RecordingError(f"{root} has no recording of job {job}; those that it has: {', '.join(names)}")
+    if job is None and len(names) > 1:
+        raise RecordingError(
+            f"{root} has recordings of {len(names)} jobs, from the oldest: {', '.join(names)}; say which "
+            f"(--job {names[-1]})"
+        )
+    chosen = job or names[0]
+    ranks = tuple(sorted((each for each in found if each.header["job"] == chosen), key=_place))
+    for each in ranks:
+        if each.damage:
+            logger.warning("%s: %s", each.path, each.damage)
+    size = max(each.header["size"] for each in ranks)
+    missing = sorted(set(range(size)) - {each.rank for each in ranks})
+    return Recording(chosen, size, ranks, tuple(missing))
+
+
+def _place(each: RankRecording) -> tuple[int, int]:
+    return each.rank, each.incarnation
+
+
+def _unpacker(file: BinaryIO) -> msgpack.Unpacker:
+    return msgpack.Unpacker(file, max_buffer_size=4 * _OBJECT_NBYTES_MAX, max_bin_len=_OBJECT_NBYTES_MAX)
+
+
+def _open(path: Path) -> RankRecording | None:
+    """Read a file's header, and look whether its blocks are whole; None where nothing was written."""
+    if not path.stat().st_size:
+        return None
+    try:
+        with path.open("rb") as file:
+            unpacker = _unpacker(file)
+            header = _checked(path, next(unpacker))
+            damage = ""
+            for event in _blocks(unpacker):
+                if isinstance(event, str):
+                    damage = event
+    except StopIteration:
+        raise RecordingError(f"{path} ends within its header: its rank was killed as it began") from None
+    except OSError as error:
+        raise RecordingError(f"{path} cannot be read: {error}") from error
+    except (ValueError, msgpack.exceptions.UnpackException, RecursionError):
+        raise RecordingError(f"{path} is no recording of asyncdist") from None
+    return RankRecording(path, header, damage)
+
+
+def _checked(path: Path, header: Any) -> Mapping[str, Any]:
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise RecordingError(f"{path} is no recording of asyncdist")
+    if header.get("version") != VERSION:
+        raise RecordingError(
+            f"{path} has version {header.get('version')!r} of the format, written by asyncdist "
+            f"{header.get('asyncdist')!r}; this one reads version {VERSION}"
+        )
+    for name, kind in _HEADER.items():
+        if not isinstance(header.get(name), kind):
+            raise RecordingError(f"{path}: {name} of its header is {header.get(name)!r:.80}, no {kind.__name__}")
+    unknown = [kind for kind, fields in header["kinds"].items() if list(KINDS.get(kind, ()))[: len(fields)] != fields]
+    if unknown:
+        logger.warning("%s has events that this version does not know, and leaves out: %s", path, ", ".join(unknown))
+    return header
+
+
+def _blocks(unpacker: msgpack.Unpacker) -> Iterator[tuple[float, bytes] | str]:
+    """Yield each block's time and content; at the end what is wrong, if something is."""
+    count = 0
+    while True:
+        place = unpacker.tell()
+        try:
+            block = unpacker.unpack()
+        except msgpack.exceptions.OutOfData:
+            return
+        except (ValueError, msgpack.exceptions.UnpackException):
+            yield f"damaged at byte {place}, after {count} blocks"
+            return
+        match block:
+            case [float(time_s), int(checksum), bytes(content)] if zlib.crc32(content) == checksum:
+                count += 1
+                yield time_s, content
+            case _:
+                yield f"damaged at byte {place}, after {count} blocks"
+                return
+
+
+def _events(unpacker: msgpack.Unpacker, kinds: list[str]) -> Iterator[Event | str]:
+    for block in _blocks(unpacker):
+        if isinstance(block, str):
+            yield block
+            return
+        time_s, content = block
+        inner = msgpack.Unpacker(max_buffer_size=len(content) or 1, use_list=False)
+        inner.feed(content)
+        for code, offset_us, *fields in inner:
+            kind = kinds[code]
+            if kind in KINDS:
+                yield Event(time_s + offset_us * 1e-6, kind, tuple(fields))

@@ -1,0 +1,225 @@
+"""Writes what happens on a rank to a file, in a form that is read back after a crash.
+
+The file of a rank is one stream of MessagePack (https://github.com/msgpack/msgpack/blob/master/spec.md):
+
+1. a map, the header: see :func:`header_of`;
+2. arrays of three, the blocks: the time of the block in seconds (float 64), the CRC-32 of its content (zlib's), and its
+   content (bin), which is itself a stream of arrays, the events: the place of the kind in
+   :data:`~asyncdist.recording.events.KINDS`, the microseconds since the block's time, and the fields.
+
+A block is written by one call of the kernel, when it is large or old, and when the rank fails or ends. So a process
+that is killed loses about the last second, and a file that ends within a block loses that block alone.
+
+No run is ended or held up by its recorder: where a file cannot be written, one warning says so, and training goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import platform
+import sys
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import torch
+
+from asyncdist import validation
+from asyncdist._version import __version__
+from asyncdist.recording.events import KINDS, Field
+
+logger = logging.getLogger("asyncdist.recording.writer")
+
+FORMAT: Final = "asyncdist recording"
+VERSION: Final = 1
+#: Of the files of a recording.
+SUFFIX: Final = ".record"
+LIMIT_NBYTES: Final = 1 << 28
+#: Waits that were shorter are not recorded.
+WAIT_S_MIN: Final = 0.001
+
+_BLOCK_NBYTES: Final = 1 << 15
+_BLOCK_AGE_S: Final = 1.0
+_CODES: Final = {kind: code for code, kind in enumerate(KINDS)}
+_encode_into = msgspec.msgpack.Encoder().encode_into
+_encode = msgspec.msgpack.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class RecordOptions:
+    """Says what is written down of a run: options of :func:`asyncdist.run`.
+
+    Attributes:
+        folder: where the files are written; it is made where there is none.
+        limit_nbytes: the size at which the file of a rank ends, in bytes.
+
+    Raises:
+        TypeError: the folder is no path.
+        ValueError: the limit is no whole number above 0.
+    """
+
+    folder: Path
+    limit_nbytes: int = LIMIT_NBYTES
+
+    def __post_init__(self) -> None:
+        validation.count("record_limit_nbytes", self.limit_nbytes)
+
+    @staticmethod
+    def of(folder: Any, limit_nbytes: int = LIMIT_NBYTES) -> RecordOptions | None:
+        """Return the options; None without a folder."""
+        if folder is None:
+            return None
+        if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
+            validation.refuse("record", folder, "the path of a folder, or None", TypeError)
+        return RecordOptions(Path(folder), limit_nbytes)
+
+
+def file_name(job: str, rank: int, incarnation: int) -> str:
+    """Return the name of a rank's file; a process in the place of one that was lost has a file of its own."""
+    return f"{job}-rank{rank:05d}{f'.{incarnation}' if incarnation else ''}{SUFFIX}"
+
+
+def header_of(*, job: str, rank: int, size: int, incarnation: int, transport: str, hostname: str) -> dict[str, Any]:
+    """Return what stands at the beginning of a rank's file, all a map of texts and numbers but ``kinds``.
+
+    Args:
+        job: names the job; equal on all of its ranks.
+        rank, size, incarnation: of the world.
+        transport: what carries the messages, in words.
+        hostname: of the rank.
+    """
+    script = getattr(sys.modules.get("__main__"), "__file__", None) or ""
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "kinds": {kind: list(fields) for kind, fields in KINDS.items()},
+        "job": job,
+        "rank": rank,
+        "size": size,
+        "incarnation": incarnation,
+        "transport": transport,
+        "hostname": hostname,
+        "pid": os.getpid(),
+        "asyncdist": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "script": os.path.abspath(script) if script else "",
+        "script_digest": _digest_of(script),
+        "arguments": sys.argv[1:],
+    }
+
+
+def _digest_of(path: str) -> str:
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
+    except OSError:
+        return ""
+
+
+class RecordWriter:
+    """Writes the events of one rank.
+
+    What comes before :meth:`open` is kept until then.
+
+    Args:
+        options: where to, and how much.
+        clock: returns the time of events in seconds.
+        rank: for the warning.
+    """
+
+    def __init__(self, options: RecordOptions, clock: Callable[[], float], rank: int) -> None:
+        self._options = options
+        self._clock = clock
+        self._rank = rank
+        self._file: int | None = None
+        self._is_over = False
+        self._nbytes = 0
+        self._block = bytearray()
+        self._block_began_at = clock()
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether events are still written down."""
+        return not self._is_over
+
+    def open(self, header: dict[str, Any]) -> None:
+        """Begin the file. The header is completed by the time, on the clock of events and of the world."""
+        name = file_name(header["job"], header["rank"], header["incarnation"])
+        clocks = {"clock_s": self._clock(), "unix_s": time.time()}
+        try:
+            self._options.folder.mkdir(parents=True, exist_ok=True)
+            path = self._options.folder / name
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            self._give_up(f"cannot be written: {error}")
+            return
+        self._write(_encode({**header, **clocks}))
+
+    def add(self, time_s: float, kind: str, fields: tuple[Field, ...]) -> None:
+        """Write an event down, later."""
+        if self._is_over:
+            return
+        block = self._block
+        if not block:
+            self._block_began_at = time_s
+        _encode_into((_CODES[kind], int((time_s - self._block_began_at) * 1e6), *fields), block, -1)
+        if len(block) >= _BLOCK_NBYTES or time_s - self._block_began_at >= _BLOCK_AGE_S:
+            self.flush()
+
+    def note(self, kind: str, *fields: Field) -> None:
+        """Write an event down that happens now."""
+        self.add(self._clock(), kind, fields)
+
+    def note_wait(self, what: str, seconds: float) -> None:
+        """Write down that a task has waited."""
+        if seconds >= WAIT_S_MIN:
+            self.note("waited", what, seconds)
+
+    def flush(self) -> None:
+        """Hand what is there to the kernel, which keeps it even if this process is killed."""
+        if self._block and self._file is not None:
+            block, self._block = self._block, bytearray()
+            self._write(_encode((self._block_began_at, zlib.crc32(block), block)))
+
+    def close(self) -> None:
+        """End the file."""
+        self.flush()
+        self._end()
+
+    def _write(self, data: bytes) -> None:
+        if self._file is None:
+            return
+        if self._nbytes + len(data) > self._options.limit_nbytes:
+            self._give_up(
+                f"has reached {self._options.limit_nbytes} bytes, and ends here; record_limit_nbytes allows more"
+            )
+            return
+        try:
+            written = os.write(self._file, data)
+            if written != len(data):
+                raise OSError(f"{written} of {len(data)} bytes were written; the disk may be full")
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, self._nbytes)
+            self._give_up(f"ends here: {error}")
+        else:
+            self._nbytes += written
+
+    def _give_up(self, why: str) -> None:
+        logger.warning("the recording of rank %d in %s %s", self._rank, self._options.folder, why)
+        self._end()
+
+    def _end(self) -> None:
+        self._is_over = True
+        self._block = bytearray()
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                os.close(file)

@@ -1,0 +1,82 @@
+"""What a simulated population, and a real one, writes down."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+import asyncdist as ad
+from asyncdist.recording.events import Event
+from asyncdist.recording.reader import read_recording
+from protocols import AsyncSelectiveAveragingPolicy
+
+
+async def train(world: ad.World) -> list[int]:
+    model = torch.nn.Linear(2, 2)
+    rounds = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=5, name="mine") as policy:
+        for _ in range(20):
+            info = await policy.step(float(world.rank))
+            if info:
+                rounds.append(info.round)
+    return rounds
+
+
+def of_kind(events: list[Event], kind: str) -> list[Event]:
+    return [event for event in events if event.kind == kind]
+
+
+def test_a_recording_changes_nothing_and_tells_what_happened(tmp_path: Path) -> None:
+    plain = ad.simulate(train, ranks=4, seed=3)
+    report = ad.simulate(train, ranks=4, seed=3, record=tmp_path)
+    assert report.trace_digest == plain.trace_digest
+    recording = read_recording(tmp_path)
+    ranks = [list(each.events()) for each in recording.ranks]
+    assert [each.rank for each in recording.ranks] == [0, 1, 2, 3]
+    for rank, events in enumerate(ranks):
+        assert [event.get("iteration") for event in of_kind(events, "step")] == list(range(20))
+        assert [event.get("value") for event in of_kind(events, "metric")] == [float(rank)] * 4
+        assert [event.get("name") for event in of_kind(events, "policy")] == ["mine"]
+        assert [event.get("error") for event in of_kind(events, "over")] == [""]
+        assert [event.time_s for event in events] == sorted(event.time_s for event in events)
+    applied = [event.get("round") for event in of_kind(ranks[0], "applied")]
+    assert applied
+    assert applied == report.value()
+    decided = {event.get("round"): event.get("replacers") for event in of_kind(ranks[0], "decided")}
+    assert all(decided[number] == (0,) for number in applied)
+
+
+def test_each_message_that_was_received_was_sent(tmp_path: Path) -> None:
+    ad.simulate(train, ranks=4, seed=4, record=tmp_path)
+    sent: Counter[tuple[int, int, int]] = Counter()
+    received: Counter[tuple[int, int, int]] = Counter()
+    for each in read_recording(tmp_path).ranks:
+        for event in each.events():
+            if event.kind == "sent":
+                sent[each.rank, event.fields[0], event.fields[1]] += event.fields[2]
+            elif event.kind == "received":
+                received[event.fields[0], each.rank, event.fields[1]] += event.fields[2]
+    assert received
+    assert received <= sent
+
+
+def test_ranks_on_one_loop_have_a_file_each(tmp_path: Path) -> None:
+    ad.run_local(train, ranks=2, record=tmp_path)
+    recording = read_recording(tmp_path)
+    assert [each.rank for each in recording.ranks] == [0, 1]
+    assert all(each.header["transport"].startswith("local") for each in recording.ranks)
+    assert all(of_kind(list(each.events()), "over") for each in recording.ranks)
+
+
+def test_the_error_that_ends_a_rank_is_written_down(tmp_path: Path) -> None:
+    async def fail(world: ad.World) -> None:
+        raise ValueError("of the user's")
+
+    with pytest.raises(ValueError, match="of the user's"):
+        ad.run_local(fail, ranks=1, record=tmp_path)
+    events = list(read_recording(tmp_path).ranks[0].events())
+    assert of_kind(events, "over")[0].get("error") == "ValueError: of the user's"

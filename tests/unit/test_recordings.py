@@ -1,0 +1,170 @@
+"""Recordings: what is written is read back; what is damaged, foreign or mixed is told, and no run suffers."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import msgpack
+import pytest
+
+from asyncdist.recording import writer
+from asyncdist.recording.events import Event
+from asyncdist.recording.reader import RecordingError, read_recording
+from asyncdist.recording.writer import RecordOptions, RecordWriter, header_of
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def header(rank: int = 0, job: str = "0000abcd", size: int = 1) -> dict[str, object]:
+    return header_of(job=job, rank=rank, size=size, incarnation=0, transport="local", hostname="here")
+
+
+def recorded(folder: Path, *, count: int = 3, job: str = "0000abcd", rank: int = 0, size: int = 1) -> list[Event]:
+    """Write ``count`` events, each in a block of its own; return them."""
+    clock = Clock()
+    to = RecordWriter(RecordOptions(folder), clock, rank)
+    to.open(header(rank, job, size))
+    events = []
+    for number in range(count):
+        clock.now = 100.0 + 2 * number
+        events.append(Event(clock.now, "step", (0, number, 0.5)))
+        to.add(*events[-1])
+        to.flush()
+    to.close()
+    return events
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    events = recorded(tmp_path)
+    found = read_recording(tmp_path)
+    assert (found.job, found.size, found.missing) == ("0000abcd", 1, ())
+    assert list(found.ranks[0].events()) == events
+    assert events[1].get("iteration") == 1
+    assert found.ranks[0].unix_s(102.0) - found.began_at == 2.0
+
+
+def test_a_file_is_one_stream_of_messagepack(tmp_path: Path) -> None:
+    """As the module's text says: anybody can read it."""
+    recorded(tmp_path)
+    with next(tmp_path.iterdir()).open("rb") as file:
+        head, *blocks = msgpack.Unpacker(file)
+    assert head["version"] == 1
+    kinds = list(head["kinds"])
+    first = msgpack.unpackb(blocks[0][2])
+    assert [kinds[first[0]], *first[2:]] == ["step", 0, 0, 0.5]
+
+
+@pytest.mark.parametrize("cut", [1, 5, 60])
+def test_a_torn_file_is_read_up_to_its_last_whole_block(
+    tmp_path: Path, cut: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    events = recorded(tmp_path)
+    path = next(tmp_path.iterdir())
+    os.truncate(path, path.stat().st_size - cut)
+    assert list(read_recording(tmp_path).ranks[0].events()) == events[: -1 if cut < 20 else -2]
+
+
+def test_a_damaged_block_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    events = recorded(tmp_path)
+    path = next(tmp_path.iterdir())
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 0xFF
+    path.write_bytes(data)
+    assert list(read_recording(tmp_path).ranks[0].events()) == events[:-1]
+    assert "damaged at byte" in caplog.text
+    assert "after 2 blocks" in caplog.text
+
+
+def test_recordings_of_several_jobs_are_told_apart(tmp_path: Path) -> None:
+    recorded(tmp_path)
+    events = recorded(tmp_path, job="0000ffff", count=1)
+    with pytest.raises(RecordingError, match="recordings of 2 jobs, from the oldest: 0000abcd, 0000ffff"):
+        read_recording(tmp_path)
+    assert list(read_recording(tmp_path, "0000ffff").ranks[0].events()) == events
+    with pytest.raises(RecordingError, match="no recording of job 1"):
+        read_recording(tmp_path, "1")
+
+
+def test_ranks_without_a_file_are_named(tmp_path: Path) -> None:
+    recorded(tmp_path, rank=1, size=3)
+    assert read_recording(tmp_path).missing == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (b"a text that somebody has put there", "is no recording"),
+        (msgpack.packb({"format": "of another program"}), "is no recording"),
+        (msgpack.packb({"format": writer.FORMAT, "version": 7, "asyncdist": "9.9"}), "has version 7 of the format"),
+        (msgpack.packb({"format": writer.FORMAT, "version": 1, "job": 3}), "job of its header is 3"),
+        (msgpack.packb({"format": writer.FORMAT, "version": 1})[:-4], "ends within its header"),
+    ],
+)
+def test_what_is_no_recording_is_refused_by_name(tmp_path: Path, data: bytes, told: str) -> None:
+    path = tmp_path / f"x{writer.SUFFIX}"
+    path.write_bytes(data)
+    with pytest.raises(RecordingError, match=told) as raised:
+        read_recording(tmp_path)
+    assert str(path) in str(raised.value)
+
+
+def test_an_empty_or_missing_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecordingError, match="has no recording: no file"):
+        read_recording(tmp_path)
+    with pytest.raises(RecordingError, match="is no folder"):
+        read_recording(tmp_path / "missing")
+
+
+def test_a_full_disk_costs_one_warning_and_what_was_written_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    to = RecordWriter(RecordOptions(tmp_path), clock, 0)
+    to.open(header())
+    to.note("step", 0, 0, 0.5)
+    to.flush()
+    write = os.write
+    monkeypatch.setattr(writer.os, "write", lambda file, data: write(file, data[:7]))
+    for _ in range(3):
+        to.note("step", 0, 1, 0.5)
+        to.flush()
+    to.close()
+    assert len(caplog.records) == 1
+    assert "the disk may be full" in caplog.text
+    assert len(list(read_recording(tmp_path).ranks[0].events())) == 1
+
+
+def test_a_folder_that_cannot_be_made_costs_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    to = RecordWriter(RecordOptions(tmp_path / "file"), Clock(), 3)
+    to.open(header())
+    to.note("step", 0, 0, 0.5)
+    to.close()
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "the recording of rank 3" in caplog.text
+
+
+def test_a_file_ends_at_its_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    to = RecordWriter(RecordOptions(tmp_path, limit_nbytes=4000), Clock(), 0)
+    to.open(header())
+    for number in range(1000):
+        to.note("step", 0, number, 0.5)
+        to.flush()
+    assert not to.is_recording
+    assert "has reached 4000 bytes" in caplog.text
+    assert 1000 < next(tmp_path.iterdir()).stat().st_size <= 4000
+
+
+def test_wrong_options_are_named() -> None:
+    with pytest.raises(TypeError, match="record is 3; allowed: the path of a folder"):
+        RecordOptions.of(3)
+    with pytest.raises(ValueError, match="record_limit_nbytes is 0"):
+        RecordOptions.of("somewhere", 0)
+    assert RecordOptions.of(None) is None
