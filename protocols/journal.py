@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import nn
 
 from asyncdist.live.population import Progress
 from asyncdist.messaging.services import Services
 from asyncdist.recording.events import EventLog, Field
 from protocols.step_info import NOTHING, StepInfo
+
+#: Of larger weights no checksum is made: a gigabyte takes about a second.
+_CHECKED_NBYTES_MAX: Final = 1 << 30
+
+
+def checksum_of(model: nn.Module) -> int | None:
+    """Return a CRC-32 of a model's parameters and buffers, byte for byte; None where they are too many."""
+    tensors = [tensor for tensor in model.state_dict().values() if isinstance(tensor, torch.Tensor)]
+    if sum(tensor.nbytes for tensor in tensors) > _CHECKED_NBYTES_MAX:
+        return None
+    checksum = 0
+    for tensor in tensors:
+        checksum = zlib.crc32(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data, checksum)
+    return checksum
 
 
 class Journal:
@@ -36,8 +55,10 @@ class Journal:
         self.add("policy", class_name, self._name, average_every, nbytes, len(ranks))
         services.progress_probes.append(self.progress)
 
-    def end(self, services: Services) -> None:
-        """Note that the policy has ended."""
+    def end(self, services: Services, model: nn.Module) -> None:
+        """Note that the policy has ended, with these weights."""
+        if services.events.sink is not None:
+            self.record("weights", checksum_of(model))
         self.add("closed", self._step_count)
         services.progress_probes.remove(self.progress)
         services.last_progress = self.progress()

@@ -232,7 +232,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         self._stage = "closed"
-        self._journal.end(self._services)
+        self._journal.end(self._services, self.model)
         if not self.is_alone:
             await self._stop(error)
         if error is None and self._first_call is not None and not self._has_stepped:

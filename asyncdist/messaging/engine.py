@@ -52,6 +52,8 @@ class Engine(Poller):
     Attributes:
         collective_waits: the futures that coroutines await in collectives, for reports.
         on_waited: called with what was waited for, in words, and the seconds that it took; None where nobody asks.
+        on_safe_point: called with False when a safe point begins, and with True when it has ended; None as above.
+        on_deadline: called with what was waited for when a deadline has passed; None as above.
 
     Args:
         transport: the rank's transport.
@@ -62,6 +64,8 @@ class Engine(Poller):
         super().__init__(transport, loop)
         self.collective_waits: set[asyncio.Future[Any]] = set()
         self.on_waited: Callable[[str, float], None] | None = None
+        self.on_safe_point: Callable[[bool], None] | None = None
+        self.on_deadline: Callable[[str], None] | None = None
         self._disowned: list[PendingRequest] = []
         self._abandoned: dict[tuple[int, int], deque[_Abandoned]] = {}
         self._settlers: dict[asyncio.Future[Any], asyncio.Task[Any]] = {}
@@ -88,6 +92,9 @@ class Engine(Poller):
         if before is not None:
             await before()
             now = self.loop.time
+        on_safe_point = self.on_safe_point
+        if on_safe_point is not None:
+            on_safe_point(False)
         completed = self.poll()
         await yield_to_loop()
         if not completed:
@@ -102,6 +109,8 @@ class Engine(Poller):
                 talk_pass_count += self._request_count == requests
                 await yield_to_loop()
             await yield_to_loop()
+        if on_safe_point is not None:
+            on_safe_point(True)
         if self.failure is not None:
             raise self.failure
 
@@ -240,6 +249,8 @@ class Engine(Poller):
         while not condition():
             if deadline is not None and self.loop.time() >= deadline:
                 if drained:
+                    if self.on_deadline is not None:
+                        self.on_deadline(what)
                     return False
                 await self.drain()
                 drained = True

@@ -42,7 +42,8 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     # Of the transport: a message was handed to it, or has come from it; the k-th one sent to a rank on a tag is the
     # k-th one that this rank receives from the sender on that tag.
     "sent": ("dest", "tag", "nbytes"),
-    "received": ("source", "tag", "nbytes"),
+    # The number of the pass, modulo 128, tells which messages the rank took up together.
+    "received": ("source", "tag", "nbytes", "pass"),
     # A task has waited so many seconds, up to now; see :data:`asyncdist.recording.writer.WAIT_S_MIN`.
     "waited": ("what", "seconds"),
     # Of other ranks: one was lost, or is there again as a new process.
@@ -50,6 +51,12 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     "returned": ("rank", "incarnation"),
     # The error that ends this rank, or "" where main has returned.
     "over": ("error",),
+    # For replays: a safe point has begun, or ended; protocols have read the clock; a deadline has passed for a task.
+    "safe_point": ("has_ended",),
+    "clock": ("seconds",),
+    "deadline": ("what",),
+    # The last weights of a policy, as a CRC-32 of all bytes, where they are not too many.
+    "weights": ("policy", "checksum"),
 }
 #: Events that a rank keeps in memory. Steps, messages and reports that come are not among them: they are too many.
 CAPACITY: Final = 256

@@ -87,7 +87,7 @@ def file_name(job: str, rank: int, incarnation: int) -> str:
 
 
 def header_of(*, job: str, rank: int, size: int, incarnation: int, transport: str, hostname: str) -> dict[str, Any]:
-    """Return what stands at the beginning of a rank's file, all a map of texts and numbers but ``kinds``.
+    """Return what stands at the beginning of a rank's file; the runtime adds what replays need.
 
     Args:
         job: names the job; equal on all of its ranks.

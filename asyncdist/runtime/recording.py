@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import random
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
 
+import numpy
+import torch
+
+from asyncdist.messaging.engine import Engine
 from asyncdist.messaging.services import Services, clock_of
 from asyncdist.recording.writer import RecordOptions, RecordWriter, header_of
 from asyncdist.runtime.world import World
@@ -32,9 +40,10 @@ class Recording:
         self._loop = loop
         self._timer: asyncio.TimerHandle | None = None
         self._writer: RecordWriter | None = None
+        self._engine: Engine | None = None
         if options is not None:
             self._writer = RecordWriter(options, clock_of(loop), transport.rank)
-            self.transport = RecordedTransport(transport, self._writer.note)
+            self.transport = RecordedTransport(transport, functools.partial(self._note_message, self._writer))
 
     def begin(self, world: World) -> None:
         """Begin the file, since the job is known."""
@@ -49,11 +58,29 @@ class Recording:
             transport=transport.describe(),
             hostname=world.hostname,
         )
-        writer.open(header)
-        world.services.events.sink = writer.add
-        world.services.engine.on_waited = functools.partial(self._note_wait, writer, world.services)
+        writer.open({**header, **_conditions(world)})
+        services, engine = world.services, world.services.engine
+        services.events.sink = writer.add
+        engine.on_waited = functools.partial(self._note_wait, writer, services)
+        engine.on_safe_point = functools.partial(writer.note, "safe_point")
+        engine.on_deadline = functools.partial(writer.note, "deadline")
+        services.time = world.time = functools.partial(self._read_clock, writer, services.time)
+        self._engine = engine
         if not transport.capabilities.shares_process:  # which cannot be killed without the writer's process
             self._tick(writer)
+
+    def _note_message(self, writer: RecordWriter, kind: str, peer: int, tag: int, nbytes: int) -> None:
+        if kind == "received":
+            number = 0 if self._engine is None else self._engine._pass_count % 128
+            writer.note(kind, peer, tag, nbytes, number)
+        else:
+            writer.note(kind, peer, tag, nbytes)
+
+    @staticmethod
+    def _read_clock(writer: RecordWriter, clock: Callable[[], float]) -> float:
+        seconds = clock()
+        writer.add(seconds, "clock", (seconds,))
+        return seconds
 
     def _note_wait(self, writer: RecordWriter, services: Services, what: str, seconds: float) -> None:
         """Write down a wait of the user's tasks; services of protocols wait all the time."""
@@ -77,3 +104,19 @@ class Recording:
             self._timer.cancel()
         if self._writer is not None:
             self._writer.close()
+
+
+def _conditions(world: World) -> dict[str, Any]:
+    """Return what a replay needs to know of the rank beside its events, for the header."""
+    version, numbers, gauss = random.getstate()
+    numpy_state: Any = numpy.random.get_state()
+    return {
+        "nonce": world.services.nonce,
+        "capabilities": asdict(world.services.engine.transport.capabilities),
+        "thread_count": torch.get_num_threads(),
+        "random": {
+            "python": [version, list(numbers), gauss],
+            "numpy": [numpy_state[0], numpy_state[1].tobytes(), *map(float, numpy_state[2:])],
+            "torch": torch.get_rng_state().numpy().tobytes(),
+        },
+    }

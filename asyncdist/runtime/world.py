@@ -209,8 +209,13 @@ class World:
         """
         if self.virtual_clock is not None:
             await self.virtual_clock.before_safe_point()
+        on_safe_point = self._engine.on_safe_point
+        if on_safe_point is not None:
+            on_safe_point(False)
         self._engine.poll()
         await yield_to_loop()
+        if on_safe_point is not None:
+            on_safe_point(True)
         self.check()
 
     def progress(self, budget_s: float = PROGRESS_BUDGET_S) -> Coroutine[Any, Any, None]:
