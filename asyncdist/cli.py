@@ -152,7 +152,9 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
         metavar="S",
         help="warn of a main that waits for S seconds, for what and in which line (default: 300, in collectives)",
     )
-    run.add_argument("--record", metavar="DIR", help="write down there what each rank does, for asyncdist report DIR")
+    run.add_argument(
+        "--record", metavar="DIR", help="write down there what each rank does; see record in asyncdist.run"
+    )
     run.add_argument("--prefix", action="store_true", help="begin each line that a rank prints with [its number]")
     run.add_argument("-m", dest="module", metavar="MODULE", help="run a module in place of a script, as python -m does")
     run.add_argument("script", nargs="?", help="a Python script; the words after it are passed to it unchanged")

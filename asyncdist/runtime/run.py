@@ -99,7 +99,8 @@ def run(
             collectives alone: a main that waits for messages may be a server.
         stall_aborts: raise StallError there, in place of the warning, where main waits for its peers.
         record: a folder, in which each rank writes down what happens: steps, metrics, rounds, messages, waits. See
-            :mod:`asyncdist.recording.writer` for the files, and ``asyncdist report``. By default what the variable
+            :mod:`asyncdist.recording.writer` for the files, which
+            :func:`asyncdist.recording.reader.read_recording` reads. By default what the variable
             ASYNCDIST_RECORD says (``asyncdist run --record``). Where it cannot be written, a warning says so.
         record_limit_nbytes: the size at which a rank's file ends, in bytes.
 
