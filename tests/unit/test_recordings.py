@@ -10,7 +10,7 @@ import msgpack
 import pytest
 
 from asyncdist.recording import writer
-from asyncdist.recording.events import Event
+from asyncdist.recording.events import CAPACITY, Event, EventLog
 from asyncdist.recording.reader import RecordingError, read_recording
 from asyncdist.recording.writer import RecordOptions, RecordWriter, header_of
 
@@ -160,6 +160,13 @@ def test_a_file_ends_at_its_limit(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert not to.is_recording
     assert "has reached 4000 bytes" in caplog.text
     assert 1000 < next(tmp_path.iterdir()).stat().st_size <= 4000
+
+
+def test_a_rank_keeps_its_latest_events_alone() -> None:
+    log = EventLog(Clock())
+    for number in range(CAPACITY + 3):
+        log.add("lost", number)
+    assert [event.get("rank") for event in log.latest()] == list(range(3, CAPACITY + 3))
 
 
 def test_wrong_options_are_named() -> None:
