@@ -17,7 +17,7 @@ class OutboundStream(StreamEnd):
             :meth:`run` has returned.
         dest: the rank that granted.
         slot: its slot.
-        is_open: whether more chunks follow, by :meth:`send_last`.
+        is_open: whether more chunks follow, by :meth:`send_more` or :meth:`send_last`.
     """
 
     _direction = "to"
@@ -114,8 +114,12 @@ class OutboundStream(StreamEnd):
     def send_last(self, count: memoryview, chunks: Sequence[memoryview]) -> None:
         """Send ``count``, which :attr:`sent_nbytes` leaves out, and the last chunks of a stream that is open."""
         self._count = count
-        self._chunks = [*self._chunks, count, *chunks]
-        self._is_open = False
+        self.send_more([count, *chunks], is_last=True)
+
+    def send_more(self, chunks: Sequence[memoryview], *, is_last: bool) -> None:
+        """Send further chunks of a stream that is open, and close it after the last ones."""
+        self._chunks = [*self._chunks, *chunks]
+        self._is_open = not is_last
         self._post_more()
         self._engine.recheck()
 

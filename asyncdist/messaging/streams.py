@@ -134,6 +134,12 @@ class InboundStream(StreamEnd):
             targets that several streams share, one after the other.
         more: called once, when a message for the last target has arrived: the targets of further chunks.
         kept: memory that the sender may write to. It is kept for ever where the slot is retired.
+
+    Attributes:
+        source: as given.
+        slot: the number that was taken.
+        received_nbytes: of the chunks that the caller has taken.
+        taken_count: these chunks.
     """
 
     _direction = "from"
@@ -160,7 +166,7 @@ class InboundStream(StreamEnd):
         self._post_count = self._post_limit = 0
         self._posting = False
         self._arrived: dict[int, int] = {}
-        self._arrived_count = self._taken_count = 0
+        self._arrived_count = self.taken_count = 0
         self._message_count = len(targets)  # until an abort says that there are fewer
         self._sink: memoryview | None = None
         self.received_nbytes = 0
@@ -235,7 +241,7 @@ class InboundStream(StreamEnd):
                 f"rank {self._peer} sent a chunk of {nbytes} bytes for {expected}", rank=self._peer
             )
         self.received_nbytes += nbytes
-        self._taken_count += 1
+        self.taken_count += 1
 
     def post_up_to(self, count: int) -> None:
         """Post the receives of the first ``count`` chunks, as far as they are not posted yet."""
@@ -280,7 +286,7 @@ class InboundStream(StreamEnd):
         if self._is_over() or (not self._answered and self._peer in self._engine.transport.lost_ranks()):
             self._retire()
         elif self._answered:
-            if self._taken_count == len(self._targets):
+            if self.taken_count == len(self._targets):
                 self._slots.received_nbytes += self.received_nbytes
             self._give_back()
         else:

@@ -17,5 +17,5 @@ Small states share a page, so many donors may be under way at once. Of large one
 last chunks of the one before it are under way.
 
 On the sharded route (:mod:`protocols.selective.roles.reducer`) receivers ask for one part of a snapshot, or for the
-mean of one part, by :class:`PartGrant`.
+mean of one part, by :class:`PartGrant`. A reducer sends what is made of a mean while the rest is to come.
 """

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
 from asyncdist.messaging import streams
 from asyncdist.messaging.streams import WINDOW_COUNT, Cancel, Grant
+from asyncdist.tensors.byte_views import byte_view, split
 from asyncdist.tensors.flat_state import FlatBuffers
 from protocols.parameter_stream.parts import Part
 
 #: Of each chunk but the last of each dtype.
 CHUNK_NBYTES = streams.CHUNK_NBYTES
+#: Parts that are reduced come in more chunks, down to such small ones. A mean leaves as far as it is made, so what is
+#: under way at once, ``WINDOW_COUNT`` chunks, is how far it lags behind.
+PART_CHUNK_COUNT: Final = 32
+PART_CHUNK_NBYTES_MIN: Final = 128 << 10
+#: Elements are not cut.
+_CHUNK_UNIT: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +107,17 @@ def parts_of(buffers: FlatBuffers, exact: bool) -> list[tuple[torch.dtype, torch
     """Return the tensors of a stream in their order, each with the dtype that it has on the wire."""
     parts = list(buffers.averaged().items())
     return parts + list(buffers.exact().items()) if exact else parts
+
+
+def chunks_of(buffers: FlatBuffers, exact: bool, chunk_nbytes: int) -> list[memoryview]:
+    """Cut a stream into chunks; none is of two tensors."""
+    return [chunk for _, tensor in parts_of(buffers, exact) for chunk in split(byte_view(tensor), chunk_nbytes)]
+
+
+def part_chunk_nbytes(nbytes: int) -> int:
+    """Return the bytes of a chunk of a part that is reduced, or of its mean, whose stream has so many bytes."""
+    size = -(-nbytes // (PART_CHUNK_COUNT * _CHUNK_UNIT)) * _CHUNK_UNIT
+    return min(max(size, PART_CHUNK_NBYTES_MIN), CHUNK_NBYTES)
 
 
 def safe_point_count(nbytes: int) -> int:

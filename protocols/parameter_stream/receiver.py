@@ -13,12 +13,18 @@ from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.engine import yield_to_loop
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import WINDOW_COUNT, Cancel, Grant, InboundStream
-from asyncdist.tensors.byte_views import byte_view, split
 from asyncdist.tensors.flat_state import FlatBuffers
 from asyncdist.tensors.means import WeightedMean
 from protocols.parameter_stream import messages
 from protocols.parameter_stream.landing import ASKED_COUNT_MAX, ChunkRing, Landing
-from protocols.parameter_stream.messages import PartGrant, StreamMessage, parts_of
+from protocols.parameter_stream.messages import (
+    PartGrant,
+    StreamMessage,
+    chunks_of,
+    part_chunk_nbytes,
+    parts_of,
+    stream_nbytes,
+)
 from protocols.parameter_stream.neighbours import Neighbours, PartReading, Reading
 from protocols.parameter_stream.parts import Part
 from protocols.parameter_stream.server import SnapshotServer
@@ -59,15 +65,14 @@ def ask_for_part(
         RankLostError: the rank is gone.
         BusyError: all of its slots are taken.
     """
-    channel, chunk_nbytes = server.channel, messages.CHUNK_NBYTES
-    targets = [chunk for _, tensor in parts_of(into, exact) for chunk in split(byte_view(tensor), chunk_nbytes)]
-    if not targets:
+    channel, nbytes = server.channel, stream_nbytes(into, exact=exact)
+    if not nbytes:
         return None
-    nbytes = sum(map(len, targets))
     reading = server.neighbours.ask(source, nbytes, round=round, mean_of=part if of_mean else None)
     if reading is not None:
         return PartReading(reading, _pieces(into, part, sizes, exact=exact, is_alone=of_mean))
-    stream = InboundStream(services.slots, source, targets, WINDOW_COUNT)
+    chunk_nbytes = part_chunk_nbytes(nbytes)
+    stream = InboundStream(services.slots, source, chunks_of(into, exact, chunk_nbytes), WINDOW_COUNT)
     stream.flow()
     grant = PartGrant(stream.slot, nbytes, chunk_nbytes, *part, of_mean)
     try:

@@ -15,7 +15,6 @@ from asyncdist.messaging.neighbour_memory import AttachToken
 from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import Cancel, Grant
-from asyncdist.tensors.byte_views import byte_view, split
 from asyncdist.tensors.flat_state import FlatBuffers
 from protocols.parameter_stream import messages
 from protocols.parameter_stream.messages import (
@@ -24,7 +23,9 @@ from protocols.parameter_stream.messages import (
     PartGrant,
     Request,
     StreamMessage,
+    chunks_of,
     mean_asked,
+    part_chunk_nbytes,
     parts_of,
     stream_nbytes,
 )
@@ -44,6 +45,7 @@ class Offer:
     a snapshot, by a grant's two sizes: for all replacers, and all rounds that use the same buffers. ``streams`` are
     under way, each with its receiver and slot. Two may have the same: a replacer that has all of one stream may take
     its slot for the next before the donor knows that the first one has left.
+    A mean that is not whole yet has ``ready_count`` chunks; None where all is there.
     """
 
     round: int
@@ -53,11 +55,13 @@ class Offer:
     streams: dict[OutboundStream, tuple[int, int]] = field(default_factory=dict)
     withdrawn: bool = False
     mean_of: Part | None = None
+    ready_count: int | None = None
     token: AttachToken | None = None
 
     def answers(self, round: int, request: Request) -> bool:
-        """Return whether a request of that round is for this."""
-        return self.round == round and self.mean_of == mean_asked(request)
+        """Return whether a request of that round is for this, as far as it is there: what is read has to be whole."""
+        is_there = self.ready_count is None or not isinstance(request, LocateRequest)
+        return is_there and self.round == round and self.mean_of == mean_asked(request)
 
     def location(self, slot: int) -> Location:
         """Return where the snapshot can be read until the offer is withdrawn."""
@@ -65,13 +69,25 @@ class Offer:
         tensors = tuple(tensor.data_ptr() for _, tensor in parts_of(self.snapshot, exact=True))
         return Location(slot, token.pid, token.address, token.token, tensors)
 
+    def _mean_size(self) -> tuple[int, int]:
+        nbytes = stream_nbytes(self.snapshot, exact=True)
+        return nbytes, part_chunk_nbytes(nbytes)
+
+    def mean_chunks(self) -> list[memoryview]:
+        """Return what is sent of a mean, whole or not."""
+        size = self._mean_size()
+        if size not in self.chunks_made:
+            self.chunks_made[size] = chunks_of(self.snapshot, True, size[1])
+        return self.chunks_made[size]
+
     def chunks(self, grant: Grant | PartGrant) -> list[memoryview] | None:
         """Return what is sent for ``grant``; None when it fits no stream of this state."""
         if isinstance(grant, PartGrant):  # asked for once in a round, so the views are not kept
             part = Part(grant.part, grant.part_count)
-            if self.mean_of is not None:
-                return snapshot_chunks(self.snapshot, grant) if part == self.mean_of else None
-            return snapshot_chunks(part.of(self.snapshot), grant)
+            if self.mean_of is None:
+                return snapshot_chunks(part.of(self.snapshot), grant)
+            is_right = part == self.mean_of and self._mean_size() == (grant.nbytes, grant.chunk_nbytes)
+            return self.mean_chunks() if is_right else None
         size = grant.nbytes, grant.chunk_nbytes
         chunks = self.chunks_made.get(size)
         if chunks is None:
@@ -132,20 +148,35 @@ class SnapshotServer:
         on_free: Callable[[FlatBuffers], None],
         *,
         mean_of: Part | None = None,
+        ready_count: int | None = None,
     ) -> Offer:
         """Give ``snapshot`` to all replacers that ask in that round, or have asked.
 
         ``on_free`` gets it back when it is not in use any more. Rounds before this one are over. With ``mean_of`` it is
-        the mean of that part.
+        the mean of that part, of which only ``ready_count`` chunks may be there; the others follow by :meth:`grow`.
         """
-        offer = Offer(round, snapshot, on_free, self._chunks.setdefault(snapshot, {}), mean_of=mean_of)
+        chunks_made = self._chunks.setdefault(snapshot, {})
+        offer = Offer(round, snapshot, on_free, chunks_made, mean_of=mean_of, ready_count=ready_count)
         self._offers.append(offer)
         self.end_rounds(round - 1)
+        self._serve_early(offer)
+        return offer
+
+    def grow(self, offer: Offer, ready_count: int | None) -> None:
+        """Send more chunks of a mean, as many in all; None for all of them."""
+        first, offer.ready_count = offer.ready_count, ready_count
+        more = offer.mean_chunks()[first:ready_count]
+        for stream in list(offer.streams):
+            stream.send_more(more, is_last=ready_count is None)
+        if ready_count is None:
+            self._serve_early(offer)
+
+    def _serve_early(self, offer: Offer) -> None:
+        """Answer the requests that have waited for an offer."""
         asked = [key for key, (asked_for, grant) in self._early.items() if offer.answers(asked_for, grant)]
         # Each sender begins with another receiver: not all of them with the first.
         for key in sorted(asked, key=lambda key: ((key[0] - self._services.rank) % self._services.size, key[1])):
             self._serve(offer, self._early.pop(key)[1], key)
-        return offer
 
     def withdraw(self, offer: Offer) -> None:
         """Stop the streams of ``offer`` and start no more."""
@@ -262,7 +293,8 @@ class SnapshotServer:
         if chunks is None:
             self._refuse(key)
             return
-        stream = OutboundStream(self._services.slots, chunks, *key)
+        ready, is_open = chunks[: offer.ready_count], offer.ready_count is not None
+        stream = OutboundStream(self._services.slots, ready, *key, is_open=is_open)
         if stream.start():
             self.sent_nbytes += stream.sent_nbytes
             return
@@ -286,8 +318,8 @@ class SnapshotServer:
 
 def snapshot_chunks(snapshot: FlatBuffers, grant: Grant | PartGrant) -> list[memoryview] | None:
     """Return what a donor sends for ``grant``; None when the grant fits no stream of this state."""
+    sizes = {messages.CHUNK_NBYTES, *([part_chunk_nbytes(grant.nbytes)] if isinstance(grant, PartGrant) else [])}
     for exact in (False, True):
-        if grant.nbytes == stream_nbytes(snapshot, exact=exact) and grant.chunk_nbytes == messages.CHUNK_NBYTES:
-            parts = parts_of(snapshot, exact)
-            return [chunk for _, tensor in parts for chunk in split(byte_view(tensor), grant.chunk_nbytes)]
+        if grant.nbytes == stream_nbytes(snapshot, exact=exact) and grant.chunk_nbytes in sizes:
+            return chunks_of(snapshot, exact, grant.chunk_nbytes)
     return None

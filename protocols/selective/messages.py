@@ -67,7 +67,7 @@ class Assign:
         restarted: Those of the ranks above that have been started again, with their incarnations: the round is theirs,
             and not that of a later process in the place of one.
         reducers: On the sharded route the ranks that each add up one part of the donors' snapshots, ascending: all
-            donors or all replacers. Empty on the direct route.
+            donors or all replacers, or those of one host. Empty on the direct route.
         part: Which part the receiver adds up: its place among the reducers, -1 for none.
         sources: Where replacers share the receiver's host, and it is one of them, for each part the rank that it takes
             the mean from: the reducer, where that is on this host, or the replacer that fetches it there for all.

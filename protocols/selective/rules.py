@@ -34,6 +34,8 @@ _STREAM_NBYTES: Final = 64 << 10
 #: On the sharded route a rank fetches for the replacers of its host where they are spared so much together: it takes a
 #: step longer.
 SHARED_NBYTES_MIN: Final = 1 << 20
+#: The most that a rank is to send, or to take in, where fewer ranks reduce than could.
+_MODELS_MAX: Final = 2
 _NO_GUESTS: Final[Mapping[int, float]] = {}
 
 
@@ -217,7 +219,8 @@ def reducers_of(
     sends the mean of that part to each replacer: (D + R - 1) models in all. Those of the donors and replacers that are
     more reduce, so that the busiest rank moves 1 + (min(D, R) - 1) / max(D, R) models: less than two. With donors and
     replacers together it would be more where few are replaced, since a replacer takes a whole mean in already. Guests
-    only give.
+    only give. Where the hosts are known, those of one host alone reduce if that spares the busiest host's network and
+    no rank moves more than two models.
 
     Parts that take less time than a stream's own messages save nothing, so `"auto"` has fewer reducers for a small
     model, with a single one D + R streams in place of D x R. They take turns.
@@ -235,13 +238,15 @@ def reducers_of(
     candidates = own if len(own) >= len(replacers) else replacers
     if not donors or len(candidates) == 1 or route == "direct":
         return ()
+    moved_count, are_apart = len(candidates), hosts is not None and len(set(hosts.values())) > 1
+    if hosts and are_apart:
+        candidates = _least_load(candidates, decision, model_nbytes, hosts)
     if route == "sharded":
         return candidates
     count = min(len(candidates), max(1, model_nbytes // _STREAM_NBYTES))
-    saved_count = len(candidates) - 1 - len(candidates) / count if len(candidates) >= _SHARDED_COUNT_MIN else 0.0
-    if hosts and len(set(hosts.values())) > 1:
-        are_shared = bool(sources_of(decision, candidates, model_nbytes, hosts))
-        sharded_load = _sharded_network_load(candidates, decision, hosts, are_shared=are_shared)
+    saved_count = moved_count - 1 - len(candidates) / count if moved_count >= _SHARDED_COUNT_MIN else 0.0
+    if hosts and are_apart:
+        sharded_load = _sharded_network_load(candidates, decision, model_nbytes, hosts)
         saved_count = max(saved_count, _network_load(decision, hosts) - sharded_load)
     saved_streams = len(donors) * len(replacers) - count * (len(donors) + len(replacers))
     if saved_count * model_nbytes < _SHARDED_SAVING_NBYTES and saved_streams < _SHARDED_SAVING_STREAMS:
@@ -289,15 +294,35 @@ def _network_load(decision: Decision, hosts: Mapping[int, int]) -> float:
 
 
 def _sharded_network_load(
-    reducers: tuple[int, ...], decision: Decision, hosts: Mapping[int, int], *, are_shared: bool
+    reducers: tuple[int, ...], decision: Decision, model_nbytes: int, hosts: Mapping[int, int]
 ) -> float:
-    """Return the same for the sharded route: the donors' parts, and the means, which follow when these are whole."""
+    """Return the same for the sharded route: the donors' parts, and the means, which leave while these come in."""
+    are_shared = bool(sources_of(decision, reducers, model_nbytes, hosts))
     replacers_ = {hosts[rank]: rank for rank in decision.replacers}.values() if are_shared else decision.replacers
     groups = decision.donors, replacers_, reducers
     donors, replacers, of = (Counter(hosts[rank] for rank in ranks) for ranks in groups)
-    parts = means = 0.0
+    load = 0.0
     for host in set(hosts.values()):
         share = of[host] / len(reducers)
-        parts = max(parts, share * (donors.total() - donors[host]), (1 - share) * donors[host])
-        means = max(means, share * (replacers.total() - replacers[host]), (1 - share) * replacers[host])
-    return parts + means
+        sent = (1 - share) * donors[host] + share * (replacers.total() - replacers[host])
+        received = share * (donors.total() - donors[host]) + (1 - share) * replacers[host]
+        load = max(load, sent, received)
+    return load
+
+
+def _least_load(
+    candidates: tuple[int, ...], decision: Decision, model_nbytes: int, hosts: Mapping[int, int]
+) -> tuple[int, ...]:
+    """Return those who load the busiest host's network least: all candidates, or those of one host."""
+    by_host: dict[int, list[int]] = {}
+    for rank in candidates:
+        by_host.setdefault(hosts[rank], []).append(rank)
+    like, unlike = len(decision.donors), len(decision.replacers)
+    if candidates[0] in decision.replacers:
+        like, unlike = unlike, like
+    choices = [
+        tuple(ranks)
+        for ranks in by_host.values()  # what each exchanges with the others of its kind, and with those it serves
+        if len(ranks) > 1 and max(like - 1, len(ranks) - 1 + unlike) <= _MODELS_MAX * len(ranks)
+    ]
+    return min([candidates, *choices], key=lambda ranks: _sharded_network_load(ranks, decision, model_nbytes, hosts))

@@ -15,6 +15,8 @@ from torch import nn
 import asyncdist as ad
 from asyncdist.simulation import Compute, Fault, Kill, Network, SimReport, simulate
 from protocols import AsyncSelectiveAveragingPolicy, SelectiveStatistics, StepInfo
+from protocols.parameter_stream import messages
+from protocols.parameter_stream.server import SnapshotServer
 from protocols.selective import rules
 from protocols.selective.roles.reducer import Reducer
 
@@ -99,7 +101,11 @@ def odd_population(seed: int, route: str) -> SimReport[Ended]:
         return await one_round(world, Odd(seed, world.rank), 40, metrics[world.rank], options)
 
     network = Network(ranks_per_host=random.Random(f"hosts {seed}").randint(1, 5))
-    with mock.patch.object(rules, "SHARED_NBYTES_MIN", 0):  # also where ranks of a host share
+    chunk_nbytes = random.Random(f"chunks {seed}").choice((32, 64, messages.CHUNK_NBYTES))
+    with (
+        mock.patch.object(rules, "SHARED_NBYTES_MIN", 0),  # also where ranks of a host share
+        mock.patch.object(messages, "CHUNK_NBYTES", chunk_nbytes),
+    ):
         return simulate(main, ranks=ranks, seed=seed, network=network, strict=True)
 
 
@@ -162,6 +168,30 @@ def test_there_may_be_more_reducers_than_elements() -> None:
     assert ended[0].weights == [b"4.5"], "the mean of ranks 2 to 7"
 
 
+def seconds_of_a_round(route: str) -> float:
+    """What one replacer of four ranks on two hosts waits for, where a model takes 100 ms through a network."""
+
+    async def main(world: ad.World) -> Ended:
+        model = nn.Linear(1 << 16, 1, bias=False)
+        return await one_round(world, model, 800, float(world.rank), {"replacement_ratio": 0.25, "route": route})
+
+    network = Network(ranks_per_host=2, host_bandwidth_nbytes_per_s=4 * 2**16 / 0.1, eager_nbytes=1024)
+    results = simulate(main, ranks=4, seed=3, network=network, compute=Compute(step_s=1e-3), strict=True).results
+    ((info,),) = [ended.infos for ended in results if ended.infos]
+    assert info.route == route
+    return info.seconds
+
+
+@pytest.mark.slow
+def test_a_mean_leaves_while_the_parts_come_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Directly two models pass a network, 200 ms. One each way, both at once, is half of that, and a lag."""
+    monkeypatch.setattr(messages, "PART_CHUNK_NBYTES_MIN", 4096)
+    direct, sharded = seconds_of_a_round("direct"), seconds_of_a_round("sharded")
+    assert 0.1 < sharded < direct / 1.5 and direct > 0.2
+    monkeypatch.setattr(messages, "PART_CHUNK_COUNT", 1)
+    assert seconds_of_a_round("sharded") > 0.15, "a part of one chunk comes and goes as a whole"
+
+
 # -- what fails -------------------------------------------------------------------------------------------------------
 
 
@@ -207,6 +237,34 @@ def test_a_donor_that_reduces_and_dies_ends_the_round_for_those_who_miss_its_par
             assert ended.weights == [b"4.5"]
         else:
             assert "rank 4" in info.abandoned and ended.weights == [f"{float(rank)}".encode()]
+
+
+@pytest.mark.parametrize("victim", [3, 7])
+def test_a_reducer_that_gives_up_when_half_of_its_mean_has_left_leaves_all_of_it_to_the_donors(
+    monkeypatch: pytest.MonkeyPatch, victim: int
+) -> None:
+    monkeypatch.setattr(messages, "CHUNK_NBYTES", 64)
+    ratio, replacers = (0.75, (1, 2, 4, 5)) if victim == 3 else (0.25, (0, 1))
+    times: list[float] = []
+    grow = SnapshotServer.grow
+
+    def noted(server: SnapshotServer, offer: Any, ready_count: int | None) -> None:
+        grow(server, offer, ready_count)
+        if server._services.rank == victim and ready_count == len(offer.mean_chunks()) // 2:
+            times.append(server._services.time())
+            if len(times) == 2:
+                raise ad.BusyError("as if a donor had been lost", rank=victim)
+
+    monkeypatch.setattr(SnapshotServer, "grow", noted)
+    options = {"route": "sharded", "replacement_ratio": ratio}
+    plain_population(8, **options)
+    assert len(times) == 1
+    ended = plain_population(8, **options).results
+    for rank in replacers:
+        (info,) = ended[rank].infos
+        assert info and info.route == "sharded"
+        assert ended[rank].weights == ([b"6.5"] if ratio == 0.75 else [b"4.5"])
+        assert ended[rank].statistics.reasked_count == 1
 
 
 def test_a_donor_that_is_left_out_reduces_nothing_and_the_next_best_gives_the_exact_entries() -> None:

@@ -77,8 +77,8 @@ def test_a_sharded_round_names_its_reducers_and_freezes_with_those_that_are_left
     ]
     coordinator.on_ready(1, 1, 10, 1.0)
     coordinator.on_ready(3, 1, 10, 1.0)
-    # The sum of both donors' streams, asked one after the other, and a reducer's steps on top.
-    timeout_s = 8.0 + 2 * (2 * 0.5 + 0.5) + (3 * 0.5 + 0.5) + 0.5
+    # The sum of both donors' streams, asked one after the other, and a reducer's steps on top, with a part's stream.
+    timeout_s = 8.0 + 2 * (2 * 0.5 + 0.5) + (2 * 0.5 + 8 * 2 * 0.5) + 0.5
     frozen = Frozen((1, 3), (1.0, 1.0), (10, 10), 3, timeout_s, (1, 3))
     assert coordinator.on_decline(2, 1, "no", 1.0)[1:] == tuple(Send(rank, 1, frozen) for rank in (0, 1, 3))
     assert brief(coordinator.on_applied(0, 1, 20, 2.0)) == [(0, 1, "End"), (1, 1, "End"), (3, 1, "End")]
@@ -99,7 +99,7 @@ def test_replacers_of_one_host_are_told_from_which_rank_each_part_comes() -> Non
     coordinator.on_ready(2, 1, 10, 1.0)
     frozen = coordinator.on_ready(3, 1, 10, 1.0)[0].message
     # As on the sharded route without it, and the steps of both ends of one more stream.
-    assert frozen.timeout_s == 8.0 + 2 * (2 * 0.5 + 0.5) + (3 * 0.5 + 0.5) + (2 * 0.5 + 0.5) + 0.5
+    assert frozen.timeout_s == 8.0 + 2 * (2 * 0.5 + 0.5) + (2 * 0.5 + 8 * 2 * 0.5) + (2 * 0.5 + 0.5) + 0.5
 
 
 def test_where_replacers_are_more_they_reduce_as_long_as_they_take_part() -> None:

@@ -341,17 +341,59 @@ def test_auto_has_few_reducers_for_a_small_model_and_they_take_turns(nbytes: int
 @pytest.mark.parametrize(
     ("listed", "nbytes", "is_sharded"),
     [
-        ([7, 7, 9, 9], 97 * MIB, True),  # two models in place of two thirds, and two thirds behind them
-        ([7, 7, 9, 9], 95 * MIB, False),
+        ([7, 7, 9, 9], 65 * MIB, True),  # two models in place of one each way
+        ([7, 7, 9, 9], 63 * MIB, False),
         ([7, 7, 7, 7], 1000 * MIB, False),
-        ([1, 2, 3, 4], 49 * MIB, True),  # three in place of two thirds, and one behind them
-        ([1, 2, 3, 4], 47 * MIB, False),
+        ([1, 2, 3, 4], 33 * MIB, True),  # three in place of one
+        ([1, 2, 3, 4], 31 * MIB, False),
     ],
 )
 def test_auto_looks_at_the_networks_of_hosts(listed: list[int], nbytes: int, is_sharded: bool) -> None:
     decision, hosts = Decision((0, 1, 2), (3,), (1.0,) * 3, 0), dict(enumerate(listed))
     assert bool(reducers_of(decision, "auto", nbytes, 0, hosts)) == is_sharded
     assert reducers_of(decision, "auto", nbytes, 0, {}) == ()
+
+
+def moved(decision: Decision, reducers: tuple[int, ...], hosts: dict[int, int]) -> tuple[float, float, float]:
+    """Return what all ranks, the busiest rank and the busiest host's network move, in models, each part by itself."""
+    sent, received = Counter[int](), Counter[int]()
+    sent_by, received_by = Counter[int](), Counter[int]()
+    for reducer in reducers:
+        pairs = *((donor, reducer) for donor in decision.donors), *((reducer, rank) for rank in decision.replacers)
+        for source, dest in pairs:
+            sent[source] += source != dest
+            received[dest] += source != dest
+            sent_by[hosts[source]] += hosts[source] != hosts[dest]
+            received_by[hosts[dest]] += hosts[source] != hosts[dest]
+    count = len(reducers)
+    busiest = max(*sent.values(), *received.values()) / count
+    return sent.total() / count, busiest, max(*sent_by.values(), *received_by.values(), 0) / count
+
+
+@pytest.mark.parametrize("replacer", range(4))
+def test_donors_of_the_host_that_gives_more_reduce_where_that_spares_the_network(replacer: int) -> None:
+    """Two models cross the network directly, 4/3 where all donors reduce, and one each way where those of one host."""
+    donors, hosts = tuple(rank for rank in range(4) if rank != replacer), {0: 5, 1: 5, 2: 6, 3: 6}
+    decision = Decision(donors, (replacer,), (1.0,) * 3, donors[0])
+    reducers = reducers_of(decision, "sharded", MIB, 0, hosts)
+    assert reducers == ((2, 3) if replacer < 2 else (0, 1))
+    assert moved(decision, reducers, hosts) == (3, 1, 1)
+    assert moved(decision, donors, hosts)[2] == pytest.approx(4 / 3)
+
+
+@LAWS
+@given(st.lists(st.integers(1, 4), min_size=3, max_size=24), st.integers(1, 23))
+def test_where_hosts_are_known_no_network_has_more_to_carry_and_no_rank_more_than_two_models(
+    listed: list[int], replacer_count: int
+) -> None:
+    replacer_count = min(replacer_count, len(listed) - 1)
+    replacers, donors = tuple(range(replacer_count)), tuple(range(replacer_count, len(listed)))
+    decision, hosts = Decision(donors, replacers, (1.0,) * len(donors), donors[-1]), dict(enumerate(listed))
+    everywhere = reducers_of(decision, "sharded", 1)  # too small to be shared by ranks of a host
+    reducers = reducers_of(decision, "sharded", 1, 0, hosts)
+    total, busiest, network = moved(decision, reducers, hosts)
+    assert set(reducers) <= set(everywhere) and total == pytest.approx(len(listed) - 1)
+    assert busiest <= 2 and network <= moved(decision, everywhere, hosts)[2] + 1e-9
 
 
 def test_auto_knows_that_replacers_of_one_host_share_what_they_fetch() -> None:

@@ -2,14 +2,16 @@
 
 It asks each donor for that part as soon as it is assigned, and each sends it in the step that takes its snapshot. When
 the round is frozen the parts are added in rank order, so the mean has the bits that each replacer would have made by
-itself. The mean is offered until the round ends, also when this rank has taken its own average.
+itself. That is done chunk by chunk, and what is made of the mean leaves while the rest comes in: between hosts both
+directions of a network are in use then. The mean is offered until the round ends, also when this rank has taken its own
+average.
 
 All donors send at once, so that each of their links is in use all the time, while sums run in rank order: what comes
 early waits in memory of its own. That is one part of each donor, together less than one state, for any number of ranks.
 (With a window, as a replacer has on the direct route, all reducers would ask the same few donors at a time.)
 
-A part that cannot be made is refused, and each replacer asks the donors for it. So is one whose donors differ in
-infinite values: the replacers find that by themselves, and say so.
+A part that cannot be made, or not to its end, is refused, and each replacer asks the donors for all of it. So is one
+whose donors differ in infinite values: the replacers find that by themselves, and say so.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import InboundStream
 from asyncdist.tensors.flat_state import FlatBuffers
 from asyncdist.tensors.means import WeightedMean
+from protocols.parameter_stream.messages import part_chunk_nbytes, stream_nbytes
 from protocols.parameter_stream.neighbours import PartReading
 from protocols.parameter_stream.parts import Part, PartBuffers, PartPool, new_part
 from protocols.parameter_stream.receiver import ask_for_part, cancel_stream
@@ -129,31 +132,51 @@ class Reducer:
         return self._sum.mean if self._sum is not None and self._sum.round == round else None
 
     async def _add_up(self, state: _Sum, frozen: Frozen) -> None:
+        server, buffers = self._server, state.buffers
+        offer = state.offer = server.offer(
+            state.round, buffers.mean, lambda _: self._release(), mean_of=state.part, ready_count=0
+        )
         try:
-            if await self._make(state, frozen):
-                state.mean = state.buffers.mean
+            if await self._make(state, frozen, offer):
+                state.mean = buffers.mean
                 self.reduction_count += 1
-                state.offer = self._server.offer(state.round, state.mean, lambda _: self._release(), mean_of=state.part)
+                server.grow(offer, None)
         except AsyncdistError as error:
             logger.info("round %d: part %d is not added up, %s", state.round, state.part.number, error)
         finally:
+            if state.mean is None:
+                server.withdraw(offer)
             self._settle(state)
 
-    async def _make(self, state: _Sum, frozen: Frozen) -> bool:
-        """Add in rank order; returns whether all donors agree in their infinite values."""
-        mean, into = WeightedMean(), state.buffers.mean
-        for place, donor in enumerate(frozen.donors):
-            given = await self._given(state, donor, exact=donor == frozen.best)
-            mean.begin(frozen.weights[place], is_last=place == len(frozen.donors) - 1)
-            for dtype, tensor in into.averaged().items():
-                mean.add(tensor, given.tensors[dtype])
-            if donor == frozen.best:
-                for dtype, tensor in into.exact().items():
-                    tensor.copy_(given.tensors[dtype])
-        return mean.is_agreed
+    async def _make(self, state: _Sum, frozen: Frozen, offer: Offer) -> bool:
+        """Add in rank order, for one chunk of the mean after the other; returns whether the donors agree in infinities.
+
+        The last chunks are not given: the mean may not be whole with them.
+        """
+        into, nbytes = state.buffers.mean, 0
+        given = {donor: await self._given(state, donor, exact=donor == frozen.best) for donor in frozen.donors}
+        chunk_nbytes = part_chunk_nbytes(stream_nbytes(into, exact=True))
+        for dtype, tensor in into.averaged().items():
+            count = chunk_nbytes // tensor.itemsize
+            for stretch in (slice(first, first + count) for first in range(0, len(tensor), count)):
+                mean, nbytes = WeightedMean(), nbytes + len(tensor[stretch]) * dtype.itemsize
+                for donor, weight in zip(frozen.donors, frozen.weights, strict=True):
+                    await _arrival(state, donor, nbytes)
+                    mean.begin(weight, is_last=donor == frozen.donors[-1])
+                    mean.add(tensor[stretch], given[donor].tensors[dtype][stretch])
+                if not mean.is_agreed:
+                    return False
+                self._server.grow(offer, (offer.ready_count or 0) + 1)
+        exact = into.exact()
+        await _arrival(state, frozen.best, nbytes + sum(tensor.nbytes for tensor in exact.values()))
+        for dtype, tensor in exact.items():
+            tensor.copy_(given[frozen.best].tensors[dtype])
+        for donor in frozen.donors:
+            self._finish(state, donor)
+        return True
 
     async def _given(self, state: _Sum, donor: int, *, exact: bool) -> FlatBuffers:
-        """Wait for the part of one donor."""
+        """Return where the part of one donor lies, or comes in. What is read in its memory is read here."""
         if donor == self._services.rank:
             snapshot = self._own_snapshot(state.round)
             if snapshot is None:
@@ -166,9 +189,8 @@ class Reducer:
         if donor not in state.given:
             raise RankLostError(f"rank {donor} could not be asked for its part", rank=donor)
         stream = state.asked.get(donor)
-        if stream is not None:
+        if isinstance(stream, PartReading):
             await stream.whole()
-            self._finish(state, donor)
         return state.given[donor]
 
     def _ask(self, state: _Sum, donor: int, into: FlatBuffers, *, exact: bool) -> None:
@@ -204,3 +226,11 @@ class Reducer:
 
     def _release(self) -> None:
         self._pool.release(is_clean=not self._services.slots.discarding_count)
+
+
+async def _arrival(state: _Sum, donor: int, nbytes: int) -> None:
+    """Wait for the first bytes of what a donor streams, which are averaged before the exact ones."""
+    stream = state.asked.get(donor)
+    if isinstance(stream, InboundStream):
+        while stream.received_nbytes < nbytes:
+            await stream.arrival(stream.taken_count)

@@ -12,6 +12,8 @@ from protocols.selective.waiting import Pace, believed_s
 
 #: A donor's other state takes so many times the safe points of its weights; more are not believed.
 STATE_STREAM_COUNT_MAX: Final = 20
+#: Safe points of a part's stream: `PART_CHUNK_COUNT` chunks, of which `WINDOW_COUNT` are under way.
+_PART_SAFE_POINTS: Final = 8
 
 
 class Send(NamedTuple):  # a frozen dataclass takes twice as long to make, and there are twenty in a round
@@ -158,7 +160,7 @@ class Round:
         A newcomer makes no steps. It takes the size of the donor's other state after the weights, and then that state.
         On the sharded route all that is for parts that are asked of the donors after all; before that each reducer
         takes a step to read `Frozen`, one to add up, and those of its own stream. A rank that fetches for others does
-        so, too.
+        so, too. Parts are cut finely, so their streams need `_PART_SAFE_POINTS` at the least.
         """
         count = stream_safe_points
         donors_s = sum(step_s(self.judged[donor]) for donor in self.ready)
@@ -167,8 +169,9 @@ class Round:
         if self.admits:
             others_s += (3 + min(max(0, self.state_safe_points), STATE_STREAM_COUNT_MAX * count)) * donors_s
         if self.reducers:
-            others_s += (2 + count) * max(step_s(self.judged[rank]) for rank in self.reducers)
-            own_count += count
+            part_count = max(count, _PART_SAFE_POINTS)
+            others_s += (2 + part_count) * max(step_s(self.judged[rank]) for rank in self.reducers)
+            own_count += part_count
         if self.sources:
             others_s += (1 + count) * max(step_s(self.judged[rank]) for rank in self.sources)
             own_count += count
