@@ -21,12 +21,16 @@ from asyncdist.collectives.agreement.agreements import Agreements
 from asyncdist.collectives.agreement.messages import (
     AgreementKey,
     DecisionRequest,
+    Gathered,
     Inquiry,
     Join,
     Keyed,
     Losses,
+    NotHere,
     Objection,
     Reminder,
+    RollCall,
+    Spread,
     Undecided,
     Verdict,
     Withdraw,
@@ -142,7 +146,11 @@ class Peers:
             | Undecided
             | Unheard
             | Freed
-            | FailureAcknowledged,
+            | FailureAcknowledged
+            | Gathered
+            | Spread
+            | RollCall
+            | NotHere,
             tag=tags.CONTROL,
             scope=wire.scope_of(group.ranks, "system", 0),
             name="system",
@@ -241,6 +249,14 @@ class Peers:
                 self.agreements.on_decision_request(request, source)
             case Undecided() as answer:
                 self.agreements.termination.on_undecided(answer, source)
+            case Gathered() as gathered:
+                self.agreements.on_gathered(gathered)
+            case Spread() as spread:
+                self.agreements.on_spread(spread, source)
+            case RollCall() as call:
+                self.agreements.comings.on_roll_call(call, source)
+            case NotHere() as answer:
+                self.agreements.led.on_not_here(answer, source)
             case Withdraw(_, lost) as withdraw:
                 self._note_losses(lost)
                 self.agreements.on_withdraw(withdraw, source)

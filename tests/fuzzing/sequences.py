@@ -7,6 +7,7 @@ machine it is for and all that is told.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import types
@@ -22,10 +23,14 @@ from asyncdist.collectives.agreement.agreements import Agreements
 from asyncdist.collectives.agreement.messages import (
     AgreementKey,
     DecisionRequest,
+    Gathered,
     Inquiry,
     Join,
+    NotHere,
     Objection,
     Reminder,
+    RollCall,
+    Spread,
     Undecided,
     Verdict,
     Withdraw as ReceivedWithdraw,
@@ -414,7 +419,7 @@ def agreements(rng: random.Random) -> None:
     sent: list[tuple[Any, int]] = []
     timer = types.SimpleNamespace(cancel=lambda: None)
     loop = types.SimpleNamespace(time=lambda: rng.uniform(0, 100), call_later=lambda *_: timer)
-    transport = types.SimpleNamespace(incarnation=0)
+    transport = types.SimpleNamespace(incarnation=0, may_return=False, size=size)
     engine: Any = types.SimpleNamespace(
         loop=loop, recheck=lambda: None, poll=lambda: 0, failure=None, transport=transport
     )
@@ -447,9 +452,13 @@ def agreements(rng: random.Random) -> None:
 
 def _tell_agreements(told: Agreements, rng: random.Random, text: str, source: int, size: int) -> None:
     kinds = (Join, Join, Join, Objection, Objection, Inquiry, Verdict, ReceivedWithdraw, Reminder)
-    kind = rng.choice((*kinds, DecisionRequest, Undecided))
-    given: dict[str, Any] = {"agreed": rng.randrange(2000)} if kind is Verdict else {}
-    message = draw_message(kind, rng, subject=text, texts=("", "x", "(postponed)"), **given)
+    kind = rng.choice((*kinds, DecisionRequest, Undecided, Gathered, Gathered, Spread, RollCall, NotHere))
+    given: dict[str, Any] = {"subject": text}
+    if kind is Verdict:
+        given["agreed"] = rng.randrange(2000)
+    elif kind is Spread:
+        given = {"verdict": draw_message(Verdict, rng, subject=text, agreed=rng.randrange(2000))}
+    message = draw_message(kind, rng, texts=("", "x", "(postponed)"), **given)
     message.key.check(size)
     match message:
         case Join():
@@ -464,6 +473,16 @@ def _tell_agreements(told: Agreements, rng: random.Random, text: str, source: in
             told.on_decision_request(message, source)
         case Undecided():
             told.termination.on_undecided(message, source)
+        case Gathered():
+            with contextlib.suppress(RemoteProtocolError):  # of ranks that are not below this one
+                told.on_gathered(message)
+        case Spread():
+            with contextlib.suppress(RemoteProtocolError):
+                told.on_spread(message, source)
+        case RollCall():
+            told.comings.on_roll_call(message, source)
+        case NotHere():
+            told.led.on_not_here(message, source)
         case Reminder():
             told.rivals.on_reminder(message, source)
         case _:

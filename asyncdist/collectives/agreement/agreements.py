@@ -14,6 +14,9 @@ A member that gives up tells the leader, and cannot know what the leader has dec
 come gets one verdict, and if that says go, the others count on it. :mod:`asyncdist.collectives.agreed_start` therefore
 sees every start to its end, also when its caller was cancelled. Where the leader is lost between two members, and what
 starts goes on without it, they tell each other its verdict (:mod:`asyncdist.collectives.agreement.termination`).
+
+Members of a large agreement come, and hear the verdict, along a tree (:mod:`asyncdist.collectives.agreement.relays`).
+Where the leader leaves, its verdict may still be on its way: they ask it itself.
 """
 
 from __future__ import annotations
@@ -26,20 +29,24 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from asyncdist.collectives.agreement.comings import Comings
 from asyncdist.collectives.agreement.incarnations import Incarnations
 from asyncdist.collectives.agreement.led_agreements import LedAgreements
 from asyncdist.collectives.agreement.messages import (
     Agreed,
     AgreementKey,
     DecisionRequest,
+    Gathered,
     Inquiry,
     Join,
     Meeting,
     Objection,
     Runs,
+    Spread,
     Verdict,
     Withdraw,
 )
+from asyncdist.collectives.agreement.relays import Relays
 from asyncdist.collectives.agreement.rivals import Rivals
 from asyncdist.collectives.agreement.termination import Termination
 from asyncdist.collectives.agreement.verdicts import (
@@ -53,7 +60,7 @@ from asyncdist.collectives.agreement.verdicts import (
     raise_refusal,
     start_timeout_error,
 )
-from asyncdist.errors import AsyncdistError, RankLostError
+from asyncdist.errors import AsyncdistError, ClosedError, RankLostError
 from asyncdist.tensors.serialization import words_of
 from asyncdist.transports.rank_sets import RankSet
 
@@ -77,6 +84,8 @@ class Agreements:
 
     Attributes:
         incarnations: of the ranks that have been started again.
+        relays: carry what is said in large agreements along a tree.
+        comings: what this rank has said in large ones.
         led: the agreements that this rank leads.
         rivals: finds starts in which ranks wait for each other.
         termination: ends agreements whose leader is lost.
@@ -91,7 +100,9 @@ class Agreements:
         self._ahead: set[AgreementKey] = set()  # those that this rank has counted, and has not come to
         self.incarnations = Incarnations(rank, engine.transport.incarnation)
         self._absences = Absences(self.incarnations)
-        self.led = LedAgreements(rank, self._send, self._deliver, self._has_come, self._absences)
+        self.relays = Relays(engine, rank, self._send, self._absences.gone)
+        self.comings = Comings(self.relays, self._absences, self._send_anyway)
+        self.led = LedAgreements(rank, self._send, self._deliver, self._has_come, self._absences, self.relays)
         self.rivals = Rivals(engine, rank, self.led.joins, self._send, self._object)
         self.termination = Termination(engine, rank, self._send)
         self._forsaken: set[AgreementKey] = set()
@@ -203,6 +214,7 @@ class Agreements:
             raise
         finally:
             self.termination.expect_no_more(key)
+            self.comings.end(key)
         rival = self.rivals.rival_of(key, verdict.refusal)
         if rival is not None:
             its_key = key if rival.key == key.of_all_occurrences else self._next_occurrence(rival.key)
@@ -242,7 +254,11 @@ class Agreements:
             raise
 
     def _object(self, objection: Objection, leader: int) -> None:
-        self.led.on_objection(objection, leader) if leader == self._rank else self._send(objection, leader)
+        if leader == self._rank:
+            self.led.on_objection(objection, leader)
+        else:
+            self.comings.say_directly(objection.key, leader)
+            self._send(objection, leader)
 
     def give_up(self, meeting: Meeting) -> bool:
         """Ask the leader to go on without this rank, since the caller of the start does not want it any more.
@@ -273,7 +289,10 @@ class Agreements:
 
     def withdraw(self, ranks: Sequence[int], subject: str) -> None:
         """Never agree to ``subject`` again: the other ``ranks`` get ClosedError when they try."""
-        message = Withdraw(self.incarnations.key_of(subject, ranks).text, self.incarnations.losses(self._absences.lost))
+        key = self.incarnations.key_of(subject, ranks)
+        if self.relays.carry(key):
+            self.led.withdrawn.add(key)
+        message = Withdraw(key.text, self.incarnations.losses(self._absences.lost))
         for rank in ranks:
             if rank != self._rank:
                 self._send(message, rank)
@@ -283,12 +302,18 @@ class Agreements:
         key = self.incarnations.key_of(subject, ranks)
         self._counts.pop(key, None)
         self._absences.withdrawn.pop(key, None)
+        self.led.withdrawn.discard(key)
 
     def _send(self, message: Any, rank: int) -> None:
         """Send to ``rank``, unless it has left or was lost; the transport may know of a loss a little earlier."""
         if rank not in self._absences.gone:
             with contextlib.suppress(RankLostError):
                 self._channel.send_nowait(message, rank)
+
+    def _send_anyway(self, message: Any, rank: int) -> None:
+        """Send to ``rank``, also where it has left."""
+        with contextlib.suppress(RankLostError, ClosedError):
+            self._channel.send_nowait(message, rank)
 
     def _next_occurrence(self, key: AgreementKey) -> AgreementKey:
         self._counts[key] += 1
@@ -317,7 +342,11 @@ class Agreements:
             return len(joins) == len(ranks) or key in self._verdicts or bool(gone.ranks())
 
         deadline = None if timeout_s is None else meeting.began_at + timeout_s
-        await self._engine.until(is_over, f"{key.text}: the other ranks", deadline=deadline)
+        what = f"{key.text}: the other ranks"
+        is_told = await self._engine.until(is_over, what, deadline=deadline)
+        if not is_told and timeout_s is not None and self.relays.carry(key):
+            self.led.on_inquiry(Inquiry(key.text, timeout_s))  # calls them first
+            await self._engine.until(is_over, what)
 
     async def _follow(
         self,
@@ -330,8 +359,11 @@ class Agreements:
     ) -> Verdict:
         key, leader = meeting.key, meeting.leader
         deadline = None if timeout_s is None else meeting.began_at + timeout_s
+        is_large, has_asked = self.relays.carry(key), False
 
         def has_no_leader() -> bool:
+            if is_large and has_asked:  # one that leaves answers all the same: go may be on its way
+                return leader in self._absences.lost or self.termination.excludes(key, leader)
             return leader in gone.ranks() or self.termination.excludes(key, leader)
 
         def is_over() -> bool:
@@ -343,14 +375,17 @@ class Agreements:
                     start_timeout_error(Verdict(join.subject, missing=missing, waited_s=timeout_s or 0.0))
                 )
 
-        has_asked = not has_no_leader()
-        if has_asked:
-            self._send(join, leader)
+        if is_large and (key, leader) in self.relays.heard:
+            self._take(self.relays.heard[key, leader])
+        if not has_no_leader():
+            has_asked = True
+            self.comings.come(join, leader) if is_large else self._send(join, leader)
         self._hold(is_over, hold_s)
         what = f"{join.subject}: the verdict of rank {leader}"
         is_told = await self._engine.until(is_over, what, deadline=deadline)
         if not is_told and deadline is not None and timeout_s is not None:
             with contextlib.suppress(AsyncdistError):  # a leader that cannot be asked does not listen
+                self.comings.say_directly(key, leader)
                 self._send(Inquiry(key.text, timeout_s), leader)
             is_told = await self._engine.until(is_over, what, deadline=deadline + MEMBER_PATIENCE_S)
         if not is_told:
@@ -363,16 +398,19 @@ class Agreements:
             late_at = None if deadline is None else deadline + MEMBER_PATIENCE_S
             await self.termination.ask(meeting, gone.ranks, lambda: key in self._verdicts, on_late, late_at)
         verdict = self._verdicts.pop(key, None)
-        if verdict is not None:
-            return verdict
+        return verdict or self._verdict_without(meeting, gone, is_leaderless=has_no_leader())
+
+    def _verdict_without(self, meeting: Meeting, gone: Absentees, *, is_leaderless: bool) -> Verdict:
+        """Return what this rank concludes of a meeting whose verdict it does not wait for any more."""
+        key, leader = meeting.key, meeting.leader
         all_lost = self._absences.lost_to(key)
         lost = tuple(rank for rank in (*meeting.ranks, *meeting.bound_to) if rank in all_lost)
         if leader in gone.ranks():
-            return Verdict(join.subject, gone=(leader,), lost=lost)
-        if has_no_leader():
-            return Verdict(join.subject, gone=(leader,), lost=(leader, *lost))
+            return Verdict(key.text, gone=(leader,), lost=lost)
+        if is_leaderless:
+            return Verdict(key.text, gone=(leader,), lost=(leader, *lost))
         self._forsaken.add(key)
-        return Verdict(join.subject, gone=lost, lost=lost)
+        return Verdict(key.text, gone=lost, lost=lost)
 
     def _hold(self, is_over: Callable[[], bool], seconds: float) -> None:
         """Poll for ``seconds`` without yielding: another task of this rank might take the loop, and compute."""
@@ -384,12 +422,36 @@ class Agreements:
         return key.occurrence <= self._counts[key.of_all_occurrences] and key not in self._ahead
 
     def leave(self) -> None:
-        """Send what has failed to those that may come to it yet, since this rank answers nobody any more."""
+        """Send what has failed to those that may come to it yet, since this rank leads nothing any more."""
+        self.relays.leave()
         self.led.leave()
 
     def on_verdict(self, verdict: Verdict, source: int) -> None:
         """Take the leader's decision, which another member may have passed on. Each one that has come hears one."""
-        if self.termination.takes(verdict, source):
+        if not self.relays.carry(verdict.key):
+            if self.termination.takes(verdict, source):
+                self._deliver(verdict)
+        elif not self.termination.excludes(verdict.key, source):
+            if verdict.difference != POSTPONED:
+                self.termination.keep(verdict)
+            self._take(verdict)
+
+    def on_gathered(self, gathered: Gathered) -> None:
+        """Note who has come to a large agreement. Raises RemoteProtocolError."""
+        (self.led if gathered.leader == self._rank else self.relays).on_gathered(gathered)
+
+    def on_spread(self, spread: Spread, source: int) -> None:
+        """Pass a verdict on, and take it where it is for this rank, too. Raises RemoteProtocolError."""
+        ranks = self.relays.ranks_of(spread)
+        if not self.termination.excludes(spread.key, source):
+            self.termination.keep(spread.verdict)
+            self.relays.spread(spread.verdict, spread.leader, ranks)
+            if ranks >> self._rank & 1:
+                self._take(spread.verdict)
+
+    def _take(self, verdict: Verdict) -> None:
+        """Take the verdict of a large agreement, which may come on several ways."""
+        if self.comings.takes(verdict):
             self._deliver(verdict)
 
     def _deliver(self, verdict: Verdict) -> None:
@@ -410,12 +472,14 @@ class Agreements:
         check_room(withdrawn, key)
         withdrawn.setdefault(key, set()).add(source)
         self.led.over.on_withdrawn(source, key)
+        self.comings.on_withdrawn(source, key)
 
     def on_gone(self, ranks: RankSet, *, is_lost: bool) -> None:
         """Note that ranks have left or are lost, and will come to no meeting any more."""
         self._absences.gone |= ranks
         self._absences.lost.update(ranks if is_lost else ())
         self.led.on_gone(ranks)
+        self.comings.on_gone(ranks)
         self._engine.recheck()
 
     def on_returned(self, rank: int, incarnation: int) -> None:

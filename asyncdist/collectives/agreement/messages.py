@@ -64,6 +64,11 @@ class AgreementKey:
         """Return whether ``rank`` is one of the members."""
         return is_in(rank, self.ranks)
 
+    @property
+    def count_of_members(self) -> int:
+        """The number of members."""
+        return sum(last - first + 1 for first, last in self.ranks)
+
     def members(self) -> set[int]:
         """Return all members; :meth:`check` has seen that they are no more than the ranks of the world."""
         return {rank for first, last in self.ranks for rank in range(first, last + 1)}
@@ -248,6 +253,70 @@ class Undecided(Keyed):
 
 
 @dataclass(frozen=True, slots=True)
+class Gathered(Keyed):
+    """Member to the one above it in the tree of a large agreement: these ranks, itself or below it, have come.
+
+    Attributes:
+        subject: the key's text.
+        leader: the rank that decides.
+        ranks: those that have come, and that no message of the sender has named before.
+        values: what they said. Of the values that differ below the sender it names the first two, each for the first
+            rank that said so; the rest may be named with the second, since their difference is never the first.
+        taken: numbers that are in use on some of them.
+    """
+
+    subject: str
+    leader: int
+    ranks: Runs
+    values: tuple[tuple[str, str], ...]
+    taken: Runs
+
+
+@dataclass(frozen=True, slots=True)
+class Spread(Keyed):
+    """Member to one below it in the tree of a large agreement: the leader's verdict, for these ranks.
+
+    Attributes:
+        verdict: of the leader.
+        leader: that rank.
+        ranks: those that it is for, the receiver or below it.
+    """
+
+    verdict: Verdict
+    leader: int
+    ranks: Runs
+
+    @property
+    def subject(self) -> str:  # type: ignore[override]
+        """The key's text."""
+        return self.verdict.subject
+
+
+@dataclass(frozen=True, slots=True)
+class RollCall(Keyed):
+    """Leader to a member of a large agreement: has this rank come? What it has said may be on its way in the tree.
+
+    A rank that has come says to the leader itself what it has said in the tree.
+
+    Attributes:
+        subject: the key's text.
+    """
+
+    subject: str
+
+
+@dataclass(frozen=True, slots=True)
+class NotHere(Keyed):
+    """Member to leader: this rank has not come to the agreement.
+
+    Attributes:
+        subject: the key's text.
+    """
+
+    subject: str
+
+
+@dataclass(frozen=True, slots=True)
 class Withdraw(Keyed):
     """Member to member: this rank will never start the subject again.
 
@@ -317,6 +386,17 @@ def runs_of(ranks: tuple[int, ...]) -> Runs:
 def is_in(rank: int, runs: Runs) -> bool:
     """Return whether ``rank`` is in one of the runs."""
     return any(first <= rank <= last for first, last in runs)
+
+
+def merged(taken: Iterable[Runs]) -> Runs:
+    """Return the numbers that are in one of ``taken``, in ascending order."""
+    runs: list[tuple[int, int]] = []
+    for first, last in sorted({run for each in taken for run in each}):
+        if runs and first <= runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], max(last, runs[-1][1]))
+        else:
+            runs.append((first, last))
+    return tuple(runs)
 
 
 def first_free(taken: Iterable[Runs]) -> int:

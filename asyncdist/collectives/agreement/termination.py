@@ -15,6 +15,9 @@ rank that knows it; of those that are not absent none does, and the absent ones 
 gone meanwhile, it may have passed the verdict on before, to a member that has already answered: so all are asked once
 more, with that rank among the absent ones.
 
+In a large agreement (:mod:`asyncdist.collectives.agreement.relays`) the one that tells a rank the verdict is the one
+that passes it on: it keeps it before, and passes on none that it has promised not to take.
+
 The promise holds for one agreement, whose key has the number of the attempt. A process that was started again is no
 member of what was agreed on with the one before, and does not answer for it.
 """
@@ -91,6 +94,10 @@ class Termination:
         if key in self._open:
             _keep(self._heard, key, verdict)
         return True
+
+    def keep(self, verdict: Verdict) -> None:
+        """Keep a verdict for others that ask, before this rank passes it on to them by itself."""
+        _keep(self._heard, verdict.key, verdict)
 
     def on_request(self, request: DecisionRequest, source: int) -> None:
         """Pass the verdict on, or promise not to take it from those that ``source`` counts as absent."""

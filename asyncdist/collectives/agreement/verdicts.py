@@ -222,6 +222,8 @@ def first_difference(joins: Mapping[int, Join], ranks: Sequence[int]) -> tuple[s
     first = ranks[0]
     expected = dict(joins[first].values)
     for rank in ranks[1:]:
+        if joins[rank].values == joins[first].values:
+            continue
         given = dict(joins[rank].values)
         for name in sorted(expected.keys() | given.keys()):
             mine, theirs = expected.get(name, "nothing"), given.get(name, "nothing")

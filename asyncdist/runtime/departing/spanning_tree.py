@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from asyncdist.collectives.agreement.tree_shape import halves, path_to
+
 
 class SpanningTree:
     """Knows the neighbours of one rank in the tree.
@@ -34,7 +36,7 @@ class SpanningTree:
         self._size = size
         self._rank = rank
         self._lost: set[int] = set()
-        self._above, self._own_last = _path(size, rank)
+        self._above, self._own_last = path_to(size, rank)
         self.level = len(self._above)
         self._arrange()
 
@@ -72,7 +74,7 @@ class SpanningTree:
 
     def _living_children(self, rank: int, last: int) -> Iterator[int]:
         """Yield the living ranks right below ``rank``, whose range ends with ``last``; through lost ones."""
-        for first, end in _halves(rank, last):
+        for first, end in halves(rank, last):
             yield from self._living_below(first, end)
 
     def _living_below(self, rank: int, last: int) -> Iterator[int]:
@@ -80,23 +82,3 @@ class SpanningTree:
             yield from self._living_children(rank, last)
         else:
             yield rank
-
-
-def _halves(rank: int, last: int) -> Iterator[tuple[int, int]]:
-    """Yield the children of ``rank``, whose range ends with ``last``, each with the end of its own range."""
-    first = rank + 1
-    if first <= last:
-        middle = first + (last - first) // 2
-        yield first, middle
-        if middle < last:
-            yield middle + 1, last
-
-
-def _path(size: int, rank: int) -> tuple[tuple[int, ...], int]:
-    """Return the ranks above ``rank`` from the top, and the last rank below it."""
-    above = []
-    current, last = 0, size - 1
-    while current != rank:
-        above.append(current)
-        current, last = next((first, end) for first, end in _halves(current, last) if first <= rank <= end)
-    return tuple(above), last

@@ -1,0 +1,263 @@
+"""Carries what members of a large agreement say up to its leader, and the verdict down to them, along a tree of them.
+
+The leader stands at the top (:mod:`asyncdist.collectives.agreement.tree_shape`); the others follow in the order of the
+group. A rank passes on at once that it and all below it have come, so that each rank sends one message up and takes
+two in where all come. Where some are late the others' coming travels on its own after a while, which doubles each time.
+A verdict is passed on as it arrives.
+
+Only that a rank has come, and verdicts, travel like this. Whatever else a member has to say it says to the leader
+itself, after it has repeated there that it has come: so the leader hears both in their order, and from then on believes
+of that rank only what it says itself. So it does when another member is gone, through which its word, or the leader's,
+may have been to pass. The leader answers such a rank itself, also where it decided before: ranks keep the verdicts of
+large agreements for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from asyncdist.collectives.agreement.messages import (
+    AgreementKey,
+    Gathered,
+    Join,
+    Runs,
+    Spread,
+    Verdict,
+    merged,
+    runs_of,
+)
+from asyncdist.collectives.agreement.tree_shape import halves, path_to
+from asyncdist.errors import AsyncdistError, BusyError, RemoteProtocolError
+from asyncdist.transports.rank_sets import RankSet
+
+if TYPE_CHECKING:
+    from asyncdist.messaging.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+#: Up to so many members each one talks to the leader.
+DIRECT_COUNT_MAX: Final = 16
+#: How long a rank waits for those that are late below it before it passes on who has come, for each level below it;
+#: doubled each time, up to a limit.
+_LATE_S: Final = 0.05
+_LATE_MAX_S: Final = 30.0
+#: Verdicts that are kept, and agreements of which a rank keeps who has come below it.
+_KEPT_COUNT_MAX: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """One rank's place in the tree of an agreement; sets of ranks are numbers, a bit for each.
+
+    Attributes:
+        parent: the rank above; the leader's is itself.
+        parts: by rank right below this one: that rank and those below it.
+        everybody: this rank and all below it.
+        levels: how many there are below it.
+    """
+
+    parent: int
+    parts: tuple[tuple[int, int], ...]
+    everybody: int
+    levels: int
+
+
+@dataclass(slots=True)
+class _Coming:
+    """What one rank has heard of those below it, itself included.
+
+    Attributes:
+        come: those that have come.
+        said: those that it has not passed on, by what they said.
+        taken: numbers that these have in use.
+        late_count: how often it has passed on that some have come, and not all.
+        timer: for the next time.
+    """
+
+    come: int = 0
+    said: dict[tuple[tuple[str, str], ...], int] = field(default_factory=dict)
+    taken: Runs = ()
+    late_count: int = 0
+    timer: asyncio.TimerHandle | None = None
+
+
+class Relays:
+    """Passes on what one rank has come to, and hears of, in large agreements.
+
+    Args:
+        engine: of this rank.
+        rank: this rank.
+        send: sends a message to another rank, unless that one is gone.
+        gone: the ranks that have left or are lost; it changes meanwhile.
+
+    Attributes:
+        heard: verdicts of large agreements that this rank has decided, or passed on, by key and leader.
+    """
+
+    def __init__(self, engine: Engine, rank: int, send: Callable[[Any, int], None], gone: Collection[int]) -> None:
+        self._engine = engine
+        self._rank = rank
+        self._send = send
+        self._gone = gone
+        self._is_on = not engine.transport.may_return  # a rank that is started again is no member of what was before
+        self._coming: dict[tuple[AgreementKey, int], _Coming] = {}
+        self._has_left = False
+        self.heard: dict[tuple[AgreementKey, int], Verdict] = {}
+
+    def carry(self, key: AgreementKey) -> bool:
+        """Return whether an agreement is a large one, for which the tree is used."""
+        return self._is_on and key.count_of_members > DIRECT_COUNT_MAX
+
+    def join(self, join: Join, leader: int) -> None:
+        """Say to the rank above that this rank has come."""
+        self._note(join.key, leader, 1 << self._rank, join.values, join.taken)
+
+    def on_gathered(self, gathered: Gathered) -> None:
+        """Note who has come below this rank, which is not the leader."""
+        self._note(gathered.key, gathered.leader, self.ranks_of(gathered), gathered.values, gathered.taken)
+
+    def ranks_of(self, message: Gathered | Spread) -> int:
+        """Return the ranks that a message names, as bits. Raises RemoteProtocolError: some are not below this one."""
+        place = self._place(message.key, message.leader)
+        are_ranks = all(0 <= first <= last < self._engine.transport.size for first, last in message.ranks)
+        ranks = _bits_of(message.ranks) if are_ranks else 0
+        if not ranks or ranks & ~place.everybody:
+            raise RemoteProtocolError(f"{message!r:.200} names ranks that are not below rank {self._rank}")
+        return ranks
+
+    def spread(self, verdict: Verdict, leader: int, ranks: int) -> None:
+        """Keep a verdict, and pass it on to those of ``ranks``, which are bits, that are below this one."""
+        key = verdict.key
+        self.heard[key, leader] = verdict
+        if len(self.heard) > _KEPT_COUNT_MAX:
+            del self.heard[next(iter(self.heard))]
+        place = self._place(key, leader)
+        if leader != self._rank:
+            self._pass_on(key, leader)  # others may have come since, whom the leader has not told
+            self._forget(key, leader)
+        for child, part in place.parts:
+            some = RankSet.of_bits(ranks & part)
+            if child in self._gone:
+                for rank in some:
+                    self._send(verdict, rank)
+            elif some:
+                self._send(Spread(verdict, leader, runs_of(tuple(some))), child)
+
+    def later(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
+        """Call something later, which may send, or bring a verdict."""
+
+        def run() -> None:
+            with contextlib.suppress(AsyncdistError):  # the job has failed
+                call(*args)
+            self._engine.recheck()
+
+        self._engine.loop.call_later(delay_s, run)
+
+    def leave(self) -> None:
+        """Pass on at once what this rank hears from now on, and has heard."""
+        self._has_left = True
+        for key, leader in list(self._coming):
+            self._pass_on(key, leader)
+            self._forget(key, leader)
+
+    def _note(
+        self, key: AgreementKey, leader: int, ranks: int, values: tuple[tuple[str, str], ...], taken: Runs
+    ) -> None:
+        place = self._place(key, leader)
+        coming = self._coming.setdefault((key, leader), _Coming())
+        coming.come |= ranks
+        coming.said[values] = coming.said.get(values, 0) | ranks
+        coming.taken = merged((coming.taken, taken))
+        if coming.come == place.everybody or self._has_left or (key, leader) in self.heard:
+            self._pass_on(key, leader)
+            self._forget(key, leader)
+        elif coming.timer is None:
+            delay_s = min(_LATE_S * place.levels * 2**coming.late_count, _LATE_MAX_S)
+            coming.timer = self._engine.loop.call_later(delay_s, self._on_late, key, leader)
+            if len(self._coming) > _KEPT_COUNT_MAX:
+                self._on_late(*next(iter(self._coming)))
+                self._forget(*next(iter(self._coming)))
+
+    def _on_late(self, key: AgreementKey, leader: int) -> None:
+        coming = self._coming[key, leader]
+        coming.timer = None
+        try:
+            self._pass_on(key, leader)
+        except BusyError:
+            coming.timer = self._engine.loop.call_later(_LATE_S, self._on_late, key, leader)
+        except AsyncdistError as error:  # the job has failed
+            logger.debug("%s: %s", key, error)
+
+    def _pass_on(self, key: AgreementKey, leader: int) -> None:
+        """Say to the rank above who has come, as far as it does not know."""
+        coming = self._coming.get((key, leader))
+        if coming is None or not coming.said:
+            return
+        parent = self._place(key, leader).parent
+        for values, ranks in self._first_differing(coming.said, key, leader):
+            message = Gathered(key.text, leader, runs_of(tuple(RankSet.of_bits(ranks))), values, coming.taken)
+            self._send(message, leader if parent in self._gone else parent)
+        coming.said, coming.taken = {}, ()
+        coming.late_count += 1
+        if coming.timer is not None:
+            coming.timer.cancel()
+            coming.timer = None
+
+    @staticmethod
+    def _first_differing(
+        said: dict[tuple[tuple[str, str], ...], int], key: AgreementKey, leader: int
+    ) -> Iterator[tuple[tuple[tuple[str, str], ...], int]]:
+        """Yield the ranks that said nothing, and those that said one of two things; see :class:`Gathered`."""
+        if () in said:
+            yield (), said[()]
+        told = [(values, ranks) for values, ranks in said.items() if values]
+        if len(told) > 2:
+            order = _order(key.ranks, leader)
+            told.sort(key=lambda each: next(place for place, rank in enumerate(order) if each[1] >> rank & 1))
+            told[1] = told[1][0], functools.reduce(int.__or__, (ranks for _, ranks in told[1:]))
+        yield from told[:2]
+
+    def _forget(self, key: AgreementKey, leader: int) -> None:
+        coming = self._coming.pop((key, leader), None)
+        if coming is not None and coming.timer is not None:
+            coming.timer.cancel()
+
+    def _place(self, key: AgreementKey, leader: int) -> _Place:
+        order = _order(key.ranks, leader)
+        if self._rank not in order or not 0 <= leader < self._engine.transport.size:
+            raise RemoteProtocolError(f"rank {self._rank} is no member of {str(key)!r:.200}")
+        return _place(key.ranks, leader, self._rank)
+
+
+@functools.lru_cache(64)
+def _order(runs: Runs, leader: int) -> dict[int, None]:
+    """Return the ranks of the tree in their order."""
+    return dict.fromkeys((leader, *(rank for first, last in runs for rank in range(first, last + 1))))
+
+
+@functools.lru_cache(4096)
+def _place(runs: Runs, leader: int, rank: int) -> _Place:
+    order = tuple(_order(runs, leader))
+    position = order.index(rank)
+    above, last = path_to(len(order), position)
+    parts = tuple((order[first], _bits(order[first : end + 1])) for first, end in halves(position, last))
+    return _Place(
+        order[above[-1]] if above else rank,
+        parts,
+        _bits(order[position : last + 1]),
+        (last - position + 1).bit_length() - 1,
+    )
+
+
+def _bits(ranks: Collection[int]) -> int:
+    return RankSet(ranks).bits
+
+
+def _bits_of(runs: Runs) -> int:
+    return functools.reduce(int.__or__, ((1 << last + 1) - (1 << first) for first, last in runs), 0)
