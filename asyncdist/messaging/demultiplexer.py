@@ -134,7 +134,13 @@ class TagDemultiplexer:
         buffer = numpy.empty(wire.FRAME_NBYTES_MAX, dtype=numpy.uint8).data
         request = engine.transport.persistent_receive(buffer, tag)
         self.receiver = FrameReceiver(
-            request, buffer, drop=self.drop, explain=self._explain, ring=engine.ring, contacts=heard_from
+            request,
+            buffer,
+            drop=self.drop,
+            explain=self._explain,
+            ring=engine.ring,
+            recheck=engine.recheck,
+            contacts=heard_from,
         )
         engine.add_pollable(self.receiver)
 

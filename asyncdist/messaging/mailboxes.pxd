@@ -75,6 +75,7 @@ cdef class FrameReceiver(Pollable):
     cdef readonly object drop
     cdef object _explain
     cdef object _ring
+    cdef readonly object recheck
     cdef public object contacts
     cdef readonly dict routes
     cdef unsigned long long _key

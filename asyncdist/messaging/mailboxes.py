@@ -296,8 +296,10 @@ class Inbox:
         """
         if not self.mailbox:
             while test_count:
-                if self._receiver.deliver_up_to(1) and self.mailbox:  # a further test would only delay the caller
-                    break
+                if self._receiver.deliver_up_to(1):
+                    if self.mailbox:  # a further test would only delay the caller
+                        break
+                    self._receiver.recheck()
                 test_count -= 1
         if self.failure is not None:
             raise self.failure
@@ -354,6 +356,8 @@ class FrameReceiver(Pollable):
         drop: called with the source of a frame that is not delivered, one of a few reasons, and the particulars.
         explain: called with a frame that is for no inbox, and its source; returns whether the tag must stall.
         ring: asks the engine for another pass.
+        recheck: called where a task that tested the tag for its own inbox has delivered a message to another one: it
+            was no pass, after which conditions are evaluated.
         contacts: see below.
 
     Attributes:
@@ -372,9 +376,11 @@ class FrameReceiver(Pollable):
         drop: Callable[[int, str, str], None],
         explain: Callable[[FrameReader, int], bool],
         ring: Callable[[], None],
+        recheck: Callable[[], None],
         contacts: set[int],
     ) -> None:
         self.request = request
+        self.recheck = recheck
         self.contacts = contacts
         self._take = request.take
         self._frame = FrameReader(buffer)

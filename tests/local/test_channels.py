@@ -237,6 +237,22 @@ async def test_a_protocol_may_send_to_a_rank_that_has_left(pair: list[World]) ->
 # ---------------------------------------------------------------------------------------------------------- being full
 
 
+async def test_a_message_taken_up_beside_another_channel_of_its_tag_wakes_who_waits_for_a_condition(
+    pair: list[World],
+) -> None:
+    ours, other = (
+        [world.services.open_channel(Number, tag=TAG, scope=scope, name=f"p{scope}") for world in pair]
+        for scope in (1, 2)
+    )
+    waiting = asyncio.ensure_future(pair[1].services.engine.until(lambda: other[1].is_ready, "the other channel"))
+    await yields(3)
+    other[0].send_nowait(Number(7), 1)
+    assert ours[1].inbox.take(1) is None, "the test of a task, which is no pass"
+    assert other[1].is_ready
+    await yields(2)
+    assert waiting.done(), "it waits until something else comes"
+
+
 async def test_a_full_mailbox_stops_the_tag_and_receiving_resumes_it(pair: list[World]) -> None:
     a, b = both(pair, capacity=3)
     other_a, other_b = (world.channel(Word, tag=TAG + 1) for world in pair)
