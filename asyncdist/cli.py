@@ -11,6 +11,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Final, NoReturn
@@ -18,11 +19,12 @@ from typing import Final, NoReturn
 from asyncdist import environment, local_host, rank_program
 from asyncdist._version import __version__
 from asyncdist.launch import joining_ranks, local_ranks, mpirun, remote_hosts, remote_ranks
+from asyncdist.live.destinations import destinations, missing
 
 #: The options that take a value; the others are one word.
 _RUN_OPTIONS: Final = (
     *("-n", "--ranks", "--hosts", "--ssh", "--transport", "--mpi", "--threads-per-rank", "--stall-s", "--record"),
-    *("--restarts", "--places", "--join", "-m"),
+    *("--metrics", "--restarts", "--places", "--join", "-m"),
 )
 #: Those for ranks that join a world that runs.
 _NEWCOMER_OPTIONS: Final = ("restarts", "places", "join")
@@ -98,7 +100,8 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
         usage=(
             "asyncdist run -n RANKS | --hosts HOST:RANKS,... [--ssh CMD] | --join HOST:PORT [-n RANKS] "
             "[--transport mpi|torch] [--mpi openmpi|mpich] [--survive] [--restarts N] [--places N] "
-            "[--threads-per-rank N] [--stall-s S] [--record DIR] [--prefix] script.py | -m MODULE [arguments]"
+            "[--threads-per-rank N] [--stall-s S] [--record DIR] [--metrics PORT|SINK] [--prefix] "
+            "script.py | -m MODULE [arguments]"
         ),
         description=(
             "Start a script on several ranks of this host, or of others that ssh reaches: with the MPI that is "
@@ -154,6 +157,13 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     run.add_argument(
         "--record", metavar="DIR", help="write down there what each rank does; see record in asyncdist.run"
+    )
+    run.add_argument(
+        "--metrics",
+        action="append",
+        metavar="PORT|SINK",
+        help="where the counters of ranks go: a port for Prometheus, tensorboard:DIR, wandb or opentelemetry; "
+        "see metrics in asyncdist.run",
     )
     run.add_argument("--prefix", action="store_true", help="begin each line that a rank prints with [its number]")
     run.add_argument("-m", dest="module", metavar="MODULE", help="run a module in place of a script, as python -m does")
@@ -311,6 +321,8 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
             environ = {**environ, environment.STALL_VARIABLE: options.stall_s}
         if options.record is not None:
             environ = {**environ, environment.RECORD_VARIABLE: os.path.abspath(options.record)}
+        if options.metrics is not None:
+            environ = {**environ, environment.METRICS_VARIABLE: _metrics(",".join(options.metrics))}
         if options.module is not None:
             environ = {**environ, rank_program.MODULE_VARIABLE: options.module}
         if options.prefix:
@@ -350,6 +362,17 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     return local_ranks.run(
         script, arguments, ranks=ranks, threads=threads, restarts=restarts, places=options.places, environ=environ
     )
+
+
+def _metrics(named: str) -> str:
+    """Return where counters go, for ranks that may have other working directories. Raises ValueError."""
+    texts = []
+    for each in destinations(named, "--metrics"):
+        lacking = missing(each)
+        if lacking is not None:
+            raise ValueError(f"--metrics: {lacking}")
+        texts.append(str(each if each.sink != "tensorboard" else replace(each, where=os.path.abspath(each.where))))
+    return ",".join(texts)
 
 
 def _script(options: argparse.Namespace) -> str:

@@ -45,6 +45,8 @@ _BACKEND_VARIABLE: Final = "ASYNCDIST_BACKEND"
 #: Says how long main may wait before a warning, where the program does not say it.
 STALL_VARIABLE: Final = "ASYNCDIST_STALL_S"
 RECORD_VARIABLE: Final = "ASYNCDIST_RECORD"
+#: Says where counters go.
+METRICS_VARIABLE: Final = "ASYNCDIST_METRICS"
 #: Says how often this rank has been started again, in jobs whose launcher does that.
 INCARNATION_VARIABLE: Final = "ASYNCDIST_INCARNATION"
 #: Says how many places, the highest, have no process when the world begins, in jobs that ranks may join later.
@@ -337,6 +339,11 @@ def threads_per_rank(environ: Mapping[str, str] = os.environ, cores: int | None 
 def record(environ: Mapping[str, str] = os.environ) -> str | None:
     """Return the folder for recordings that the user has set for this job; None if it is not set."""
     return environ.get(RECORD_VARIABLE) or None
+
+
+def metrics(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return where the user wants counters to go for this job; None if that is not set."""
+    return environ.get(METRICS_VARIABLE) or None
 
 
 def stall_s(environ: Mapping[str, str] = os.environ) -> float | None:

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from asyncdist.live.population import Progress
+from asyncdist.live.counters import PolicyCounters
 from asyncdist.messaging.services import Services
 from asyncdist.recording.events import EventLog, Field
 from protocols.step_info import NOTHING, StepInfo
@@ -44,7 +44,9 @@ class Journal:
         self._name = name
         self._number = -1
         self._step_count = 0  # as the policy counts: its iteration
-        self._replacement_count = 0
+        self._replacement_count = self._abandoned_count = 0
+        self._role, self._round = "", None  # type: str, int | None
+        self._coordinator: int | None = None
         self._latest: StepInfo = NOTHING  # of the steps that changed weights
         self._events: EventLog | None = None
 
@@ -93,11 +95,33 @@ class Journal:
                     *(info.seconds, info.nbytes, info.coordinator, info.route),
                 )
             elif info.abandoned:
+                self._abandoned_count += 1
                 self.add("abandoned", info.round, iteration, info.abandoned)
         if began_at and self._events is not None:
             self._events.record("step", self._number, iteration, self._events.now() - began_at)
 
-    def progress(self) -> Progress:
+    def note_role(self, round: int, state: str) -> None:
+        """Note what this rank does in a round from now on."""
+        self._round, self._role = round or None, state
+        self.add("role", round, state)
+
+    def note_coordinator(self, epoch: int, rank: int) -> None:
+        """Note that another rank coordinates from now on."""
+        self._coordinator = rank
+        self.add("coordinator", epoch, rank)
+
+    def progress(self) -> PolicyCounters:
         """Return what the policy has done so far; it only reads, since another thread may ask."""
-        latest = str(self._latest) if self._latest else ""
-        return Progress(self._name, self._step_count, self.metric, self._replacement_count, latest)
+        latest = self._latest
+        return PolicyCounters(
+            policy=self._name,
+            step=self._step_count,
+            metric=self.metric,
+            role=self._role,
+            round=self._round,
+            replacement_count=self._replacement_count,
+            abandoned_count=self._abandoned_count,
+            staleness_steps=latest.staleness_steps if latest else None,
+            coordinator=self._coordinator,
+            latest=str(latest) if latest else "",
+        )

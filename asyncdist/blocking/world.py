@@ -26,7 +26,7 @@ from asyncdist.collectives.groups import Group
 from asyncdist.recording.writer import LIMIT_NBYTES
 from asyncdist.runtime import run as runtime
 from asyncdist.runtime.hosting import GRACE_S
-from asyncdist.runtime.run import WATCHDOG_S, BulkName, TransportName
+from asyncdist.runtime.run import WATCHDOG_S, BulkName, MetricsName, TransportName
 from asyncdist.runtime.world import World as AwaitedWorld, WorldStatistics, _current_world, refuse_inside_a_world
 
 P = ParamSpec("P")
@@ -154,6 +154,7 @@ def open_world(
     stall_aborts: bool = False,
     record: str | os.PathLike[str] | None = None,
     record_limit_nbytes: int = LIMIT_NBYTES,
+    metrics: MetricsName = None,
 ) -> Iterator[World]:
     """Open a world for code without an event loop: ``with ad.blocking.open_world() as world``.
 
@@ -186,6 +187,7 @@ def open_world(
         strict=strict,
         record=record,
         limit_nbytes=record_limit_nbytes,
+        metrics=metrics,
     )
     user = sys._getframe(2)  # outside of contextlib
     with aside():

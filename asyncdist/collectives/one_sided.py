@@ -247,6 +247,7 @@ class _OneSidedWindow(VersionedWindow):
         for index, target in enumerate(targets):
             what = f"read of version {record.version} of rank {rank}"
             await self._engine.wait(self._window.start_read(target, position, offset), what)
+            self._services.read_nbytes += len(target)
             offset += len(target)
             take(index)
         writing, records = await self._look(rank)

@@ -1,7 +1,6 @@
 """Shows what each rank of a population does, in a notebook's cell or in a terminal, while one process hosts it.
 
-Protocols tell of themselves by ``Services.progress_probes``. They are asked where the table is drawn, in another thread
-than the ranks': a probe only reads.
+The table is drawn in another thread than the ranks', which only reads.
 """
 
 from __future__ import annotations
@@ -9,46 +8,24 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from asyncdist.errors import AsyncdistError
+from asyncdist.live.counters import counters_of
+from asyncdist.live.table import Readings, Row, screen
+from asyncdist.messaging.services import Services
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Group
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """What a policy of one rank has done so far.
-
-    Attributes:
-        policy: its name, if it has one.
-        step: how many steps it has done.
-        metric: the last number that it reported; None before.
-        replacement_count: how often it has changed the weights.
-        latest: the last of these changes.
-    """
-
-    policy: str
-    step: int
-    metric: float | None
-    replacement_count: int
-    latest: str
-
-
-class _Services(Protocol):
-    progress_probes: list[Callable[[], Progress]]
-    last_progress: Progress | None
 
 
 class _World(Protocol):
     rank: int
 
     @property
-    def services(self) -> _Services: ...
+    def services(self) -> Services: ...
 
 
 class PopulationView:
@@ -64,6 +41,7 @@ class PopulationView:
         except ImportError:
             raise AsyncdistError("live=True needs rich, which draws the table: pip install rich") from None
         self._worlds: dict[int, _World] = {}
+        self._readings = Readings()
 
     def watched(self, main: Callable[..., Coroutine[Any, Any, T]]) -> Callable[..., Coroutine[Any, Any, T]]:
         """Return ``main``, whose world is seen from its beginning on."""
@@ -71,31 +49,23 @@ class PopulationView:
         @functools.wraps(main)
         async def watched_main(world: Any, *args: Any) -> T:
             self._worlds[world.rank] = world
+            world.services.count_waits()
             return await main(world, *args)
 
         return watched_main
 
-    def rows(self) -> list[tuple[int, Progress]]:
-        """Return what each rank's policies say; of a rank that has none open any more, what the last one said."""
-        rows = []
-        for rank, world in sorted(self._worlds.copy().items()):
-            last = world.services.last_progress
-            told = [probe() for probe in tuple(world.services.progress_probes)] or filter(None, [last])
-            rows += [(rank, progress) for progress in told]
-        return rows
+    def rows(self) -> list[Row]:
+        """Read what each rank has done; of a rank that has no policy open any more, what its last one has."""
+        for _, world in sorted(self._worlds.copy().items()):
+            self._readings.add(counters_of(world.services))
+        return self._readings.rows()
 
-    def table(self) -> Table:
-        """Return the table, as of now."""
-        from rich.table import Table
+    def screen(self) -> Group:
+        """Return the table, as of now, in the size of the terminal, or the cell."""
+        import rich
 
-        rows = self.rows()
-        are_named = any(told.policy for _, told in rows)
-        table = Table("rank", *["policy"] * are_named, "step", "metric", "replaced", "latest")
-        for rank, told in rows:
-            metric = "" if told.metric is None else f"{told.metric:.5g}"
-            name = [told.policy] * are_named
-            table.add_row(str(rank), *name, str(told.step), metric, str(told.replacement_count), told.latest)
-        return table
+        console = rich.get_console()
+        return screen(self.rows(), console.width, None if console.is_jupyter else console.height)
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[Callable[[], None]]:
@@ -106,11 +76,11 @@ class PopulationView:
         if rich.get_console().is_jupyter:
             from IPython.display import display
 
-            handle = display(self.table(), display_id=True)  # type: ignore[no-untyped-call]
+            handle = display(self.screen(), display_id=True)  # type: ignore[no-untyped-call]
             try:
-                yield lambda: handle.update(self.table())
+                yield lambda: handle.update(self.screen())
             finally:
-                handle.update(self.table())
+                handle.update(self.screen())
         else:
-            with Live(get_renderable=self.table, refresh_per_second=4):
+            with Live(get_renderable=self.screen, refresh_per_second=4):
                 yield lambda: None

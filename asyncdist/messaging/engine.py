@@ -278,12 +278,12 @@ class Engine(Poller):
         if self._misses_wakes:
             self.wake()
         self._waiters[waiter] = what
-        began_at = 0.0 if self.on_waited is None else self.loop.time()
+        began_at = None if self.on_waited is None else self.loop.time()
         try:
             await waiter
         finally:
             del self._waiters[waiter]
-            if self.on_waited is not None:
+            if self.on_waited is not None and began_at is not None:
                 self.on_waited(what, self.loop.time() - began_at)
 
     # -- tasks that others count on ---------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ class Engine(Poller):
         waiter = asyncio.shield(task)
         self.collective_waits.add(waiter)
         try:
-            return await self.settled_by(task, waiter)
+            return await self.settled_by(task, waiter, "a collective")
         finally:
             self.collective_waits.discard(waiter)
 
@@ -312,13 +312,16 @@ class Engine(Poller):
         finally:
             task.remove_done_callback(wake)
 
-    async def settled_by(self, task: asyncio.Task[Any], future: asyncio.Future[T]) -> T:
-        """Await ``future``, which ``task`` settles, and let reports see that."""
+    async def settled_by(self, task: asyncio.Task[Any], future: asyncio.Future[T], what: str = "") -> T:
+        """Await ``future``, which ``task`` settles, and let reports see that; ``what`` says it in words."""
         self._settlers[future] = task
+        began_at = None if self.on_waited is None else self.loop.time()
         try:
             return await future
         finally:
             del self._settlers[future]
+            if self.on_waited is not None and began_at is not None:
+                self.on_waited(what or task.get_name(), self.loop.time() - began_at)
 
     def settler(self, future: Any) -> asyncio.Task[Any] | None:
         """Return the task that settles ``future``, where a coroutine awaits it by :meth:`settled_by`."""

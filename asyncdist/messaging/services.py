@@ -94,9 +94,13 @@ class Services:
         left: ranks that have stopped: main has returned there, or they have answered a failure elsewhere.
         sent_to: ranks to which this one has sent messages on channels (of those with ``counts_contacts``).
         heard_from: ranks from which such messages have come.
-        progress_probes: functions that tell what a policy has done so far; only read, since another thread may ask.
+        progress_probes: functions that tell what a policy has done so far, as a
+            :class:`~asyncdist.live.counters.PolicyCounters`; they only read, since another thread may ask.
         last_progress: what the policy said that was closed last.
         events: what has happened on this rank lately.
+        read_nbytes: bytes that were read in the memory of other ranks.
+        waited_s: how long the user's tasks have waited, all together, since :meth:`count_waits`; services of protocols
+            wait all the time.
         leftover_probes: functions that name what a protocol has not cleared away; they are asked at the end.
 
     Args:
@@ -125,6 +129,9 @@ class Services:
         self.last_progress: Any = None
         self.leftover_probes: list[Callable[[], Sequence[str]]] = []
         self.events = EventLog(self.time)
+        self.read_nbytes = 0
+        self.waited_s = 0.0
+        self._on_waited: Callable[[str, float], None] | None = None
         self._loop = loop
         self.nonce = nonce
         self._returned = RankSet()  # ranks whose main has returned
@@ -264,6 +271,21 @@ class Services:
     def on_defect(self, listener: Callable[[BaseException], None]) -> None:
         """Call ``listener(error)`` when a service task fails: no other task awaits it, and the error must be seen."""
         self._defect_listeners.append(listener)
+
+    def count_waits(self, on_waited: Callable[[str, float], None] | None = None) -> None:
+        """Count from now on how long the user's tasks wait; it costs each wait a microsecond.
+
+        Args:
+            on_waited: called with what such a task has waited for, in words, and the seconds.
+        """
+        self._on_waited = on_waited or self._on_waited
+        self.engine.on_waited = self._note_wait
+
+    def _note_wait(self, what: str, seconds: float) -> None:
+        if not self.is_service(asyncio.current_task()):
+            self.waited_s += seconds
+            if self._on_waited is not None:
+                self._on_waited(what, seconds)
 
     @property
     def task_count(self) -> int:

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 from asyncdist import validation
+from asyncdist.live.counters import counters_of
+from asyncdist.live.destinations import Destination
+from asyncdist.live.exporting import Exporter
 from asyncdist.messaging.engine import Engine
 from asyncdist.recording.writer import RecordOptions
 from asyncdist.runtime import handshake
@@ -34,12 +37,14 @@ class RankOptions:
         grace_s, strict: as there.
         watchdogs: how long the rank may stand still.
         record: what is written down; None for nothing.
+        metrics: where counters go.
     """
 
     grace_s: float = GRACE_S
     strict: bool = False
     watchdogs: WatchdogOptions = ENDLESS
     record: RecordOptions | None = None
+    metrics: tuple[Destination, ...] = ()
 
 
 DEFAULT_OPTIONS: Final = RankOptions()
@@ -97,6 +102,7 @@ async def hosted(
     transport = recording.transport
     engine = Engine(transport, loop)
     engine.start()
+    exporter: Exporter | None = None
     token = None
     try:
         try:
@@ -106,6 +112,7 @@ async def hosted(
             fail_alone(transport, error)
             _raise_as_it_is(error)
         recording.begin(world)
+        exporter = _exporter(world, transport, options)
         token = _current_world.set(world)
         engine.start()  # again: messages are handled in this rank's context from now on
         monitor = FailureMonitor(world)
@@ -136,11 +143,23 @@ async def hosted(
         if success is not None:
             raise success
     finally:
+        if exporter is not None:
+            exporter.end()
         engine.stop()
         recording.close()
         if token is not None:
             with contextlib.suppress(ValueError):  # an async generator may be finalised in another context
                 _current_world.reset(token)
+
+
+def _exporter(world: World, transport: Transport, options: RankOptions) -> Exporter | None:
+    """Export the rank's counters, where its user wants that."""
+    if not options.metrics:
+        return None
+    world.services.count_waits()
+    exporter = Exporter(options.metrics, functools.partial(counters_of, world.services), transport.local_rank)
+    exporter.begin()
+    return exporter
 
 
 @asynccontextmanager

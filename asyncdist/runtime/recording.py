@@ -13,7 +13,7 @@ import numpy
 import torch
 
 from asyncdist.messaging.engine import Engine
-from asyncdist.messaging.services import Services, clock_of
+from asyncdist.messaging.services import clock_of
 from asyncdist.recording.writer import RecordOptions, RecordWriter, header_of
 from asyncdist.runtime.world import World
 from asyncdist.transports.base import Transport
@@ -61,7 +61,7 @@ class Recording:
         writer.open({**header, **_conditions(world)})
         services, engine = world.services, world.services.engine
         services.events.sink = writer.add
-        engine.on_waited = functools.partial(self._note_wait, writer, services)
+        services.count_waits(writer.note_wait)
         engine.on_safe_point = functools.partial(writer.note, "safe_point")
         engine.on_deadline = functools.partial(writer.note, "deadline")
         services.time = world.time = functools.partial(self._read_clock, writer, services.time)
@@ -81,11 +81,6 @@ class Recording:
         seconds = clock()
         writer.add(seconds, "clock", (seconds,))
         return seconds
-
-    def _note_wait(self, writer: RecordWriter, services: Services, what: str, seconds: float) -> None:
-        """Write down a wait of the user's tasks; services of protocols wait all the time."""
-        if not services.is_service(asyncio.current_task()):
-            writer.note_wait(what, seconds)
 
     def _tick(self, writer: RecordWriter) -> None:
         writer.flush()

@@ -23,6 +23,7 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar, cast
 
 from asyncdist import environment, validation
 from asyncdist.errors import AsyncdistError, LateError, is_consequence
+from asyncdist.live.destinations import destinations
 from asyncdist.live.population import PopulationView
 from asyncdist.recording.writer import LIMIT_NBYTES, RecordOptions
 from asyncdist.runtime.failing.failure import end_late, refuse
@@ -43,6 +44,8 @@ TransportName: TypeAlias = str
 #: What may carry the streams of tensors beside another transport: ``"mpi"``, ``"torch"`` or ``"torch:BACKEND"``.
 BulkName: TypeAlias = str
 LoopName: TypeAlias = Literal["uvloop", "asyncio"]
+#: Where counters go: see ``metrics`` of :func:`run`.
+MetricsName: TypeAlias = int | str | Sequence[int | str] | None
 
 #: How long spawned tasks may only wait, after main of their rank has returned, before a warning is logged.
 WATCHDOG_S: Final = 10.0
@@ -68,6 +71,7 @@ def run(
     stall_aborts: bool = False,
     record: str | os.PathLike[str] | None = None,
     record_limit_nbytes: int = LIMIT_NBYTES,
+    metrics: MetricsName = None,
 ) -> T:
     """Run ``main(world, *args)`` as this process's rank and return what it returns.
 
@@ -103,6 +107,11 @@ def run(
             :func:`asyncdist.recording.reader.read_recording` reads. By default what the variable
             ASYNCDIST_RECORD says (``asyncdist run --record``). Where it cannot be written, a warning says so.
         record_limit_nbytes: the size at which a rank's file ends, in bytes.
+        metrics: where the counters of each rank go: a port, or ``"HOST:PORT"``, at which the first rank of a host
+            serves them to Prometheus, and the others at those that follow, on 127.0.0.1 where no host is named;
+            ``"tensorboard:FOLDER"``, ``"wandb"``, ``"wandb:PROJECT"`` or ``"opentelemetry"``; or several of these. By
+            default what the variable ASYNCDIST_METRICS says (``asyncdist run --metrics``). Where one of them fails, a
+            warning says so.
 
     Raises:
         TypeError: main is not a coroutine function, or cannot be called with a world and ``args``.
@@ -126,6 +135,7 @@ def run(
             strict=strict,
             record=record,
             limit_nbytes=record_limit_nbytes,
+            metrics=metrics,
         )
         _check_options(transport, ranks, loop, grace_s, bulk)
         elsewhere = run_elsewhere.get()
@@ -182,6 +192,7 @@ def run_local(
     stall_aborts: bool = False,
     record: str | os.PathLike[str] | None = None,
     record_limit_nbytes: int = LIMIT_NBYTES,
+    metrics: MetricsName = None,
     live: bool = False,
 ) -> list[T]:
     """Host ``ranks`` ranks on one loop of this process; returns the value of each.
@@ -196,7 +207,13 @@ def run_local(
         BaseException: what the first rank to fail raised; AsyncdistError where rich is missing, which draws the table.
     """
     options = rank_options(
-        watchdog_s, stall_s, stall_aborts, strict=strict, record=record, limit_nbytes=record_limit_nbytes
+        watchdog_s,
+        stall_s,
+        stall_aborts,
+        strict=strict,
+        record=record,
+        limit_nbytes=record_limit_nbytes,
+        metrics=metrics,
     )
     _check_options("local", ranks, loop, GRACE_S)
     if not live:
@@ -262,6 +279,7 @@ async def open_world(
     stall_aborts: bool = False,
     record: str | os.PathLike[str] | None = None,
     record_limit_nbytes: int = LIMIT_NBYTES,
+    metrics: MetricsName = None,
 ) -> AsyncIterator[World]:
     """Open a world inside a running loop, for notebooks and tests: ``async with ad.open_world() as world``.
 
@@ -286,6 +304,7 @@ async def open_world(
         strict=strict,
         record=record,
         limit_nbytes=record_limit_nbytes,
+        metrics=metrics,
     )
     select.check_bulk(bulk, transport)
     started = select.detect(transport)
@@ -355,6 +374,7 @@ def rank_options(
     strict: bool = False,
     record: str | os.PathLike[str] | None = None,
     limit_nbytes: int = LIMIT_NBYTES,
+    metrics: MetricsName = None,
 ) -> RankOptions:
     """Return how a rank is hosted, from the options of :func:`run`."""
     chosen = environment.stall_s() if stall_s is None else stall_s
@@ -363,7 +383,14 @@ def rank_options(
     else:
         watchdogs = WatchdogOptions(watchdog_s, chosen, stall_aborts)
     folder = environment.record() if record is None else record
-    return RankOptions(grace_s, strict, watchdogs, RecordOptions.of(folder, limit_nbytes))
+    sinks = destinations(environment.metrics(), environment.METRICS_VARIABLE) if metrics is None else None
+    return RankOptions(
+        grace_s,
+        strict,
+        watchdogs,
+        RecordOptions.of(folder, limit_nbytes),
+        destinations(metrics) if sinks is None else sinks,
+    )
 
 
 def _check_options(

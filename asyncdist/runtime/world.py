@@ -21,6 +21,7 @@ import torch
 from asyncdist import validation
 from asyncdist.collectives.groups import Group, check_open
 from asyncdist.errors import ClosedError, LocalProtocolError
+from asyncdist.live.counters import RankCounters, counters_of
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.engine import PROGRESS_BUDGET_S, EngineStatistics, yield_to_loop
@@ -422,6 +423,14 @@ class World:
         **Cancellation**: as of :meth:`new_group`; the groups that have been made are freed.
         """
         return await self.peers.groups.new_groups(lists, timeout_s)
+
+    def counters(self) -> RankCounters:
+        """Return what this rank has done so far: steps, metric, role, messages, bytes; any thread may ask.
+
+        Waits are counted from the first time on that somebody asks.
+        """
+        self.services.count_waits()
+        return counters_of(self.services)
 
     def statistics(self) -> WorldStatistics:
         """Return the counts since the world was opened."""

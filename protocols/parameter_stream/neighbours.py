@@ -185,6 +185,7 @@ class Reading:
             self._neighbours.note_failure(self.donor)
             raise self._aborted(f"has withdrawn its snapshot, or cannot be read: {error}") from error
         self.received_nbytes += into.nbytes
+        self._services.read_nbytes += into.nbytes
 
     def complete(self) -> None:
         """Note that all has been read."""

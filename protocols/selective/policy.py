@@ -492,7 +492,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
 
     def _on_new_coordinator(self, epoch: int, rank: int) -> None:
         """End what an earlier coordinator has begun, and take part in what the new one decides."""
-        self._journal.add("coordinator", epoch, rank)
+        self._journal.note_coordinator(epoch, rank)
         self._carry_out(self._member.on_coordinator_gone("is replaced"))
         self._channels.enter_epoch(epoch)
         if not self._is_joining:

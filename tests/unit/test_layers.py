@@ -21,7 +21,7 @@ FOLDERS: dict[str, set[str]] = {
     "recording": set(),
     "messaging": {"tensors", "transports", "recording"},
     "collectives": {"tensors", "transports", "messaging"},
-    "live": set(),
+    "live": {"messaging"},
     "runtime": {"tensors", "transports", "recording", "messaging", "collectives", "live"},
     "spmd": {"tensors", "transports", "messaging", "collectives", "runtime"},
     "functional": {"tensors", "transports", "messaging", "collectives", "runtime", "spmd"},
@@ -30,7 +30,7 @@ FOLDERS: dict[str, set[str]] = {
     "integrations": {"blocking"},
     "bench": {"messaging"},
     "simulation": {"tensors", "transports", "recording", "messaging", "collectives", "runtime", "blocking"},
-    "face": {"tensors", "transports", "runtime", "launch", "blocking", "simulation"},
+    "face": {"tensors", "transports", "live", "runtime", "launch", "blocking", "simulation"},
 }
 #: Modules of ``asyncdist/`` itself that everybody may import; the others there are the face that users see.
 GROUND = {

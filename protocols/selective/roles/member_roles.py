@@ -156,4 +156,4 @@ class MemberRoles:
         state = self._member.state
         if state is not self._told_state:
             self._told_state = state
-            self._journal.add("role", self._member.round or self._member.last_round, state.name.lower())
+            self._journal.note_role(self._member.round or self._member.last_round, state.name.lower())

@@ -1,0 +1,91 @@
+"""Says where the counters of ranks go, as users name it: ``9100``, ``tensorboard:runs``, ``wandb``."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
+from asyncdist import validation
+
+Sink: TypeAlias = Literal["prometheus", "tensorboard", "wandb", "opentelemetry"]
+#: The module that each needs, and what brings it.
+NEEDED: Final[Mapping[Sink, tuple[str, str]]] = {
+    "prometheus": ("prometheus_client", "asyncdist[prometheus]"),
+    "tensorboard": ("tensorboard", "asyncdist[tensorboard]"),
+    "wandb": ("wandb", "asyncdist[wandb]"),
+    "opentelemetry": ("opentelemetry.metrics", "asyncdist[opentelemetry]"),
+}
+#: Where ports are opened unless another address is named: nobody else can connect to it.
+LOCAL: Final = "127.0.0.1"
+_ALLOWED: Final = "a port, HOST:PORT, tensorboard:FOLDER, wandb, wandb:PROJECT or opentelemetry"
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Says where counters go.
+
+    Attributes:
+        sink: what takes them.
+        where: the address, the folder or the project; empty for the sink's own choice.
+        port: of Prometheus, that of the first rank of a host; 0 elsewhere.
+    """
+
+    sink: Sink
+    where: str = ""
+    port: int = 0
+
+    def __str__(self) -> str:
+        if self.port:
+            return f"[{self.where}]:{self.port}" if ":" in self.where else f"{self.where}:{self.port}"
+        return f"{self.sink}:{self.where}" if self.where else self.sink
+
+
+def destinations(named: object, what: str = "metrics") -> tuple[Destination, ...]:
+    """Return what a user has named: one, several with commas between them, or a sequence.
+
+    Args:
+        named: a number, a text, a sequence of them, or None for nothing.
+        what: named it, for errors.
+
+    Raises:
+        TypeError, ValueError: it is none of these.
+    """
+    if named is None:
+        return ()
+    if isinstance(named, str):
+        parts: Iterable[object] = [part.strip() for part in named.split(",") if part.strip()]
+    elif isinstance(named, Iterable):
+        parts = named
+    else:
+        parts = [named]
+    found = tuple(_destination(part, what) for part in parts)
+    if not found:
+        validation.refuse(what, named, f"{_ALLOWED}; or several of them", ValueError)
+    return found
+
+
+def _destination(named: object, what: str) -> Destination:
+    if isinstance(named, bool) or not isinstance(named, (int, str)):
+        validation.refuse(what, named, _ALLOWED, TypeError)
+    text = str(named)
+    sink, _, where = text.partition(":")
+    if text in ("wandb", "opentelemetry") or (sink == "wandb" and where):
+        return Destination("wandb" if sink == "wandb" else "opentelemetry", where)
+    if sink == "tensorboard" and where:
+        return Destination("tensorboard", where)
+    host, _, port = text.rpartition(":")
+    if not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536) or (":" in text and not host):
+        validation.refuse(what, named, f"{_ALLOWED}, with a port of 1 to 65535", ValueError)
+    return Destination("prometheus", host.strip("[]") or LOCAL, int(port))
+
+
+def missing(destination: Destination) -> str | None:
+    """Return what to install for a destination, in words; None where it is there."""
+    module, extra = NEEDED[destination.sink]
+    try:
+        is_there = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package above it
+        is_there = False
+    return None if is_there else f"{destination.sink} needs {module.partition('.')[0]}: pip install '{extra}'"

@@ -1,0 +1,106 @@
+"""Exports the counters of a rank while it runs, from a thread that only reads.
+
+No run is ended, or held up, by what takes its counters: where that fails, one warning says so, and the run goes on.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from asyncdist.live.counters import RankCounters
+from asyncdist.live.destinations import Destination, missing
+from asyncdist.live.writers import OpenTelemetryWriter, TensorBoardWriter, WandbWriter, Writer
+
+logger = logging.getLogger("asyncdist.live.exporting")
+
+#: How often counters are written to what does not ask for them.
+PERIOD_S: Final = 5.0
+#: How long the end of a run waits until they have been written for the last time.
+END_S: Final = 5.0
+
+
+class Exporter:
+    """Exports the counters of one rank.
+
+    Args:
+        destinations: where to.
+        read: returns the counters; any thread may call it.
+        local_rank: this rank's number on its host: its port is that of the destination, plus this.
+        period_s: how often they are written.
+    """
+
+    def __init__(
+        self,
+        destinations: Sequence[Destination],
+        read: Callable[[], RankCounters],
+        local_rank: int,
+        period_s: float = PERIOD_S,
+    ) -> None:
+        self._destinations = destinations
+        self._read = read
+        self._local_rank = local_rank
+        self._period_s = period_s
+        self._is_over = threading.Event()
+        self._writers: list[tuple[Destination, Writer]] = []
+        self._thread = threading.Thread(target=self._export, name="asyncdist metrics", daemon=True)
+
+    def begin(self) -> None:
+        """Begin, if there is anything to do. The libraries are loaded in the thread, since some take a second."""
+        if self._destinations:
+            self._thread.start()
+
+    def end(self) -> None:
+        """Write for the last time, and stop. Where that takes too long the thread is left to itself."""
+        if self._thread.is_alive():
+            self._is_over.set()
+            self._thread.join(END_S)
+
+    def _export(self) -> None:
+        for destination in self._destinations:
+            self._guarded(destination, self._open, destination)
+        is_over = False
+        while not is_over:
+            is_over = self._is_over.wait(self._period_s)
+            counters = self._read()
+            for destination, writer in list(self._writers):
+                if not self._guarded(destination, writer.write, counters):
+                    self._writers.remove((destination, writer))
+        for destination, writer in self._writers:
+            self._guarded(destination, writer.close)
+
+    def _open(self, destination: Destination) -> None:
+        self._writers.append((destination, self._writer(destination)))
+
+    def _writer(self, destination: Destination) -> Writer:
+        lacking = missing(destination)
+        if lacking is not None:
+            raise ImportError(lacking)
+        if destination.sink == "tensorboard":
+            return TensorBoardWriter(destination.where, self._read().rank)
+        if destination.sink == "wandb":
+            return WandbWriter(destination.where, self._read())
+        if destination.sink == "opentelemetry":
+            return OpenTelemetryWriter()
+        from asyncdist.live.prometheus import PrometheusServer  # needs the library
+
+        port = destination.port + self._local_rank
+        if port > 65535:
+            raise ValueError(f"port {destination.port} plus {self._local_rank}, this rank's number, is above 65535")
+        return PrometheusServer(self._read, destination.where, port)
+
+    def _guarded(self, destination: Destination, act: Callable[..., object], *args: object) -> bool:
+        """Do it, and return whether that has succeeded; warn where it has not."""
+        try:
+            act(*args)
+        except Exception as error:  # of a library, or of the system: anything may come
+            why: object = error
+            if destination.sink == "prometheus" and getattr(error, "errno", None) == errno.EADDRINUSE:
+                why = f"port {destination.port + self._local_rank} of {destination.where} is taken"
+            rank = self._read().rank
+            logger.warning("rank %d exports no counters to %s: %s; it goes on", rank, destination.sink, why)
+            return False
+        return True

@@ -1,0 +1,98 @@
+"""Serves the counters of a rank as Prometheus text, by a thread that sleeps until somebody asks.
+
+The library is prometheus_client, which writes the text: https://prometheus.io/docs/instrumenting/exposition_formats/.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import socketserver
+import threading
+from collections.abc import Callable, Iterator
+from http.server import ThreadingHTTPServer
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.exposition import MetricsHandler
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from asyncdist.live.counters import EXPORTED, RankCounters, samples
+
+_LABELS = ("rank", "policy", "role")
+
+
+class RankCollector(Collector):
+    """Reads the counters of a rank when somebody asks.
+
+    Args:
+        read: returns them; it is called in another thread than the rank's.
+    """
+
+    def __init__(self, read: Callable[[], RankCounters]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily | InfoMetricFamily]:
+        """Return one family for each name."""
+        counters = self._read()
+        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+        for sample in samples(counters):
+            kind, meaning = EXPORTED[sample.name]
+            labels = {"rank": str(counters.rank), **sample.labels}
+            family = families.get(sample.name)
+            if family is None:
+                make = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
+                names = [name for name in _LABELS if name in labels]
+                family = families[sample.name] = make(f"asyncdist_{sample.name}", meaning, labels=names)
+            family.add_metric([labels[name] for name in _LABELS if name in labels], sample.value)
+        yield from families.values()
+        info = InfoMetricFamily("asyncdist_rank", "The rank, and its job.", labels=["rank"])
+        facts = {"job": counters.job, "size": str(counters.size), "incarnation": str(counters.incarnation)}
+        info.add_metric([str(counters.rank)], facts)
+        yield info
+
+
+class _Server(ThreadingHTTPServer):
+    """Serves each request in a thread of its own, so that one that is never completed keeps no other one waiting."""
+
+    daemon_threads = True
+
+    def server_bind(self) -> None:
+        """Take the address, without the question to a name server that the standard library adds."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing of somebody who has gone before the answer: that is not the run's business."""
+
+
+class PrometheusServer:
+    """Serves the counters of a rank until it is closed.
+
+    Args:
+        read: returns them.
+        host: the address; names are looked up.
+        port: the port.
+
+    Raises:
+        OSError: the address cannot be opened.
+    """
+
+    def __init__(self, read: Callable[[], RankCounters], host: str, port: int) -> None:
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(RankCollector(read))
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        server = type("_ServerOfFamily", (_Server,), {"address_family": family})
+        self._server: _Server = server((host, port), MetricsHandler.factory(registry))
+        self._thread = threading.Thread(target=self._server.serve_forever, name="asyncdist prometheus", daemon=True)
+        self._thread.start()
+
+    def write(self, _: RankCounters) -> None:
+        """Do nothing: they are read when somebody asks."""
+
+    def close(self) -> None:
+        """Serve no more."""
+        with contextlib.suppress(OSError):
+            self._server.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread, which looks every half second otherwise
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

@@ -1,0 +1,210 @@
+"""Draws what ranks do as a table of a terminal or a notebook, with rich."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from asyncdist.live.counters import PolicyCounters, RankCounters, per_second
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+
+#: Rates are those of so many seconds.
+_WINDOW_S: Final = 5.0
+#: Lines of a terminal that are not for ranks: what all do, the names of columns, and the cursor's.
+_FRAME_HEIGHT: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What is known of one rank.
+
+    Attributes:
+        rank: the rank.
+        now: what it has said last; None where it has said nothing yet.
+        before: what it had said some seconds earlier; None where there is nothing.
+        note: what else there is to say, in words.
+    """
+
+    rank: int
+    now: RankCounters | None
+    before: RankCounters | None = None
+    note: str = ""
+
+
+class Readings:
+    """Keeps what ranks have said during the last seconds, for rates."""
+
+    def __init__(self) -> None:
+        self._said: dict[int, deque[RankCounters]] = {}
+
+    def add(self, counters: RankCounters) -> None:
+        """Take what a rank says now."""
+        said = self._said.setdefault(counters.rank, deque())
+        if said and (said[-1].job, said[-1].incarnation) != (counters.job, counters.incarnation):
+            said.clear()  # another process, which counts anew
+        said.append(counters)
+        while len(said) > 2 and counters.time_s - said[1].time_s >= _WINDOW_S:
+            said.popleft()
+
+    def row(self, rank: int, note: str = "") -> Row:
+        """Return what is known of a rank."""
+        said = self._said.get(rank)
+        if not said:
+            return Row(rank, None, None, note)
+        return Row(rank, said[-1], said[0] if len(said) > 1 else None, note)
+
+    def rows(self) -> list[Row]:
+        """Return what is known of all ranks that have said anything."""
+        return [self.row(rank) for rank in sorted(self._said)]
+
+
+def screen(rows: Sequence[Row], width: int, height: int | None = None) -> Group:
+    """Return what the ranks do together, in a line, and below it the table of all of them.
+
+    Args:
+        rows: the ranks.
+        width: of the terminal, in characters; columns that matter less are left out where there is no place for them.
+        height: of the terminal, in lines; where there are more ranks, those that have done fewest steps are shown.
+            None for all.
+    """
+    from rich.console import Group
+    from rich.text import Text
+
+    shown = list(rows)
+    head = _together(rows)
+    if height is not None and len(shown) > (place := max(1, height - _FRAME_HEIGHT)):
+        by_steps = sorted(shown, key=lambda row: (0 if row.now is None else row.now.step, row.rank))
+        shown = sorted(by_steps[:place], key=lambda row: row.rank)
+        head += f"; shown are the {place} that have done fewest steps"
+    return Group(Text(head, no_wrap=True, overflow="ellipsis"), table(shown, width))
+
+
+def table(rows: Sequence[Row], width: int) -> Table:
+    """Return the table: a line for each policy of each rank."""
+    from rich.table import Table
+
+    columns = _columns(rows, width)
+    drawn = Table(box=None, padding=(0, 1), pad_edge=False)
+    for column in columns:
+        is_text = column.name in ("policy", "role", "latest", "note")
+        drawn.add_column(column.name, justify="left" if is_text else "right", no_wrap=True, overflow="ellipsis")
+    for row in rows:
+        policies: Sequence[PolicyCounters | None] = () if row.now is None else row.now.policies
+        for number, policy in enumerate(policies or (None,)):
+            cells = [column.text(row, policy) for column in columns]
+            is_first = number == 0
+            drawn.add_row(*(c if is_first or k.is_of_policy else "" for c, k in zip(cells, columns, strict=True)))
+    return drawn
+
+
+# -- columns ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """A column: its head, how wide it is, what stands in it, and whether that is of a policy and not of its rank."""
+
+    name: str
+    width: int
+    text: Callable[[Row, PolicyCounters | None], str]
+    is_of_policy: bool = False
+
+
+def _of_policy(name: str, width: int, text: Callable[[PolicyCounters], str]) -> _Column:
+    return _Column(name, width, lambda _, policy: "" if policy is None else text(policy), is_of_policy=True)
+
+
+def _of_rank(name: str, width: int, text: Callable[[RankCounters], str]) -> _Column:
+    return _Column(name, width, lambda row, _: "" if row.now is None else text(row.now))
+
+
+def _steps_per_s(row: Row, policy: PolicyCounters | None) -> str:
+    if policy is None or row.now is None or row.before is None:
+        return ""
+    before = next((each.step for each in row.before.policies if each.policy == policy.policy), 0)
+    return _rate(per_second(policy.step, before, row.now.time_s - row.before.time_s))
+
+
+def _waiting(row: Row, _: PolicyCounters | None) -> str:
+    if row.now is None or row.before is None:
+        return ""
+    share = per_second(row.now.waited_s, row.before.waited_s, row.now.time_s - row.before.time_s)
+    return "" if share is None else f"{share:.0%}"
+
+
+def _columns(rows: Sequence[Row], width: int) -> list[_Column]:
+    """Return the columns that have place, and say anything."""
+    policies = [policy for row in rows if row.now is not None for policy in row.now.policies]
+    candidates: list[tuple[int, _Column]] = [
+        (0, _of_rank_number()),
+        (2, _of_policy("policy", 8, lambda policy: policy.policy)),
+        (0, _of_policy("step", 7, lambda policy: str(policy.step))),
+        (1, _Column("step/s", 6, _steps_per_s, is_of_policy=True)),
+        (1, _of_policy("metric", 9, lambda policy: _number(policy.metric))),
+        (3, _of_policy("round", 5, lambda policy: _number(policy.round))),
+        (2, _of_policy("role", 8, lambda policy: policy.role)),
+        (1, _of_policy("replaced", 8, lambda policy: str(policy.replacement_count))),
+        (4, _of_policy("stale", 5, lambda policy: _number(policy.staleness_steps))),
+        (5, _of_rank("in", 6, lambda now: _amount(now.received_nbytes))),
+        (6, _of_rank("out", 6, lambda now: _amount(now.sent_nbytes))),
+        (4, _Column("waits", 5, _waiting)),
+        (7, _of_rank("lost", 4, lambda now: str(len(now.lost)))),
+        (8, _of_policy("latest", 40, lambda policy: policy.latest)),
+        (2, _Column("note", 24, lambda row, _: row.note)),
+    ]
+    useless = set()
+    if not any(policy.policy for policy in policies):
+        useless.add("policy")
+    if not any(row.note for row in rows):
+        useless.add("note")
+    left = width
+    chosen = set()
+    for _, column in sorted(candidates, key=lambda each: each[0]):
+        if column.name not in useless and left >= column.width:
+            chosen.add(column.name)
+            left -= column.width + 1
+    return [column for _, column in candidates if column.name in chosen]
+
+
+def _of_rank_number() -> _Column:
+    return _Column("rank", 5, lambda row, _: str(row.rank))
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.5g}" if math.isfinite(value) else str(value)
+
+
+def _rate(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def _amount(nbytes: float) -> str:
+    """Return a number of bytes in five characters."""
+    for unit in ("", "k", "M", "G", "T"):
+        if nbytes < 999.5 or unit == "T":
+            return f"{nbytes:.0f}{unit}" if not unit or nbytes >= 99.95 else f"{nbytes:.1f}{unit}"
+        nbytes /= 1000
+    raise AssertionError("unreachable")
+
+
+def _together(rows: Sequence[Row]) -> str:
+    """Return what the ranks do together, in a line."""
+    there = [row for row in rows if row.now is not None]
+    if not there or there[0].now is None:
+        return "no rank has answered yet"
+    rates = [0.0, 0.0]
+    for row in there:
+        if row.now is not None and row.before is not None:
+            seconds = row.now.time_s - row.before.time_s
+            rates[0] += per_second(row.now.step, row.before.step, seconds) or 0.0
+            rates[1] += per_second(row.now.received_nbytes, row.before.received_nbytes, seconds) or 0.0
+    lost = {rank for row in there if row.now is not None for rank in row.now.lost}
+    first = there[0].now
+    said = f"job {first.job}: {len(there)} of {first.size} ranks, {_rate(rates[0])} steps/s, {_amount(rates[1])}B/s in"
+    return said + (f", lost: {', '.join(map(str, sorted(lost)))}" if lost else "")

@@ -1,0 +1,119 @@
+"""Writes the counters of a rank to TensorBoard, Weights & Biases or OpenTelemetry, through their own libraries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final, Protocol
+
+from asyncdist import environment
+from asyncdist._version import __version__
+from asyncdist.live.counters import EXPORTED, RankCounters, Sample, samples
+
+#: Of OpenTelemetry, by the last word of a name.
+_UNITS: Final = {"bytes": "By", "seconds": "s"}
+
+
+class Writer(Protocol):
+    """Takes counters now and then."""
+
+    def write(self, counters: RankCounters) -> None:
+        """Take what the rank has done so far."""
+
+    def close(self) -> None:
+        """Complete what was written."""
+
+
+class _Numbers:
+    """Returns counters as plain numbers by name, with the rate of steps since they were asked for before."""
+
+    def __init__(self) -> None:
+        self._before: RankCounters | None = None
+
+    def of(self, counters: RankCounters) -> Iterator[tuple[str, Sample]]:
+        """Return each number after its name, in which a policy's own name is a folder. Roles are no numbers."""
+        for sample in samples(counters, self._before):
+            if sample.name != "role":
+                policy = sample.labels.get("policy", "")
+                yield f"asyncdist/{policy}/{sample.name}" if policy else f"asyncdist/{sample.name}", sample
+        self._before = counters
+
+
+class TensorBoardWriter:
+    """Writes to a folder for each rank, ``FOLDER/rank00003``, over the policy's steps."""
+
+    def __init__(self, folder: str, rank: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(f"{folder}/rank{rank:05d}")
+        self._numbers = _Numbers()
+
+    def write(self, counters: RankCounters) -> None:
+        """Take what the rank has done so far."""
+        for name, sample in self._numbers.of(counters):
+            self._writer.add_scalar(name, sample.value, counters.step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Complete the file."""
+        self._writer.close()
+
+
+class WandbWriter:
+    """Writes a run of Weights & Biases for each rank, in the job's group; offline, unless WANDB_MODE says otherwise."""
+
+    def __init__(self, project: str, counters: RankCounters) -> None:
+        import wandb
+
+        self._run: Any = wandb.init(
+            project=project or "asyncdist",
+            group=f"asyncdist-{counters.job}",
+            name=f"rank {counters.rank}",
+            config={"rank": counters.rank, "size": counters.size, "incarnation": counters.incarnation},
+            mode=environment.VARIABLES.get("WANDB_MODE", "offline"),
+            reinit="create_new",  # beside a run of the user's own
+            settings=wandb.Settings(silent=True),
+        )
+        self._numbers = _Numbers()
+
+    def write(self, counters: RankCounters) -> None:
+        """Take what the rank has done so far."""
+        self._run.log({name: sample.value for name, sample in self._numbers.of(counters)})
+
+    def close(self) -> None:
+        """Complete the run."""
+        self._run.finish()
+
+
+class OpenTelemetryWriter:
+    """Hands counters to the meter provider that the program, or ``opentelemetry-instrument``, has set."""
+
+    def __init__(self) -> None:
+        from opentelemetry import metrics
+
+        meter = metrics.get_meter("asyncdist", __version__)
+        self._instruments: dict[str, Any] = {}
+        for name, (kind, meaning) in EXPORTED.items():
+            make = meter.create_counter if kind == "counter" else meter.create_gauge
+            unit = _UNITS.get(name.rpartition("_")[2], "1")
+            self._instruments[name] = make(f"asyncdist.{name}", unit=unit, description=meaning)
+        self._said: dict[tuple[str, str], float] = {}
+        self._numbers = _Numbers()
+
+    def write(self, counters: RankCounters) -> None:
+        """Take what the rank has done so far."""
+        for path, sample in self._numbers.of(counters):
+            attributes = {"rank": counters.rank, **sample.labels}
+            if EXPORTED[sample.name][0] == "gauge":
+                self._instruments[sample.name].set(sample.value, attributes)
+            else:
+                before = self._said.get((path, sample.name), 0.0)
+                self._instruments[sample.name].add(max(0.0, sample.value - before), attributes)
+                self._said[path, sample.name] = sample.value
+
+    def close(self) -> None:
+        """Hand over what the provider has not exported yet."""
+        from opentelemetry import metrics
+
+        flush = getattr(metrics.get_meter_provider(), "force_flush", None)
+        if flush is not None:
+            flush(1000)

@@ -1,0 +1,153 @@
+"""Counters of ranks that train, as Prometheus, TensorBoard, OpenTelemetry and Weights & Biases take them."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import asyncdist as ad
+from asyncdist import local_host
+from asyncdist.live.counters import PolicyCounters, RankCounters
+from protocols import AsyncSelectiveAveragingPolicy
+
+BEFORE = RankCounters(1, 2, 0, "0000abcd", 1.0, (PolicyCounters("mine", 10, None),))
+AFTER = RankCounters(
+    1, 2, 0, "0000abcd", 3.0, (PolicyCounters("mine", 40, 0.5, "idle", 2, 1, 0, 7),), 5, 6, 1000, 2000, 0.25
+)
+
+
+def page(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+        return str(answer.read().decode())
+
+
+async def train(world: ad.World, port: int) -> str:
+    """Return what rank 1 tells at its port, which its neighbour asks, when both have done nine steps."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=5, name="mine") as policy:
+        for _ in range(9):
+            await policy.step(-float(world.rank))
+        await ad.barrier()
+        told = ""
+        while world.rank == 0 and not told:
+            try:
+                told = await asyncio.to_thread(page, port + 1)
+            except OSError:  # the server is not there yet
+                await world.sleep(0.01)
+        await ad.barrier()
+    return told
+
+
+@pytest.mark.slow
+def test_each_rank_serves_its_counters_at_its_port() -> None:
+    pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
+    from prometheus_client.parser import text_string_to_metric_families
+
+    port = local_host.find_free_port()
+    told = ad.run_local(train, port, ranks=2, metrics=port)[0]
+    found = {
+        sample.name: (sample.value, sample.labels)
+        for family in text_string_to_metric_families(told)
+        for sample in family.samples
+    }
+    assert found["asyncdist_steps_total"] == (9.0, {"rank": "1", "policy": "mine"})
+    assert found["asyncdist_metric"] == (-1.0, {"rank": "1", "policy": "mine"})
+    assert found["asyncdist_sent_messages_total"][0] > 0
+    assert found["asyncdist_rank_info"][1]["size"] == "2"
+    with pytest.raises(OSError):
+        page(port + 1)  # nothing serves after the end
+
+
+def test_an_answer_needs_no_library_of_names_and_its_server_ends_at_once() -> None:
+    pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
+    from asyncdist.live.prometheus import PrometheusServer
+
+    port = local_host.find_free_port()
+    for _ in range(2):  # the port is free again
+        server = PrometheusServer(lambda: AFTER, "localhost", port)
+        assert 'asyncdist_role{policy="mine",rank="1",role="idle"} 1.0' in page(port)
+        server.close()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_has_a_folder_for_each_rank(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from asyncdist.live.writers import TensorBoardWriter
+
+    writer = TensorBoardWriter(str(tmp_path), 1)
+    writer.write(BEFORE)
+    writer.write(AFTER)
+    writer.close()
+    read: Any = EventAccumulator(str(tmp_path / "rank00001"))  # type: ignore[no-untyped-call]
+    read.Reload()
+    names = set(read.Tags()["scalars"])
+    assert {"asyncdist/mine/steps", "asyncdist/mine/metric", "asyncdist/waited_seconds"} < names
+    assert "asyncdist/mine/role" not in names
+    steps = [(event.step, event.value) for event in read.Scalars("asyncdist/mine/steps")]
+    assert steps == [(10, 10.0), (40, 40.0)]
+    assert [event.value for event in read.Scalars("asyncdist/mine/steps_per_second")] == [15.0]
+
+
+@pytest.mark.slow
+def test_opentelemetry_takes_them_by_the_provider_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("opentelemetry.sdk", reason="opentelemetry-sdk is not installed")
+    from opentelemetry import metrics
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+    from asyncdist.live.writers import OpenTelemetryWriter
+
+    reader = InMemoryMetricReader()
+    provider = MeterProvider([reader], shutdown_on_exit=False)
+    monkeypatch.setattr(metrics, "get_meter", provider.get_meter)
+    monkeypatch.setattr(metrics, "get_meter_provider", lambda: provider)
+    writer = OpenTelemetryWriter()
+    writer.write(BEFORE)
+    writer.write(AFTER)
+    writer.close()
+    data: Any = reader.get_metrics_data()
+    found = {
+        metric.name: (metric.unit, point.value, dict(point.attributes))
+        for metric in data.resource_metrics[0].scope_metrics[0].metrics
+        for point in metric.data.data_points
+    }
+    assert found["asyncdist.steps"] == ("1", 40, {"rank": 1, "policy": "mine"})
+    assert found["asyncdist.sent_bytes"] == ("By", 1000, {"rank": 1})
+    assert found["asyncdist.metric"] == ("1", 0.5, {"rank": 1, "policy": "mine"})
+    provider.shutdown()
+
+
+def test_wandb_has_a_run_for_each_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in, which keeps what it is given; tests/launched has the library itself, where it is installed."""
+    import sys
+    import types
+
+    logged: list[Any] = []
+    run = types.SimpleNamespace(log=logged.append, finish=lambda: logged.append("finished"))
+
+    def init(**options: Any) -> Any:
+        logged.append(options)
+        return run
+
+    stand_in = types.SimpleNamespace(init=init, Settings=lambda **options: options)
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    from asyncdist.live.writers import WandbWriter
+
+    writer = WandbWriter("", BEFORE)
+    writer.write(BEFORE)
+    writer.write(AFTER)
+    writer.close()
+    options, first, second, end = logged
+    assert (options["mode"], options["project"], options["name"]) == ("offline", "asyncdist", "rank 1")
+    assert options["group"] == "asyncdist-0000abcd"
+    assert (first["asyncdist/mine/steps"], second["asyncdist/mine/steps"], end) == (10, 40, "finished")
+    assert second["asyncdist/mine/steps_per_second"] == 15.0

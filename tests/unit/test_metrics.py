@@ -1,0 +1,245 @@
+"""Where counters go, what of them is exported, and how they stand in a table."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from asyncdist.live import destinations as places, exporting
+from asyncdist.live.counters import EXPORTED, PolicyCounters, RankCounters, counters_of, per_second, samples
+from asyncdist.live.destinations import Destination, destinations, missing
+from asyncdist.live.exporting import Exporter
+from asyncdist.live.table import Readings, Row, _amount, screen
+
+POLICY = PolicyCounters("mine", 40, 0.5, "giving", 3, 2, 1, 7, latest="round 3: average of rank 1 (7 steps old)")
+COUNTERS = RankCounters(
+    1, 4, 0, "0000abcd", 10.0, (POLICY,), 5, 6, 1000, 2000, waited_s=1.5, lost=(2,)
+)  # rank 1 of 4, ten seconds after
+
+
+# -- where they go ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("named", "expected"),
+    [
+        (None, ()),
+        (9100, (Destination("prometheus", "127.0.0.1", 9100),)),
+        ("0.0.0.0:9100", (Destination("prometheus", "0.0.0.0", 9100),)),
+        ("[::1]:9100", (Destination("prometheus", "::1", 9100),)),
+        ("tensorboard:a:b", (Destination("tensorboard", "a:b"),)),
+        ("wandb, opentelemetry", (Destination("wandb"), Destination("opentelemetry"))),
+        ([9100, "wandb:mine"], (Destination("prometheus", "127.0.0.1", 9100), Destination("wandb", "mine"))),
+    ],
+)
+def test_destinations_are_named_by_ports_and_words(named: Any, expected: tuple[Destination, ...]) -> None:
+    assert destinations(named) == expected
+    assert destinations(",".join(map(str, expected)) or None) == expected, "as asyncdist run hands them to its ranks"
+
+
+@pytest.mark.parametrize("named", ["0", 65536, "-1", "", ",", "tensorboard", "tensorboard:", ":9100", "grafana", []])
+def test_another_destination_is_refused_in_one_line(named: Any) -> None:
+    with pytest.raises(ValueError, match=r"^metrics is .*; allowed: a port, HOST:PORT, tensorboard:FOLDER") as caught:
+        destinations(named)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("named", [True, 1.5, [None]])
+def test_what_is_no_name_is_refused(named: Any) -> None:
+    with pytest.raises(TypeError, match=r"metrics is .*; allowed: a port"):
+        destinations(named)
+
+
+def test_a_library_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert missing(Destination("prometheus", port=9100)) is None
+    monkeypatch.setitem(places.NEEDED, "wandb", ("no_such_package.part", "asyncdist[wandb]"))  # type: ignore[index]
+    assert missing(Destination("wandb")) == "wandb needs no_such_package: pip install 'asyncdist[wandb]'"
+
+
+# -- what is exported -------------------------------------------------------------------------------------------------
+
+
+def test_samples_are_the_counters_and_each_is_described() -> None:
+    found = {sample.name: (sample.value, dict(sample.labels)) for sample in samples(COUNTERS)}
+    mine = {"policy": "mine"}
+    assert found == {
+        "steps": (40, mine),
+        "metric": (0.5, mine),
+        "round": (3, mine),
+        "role": (1, {**mine, "role": "giving"}),
+        "replacements": (2, mine),
+        "abandoned_rounds": (1, mine),
+        "staleness_steps": (7, mine),
+        "sent_messages": (5, {}),
+        "received_messages": (6, {}),
+        "sent_bytes": (1000, {}),
+        "received_bytes": (2000, {}),
+        "waited_seconds": (1.5, {}),
+        "lost_ranks": (1, {}),
+    }
+    assert {*found, "steps_per_second"} == set(EXPORTED)
+
+
+def test_a_rate_is_known_where_time_has_passed_and_nothing_was_started_anew() -> None:
+    earlier = replace(COUNTERS, time_s=8.0, policies=(replace(POLICY, step=30),))
+    assert [sample.value for sample in samples(COUNTERS, earlier) if sample.name == "steps_per_second"] == [5.0]
+    assert (per_second(4, 4, 2.0), per_second(4, 2, 0.0), per_second(1, 2, 1.0)) == (0.0, None, None)
+
+
+def test_counters_are_read_again_where_a_dictionary_has_grown_meanwhile() -> None:
+    attempts = []
+
+    class Growing:
+        def __getattr__(self, name: str) -> Any:
+            attempts.append(name)
+            raise RuntimeError("dictionary changed size during iteration")
+
+    with pytest.raises(RuntimeError):
+        counters_of(Growing())  # type: ignore[arg-type]
+    assert len(attempts) > 10
+
+
+# -- the thread that writes them --------------------------------------------------------------------------------------
+
+
+class Sink:
+    """Keeps what it is given, and fails where it is told to."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.taken: list[RankCounters] = []
+        self.is_closed = False
+        self.fails = fails
+        self.has_taken = threading.Event()
+
+    def write(self, counters: RankCounters) -> None:
+        self.taken.append(counters)
+        self.has_taken.set()
+        if self.fails:
+            raise OSError("the disk is full")
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.fixture
+def sinks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Exporter, list[Sink]]]:
+    def make(*made: Sink, period_s: float = 100.0) -> tuple[Exporter, list[Sink]]:
+        left = list(made)
+        monkeypatch.setattr(exporting, "TensorBoardWriter", lambda *_: left.pop(0))
+        where = [Destination("tensorboard", "folder")] * len(made)
+        return Exporter(where, lambda: COUNTERS, 0, period_s), list(made)
+
+    return make
+
+
+def test_counters_are_written_now_and_then_and_at_the_end(sinks: Any) -> None:
+    exporter, (sink,) = sinks(Sink(), period_s=0.001)
+    exporter.begin()
+    assert sink.has_taken.wait(20)
+    exporter.end()
+    assert sink.is_closed
+    exporter, (sink,) = sinks(Sink())
+    exporter.begin()
+    exporter.end()
+    assert (sink.taken, sink.is_closed) == ([COUNTERS], True)
+
+
+def test_a_sink_that_fails_is_told_of_once_and_the_others_go_on(sinks: Any, caplog: pytest.LogCaptureFixture) -> None:
+    exporter, (bad, good) = sinks(Sink(fails=True), Sink(), period_s=0.001)
+    with caplog.at_level(logging.WARNING):
+        exporter.begin()
+        for _ in range(3):
+            good.has_taken.clear()
+            assert good.has_taken.wait(20)
+        exporter.end()
+    assert len(bad.taken) == 1
+    assert caplog.messages == ["rank 1 exports no counters to tensorboard: the disk is full; it goes on"]
+
+
+def test_a_port_that_is_taken_is_one_message(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
+    with socket.create_server(("127.0.0.1", 0)) as taken, caplog.at_level(logging.WARNING):
+        port = taken.getsockname()[1]
+        exporter = Exporter([Destination("prometheus", "127.0.0.1", port - 1)], lambda: COUNTERS, 1)
+        exporter.begin()
+        exporter.end()
+    said = f"rank 1 exports no counters to prometheus: port {port} of 127.0.0.1 is taken; it goes on"
+    assert caplog.messages == [said]
+
+
+def test_the_port_of_a_rank_is_none_above_the_highest(caplog: pytest.LogCaptureFixture) -> None:
+    exporter = Exporter([Destination("prometheus", "127.0.0.1", 65535)], lambda: COUNTERS, 1)
+    exporter.begin()
+    exporter.end()
+    assert "port 65535 plus 1, this rank's number, is above 65535; it goes on" in caplog.text
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+
+def drawn(rows: list[Row], width: int = 200, height: int | None = None) -> list[str]:
+    console = pytest.importorskip("rich.console").Console(width=width, height=height)
+    with console.capture() as capture:
+        console.print(screen(rows, width, height))
+    return [line.rstrip() for line in capture.get().splitlines()]
+
+
+def test_the_table_says_what_each_rank_does_and_what_all_do() -> None:
+    readings = Readings()
+    readings.add(replace(COUNTERS, time_s=8.0, policies=(replace(POLICY, step=30),), waited_s=1.0, received_nbytes=0))
+    readings.add(COUNTERS)
+    together, head, line, silent = drawn([*readings.rows(), Row(2, None, None, "does not answer")])
+    assert together == "job 0000abcd: 1 of 4 ranks, 5.0 steps/s, 1.0kB/s in, lost: 2"
+    names = "rank policy step step/s metric round role replaced stale in out waits lost latest note"
+    assert head.split() == names.split()
+    assert line.split()[:13] == ["1", "mine", "40", "5.0", "0.5", "3", "giving", "2", "7", "2.0k", "1.0k", "25%", "1"]
+    assert line.endswith(POLICY.latest)
+    assert silent.split() == ["2", "does", "not", "answer"]
+
+
+def test_a_rank_that_was_started_again_counts_anew() -> None:
+    readings = Readings()
+    readings.add(COUNTERS)
+    readings.add(replace(COUNTERS, incarnation=1, time_s=1.0))
+    assert readings.row(1) == Row(1, replace(COUNTERS, incarnation=1, time_s=1.0))
+    assert readings.row(3, "silent") == Row(3, None, None, "silent")
+
+
+def test_rates_are_those_of_the_last_seconds() -> None:
+    readings = Readings()
+    for time_s in range(20):
+        readings.add(replace(COUNTERS, time_s=float(time_s)))
+    row = readings.row(1)
+    assert row.now is not None and row.before is not None
+    assert (row.now.time_s, row.before.time_s) == (19.0, 14.0)
+
+
+def test_a_narrow_or_low_terminal_shows_what_matters_most() -> None:
+    rows = [
+        Row(rank, replace(COUNTERS, rank=rank, policies=(replace(POLICY, step=100 - rank, policy=""),)))
+        for rank in range(20)
+    ]
+    for width in (30, 60, 80, 120):
+        _, *lines = drawn(rows, width)
+        assert all(len(line) <= width for line in lines), lines
+        assert lines[0].split()[:2] == ["rank", "step"]
+        assert "…" not in "".join(lines)
+    lines = drawn(rows, 120, height=7)
+    assert lines[0].endswith(
+        "20 of 4 ranks, 0.0 steps/s, 0B/s in, lost: 2; shown are the 4 that have done fewest steps"
+    )
+    assert [line.split()[0] for line in lines[2:]] == ["16", "17", "18", "19"]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0"), (999, "999"), (1000, "1.0k"), (99_940, "99.9k"), (99_960, "100k"), (999_600, "1.0M"), (3e15, "3000T")],
+)
+def test_amounts_have_five_characters(nbytes: float, text: str) -> None:
+    assert _amount(nbytes) == text
