@@ -82,6 +82,22 @@ def _parser() -> argparse.ArgumentParser:
         ),
         allow_abbrev=False,
     )
+    story = commands.add_parser(
+        "story",
+        help="say what the ranks of a running job wait for, and in which line",
+        description=(
+            "Say what each rank of a running job on this host does: what it waits for, for whom, since when and in "
+            "which line. It asks the ranks, and disturbs none. kill -USR1 PID makes one rank tell its own. Of a job "
+            "that was recorded (--record DIR) it tells what each rank did last."
+        ),
+        allow_abbrev=False,
+    )
+    story.add_argument(
+        "job",
+        nargs="?",
+        metavar="JOB|PID|DIR",
+        help="which job, where there are several of this user; or the folder of a recording",
+    )
     init = commands.add_parser(
         "init",
         help="write a script to start from",
@@ -272,6 +288,10 @@ def _main(options: argparse.Namespace, rest: Sequence[str]) -> int:
         return _sim(options, rest)
     if options.command == "init":
         return _init(options.flavour, Path(options.path))
+    if options.command == "story":
+        from asyncdist.story import command  # imports msgspec
+
+        return command.run(options.job)
     if options.command == "doctor":
         from asyncdist.launch import doctor  # imports torch
 

@@ -346,6 +346,17 @@ def metrics(environ: Mapping[str, str] = os.environ) -> str | None:
     return environ.get(METRICS_VARIABLE) or None
 
 
+def runtime_directories(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the directory that this user's session has for sockets; none where it has none."""
+    path = environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}"
+    return [path] if os.path.isdir(path) and os.access(path, os.W_OK) else []
+
+
+def is_slurm_job(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether this process belongs to a job of Slurm."""
+    return bool(environ.get("SLURM_JOB_ID"))
+
+
 def stall_s(environ: Mapping[str, str] = os.environ) -> float | None:
     """Return the ``stall_s`` of :func:`asyncdist.run` that the user has set for this job; None if it is not set.
 

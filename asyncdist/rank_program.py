@@ -14,6 +14,7 @@ import fcntl
 import importlib.util
 import io
 import os
+import signal
 import stat
 import sys
 import termios
@@ -76,6 +77,7 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     _prefix_output()
+    heed_story_requests()
     sys.argv = [script, *arguments]
     module = os.environ.pop(MODULE_VARIABLE, "")
     if not sys.flags.safe_path:
@@ -114,6 +116,26 @@ def _leave_world(error: BaseException) -> None:
     module = sys.modules.get("asyncdist.blocking.process_world")
     if module is not None:
         module.leave_with(error)
+
+
+def heed_story_requests() -> None:
+    """Let SIGUSR1, which asks a rank what it does, be no end of one that still imports or has no world any more.
+
+    Not in a job of Slurm, where Lightning saves and requeues at that signal if nobody else has a handler for it.
+    """
+    if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL and "SLURM_JOB_ID" not in os.environ:
+        signal.signal(signal.SIGUSR1, tell_no_world)
+
+
+def tell_no_world(_number: int, frame: types.FrameType | None) -> None:
+    """Say where this process stands: a handler of SIGUSR1."""
+    rank = next((f"rank {os.environ[name]}" for name in _RANK_VARIABLES if os.environ.get(name)), "this process")
+    while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith("<frozen"):
+        frame = frame.f_back
+    where = f"; it stands in {frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+    with contextlib.suppress(Exception):  # nothing may come of a signal that only asks
+        sys.stderr.write(f"asyncdist: {rank} has no open world yet, or none any more{where}\n")
+        sys.stderr.flush()
 
 
 def _prefix_output() -> None:

@@ -141,6 +141,10 @@ class MembershipLog:
         """Return whether this rank is in a collective of the group."""
         return any(entry.group is group for entry in self._under_way)
 
+    def under_way(self) -> list[tuple[Group, int]]:
+        """Return the collectives that this rank is in, each with its number, oldest first."""
+        return [(entry.group, entry.number) for entry in self._under_way]
+
     def started_of(self, group: Group) -> int:
         """Return how many collectives of the group this rank has started."""
         return self._started[group.tag]

@@ -13,6 +13,7 @@ from asyncdist.collectives.groups import Group
 from asyncdist.errors import AsyncdistError, BusyError, ClosedError, LocalProtocolError, RankLostError, RemoteError
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel, Envelope
+from asyncdist.messaging.engine import Awaited
 from asyncdist.runtime.world import World, current_world
 from asyncdist.tensors.serialization import cut_text
 
@@ -131,7 +132,8 @@ class Calls(Generic[AskT, AnswerT]):
         self._waiting[number] = dest, waiter
         try:
             await channel.send(question, dest, round=number)
-            await world.services.engine.park(waiter, f"an answer of rank {dest} on tag {self._tag}")
+            what = Awaited.of_peer(f"an answer of rank {dest} on tag {self._tag}", dest, self._tag)
+            await world.services.engine.park(waiter, what)
             answer: AnswerT = waiter.result()
             return answer
         finally:

@@ -43,7 +43,7 @@ SETTLE_S: Final = 2.0
 #: How long the store serves on when all ranks have ended, so that those of other launchers hear of it.
 OVER_S: Final = 0.5
 
-_FORWARDED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_FORWARDED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 #: What happened: a signal came, by its number; a rank ended, by its rank; or time was up, for all.
 Event: TypeAlias = tuple[Literal["signal", "ended", "late"], int]
 
@@ -364,6 +364,8 @@ def supervise(processes: dict[int, P], events: queue.SimpleQueue[Event], again: 
             case ("late", _):  # no rank ended in another way, so exit code 1 was the cause
                 code, deadline = _explain(victims, 1, others=True), time.monotonic() + STOP_S
                 stop(signal.SIGTERM)
+            case ("signal", signal.SIGUSR1):  # ranks tell what they do, and go on
+                stop(signal.SIGUSR1)
             case ("signal", number):
                 if not code:
                     if victims:  # ranks that are stopped now say nothing of what happened before

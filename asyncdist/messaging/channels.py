@@ -16,13 +16,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from typing import Any, Final, Generic
 
 from asyncdist.errors import AsyncdistError, BusyError, ClosedError, RankLostError
 from asyncdist.messaging import wire
 from asyncdist.messaging.demultiplexer import ChannelStatistics as ChannelStatistics, TagDemultiplexer
-from asyncdist.messaging.engine import yield_to_loop
+from asyncdist.messaging.engine import Awaited, yield_to_loop
 from asyncdist.messaging.mailboxes import (
     Envelope as Envelope,
     Inbox,
@@ -163,7 +163,8 @@ class Channel(Generic[MessageT]):
         if request is not None:
             waiter = self._engine.loop.create_future()
             self._watch(request, dest, functools.partial(resolve_waiter, waiter))
-            await self._engine.park(waiter, f"{self.name}: send to {dest}")
+            what = Awaited.of_peer(f"{self.name}: send to {dest}", dest, self.demultiplexer.tag)
+            await self._engine.park(waiter, what)
             return
         self._since_yield += 1
         if self._since_yield >= FAIRNESS_PERIOD:  # only once it is posted: another task's later send would overtake it
@@ -296,6 +297,10 @@ class Channel(Generic[MessageT]):
         """Give a message of an earlier epoch to the function that was named for these, if there is one."""
         if self._earlier_inbox is not None:
             self._earlier_inbox.deliver(self._codec.decoders[kind], frame, source)
+
+    def name_senders(self, senders: Callable[[], Iterable[int]]) -> None:
+        """Let reports know which ranks may send here."""
+        self._awaiting = Awaited(self._awaiting, senders, self.demultiplexer.tag)
 
     def on_gone(self) -> None:
         """Let those that wait look whether anybody is left who could send: a rank has left, or is lost."""

@@ -13,9 +13,9 @@ import asyncio
 import time
 import types
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Generator
+from collections.abc import Awaitable, Callable, Collection, Generator, Iterable
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 from asyncdist import tags
 from asyncdist.errors import AsyncdistError, TruncationError
@@ -29,6 +29,33 @@ DRAIN_PASS_COUNT_MAX: Final = 1000
 TALK_PASS_COUNT_MAX: Final = 16
 #: How long one safe point may go on completing requests.
 PROGRESS_BUDGET_S: Final = 0.01
+
+
+class Awaited(str):
+    """Says what is waited for, in words for reports, and which ranks can bring it.
+
+    Args:
+        text: the words.
+        peers: returns ranks of which each one can end the wait, at the time when it is asked.
+        tag: on which that happens.
+    """
+
+    __slots__ = ("peers", "tag")
+
+    peers: Callable[[], Iterable[int]]
+    tag: int | None
+
+    def __new__(cls, text: str, peers: Callable[[], Iterable[int]], tag: int | None = None) -> Self:
+        """Make the text, with what it knows."""
+        made = super().__new__(cls, text)
+        made.peers = peers
+        made.tag = tag
+        return made
+
+    @classmethod
+    def of_peer(cls, text: str, peer: int, tag: int | None = None) -> Self:
+        """Make it for a wait that one rank can end."""
+        return cls(text, lambda: (peer,), tag)
 
 
 @types.coroutine
@@ -160,7 +187,8 @@ class Engine(Poller):
 
     async def send(self, buffer: Buffer, dest: int, tag: int) -> None:
         """Send ``buffer`` and wait until it may be reused. **Cancellation**: the message is sent all the same."""
-        await self.wait(self.transport.isend(buffer, dest, tag), f"send to {dest}, tag {tag}")
+        what = Awaited.of_peer(f"send to {dest}, tag {tag}", dest, tag)
+        await self.wait(self.transport.isend(buffer, dest, tag), what)
 
     async def receive(self, buffer: Buffer, source: int, tag: int) -> tuple[int, int]:
         """Receive one message into ``buffer``; returns its source and size in bytes.
@@ -169,15 +197,16 @@ class Engine(Poller):
         and tag.
         """
         abandoned = self._abandoned.setdefault((source, tag), deque())
+        what = Awaited.of_peer(f"receive from {source}, tag {tag}", source, tag)
         while abandoned:
             entry = abandoned[0]
             if not entry.resolved:
-                await self._until(entry, f"receive from {source}, tag {tag}")
+                await self._until(entry, what)
             elif abandoned and abandoned[0] is entry:
                 abandoned.popleft()
                 return entry.hand_over(buffer)
         request = self.transport.irecv(buffer, source, tag)
-        operation = PendingRequest(request, f"receive from {source}, tag {tag}", None)
+        operation = PendingRequest(request, what, None)
         try:
             await self._wait(operation)
         except asyncio.CancelledError:
@@ -230,7 +259,13 @@ class Engine(Poller):
 
     def awaited(self, waiter: Any) -> str | None:
         """Describe what ``waiter`` waits for; None if it does not wait for this engine."""
-        return self._waiters.get(waiter)
+        found = self._waiters.get(waiter)
+        return None if found is None else found[0]
+
+    def awaited_s(self, waiter: Any) -> float | None:
+        """Return for how many seconds ``waiter`` has waited; None if it does not wait for this engine."""
+        found = self._waiters.get(waiter)
+        return None if found is None else self.loop.time() - found[1]
 
     async def until(
         self, condition: Callable[[], bool], what: str = "a condition", *, deadline: float | None = None
@@ -277,13 +312,14 @@ class Engine(Poller):
             raise self.failure
         if self._misses_wakes:
             self.wake()
-        self._waiters[waiter] = what
-        began_at = None if self.on_waited is None else self.loop.time()
+        is_counted = self.on_waited is not None
+        began_at = self.loop.time()
+        self._waiters[waiter] = what, began_at
         try:
             await waiter
         finally:
             del self._waiters[waiter]
-            if self.on_waited is not None and began_at is not None:
+            if self.on_waited is not None and is_counted:
                 self.on_waited(what, self.loop.time() - began_at)
 
     # -- tasks that others count on ---------------------------------------------------------------------------------

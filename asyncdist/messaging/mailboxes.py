@@ -321,6 +321,12 @@ class Inbox:
             self._source = -1
         self._last_sequence.pop(source, None)
 
+    def last_sequences(self) -> dict[int, int]:
+        """Return the number of the last message of each rank from which any has come."""
+        return {
+            rank: number for rank, number in (*self._last_sequence.items(), (self._source, self._sequence)) if number
+        }
+
     def wake_one(self) -> None:
         """Wake the first task that waits."""
         while self.waiters:

@@ -127,7 +127,7 @@ class Poller:
         self._operations: list[PendingRequest] = []
         self._in_test: list[PendingRequest] = []  # those of the pass that is under way
         self._has_disowned = False  # some of these
-        self._waiters: dict[asyncio.Future[None], str] = {}
+        self._waiters: dict[asyncio.Future[None], tuple[str, float]] = {}  # what they wait for, and since when
         self._conditions: dict[asyncio.Future[None], Callable[[], bool]] = {}
         self._in_pass = False
         self._pass_count = 0

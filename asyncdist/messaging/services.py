@@ -20,7 +20,7 @@ from asyncdist import tags
 from asyncdist.errors import AsyncdistError, LocalProtocolError, RankLostError, RemoteProtocolError
 from asyncdist.messaging import streams, wire
 from asyncdist.messaging.channels import Channel, Envelope, Overflow
-from asyncdist.messaging.demultiplexer import TagDemultiplexer
+from asyncdist.messaging.demultiplexer import ReceivingChannel, TagDemultiplexer
 from asyncdist.messaging.engine import Engine
 from asyncdist.recording.events import EventLog
 from asyncdist.transports.rank_sets import RankSet
@@ -214,6 +214,7 @@ class Services:
         self._tags.claim(tag, f"channel {name!r}")
         scope = self.next_scope(ranks, f"channel {tag} {name}")
         channel = self.open_channel(message_type, tag=tag, scope=scope, name=name, capacity=capacity, overflow="stall")
+        channel.name_senders(lambda: (other for other in ranks if other != self.rank and other not in self.gone))
         channel.lost_senders = functools.partial(self._lost_senders, name, ranks)
         if self.gone:
             channel.on_gone()
@@ -438,6 +439,19 @@ class Services:
         found += [f"task {task.get_name()}" for task in self._tasks]
         for probe in self.leftover_probes:
             found += probe()
+        return found
+
+    def users_channels(self) -> list[tuple[int, ReceivingChannel]]:
+        """Return the channels of the user's program that are open, each with its tag."""
+        users = [each for each in list(self._demultiplexers.values()) if each.is_users]
+        return [(each.tag, channel) for each in users for channel in each.channels()]
+
+    def last_sequences(self) -> Counter[int]:
+        """Return a number for each rank from which messages have come; it changes with each of them."""
+        found: Counter[int] = Counter()
+        for each in list(self._demultiplexers.values()):
+            for channel in each.channels():
+                found.update(channel.inbox.last_sequences())
         return found
 
     def early_frames(self) -> list[str]:

@@ -24,7 +24,7 @@ from typing import ClassVar, Final
 
 from asyncdist import tags
 from asyncdist.errors import AsyncdistError, BusyError, RankLostError, RemoteProtocolError
-from asyncdist.messaging.engine import Engine
+from asyncdist.messaging.engine import Awaited, Engine
 from asyncdist.transports.base import Request
 
 CHUNK_NBYTES: Final = 4 << 20
@@ -95,7 +95,8 @@ class StreamEnd:
     @property
     def _what(self) -> str:
         """Describes this end, for reports."""
-        return f"stream {self._direction} rank {self._peer}, tag {self._tag}"
+        text = f"stream {self._direction} rank {self._peer}, tag {self._tag}"
+        return Awaited.of_peer(text, self._peer, self._tag)
 
     def _is_over(self) -> bool:
         """Note a loss of the peer if another process has its place: nothing of this stream may reach that one."""

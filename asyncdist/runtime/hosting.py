@@ -21,6 +21,8 @@ from asyncdist.runtime.failing.failure import FailureMonitor, fail, fail_alone, 
 from asyncdist.runtime.leaving import leave, report_leftovers
 from asyncdist.runtime.recording import Recording
 from asyncdist.runtime.signals import Interrupts, ending_forked_children
+from asyncdist.runtime.story.answering import Teller
+from asyncdist.runtime.story.requests import tell_no_more, tell_on_request
 from asyncdist.runtime.watchdogs import ENDLESS, EndWatch, StallWatch, WatchdogOptions, describe_wait
 from asyncdist.runtime.world import World, _current_world
 from asyncdist.transports.base import Transport
@@ -38,6 +40,7 @@ class RankOptions:
         watchdogs: how long the rank may stand still.
         record: what is written down; None for nothing.
         metrics: where counters go.
+        tells: whether the rank tells what it does, to SIGUSR1 and on a socket.
     """
 
     grace_s: float = GRACE_S
@@ -45,6 +48,7 @@ class RankOptions:
     watchdogs: WatchdogOptions = ENDLESS
     record: RecordOptions | None = None
     metrics: tuple[Destination, ...] = ()
+    tells: bool = False
 
 
 DEFAULT_OPTIONS: Final = RankOptions()
@@ -104,6 +108,7 @@ async def hosted(
     engine.start()
     exporter: Exporter | None = None
     token = None
+    stack = contextlib.ExitStack()
     try:
         try:
             world = await handshake.meet_all(transport, engine, loop)
@@ -118,10 +123,11 @@ async def hosted(
         monitor = FailureMonitor(world)
         world.agreements.is_interrupted = lambda: interrupts.received is not None
         interrupts.ask_before(world.rank, functools.partial(describe_wait, asyncio.current_task(), world))
+        teller = _teller(world, transport, options, stack)
         success: SystemExit | None = None  # sys.exit(0) is a way to return
         try:
             try:
-                async with _task_group(world, monitor, options.watchdogs):
+                async with _task_group(world, monitor, options.watchdogs, teller):
                     with ending_forked_children():
                         yield world
             except SystemExit as caught:
@@ -133,7 +139,7 @@ async def hosted(
         except BaseException as caught:
             error = own_error(caught, monitor, interrupts, world.rank)
             recording.note_end(error)
-            await fail(world, transport, error, options.grace_s)
+            await fail(world, transport, error, options.grace_s, teller.tell_all if teller is not None else None)
             if error is caught:
                 raise
             _raise_as_it_is(error)
@@ -143,6 +149,7 @@ async def hosted(
         if success is not None:
             raise success
     finally:
+        stack.close()
         if exporter is not None:
             exporter.end()
         engine.stop()
@@ -162,8 +169,24 @@ def _exporter(world: World, transport: Transport, options: RankOptions) -> Expor
     return exporter
 
 
+def _teller(world: World, transport: Transport, options: RankOptions, stack: contextlib.ExitStack) -> Teller | None:
+    """Let the rank tell what it does, until the stack is closed; between processes on a socket, too."""
+    main = asyncio.current_task()
+    if not options.tells or main is None:
+        return None
+    teller = Teller(world, main, options.watchdogs.job_stall_s)
+    tell_on_request(teller, teller.tell, teller.forget_in_child)
+    stack.callback(tell_no_more, teller)
+    if not transport.capabilities.shares_process:
+        teller.begin()
+        stack.callback(teller.end)
+    return teller
+
+
 @asynccontextmanager
-async def _task_group(world: World, monitor: FailureMonitor, watchdogs: WatchdogOptions) -> AsyncIterator[None]:
+async def _task_group(
+    world: World, monitor: FailureMonitor, watchdogs: WatchdogOptions, teller: Teller | None
+) -> AsyncIterator[None]:
     """Run main, which is the body of ``async with``, in one task group with the tasks that it spawns.
 
     An error of main alone is raised unchanged, errors of tasks as a group.
@@ -172,6 +195,8 @@ async def _task_group(world: World, monitor: FailureMonitor, watchdogs: Watchdog
     watch = EndWatch(world, watchdogs.watchdog_s)
     stop = monitor.stop if watchdogs.stall_aborts else None
     stall_watch = StallWatch(world, asyncio.current_task(), watchdogs, stop)
+    if teller is not None:
+        stall_watch.is_told_elsewhere = teller.has_told_standstill
     try:
         with monitor:
             async with asyncio.TaskGroup() as task_group:

@@ -31,6 +31,7 @@ from asyncdist.runtime.hosting import GRACE_S, RankOptions, RankResult, host_ran
 from asyncdist.runtime.notebooks import call_beside_loop, is_loop_running
 from asyncdist.runtime.process import limit_threads, spare_collections
 from asyncdist.runtime.signals import Interrupts
+from asyncdist.runtime.story.requests import StoryRequests
 from asyncdist.runtime.watchdogs import WatchdogOptions
 from asyncdist.runtime.world import World, refuse_inside_a_world
 from asyncdist.tensors import torch_modes
@@ -49,8 +50,10 @@ MetricsName: TypeAlias = int | str | Sequence[int | str] | None
 
 #: How long spawned tasks may only wait, after main of their rank has returned, before a warning is logged.
 WATCHDOG_S: Final = 10.0
-#: How long main may wait in one collective before a warning is logged, where ``stall_s`` is not set.
-STALL_S: Final = 300.0
+#: After how long a job in which nothing moves is told, where ``stall_s`` is not set.
+STALL_S: Final = 60.0
+#: How long main may wait in one collective, while others go on, before a warning is logged, where it is not set.
+COLLECTIVE_STALL_S: Final = 300.0
 #: Takes the place of :func:`run` where something else hosts the ranks; is given main, its arguments and ``strict``.
 run_elsewhere: ContextVar[Callable[[Callable[..., Any], tuple[Any, ...], bool], Any] | None] = ContextVar(
     "run_elsewhere", default=None
@@ -139,7 +142,8 @@ def run(
         )
         _check_options(transport, ranks, loop, grace_s, bulk)
         elsewhere = run_elsewhere.get()
-        opened = _open_here(transport, bulk, ranks) if elsewhere is None else None
+        with StoryRequests():
+            opened = _open_here(transport, bulk, ranks) if elsewhere is None else None
     except LateError as late:
         end_late(late)
     except (ValueError, AsyncdistError) as refusal:
@@ -379,9 +383,9 @@ def rank_options(
     """Return how a rank is hosted, from the options of :func:`run`."""
     chosen = environment.stall_s() if stall_s is None else stall_s
     if chosen is None:
-        watchdogs = WatchdogOptions(watchdog_s, STALL_S, stall_aborts, collectives_alone=True)
+        watchdogs = WatchdogOptions(watchdog_s, COLLECTIVE_STALL_S, stall_aborts, True, STALL_S)
     else:
-        watchdogs = WatchdogOptions(watchdog_s, chosen, stall_aborts)
+        watchdogs = WatchdogOptions(watchdog_s, chosen, stall_aborts, False, chosen)
     folder = environment.record() if record is None else record
     sinks = destinations(environment.metrics(), environment.METRICS_VARIABLE) if metrics is None else None
     return RankOptions(
@@ -390,6 +394,7 @@ def rank_options(
         watchdogs,
         RecordOptions.of(folder, limit_nbytes),
         destinations(metrics) if sinks is None else sinks,
+        tells=True,
     )
 
 

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any, Final
 
 from asyncdist import rank_program
+from asyncdist.runtime.story.requests import StoryRequests, forget_in_child
 
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
@@ -46,6 +47,7 @@ class Interrupts:
         self._previous: dict[int, Any] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: Sequence[asyncio.Task[Any]] = ()
+        self._story_requests = StoryRequests()
         self._waits: dict[int, Callable[[], str | None]] = {}
         self._waited: dict[int, str | None] = {}
 
@@ -83,12 +85,14 @@ class Interrupts:
             self.check()
 
     def __enter__(self) -> Interrupts:
+        self._story_requests.__enter__()
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._story_requests.__exit__()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
@@ -126,6 +130,7 @@ def _restore_signals_in_child() -> None:
     or of a ``Pool``, would have no effect. It is done at the fork and not when a signal comes, since a handler in
     Python is not called while the child blocks in C.
     """
+    forget_in_child()
     for number in SIGNALS:
         handler = signal.getsignal(number)
         while isinstance(interrupts := getattr(handler, "__self__", None), Interrupts):

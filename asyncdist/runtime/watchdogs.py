@@ -20,6 +20,7 @@ logger = logging.getLogger("asyncdist.runtime.watchdogs")
 #: Coroutines of asyncio that end by themselves, after a time or when a thread has ended. Nothing else tells their
 #: futures from those that a peer or the user settles.
 _TIMED: Final = frozenset({asyncio.sleep.__code__, asyncio.to_thread.__code__})
+_LIBRARIES: Final = frozenset({"asyncdist", "protocols", "asyncio", "contextlib"})
 #: Of a main that awaits what code without an event loop calls: returns the frame of that code, or one that it called.
 frame_of_caller: Final[WeakKeyDictionary[asyncio.Task[Any], Callable[[], types.FrameType | None]]] = WeakKeyDictionary()
 
@@ -32,6 +33,7 @@ class WatchdogOptions:
         watchdog_s, stall_s, stall_aborts: as there; infinity for never.
         collectives_alone: whether ``stall_s`` is for waits in collectives alone. A main that waits in one for minutes
             most likely waits for ever; one that waits for messages may be a server.
+        job_stall_s: after how many seconds without a step and a message on any rank the story of all is told.
 
     Raises:
         ValueError: a time is not a number of seconds above 0.
@@ -41,10 +43,12 @@ class WatchdogOptions:
     stall_s: float = math.inf
     stall_aborts: bool = False
     collectives_alone: bool = False
+    job_stall_s: float = math.inf
 
     def __post_init__(self) -> None:
         validation.seconds("watchdog_s", self.watchdog_s, finite=False)
         validation.seconds("stall_s", self.stall_s, finite=False)
+        validation.seconds("stall_s", self.job_stall_s, finite=False)
 
 
 ENDLESS: Final = WatchdogOptions()
@@ -69,7 +73,7 @@ class EndWatch:
 
     def begin(self) -> None:
         """Start to watch: main has returned."""
-        self._seen = {task: _waiter(task) for task in self._world.spawned_tasks()}
+        self._seen = {task: waiter_of(task) for task in self._world.spawned_tasks()}
         if self._seen and self._period_s < math.inf:
             self._timer = asyncio.get_running_loop().call_later(self._period_s, self._look)
 
@@ -95,7 +99,7 @@ class EndWatch:
         )
 
     def _still_waits(self, task: asyncio.Task[Any]) -> bool:
-        waiter = _waiter(task)
+        waiter = waiter_of(task)
         return waiter is not None and not waiter.done() and self._seen.get(task) is waiter
 
 
@@ -126,6 +130,7 @@ class StallWatch:
         self._main = main
         self._options = options
         self._end = end
+        self.is_told_elsewhere: Callable[[], bool] = lambda: False
         self._seen: list[Any] = []
         self._told: list[Any] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -143,9 +148,9 @@ class StallWatch:
 
     def _awaited(self, main: asyncio.Task[Any]) -> list[Any]:
         """Return the futures that main waits for, where such a wait counts."""
-        if self._options.collectives_alone and _waiter(main) not in self._world.services.engine.collective_waits:
+        if self._options.collectives_alone and waiter_of(main) not in self._world.services.engine.collective_waits:
             return []
-        return _futures_awaited(main, self._world, set()) or []
+        return futures_awaited(main, self._world, set()) or []
 
     def _look(self) -> None:
         before = self._seen
@@ -167,7 +172,8 @@ class StallWatch:
             where = what_awaits(self._main, self._world)
         text = f"has waited for {self._options.stall_s:g} s: {where}"
         if self._end is None or None in known:
-            logger.warning("main of rank %d %s", self._world.rank, text)
+            if not self.is_told_elsewhere():
+                logger.warning("main of rank %d %s", self._world.rank, text)
         else:
             self._end(StallError(f"main {text}", rank=self._world.rank))
 
@@ -176,7 +182,7 @@ def describe_wait(main: asyncio.Task[Any] | None, world: World) -> str | None:
     """Describe what main waits for or, where it has returned, the tasks that it spawned; None while main runs."""
     if main is None or main is asyncio.current_task():
         return None
-    if any(not _is_library(frame) for frame in _frames(main)):
+    if any(not is_library(frame) for frame in frames_of(main)):
         return what_awaits(main, world)
     tasks = world.spawned_tasks()
     if not tasks:
@@ -184,7 +190,7 @@ def describe_wait(main: asyncio.Task[Any] | None, world: World) -> str | None:
     return ", and ".join(f"{task.get_name()}: {what_awaits(task, world)}" for task in tasks)
 
 
-def _futures_awaited(waiter: Any, world: World, seen: set[int]) -> list[Any] | None:
+def futures_awaited(waiter: Any, world: World, seen: set[int]) -> list[Any] | None:
     """Return the futures to be settled before ``waiter`` is, without those ``seen``; None if it may end by itself."""
     if id(waiter) in seen:
         return []
@@ -207,7 +213,7 @@ def _futures_awaited(waiter: Any, world: World, seen: set[int]) -> list[Any] | N
     has_parts = False
     for part in parts:
         if part is not None and not part.done():
-            awaited = _futures_awaited(part, world, seen)
+            awaited = futures_awaited(part, world, seen)
             if awaited is None:
                 return None
             has_parts = True
@@ -217,7 +223,7 @@ def _futures_awaited(waiter: Any, world: World, seen: set[int]) -> list[Any] | N
 
 def _parts_of(task: asyncio.Task[Any]) -> Iterable[Any] | None:
     """Return the futures and tasks that a task waits for; None where the wait ends by itself."""
-    frames = {frame.f_code: frame.f_locals for frame in _frames(task)}
+    frames = {frame.f_code: frame.f_locals for frame in frames_of(task)}
     if not _TIMED.isdisjoint(frames):
         return None
     if of_group := frames.get(asyncio.TaskGroup.__aexit__.__code__):
@@ -228,40 +234,52 @@ def _parts_of(task: asyncio.Task[Any]) -> Iterable[Any] | None:
             return None
     if of_wait := frames.get(asyncio.wait.__code__):
         return list(of_wait["fs"])
-    return [_waiter(task)]
+    return [waiter_of(task)]
 
 
-def _waiter(task: asyncio.Task[Any]) -> Any:
+def waiter_of(task: asyncio.Task[Any]) -> Any:
     """Return the future that ``task`` waits for; None while it is ready to run."""
     return getattr(task, "_fut_waiter", None)
 
 
 def what_awaits(task: asyncio.Task[Any], world: World | None) -> str:
     """Describe what a task waits for, and name the line of the user's code, if any, in which it does."""
-    frames = _frames(task)
+    what, frame = wait_of(task, world)
+    return f"{what}, in {line_of(frame)}" if frame is not None else what
+
+
+def wait_of(task: asyncio.Task[Any], world: World | None) -> tuple[str, types.FrameType | None]:
+    """Describe what a task waits for; beside it the frame of the user's code, if any, in which it does."""
+    frames = frames_of(task)
     if not frames or frames[0].f_lasti < 0:
-        return "has not begun"
-    position = next((i for i in reversed(range(len(frames))) if not _is_library(frames[i])), None)
-    awaited, settler, what = _waiter(task), None, None
+        return "has not begun", None
+    position = next((i for i in reversed(range(len(frames))) if not is_library(frames[i])), None)
+    awaited, settler, what = waiter_of(task), None, None
     if world is not None:
         engine = world.services.engine
         settler = engine.settler(awaited)
         # Of a collective the name of the user's call says more than the message that it waits for.
         if settler is not None and (position is None or awaited not in engine.collective_waits):
-            awaited = _waiter(settler)
+            awaited = waiter_of(settler)
         what = engine.awaited(awaited)
     if position is None:
-        return what or (frames[-1].f_code.co_qualname if settler is None else settler.get_name())
+        return what or (frames[-1].f_code.co_qualname if settler is None else settler.get_name()), None
     if what is None:
         called = [frame.f_code.co_qualname for frame in frames[position + 1 :]]
-        what = next((name for name in called if not name.endswith("__")), called[0] if called else None)
-    return _with_line(task, what or (_name(awaited) if settler is None else settler.get_name()))
+        public = (name for name in called if not name.rpartition(".")[2].startswith("_"))
+        what = next(public, called[0] if called else None)
+    return what or (_name(awaited) if settler is None else settler.get_name()), frames[position]
 
 
 def _with_line(task: asyncio.Task[Any], what: str) -> str:
     """Append the line of the user's code, if any, in which ``task`` stands."""
-    own = next((frame for frame in reversed(_frames(task)) if not _is_library(frame)), None)
-    return f"{what}, in {own.f_code.co_qualname} ({own.f_code.co_filename}:{own.f_lineno})" if own else what
+    own = next((frame for frame in reversed(frames_of(task)) if not is_library(frame)), None)
+    return f"{what}, in {line_of(own)}" if own else what
+
+
+def line_of(frame: types.FrameType) -> str:
+    """Return where a frame stands, as in ``"main (train.py:12)"``."""
+    return f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"
 
 
 def _name(awaited: Any) -> str:
@@ -271,14 +289,14 @@ def _name(awaited: Any) -> str:
     return f"all of {', '.join(map(_name, gathered))}" if gathered else "a future of its own"
 
 
-def _frames(task: asyncio.Task[Any]) -> list[types.FrameType]:
+def frames_of(task: asyncio.Task[Any]) -> list[types.FrameType]:
     """Return the frames of a task, from its coroutine to the innermost; ``Task.get_stack`` has the first alone.
 
     Before them, that of the blocking code whose call the task awaits, if there is such code.
     """
     of_caller = frame_of_caller.get(task)
     frame = None if of_caller is None else of_caller()
-    while frame is not None and _is_library(frame):
+    while frame is not None and is_library(frame):
         frame = frame.f_back
     frames = [] if frame is None else [frame]
     coroutine: Any = task.get_coro()
@@ -288,5 +306,6 @@ def _frames(task: asyncio.Task[Any]) -> list[types.FrameType]:
     return frames
 
 
-def _is_library(frame: types.FrameType) -> bool:
-    return str(frame.f_globals.get("__name__")).partition(".")[0] in ("asyncdist", "asyncio", "contextlib")
+def is_library(frame: types.FrameType) -> bool:
+    """Return whether a frame is of asyncdist, its protocols or asyncio, and not of what they call."""
+    return str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARIES

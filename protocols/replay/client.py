@@ -40,7 +40,7 @@ from asyncdist import (
     validation,
 )
 from asyncdist.messaging.channels import Channel
-from asyncdist.messaging.engine import yield_to_loop
+from asyncdist.messaging.engine import Awaited, yield_to_loop
 from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.polling import resolve_waiter
 from asyncdist.messaging.streams import CHUNK_NBYTES, Cancel, Grant, StreamAborted
@@ -149,7 +149,7 @@ class ReplayBuffer:
 
     async def _enter(self) -> Welcome:
         """Ask the server to be served, again and again, until it answers."""
-        engine, what = self._services.engine, f"the replay buffer {self._name!r} on rank {self._server}"
+        engine, what = self._services.engine, self._what_is_awaited()
         give_up_at, period_s = self._services.time() + self._start_timeout_s, _OPEN_PERIOD_S
         while self._welcome is None and self._error is None:
             if self._services.time() >= give_up_at:
@@ -176,15 +176,20 @@ class ReplayBuffer:
         try:
             engine = self._services.engine
             if error is None and engine.failure is None:
-                await engine.until(lambda: not self._adding_count, "answers of the replay buffer")
+                await engine.until(lambda: not self._adding_count, self._what_is_awaited("answers of "))
                 self._send(Leaving())
                 await engine.until(
                     lambda: not (self._adding_count or self._drawing_count or self._calls),
-                    "answers of the replay buffer",
+                    self._what_is_awaited("answers of "),
                 )
         finally:
             self._fail(ClosedError(f"the replay buffer {self._name!r} was left"))
             self._close()
+
+    def _what_is_awaited(self, part: str = "") -> Awaited:
+        """Say that this rank waits for the server, or for a part of it."""
+        text = f"{part}the replay buffer {self._name!r} on rank {self._server}"
+        return Awaited.of_peer(text, self._server, tags.REPLAY)
 
     def _close(self) -> None:
         assert self._channel is not None
@@ -324,14 +329,14 @@ class ReplayBuffer:
             limit: of its kind.
         """
         self._welcomed()
-        await limit.acquire(f"room for one more request to the replay buffer {self._name!r} on rank {self._server}")
+        await limit.acquire(self._what_is_awaited("room for one more request to "))
         if self._error is not None:
             limit.release()
             raise self._error
         request, self._next_request = self._next_request, (self._next_request + 1) % _REQUEST_COUNT
         message, payload = make(request)
         call = self._calls[request] = PendingCall(self._services.engine.loop.create_future(), payload, limit)
-        what = f"the replay buffer {self._name!r} on rank {self._server}"
+        what = self._what_is_awaited()
         try:
             self._send(message)
             await self._services.engine.park(call.waiter, what)

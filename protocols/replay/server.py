@@ -27,6 +27,7 @@ import torch
 from asyncdist import BusyError, Envelope, RankLostError, RemoteProtocolError, World, current_world, tags
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
+from asyncdist.messaging.engine import Awaited
 from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import CHUNK_NBYTES, Cancel, Grant, StreamAborted
@@ -178,7 +179,8 @@ class _Server:
         )
 
     async def _wait_for_clients(self) -> None:
-        engine, what = self._services.engine, f"clients of the replay buffer {self._name!r}"
+        engine, text = self._services.engine, f"clients of the replay buffer {self._name!r}"
+        what = Awaited(text, lambda: (rank for rank, each in self._clients.items() if not each.is_done), tags.REPLAY)
         if not self._has_warned and all_wait_to_draw(self._clients.values(), self._store.size):
             if await engine.until(self._has_work, what, deadline=self._services.time() + _PATIENCE_S):
                 return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -414,6 +415,15 @@ def test_a_place_is_free_when_its_rank_was_killed_and_is_not_started_again() -> 
     job.processes[0].ends(0)
     assert job.run() == 0 and not job.started, "the job went on, and ended well"
     assert job.keeper.said == ["exited/1.0 ", "place/1 free 1", "exited/0.0 ", "place/0 left"]
+
+
+def test_a_launcher_that_is_asked_what_goes_on_passes_it_on_to_its_ranks() -> None:
+    job = Supervised({0: 0, 1: 0}, have_joined=False)
+    job.events.put(("signal", signal.SIGUSR1))
+    for process in job.processes.values():
+        process.ends(0)
+    assert job.run() == 0
+    assert [process.signals for process in job.processes.values()] == [[signal.SIGUSR1]] * 2
 
 
 def test_the_last_rank_of_the_first_launcher_decides_its_exit_code() -> None:

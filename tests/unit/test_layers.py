@@ -22,7 +22,8 @@ FOLDERS: dict[str, set[str]] = {
     "messaging": {"tensors", "transports", "recording"},
     "collectives": {"tensors", "transports", "messaging"},
     "live": {"messaging"},
-    "runtime": {"tensors", "transports", "recording", "messaging", "collectives", "live"},
+    "story": {"recording"},
+    "runtime": {"tensors", "transports", "recording", "messaging", "collectives", "live", "story"},
     "spmd": {"tensors", "transports", "messaging", "collectives", "runtime"},
     "functional": {"tensors", "transports", "messaging", "collectives", "runtime", "spmd"},
     "launch": {"tensors", "transports", "messaging", "collectives", "runtime", "spmd", "functional"},
@@ -30,7 +31,7 @@ FOLDERS: dict[str, set[str]] = {
     "integrations": {"blocking"},
     "bench": {"messaging"},
     "simulation": {"tensors", "transports", "recording", "messaging", "collectives", "runtime", "blocking"},
-    "face": {"tensors", "transports", "live", "runtime", "launch", "blocking", "simulation"},
+    "face": {"tensors", "transports", "live", "runtime", "launch", "blocking", "simulation", "story"},
 }
 #: Modules of ``asyncdist/`` itself that everybody may import; the others there are the face that users see.
 GROUND = {

@@ -10,7 +10,7 @@ import asyncio
 import math
 import multiprocessing
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from types import FrameType
 from typing import Final, NoReturn
 
@@ -79,8 +79,17 @@ class FailureMonitor:
             self._task.cancel()
 
 
-async def fail(world: World, transport: Transport, error: BaseException, grace_s: float) -> None:
-    """End this rank after a failure: tell the peers, wait for them to stop, abort those that do not."""
+async def fail(
+    world: World,
+    transport: Transport,
+    error: BaseException,
+    grace_s: float,
+    tell_story: Callable[[], str] | None = None,
+) -> None:
+    """End this rank after a failure: tell the peers, wait for them to stop, abort those that do not.
+
+    Before an abort it prints what ``tell_story()`` returns of the ranks.
+    """
     loop = asyncio.get_running_loop()
     if is_consequence(error):
         await _hear_why(world, _HEAR_WHY_S)
@@ -123,6 +132,8 @@ async def fail(world: World, transport: Transport, error: BaseException, grace_s
         sys.stderr.write(
             f"asyncdist: rank {world.rank}: ranks {silent} did not stop within {grace_s:g} s; aborting the job\n"
         )
+        if tell_story is not None:
+            sys.stderr.write(f"asyncdist: {tell_story()}\n")
         sys.stderr.flush()
         transport.abort(1)
         exit_immediately(1)

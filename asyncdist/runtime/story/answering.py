@@ -1,0 +1,216 @@
+"""Answers who asks what this rank does, from a thread that sleeps otherwise; and tells it where nothing moves.
+
+The thread touches nothing of the rank. Where the loop runs it asks the loop, and where main does not let it run the
+thread looks where main stands, and reads the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import selectors
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Final
+
+from asyncdist.runtime.story.collecting import collect, job_name
+from asyncdist.runtime.story.signs import Signs
+from asyncdist.runtime.world import World
+from asyncdist.story import sockets
+from asyncdist.story.facts import RankStory, to_bytes
+from asyncdist.story.happenings import seconds_in_words
+from asyncdist.story.telling import Silent, tell_job, tell_rank
+
+logger = logging.getLogger("asyncdist.runtime.story.answering")
+
+#: How long the loop may take to answer before it is said not to run.
+_LOOP_S: Final = 0.3
+#: The thread looks whether anything has moved so many times in ``stall_s``, and once in so many seconds at least.
+_LOOKS_IN_STALL: Final = 4
+_PERIOD_S_MAX: Final = 1.0
+
+
+class Teller:
+    """Tells the story of one rank: to who asks on its socket, and to all where the job stands still.
+
+    Args:
+        world: of this rank.
+        main: the task that runs main.
+        stall_s: after how long a job in which nothing moves is told; infinity for never.
+    """
+
+    def __init__(self, world: World, main: asyncio.Task[object], stall_s: float) -> None:
+        self.told_at = -float("inf")
+        self._world = world
+        self._main = main
+        self._loop = asyncio.get_running_loop()
+        self._thread_of_rank = threading.get_ident()
+        self._signs = Signs(world)
+        self._stall_s = stall_s
+        self._told_of: float | None = None  # when the rank had moved last, at the standstill that was told
+        self._look_again_at = 0.0
+        self._asking: threading.Thread | None = None
+        self._period_s = min(_PERIOD_S_MAX, stall_s / _LOOKS_IN_STALL)
+        self._listener: socket.socket | None = None
+        self._path: Path | None = None
+        self._wake: tuple[socket.socket, socket.socket] | None = None
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Listen, where this host has a place for sockets."""
+        opened = sockets.listen(job_name(self._world), self._world.rank)
+        if opened is None:
+            return
+        self._listener, self._path = opened
+        self._wake = socket.socketpair()
+        self._thread = threading.Thread(target=self._serve, name="asyncdist story", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Answer no more."""
+        if self._thread is None or self._wake is None or self._listener is None or self._path is None:
+            return
+        self._wake[1].send(b"!")
+        self._thread.join()
+        for each in (self._listener, *self._wake):
+            each.close()
+        sockets.withdraw(self._path)
+        self._thread = None
+
+    def forget_in_child(self) -> None:
+        """Close this rank's socket in a child that it has forked, which would seem to be the rank after its death."""
+        if self._listener is not None:
+            self._listener.close()
+            self._thread = None
+
+    def has_told_standstill(self) -> bool:
+        """Whether the story was told, here or by another rank, since this rank moved last."""
+        return self.told_at >= self._signs.moved_at
+
+    # -- in the rank's thread, or in a signal's handler there ---------------------------------------------------------
+
+    def tell(self) -> str:
+        """Return the story of this rank, from its own thread, wherever that is."""
+        self._signs.sample()
+        runs = asyncio.current_task(self._loop) is not None or not self._loop.is_running()
+        frame = sys._getframe(1) if runs else None
+        return tell_rank(collect(self._world, self._main, self._signs, frame))
+
+    def tell_all(self) -> str:
+        """Return the stories of all ranks of this host, of this one as it is now."""
+        return tell_job(*self._ask_all(collect(self._world, self._main, self._signs)))
+
+    # -- in the thread ------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        assert self._listener is not None and self._wake is not None, "it has begun"
+        with selectors.DefaultSelector() as ready:
+            ready.register(self._listener, selectors.EVENT_READ)
+            ready.register(self._wake[0], selectors.EVENT_READ)
+            look_at = time.monotonic() + self._period_s
+            while True:
+                events = ready.select(max(0.0, look_at - time.monotonic()))
+                if any(key.fileobj is self._wake[0] for key, _ in events):
+                    return
+                try:
+                    self._signs.sample()
+                    if events:
+                        self._answer(self._listener)
+                    if time.monotonic() >= look_at:  # also where others ask all the time
+                        look_at = time.monotonic() + self._period_s
+                        self._look()
+                except Exception as error:  # no run is ended by its story, and the rank may end while it is looked at
+                    logger.debug("rank %d could not tell its story", self._world.rank, exc_info=error)
+
+    def _answer(self, listener: socket.socket) -> None:
+        client, _ = listener.accept()
+        with client:
+            client.settimeout(sockets.ANSWER_S)
+            question = client.recv(len(sockets.STORY))
+            if question == sockets.STORY:
+                client.sendall(to_bytes(self._story()))
+            elif question == sockets.TOLD:
+                self._note_told()
+            elif question == sockets.PULSE:
+                client.sendall(b"!")
+
+    def _story(self) -> RankStory:
+        answer: list[RankStory] = []
+        is_there = threading.Event()
+
+        def collect_in_loop() -> None:
+            if not has_given_up:
+                with contextlib.suppress(Exception):
+                    answer.append(collect(self._world, self._main, self._signs))
+                is_there.set()
+
+        has_given_up = False
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(collect_in_loop)
+            is_there.wait(_LOOP_S)
+        has_given_up = True
+        if answer:
+            return answer[0]
+        while True:
+            frame = sys._current_frames().get(self._thread_of_rank)
+            with contextlib.suppress(RuntimeError):  # a dictionary has changed meanwhile
+                return collect(self._world, self._main, self._signs, frame)
+
+    # -- where nothing moves ------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        still_s = self._signs.still_s()
+        is_news = still_s >= self._stall_s and self._signs.moved_at != self._told_of
+        is_asking = self._asking is not None and self._asking.is_alive()
+        if is_news and now >= self._look_again_at and not is_asking:
+            # In a thread of its own, since this one has to answer the ranks that it asks.
+            self._asking = threading.Thread(target=self._ask_who_moves, name="asyncdist story, asking", daemon=True)
+            self._asking.start()
+
+    def _ask_who_moves(self) -> None:
+        try:
+            self._tell_if_none_moves()
+        except Exception as error:  # no run is ended by its story
+            logger.warning("rank %d could not tell that nothing moves", self._world.rank, exc_info=error)
+
+    def _tell_if_none_moves(self) -> None:
+        if not self._is_others_to_tell():
+            stories, silent = self._ask_all(self._story())
+            least_s = min(story.still_s for story in stories.values())
+            if least_s < self._stall_s:
+                self._look_again_at = time.monotonic() + self._stall_s - least_s
+            elif any(story.state != "computes" for story in stories.values()):
+                self._tell_standstill(stories, silent, least_s)
+
+    def _tell_standstill(self, stories: dict[int, RankStory], silent: list[Silent], still_s: float) -> None:
+        self._note_told()
+        for place in self._places():
+            sockets.say_told(place)
+        text = f"no rank here has made a step or received a message for {seconds_in_words(still_s)}"
+        sys.stderr.write(f"asyncdist: {text}; {tell_job(stories, silent)}\n")
+        sys.stderr.flush()
+
+    def _note_told(self) -> None:
+        self._told_of = self._signs.moved_at
+        self.told_at = time.monotonic()
+        self._stall_s *= 2  # a job that stands still again and again is not told of as often
+
+    def _places(self) -> list[sockets.Place]:
+        assert self._path is not None, "it has begun"
+        return [place for place in sockets.places(self._path.parent) if place.rank != self._world.rank]
+
+    def _is_others_to_tell(self) -> bool:
+        """Whether a lower rank lives on this host, which looks as this one does."""
+        lower = (place for place in self._places() if place.rank < self._world.rank)
+        return any(sockets.answers_pulse(place) for place in lower)
+
+    def _ask_all(self, own: RankStory) -> tuple[dict[int, RankStory], list[Silent]]:
+        others = [] if self._path is None else self._places()
+        stories = {own.rank: own, **sockets.ask(others)}
+        silent = [Silent(each.rank, each.pid, each.is_alive) for each in others if each.rank not in stories]
+        return dict(sorted(stories.items())), silent

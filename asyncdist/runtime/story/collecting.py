@@ -1,0 +1,183 @@
+"""Collects what a rank does right now. It only reads: a signal's handler, or another thread, may ask."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import sysconfig
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+from asyncdist.messaging.services import Services
+from asyncdist.runtime.story.signs import Signs
+from asyncdist.runtime.watchdogs import frames_of, futures_awaited, is_library, line_of, wait_of, waiter_of
+from asyncdist.runtime.world import World
+from asyncdist.story.facts import ChannelState, Collective, MainState, PolicyState, RankStory, Wait
+from asyncdist.story.happenings import events_in_words
+
+#: Events of a story; steps and roles are told with the policy.
+EVENT_COUNT_MAX: Final = 3
+#: Tasks of a rank in a story, and ranks that one of their waits names.
+TASK_COUNT_MAX: Final = 20
+PEER_COUNT_MAX: Final = 1024
+#: Where the interpreter and its libraries are: the user's line is outside of them.
+_LIBRARIES: Final = tuple(
+    os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
+
+
+def job_name(world: World) -> str:
+    """Return the name of the world's job, the same on all ranks: eight hexadecimal digits."""
+    return f"{world.services.nonce & 0xFFFFFFFF:08x}"
+
+
+def collect(world: World, main: asyncio.Task[Any], signs: Signs, frame: types.FrameType | None = None) -> RankStory:
+    """Return the story of a rank.
+
+    Args:
+        world: the rank's.
+        main: the task of its main.
+        signs: when it, and its peers, gave a sign of life last.
+        frame: where the rank's thread stands, if its loop does not run.
+    """
+    services = world.services
+    state, line, inner_line = _state(main, signs, frame)
+    return RankStory(
+        rank=world.rank,
+        size=world.size,
+        pid=os.getpid(),
+        hostname=world.hostname,
+        job=job_name(world),
+        program=sys.argv[0] if sys.argv else "",
+        state=state,
+        line=line,
+        inner_line=inner_line,
+        still_s=signs.still_s(),
+        waits=tuple(_waits(world, main, with_main=state in ("awaits", "returned"))),
+        policies=tuple(_policies(services)),
+        started=dict(world.peers.attendance.started()),
+        channels=tuple(_channels(services)),
+        unread=tuple(services.early_frames()),
+        heard=signs.heard_s(),
+        lost=tuple(sorted(services.lost_ranks())),
+        left=tuple(sorted(services.left)),
+        events=events_in_words(services.events.latest(), services.events.now(), EVENT_COUNT_MAX),
+    )
+
+
+def _state(main: asyncio.Task[Any], signs: Signs, frame: types.FrameType | None) -> tuple[MainState, str, str]:
+    """Return what main does, and where, in the user's code and innermost."""
+    if frame is None:
+        has_returned = all(is_library(each) for each in frames_of(main))
+        return "returned" if has_returned else "awaits", "", ""
+    while is_library(frame) and frame.f_back is not None and "/asyncdist/runtime/story/" in frame.f_code.co_filename:
+        frame = frame.f_back  # of the handler that asks
+    users = next((each for each in _outwards(frame) if _is_users(each)), frame)
+    inner_line = "" if users is frame else line_of(frame)
+    return "computes" if signs.computes() else "blocks", line_of(users), inner_line
+
+
+def _outwards(frame: types.FrameType | None) -> Iterator[types.FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_users(frame: types.FrameType) -> bool:
+    path = frame.f_code.co_filename
+    return not is_library(frame) and not path.startswith((*_LIBRARIES, "<frozen"))
+
+
+# -- waits ------------------------------------------------------------------------------------------------------------
+
+
+def _waits(world: World, main: asyncio.Task[Any], *, with_main: bool) -> Iterator[Wait]:
+    if with_main:
+        yield _wait("main", main, world)
+    for task in world.spawned_tasks()[:TASK_COUNT_MAX]:
+        if task is not main and waiter_of(task) is not None:
+            yield _wait(task.get_name(), task, world)
+
+
+def _wait(who: str, task: asyncio.Task[Any], world: World) -> Wait:
+    engine = world.services.engine
+    what, frame = wait_of(task, world)
+    futures = futures_awaited(task, world, set())
+    if futures is None:
+        does = str(what) if waiter_of(task) is not None else ""
+        return Wait(who, does, line_of(frame) if frame else "", ends_by_itself=True)
+    known = [(engine.awaited(future), engine.awaited_s(future)) for future in futures]
+    ages = [age for _, age in known if age is not None]
+    peers: dict[int, None] = {}
+    for text, _ in known:
+        peers.update(dict.fromkeys(_first(getattr(text, "peers", tuple)())))
+    tags = [tag for text, _ in known if (tag := getattr(text, "tag", None)) is not None]
+    collective = _collective(task, world)
+    return Wait(
+        who,
+        str(what),
+        line_of(frame) if frame else "",
+        max(ages, default=None),
+        tuple(sorted(peers)),
+        tags[0] if tags else None,
+        ends_by_itself=False,
+        collective=collective,
+    )
+
+
+def _first(ranks: Iterable[int]) -> list[int]:
+    return [rank for rank, _ in zip(ranks, range(PEER_COUNT_MAX), strict=False)]
+
+
+def _collective(task: asyncio.Task[Any], world: World) -> Collective | None:
+    """Return the collective that a task is in; of several that are under way, the oldest, for which the others wait."""
+    engine = world.services.engine
+    if not any(future in engine.collective_waits for future in _waiters(task, engine)):
+        return None
+    for group, number in world.peers.attendance.under_way():
+        return Collective(group.tag, number, tuple(group.ranks[:PEER_COUNT_MAX]))
+    return None
+
+
+def _waiters(task: asyncio.Task[Any], engine: Any) -> Iterator[Any]:
+    """Return what a task waits for, and what that waits for, and so on."""
+    seen: set[int] = set()
+    waiter = waiter_of(task)
+    while waiter is not None and id(waiter) not in seen:
+        seen.add(id(waiter))
+        yield waiter
+        next_task = waiter if isinstance(waiter, asyncio.Task) else engine.settler(waiter)
+        waiter = None if next_task is None else waiter_of(next_task)
+
+
+# -- what else there is -----------------------------------------------------------------------------------------------
+
+
+def _policies(services: Services) -> Iterator[PolicyState]:
+    roles: dict[int, tuple[int, str]] = {}
+    coordinators: dict[int, int] = {}
+    numbers: dict[str, int] = {}
+    for event in services.events.latest():
+        if event.kind == "policy":
+            numbers[event.get("name")] = event.get("policy")
+        elif event.kind == "role":
+            roles[event.get("policy")] = (event.get("round"), event.get("state"))
+        elif event.kind == "coordinator":
+            coordinators[event.get("policy")] = event.get("rank")
+        elif event.kind == "decided":
+            coordinators[event.get("policy")] = services.rank
+    for probe in tuple(services.progress_probes):
+        told = probe()
+        number = numbers.get(told.policy, -1)
+        round_number, role = roles.get(number, (None, ""))
+        yield PolicyState(told.policy, told.step, told.metric, round_number, role, coordinators.get(number))
+
+
+def _channels(services: Services) -> Iterator[ChannelState]:
+    for tag, channel in services.users_channels():
+        counts = channel.statistics()
+        yield ChannelState(
+            channel.name, tag, counts.sent_count, counts.received_count, channel.unread_count, channel.inbox.is_full
+        )

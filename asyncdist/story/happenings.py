@@ -1,0 +1,52 @@
+"""Puts events of a rank into words: those that say how far it is, and no steps, metrics and messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from asyncdist.recording.events import Event
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Return ``"rank 3"``, or ``"ranks 0, 1, 5-9"``."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1][1:] = [rank]
+        else:
+            spans.append([rank])
+    texts = [", ".join(map(str, s)) if len(s) == 1 or s[1] == s[0] + 1 else f"{s[0]}-{s[1]}" for s in spans]
+    return f"rank{'s'[: len(ranks) > 1]} {', '.join(texts)}"
+
+
+def seconds_in_words(seconds: float) -> str:
+    """Return an age in words."""
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.0f} min"
+
+
+_WORDS: Final[Mapping[str, Callable[[Event], str]]] = {
+    "policy": lambda event: f"entered {event.get('class_name')}",
+    "applied": lambda event: f"took the average of {ranks_in_words(event.get('donors'))}, round {event.get('round')}",
+    "abandoned": lambda event: f"round {event.get('round')} came to nothing: {event.get('reason')}",
+    "decided": lambda event: (
+        f"decided round {event.get('round')}: {ranks_in_words(event.get('replacers') or ())} to be replaced"
+    ),
+    "ended": lambda event: f"round {event.get('round')} was over",
+    "coordinator": lambda event: f"rank {event.get('rank')} coordinates from then on",
+    "closed": lambda event: f"left its policy after {event.get('iteration')} steps",
+    "lost": lambda event: f"lost rank {event.get('rank')}",
+    "returned": lambda event: f"rank {event.get('rank')} came again",
+}
+
+
+def events_in_words(events: Sequence[Event], now: float, count_max: int) -> tuple[str, ...]:
+    """Return the latest of these events that have words, with their ages, oldest first.
+
+    Args:
+        events: oldest first.
+        now: on their clock, in seconds.
+        count_max: how many, at most.
+    """
+    told = [event for event in events if event.kind in _WORDS][-count_max:]
+    return tuple(f"{_WORDS[event.kind](event)} {seconds_in_words(max(0.0, now - event.time_s))} ago" for event in told)

@@ -1,0 +1,136 @@
+"""Tells from a recording what each rank did last: what is left to know of a job that has ended, or was killed."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Final
+
+from asyncdist import tags
+from asyncdist.recording.events import Event
+from asyncdist.recording.reader import RankRecording, Recording, read_recording
+from asyncdist.story.happenings import events_in_words, ranks_in_words, seconds_in_words
+
+#: Events of a rank that are told, ranks of which each is told, and pairs of ranks with messages on the way.
+EVENT_COUNT_MAX: Final = 3
+RANK_COUNT_MAX: Final = 24
+PAIR_COUNT_MAX: Final = 8
+
+
+@dataclass(slots=True)
+class _LastOf:
+    """What a rank did last.
+
+    Attributes:
+        file: its recording.
+        last_s: the time of its last event, in seconds since 1970.
+        steps: of the policy that made the last one.
+        over: how main ended; None where nothing says so.
+        waited: what its last wait of some length was for.
+        latest: events, oldest first.
+        sent, received: how many messages, by peer and tag.
+    """
+
+    file: RankRecording
+    last_s: float
+    steps: int = 0
+    over: str | None = None
+    waited: Event | None = None
+    latest: deque[Event] = field(default_factory=lambda: deque(maxlen=64))
+    sent: Counter[tuple[int, int]] = field(default_factory=Counter)
+    received: Counter[tuple[int, int]] = field(default_factory=Counter)
+
+
+def tell_recording(folder: str, job: str | None = None) -> str:
+    """Return what each rank of a recorded job did last, as several lines.
+
+    What a rank waited for at its end is not in a recording, which has waits when they are over.
+
+    Args:
+        folder: that of ``record=``.
+        job: which one, where the folder has recordings of several.
+
+    Raises:
+        RecordingError: there is none that can be read, or it is of several jobs.
+    """
+    recording = read_recording(folder, job)
+    ranks = {each.rank: _last_of(each) for each in recording.ranks}  # of those started again the last process
+    end_s = max(each.last_s for each in ranks.values())
+    lines = [_title(recording, end_s)]
+    if recording.missing:
+        lines.append(f"  {ranks_in_words(recording.missing)} {_have(recording.missing)} left no recording")
+    lines += _on_the_way(ranks)
+    ended = [rank for rank, each in ranks.items() if each.over == ""]
+    if ended:
+        lines.append(f"  {ranks_in_words(ended)} {_have(ended)} returned from main")
+    others = sorted((rank for rank in ranks if rank not in ended), key=lambda rank: (ranks[rank].last_s, rank))
+    for rank in others[:RANK_COUNT_MAX]:
+        lines += _rank(rank, ranks[rank], end_s)
+    if len(others) > RANK_COUNT_MAX:
+        lines.append(f"  and {len(others) - RANK_COUNT_MAX} more")
+    return "\n".join(lines)
+
+
+def _have(ranks: tuple[int, ...] | list[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"
+
+
+def _title(recording: Recording, end_s: float) -> str:
+    script = recording.ranks[0].header["script"]
+    length = seconds_in_words(max(0.0, end_s - recording.began_at))
+    return f"job {recording.job}: {script}, {recording.size} ranks, recorded for {length}"
+
+
+def _last_of(file: RankRecording) -> _LastOf:
+    found = _LastOf(file, float(file.header["unix_s"]))
+    event = None
+    for event in file.events():
+        match event.kind:
+            case "step":
+                found.steps = event.get("iteration")
+            case "over":
+                found.over = event.get("error")
+            case "waited":
+                found.waited = event
+            case "sent":
+                found.sent[event.get("dest"), event.get("tag")] += 1
+            case "received":
+                found.received[event.get("source"), event.get("tag")] += 1
+            case "metric" | "clock" | "safe_point" | "heard" | "deadline":
+                pass
+            case _:
+                found.latest.append(event)
+    if event is not None:
+        found.last_s = file.unix_s(event.time_s)
+    return found
+
+
+def _rank(rank: int, last: _LastOf, end_s: float) -> list[str]:
+    age = seconds_in_words(max(0.0, end_s - last.last_s))
+    how = f"ended by {last.over}" if last.over else "its recording ends without an end of main"
+    lines = [f"  rank {rank}: {how}; its last event was {age} before that of the job"]
+    if last.steps:
+        lines.append(f"    {last.steps} steps")
+    now = end_s - last.file.unix_s(0.0)
+    if last.waited is not None:
+        ago = seconds_in_words(max(0.0, now - last.waited.time_s))
+        seconds = seconds_in_words(last.waited.get("seconds"))
+        lines.append(f"    waited last for {last.waited.get('what')}, {seconds} long, until {ago} before the end")
+    if told := events_in_words(last.latest, now, EVENT_COUNT_MAX):
+        lines.append(f"    lately: {'; '.join(told)}")
+    return lines
+
+
+def _on_the_way(ranks: dict[int, _LastOf]) -> list[str]:
+    """Name messages of the user's channels that were sent and never taken from the transport."""
+    missing = [
+        (count - ranks[dest].received[source, tag], source, dest, tag)
+        for source, last in ranks.items()
+        for (dest, tag), count in last.sent.items()
+        if dest in ranks and tags.is_for_users(tag) and count > ranks[dest].received[source, tag]
+    ]
+    missing.sort(reverse=True)
+    return [
+        f"  {count} message{'s'[: count > 1]} of rank {source} on tag {tag} never came to rank {dest}"
+        for count, source, dest, tag in missing[:PAIR_COUNT_MAX]
+    ]

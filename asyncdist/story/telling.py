@@ -1,0 +1,198 @@
+"""Puts the stories of ranks into words, all of them on one screen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from asyncdist.story.facts import RankStory, Wait
+from asyncdist.story.happenings import ranks_in_words, seconds_in_words
+from asyncdist.story.waiting import awaited_ranks, by_root, circle, stuck_ranks
+
+#: Up to so many ranks, what each has to say beside its waits is told of all; of more, of those that hold others up.
+DETAIL_COUNT_MAX: Final = 8
+#: Groups of ranks that do the same, and tasks of a rank, that are told.
+GROUP_COUNT_MAX: Final = 24
+TASK_COUNT_MAX: Final = 4
+#: Ranks of which it is told when something came from them.
+HEARD_COUNT_MAX: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Silent:
+    """A rank of this host that has not answered.
+
+    Attributes:
+        rank, pid: of it.
+        is_alive: whether its process lives.
+    """
+
+    rank: int
+    pid: int
+    is_alive: bool
+
+
+def tell_rank(story: RankStory) -> str:
+    """Return what one rank says of itself, as several lines."""
+    own = {story.rank: story}
+    lines = [f"rank {story.rank} (of {story.size}, pid {story.pid}) {_what_main_does(story, own)}"]
+    return "\n".join([*lines, *_details(story, own)])
+
+
+def tell_job(stories: Mapping[int, RankStory], silent: Sequence[Silent] = ()) -> str:
+    """Return who waits for whom, over all ranks that have answered, as several lines."""
+    some = next(iter(stories.values()), None)
+    if some is None:
+        return "\n".join(_tell_silent(each, stories) for each in silent)
+    count = len(stories) + len(silent)
+    here = f", {count} of them" if count < some.size else ""
+    lines = [f"job {some.job}: {some.program}, {some.size} rank{'s'[: some.size > 1]}{here} on {some.hostname}"]
+    lines += [f"  {_tell_silent(each, stories)}" for each in silent]
+    stuck = stuck_ranks(stories)
+    ring = circle(stuck, stories)
+    if ring:
+        pairs = zip(ring, (*ring[1:], ring[0]), strict=True)
+        lines.append(f"  deadlock: {', '.join(f'rank {rank} waits for rank {needed}' for rank, needed in pairs)}")
+    lines += _messages_on_other_tags(stories)
+    groups = _groups(stories)
+    for text, ranks in groups[:GROUP_COUNT_MAX]:
+        lines.append(f"  {ranks_in_words(ranks)} {text if len(ranks) == 1 else _plural(text)}")
+        if len(stories) <= DETAIL_COUNT_MAX or stories[ranks[0]].state in ("computes", "blocks"):
+            for rank in ranks:
+                prefix = "" if len(ranks) == 1 else f"rank {rank}: "
+                lines += [f"    {prefix}{line.strip()}" for line in _details(stories[rank], stories)]
+    if len(groups) > GROUP_COUNT_MAX:
+        lines.append(f"  and {len(groups) - GROUP_COUNT_MAX} more")
+    others = some.size - len(stories) - len(silent) - len(some.lost) - len(some.left)
+    if others > 0 and len({story.hostname for story in stories.values()}) == 1:
+        lines.append(
+            f"  {others} more are on other hosts, or have ended: asyncdist story {some.job} tells of them there"
+        )
+    return "\n".join(lines)
+
+
+def _groups(stories: Mapping[int, RankStory]) -> list[tuple[str, list[int]]]:
+    """Return what is said of ranks, with those of which it is said; ages of less than a second apart are as one."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for rank in by_root(stories):
+        story = stories[rank]
+        ageless = replace(story, still_s=0.0, waits=tuple(replace(wait, seconds=None) for wait in story.waits))
+        groups.setdefault((story.state, _what_main_does(ageless, stories)), []).append(rank)
+    return [(_what_main_does(stories[ranks[0]], stories), ranks) for ranks in groups.values()]
+
+
+def _plural(text: str) -> str:
+    verb, _, rest = text.partition(" ")
+    plural = {
+        "waits": "wait",
+        "blocks": "block",
+        "computes": "compute",
+        "has": "have",
+        "runs": "run",
+        "is": "are",
+    }
+    return f"{plural.get(verb, verb)} {rest}"
+
+
+def _what_main_does(story: RankStory, stories: Mapping[int, RankStory]) -> str:
+    wait = next((each for each in story.waits if each.who == "main"), None)
+    if story.state in ("computes", "blocks"):
+        since = f" for {seconds_in_words(story.still_s)}" if story.still_s else ""
+        inner = f", there in {story.inner_line}" if story.inner_line else ""
+        return f"{story.state}{since} in {story.line}{inner}: its loop does not run"
+    if story.state == "returned":
+        others = [rank for rank, its in stories.items() if its.state != "returned"]
+        rest = f"; {ranks_in_words(others)} {'has' if len(others) == 1 else 'have'} not" if others else ""
+        return f"has returned from main{_since(wait)}{rest}"
+    return "runs" if wait is None else _tell_wait(wait, story, stories)
+
+
+def _since(wait: Wait | None) -> str:
+    return "" if wait is None or wait.seconds is None else f" {seconds_in_words(wait.seconds)} ago"
+
+
+def _tell_wait(wait: Wait, story: RankStory, stories: Mapping[int, RankStory]) -> str:
+    line = f", in {wait.line}" if wait.line else ""
+    if wait.what in ("", "has not begun"):
+        return f"runs{line}"
+    if wait.ends_by_itself:
+        return f"is in {wait.what}, which ends by itself{line}"
+    seconds = story.still_s if wait.seconds is None else wait.seconds
+    needs = awaited_ranks(wait, stories)
+    what = wait.what
+    if wait.tag is not None and f"tag {wait.tag}" not in what:
+        what = f"{what}, tag {wait.tag}"
+    if wait.collective is not None:
+        what = f"{what}, the {_ordinal(wait.collective.number)} collective of {len(wait.collective.ranks)} ranks"
+        whom = f" for {ranks_in_words(needs)}, not there yet" if needs else ", in which all ranks told of here are"
+    elif needs:
+        whom = f" for {'any of ' * (len(needs) > 1)}{ranks_in_words(needs)}"
+    else:
+        whom = ""
+    return f"waits{f' {seconds_in_words(seconds)}' if seconds else ''}{whom}: {what}{line}"
+
+
+def _ordinal(number: int) -> str:
+    ending = "th" if 10 <= number % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
+
+
+def _details(story: RankStory, stories: Mapping[int, RankStory]) -> list[str]:
+    tasks = [wait for wait in story.waits if wait.who != "main"]
+    lines = [f"  its task {wait.who} {_tell_wait(wait, story, stories)}" for wait in tasks[:TASK_COUNT_MAX]]
+    if len(tasks) > TASK_COUNT_MAX:
+        lines.append(f"  and {len(tasks) - TASK_COUNT_MAX} more tasks")
+    for policy in story.policies:
+        metric = "" if policy.metric is None else f", metric {policy.metric:.5g}"
+        role = f", {policy.role} in round {policy.round}" if policy.role else ""
+        who = "it" if policy.coordinator == story.rank else f"rank {policy.coordinator}"
+        leader = "" if policy.coordinator is None else f", {who} coordinates"
+        name = f" {policy.name!r}" if policy.name else ""
+        lines.append(f"  policy{name}: {policy.step} steps{metric}{role}{leader}")
+    for channel in story.channels:
+        counts = f"{channel.sent_count} sent, {channel.received_count} received, {channel.unread_count} not read"
+        full = ": it is full, and nothing more is taken on its tag" if channel.is_full else ""
+        lines.append(f"  channel {channel.name}, tag {channel.tag}: {counts}{full}")
+    lines += [f"  {text}" for text in story.unread]
+    for what, ranks in (("lost", story.lost), ("ended", [rank for rank in story.left if rank not in stories])):
+        if ranks:
+            lines.append(f"  {what}: {ranks_in_words(ranks)}")
+    needs = {rank for wait in story.waits for rank in awaited_ranks(wait, stories)}
+    heard = [f"{rank} {seconds_in_words(age)} ago" for rank, age in story.heard.items() if rank in needs]
+    if heard:
+        lines.append(f"  last heard of rank {', '.join(heard[:HEARD_COUNT_MAX])}")
+    if story.events:
+        lines.append(f"  lately: {'; '.join(story.events)}")
+    return lines
+
+
+def _tell_silent(silent: Silent, stories: Mapping[int, RankStory]) -> str:
+    heard = [(story.heard[silent.rank], rank) for rank, story in stories.items() if silent.rank in story.heard]
+    last = "; no message has come from it" if stories else ""
+    if heard:
+        age, by = min(heard)
+        last = f"; the last that came from it came to rank {by} {seconds_in_words(age)} ago"
+    if not silent.is_alive:
+        return f"rank {silent.rank} is gone: its process {silent.pid} has ended{last}"
+    why = "it is stopped, or stands in compiled code that keeps the interpreter"
+    return f"rank {silent.rank} does not answer (pid {silent.pid}): {why}{last}"
+
+
+def _messages_on_other_tags(stories: Mapping[int, RankStory]) -> list[str]:
+    """Name channels on which messages were sent and that a rank which waits has not opened, or not under that tag."""
+    lines = []
+    opened = {rank: {channel.tag for channel in story.channels} for rank, story in stories.items()}
+    for rank, story in stories.items():
+        for channel in story.channels:
+            lacking = [
+                other
+                for other, its in stories.items()
+                if other != rank and channel.tag not in opened[other] and any(w.tag in opened[other] for w in its.waits)
+            ]
+            if channel.sent_count and lacking:
+                lines.append(
+                    f"  rank {rank} has sent {channel.sent_count} on {channel.name}, tag {channel.tag}, "
+                    f"which {ranks_in_words(lacking)} {'has' if len(lacking) == 1 else 'have'} not opened"
+                )
+    return lines

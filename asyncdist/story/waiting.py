@@ -1,0 +1,78 @@
+"""Decides, from what each rank says, who waits for whom, and who waits in a circle. Pure: facts in, facts out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from asyncdist.story.facts import RankStory, Wait
+
+
+def awaited_ranks(wait: Wait, stories: Mapping[int, RankStory]) -> tuple[int, ...]:
+    """Return the ranks that a wait needs: of a collective the members that have not entered it, as far as is known."""
+    collective = wait.collective
+    if collective is None:
+        return wait.peers
+    return tuple(
+        rank
+        for rank in collective.ranks
+        if rank not in stories or stories[rank].started.get(collective.tag, 0) < collective.number
+    )
+
+
+def main_needs(story: RankStory, stories: Mapping[int, RankStory]) -> tuple[int, ...]:
+    """Return the ranks that main waits for; none where it does not wait for ranks."""
+    return next((awaited_ranks(wait, stories) for wait in story.waits if wait.who == "main"), ())
+
+
+def stuck_ranks(stories: Mapping[int, RankStory]) -> frozenset[int]:
+    """Return the ranks that only other ranks among them could wake, so that none of them ever moves.
+
+    Each task of theirs waits for messages of certain ranks. A rank that does not tell, and one that computes, blocks,
+    sleeps or waits for something of its own, may move. (The knot of the OR model: Knapp, Deadlock Detection in
+    Distributed Databases, 1987.)
+    """
+    stuck = {rank for rank, story in stories.items() if story.state == "awaits" and story.waits}
+    while True:
+        movable = {
+            rank
+            for rank in stuck
+            for wait in stories[rank].waits
+            if _may_end(wait, awaited_ranks(wait, stories), stuck, stories[rank].lost)
+        }
+        if not movable:
+            return frozenset(stuck)
+        stuck -= movable
+
+
+def _may_end(wait: Wait, needs: Sequence[int], stuck: Collection[int], lost: Collection[int]) -> bool:
+    if wait.ends_by_itself or not needs:
+        return True
+    if wait.collective is not None:  # it needs them all
+        return not any(rank in stuck for rank in needs)
+    return any(rank not in stuck and rank not in lost for rank in needs)
+
+
+def circle(stuck: Collection[int], stories: Mapping[int, RankStory]) -> tuple[int, ...]:
+    """Return ranks each of which waits for the next one, and the last one for the first; none where there are none."""
+    for start in sorted(stuck):
+        path = [start]
+        while True:
+            needs = [rank for rank in main_needs(stories[path[-1]], stories) if rank in stuck]
+            if not needs:
+                break
+            following = next((rank for rank in needs if rank in path), needs[0])
+            if following in path:
+                return tuple(path[path.index(following) :])
+            path.append(following)
+    return ()
+
+
+def by_root(stories: Mapping[int, RankStory]) -> list[int]:
+    """Return the ranks in the order in which they are to be told: those first for which most others wait."""
+    waiters = dict.fromkeys(stories, 0)
+    for rank, story in stories.items():
+        for needed in main_needs(story, stories):
+            if needed in waiters and needed != rank:
+                waiters[needed] += 1
+    does_not_await = {rank: story.state not in ("awaits", "returned") for rank, story in stories.items()}
+    return sorted(stories, key=lambda rank: (not does_not_await[rank], -waiters[rank], rank))

@@ -1,0 +1,163 @@
+"""What ranks tell when they are asked: by SIGUSR1, wherever they stand, and by ``asyncdist story``."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support import mpi, torchrun
+
+STARTS = pytest.mark.parametrize(
+    "start",
+    [pytest.param(mpi.run_source, marks=pytest.mark.mpi, id="mpi"), pytest.param(torchrun.run_source, id="torch")],
+)
+
+ASKED = """
+    import asyncio, os, signal, sys, time
+    from support.mpi import report
+    import asyncdist as ad
+
+    def load():
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0.01)
+
+    async def helper():
+        await asyncio.Event().wait()
+
+    async def main(world):
+        task = world.spawn(helper(), name="helper")
+        if world.rank == 0:
+            load()
+            await world.sleep(0.01)
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "asyncdist", "story", str(os.getpid()), stdout=-1, stderr=-1
+            )
+            report(0, [part.decode() for part in await process.communicate()])
+        await ad.barrier()
+        task.cancel()
+
+    ad.run(main)
+"""
+
+
+@STARTS
+def test_a_rank_in_a_blocking_call_and_all_ranks_of_a_job(start: Callable[..., Any]) -> None:
+    if start is mpi.run_source:
+        mpi.require_mpi()
+    result = start(2, ASKED).check()
+    own = r"asyncdist: rank 0 \(of 2, pid \d+\) (computes|blocks)( for [\d.]+ s)? in load \([^ ]*program.py:7\)"
+    assert re.search(own, result.stderr), result.output()
+    told, errors = result.reports[0]
+    assert errors == "" and re.match(r"job [0-9a-f]{8}: [^ ]*program.py, 2 ranks on ", told), errors
+    assert re.search(r"^  rank 1 waits [\d.]+ s for rank 0, not there yet: barrier, .* in main \(", told, re.M), told
+    assert re.search(r"its task helper waits [\d.]+ s: Event.wait, in helper \(", told), told
+
+
+COLD = """
+    import os, signal
+    import asyncdist as ad
+
+    async def main(world):
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    os.kill(os.getpid(), signal.SIGUSR1)
+    ad.run(main)
+    os.kill(os.getpid(), signal.SIGUSR1)
+"""
+
+
+@pytest.mark.mpi
+def test_a_rank_that_asyncdist_run_has_started_heeds_it_from_the_beginning_to_the_end() -> None:
+    mpi.require_mpi()
+    result = mpi.run_source(1, COLD, env={"PYTHONHASHSEED": "1"}).check()  # it starts cold
+    before, inside, after = [line for line in result.stderr.splitlines() if line.startswith("asyncdist: rank 0")]
+    no_world = r"asyncdist: rank 0 has no open world yet, or none any more; it stands in [^ ]*program.py"
+    assert re.match(rf"{no_world}:8", before) and re.match(rf"{no_world}:10", after), result.output()
+    assert re.search(r"rank 0 \(of 1, pid \d+\) .* in main \([^ ]*program.py:6\)", inside), result.output()
+
+
+EARLY = """
+    import os, pathlib, signal, sys, threading, time
+    import asyncdist as ad
+
+    has_asked = pathlib.Path(sys.argv[1], "asked")
+
+    def ask():
+        os.kill(os.getpid(), signal.SIGUSR1)
+        has_asked.touch()
+
+    async def main(world):
+        pass
+
+    if os.environ["RANK"] == "0":
+        threading.Timer(0.3, ask).start()
+    else:
+        while not has_asked.exists():
+            time.sleep(0.01)
+        time.sleep(0.2)
+    ad.run(main)
+    if os.environ["RANK"] == "0":
+        sys.stderr.write("over\\n")
+"""
+
+
+def test_before_the_world_is_open(tmp_path: Any) -> None:
+    """By default the signal would end the process."""
+    result = torchrun.run_source(2, EARLY, tmp_path).check()
+    said, _, after = result.stderr.partition("over\n")
+    assert re.search(r"asyncdist: rank 0 has no open world yet, or none any more; it stands in [^ ]+:\d+", said), said
+    assert after == ""
+
+
+OWN = """
+    import os, signal
+    import asyncdist as ad
+
+    async def main(world):
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    signal.signal(signal.SIGUSR1, lambda *_: print("the program's own"))
+    ad.run(main)
+    os.kill(os.getpid(), signal.SIGUSR1)
+"""
+
+
+def test_a_handler_of_the_program_stays() -> None:
+    result = torchrun.run_source(1, OWN).check()
+    assert (result.stdout, result.stderr) == ("the program's own\n" * 2, "")
+
+
+FORKED = """
+    import os, pathlib, signal, time
+    import asyncdist as ad
+    from asyncdist.story import sockets
+
+    def listens(pid, path):
+        [inode] = [line.split()[6] for line in open("/proc/net/unix") if line.rstrip().endswith(str(path))]
+        links = [os.path.realpath(each) for each in pathlib.Path(f"/proc/{pid}/fd").iterdir()]
+        return any(link.endswith(f"socket:[{inode}]") for link in links)
+
+    async def main(world):
+        places = [place for places in sockets.jobs().values() for place in places]
+        [place] = [place for place in places if place.pid == os.getpid()]
+        reader, writer = os.pipe()
+        child = os.fork()
+        if not child:
+            os.write(writer, b"!")
+            time.sleep(600)
+        os.read(reader, 1)
+        print(listens(os.getpid(), place.path), listens(child, place.path))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+    ad.run(main)
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/net/unix"), reason="needs Linux")
+def test_a_child_of_a_rank_does_not_listen_in_its_place() -> None:
+    """A rank that was killed seemed to live for as long as its child did."""
+    assert torchrun.run_source(1, FORKED).check().stdout == "True False\n"

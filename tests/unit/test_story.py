@@ -1,0 +1,231 @@
+"""Stories of ranks: who waits for whom, the words, and the sockets over which they are asked."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from asyncdist.recording.events import Event
+from asyncdist.story import sockets
+from asyncdist.story.facts import ChannelState, Collective, PolicyState, RankStory, Wait, from_bytes, to_bytes
+from asyncdist.story.happenings import events_in_words, ranks_in_words, seconds_in_words
+from asyncdist.story.telling import Silent, tell_job, tell_rank
+from asyncdist.story.waiting import awaited_ranks, by_root, circle, stuck_ranks
+
+
+def story(rank: int, *waits: Wait, size: int = 3, state: str = "awaits") -> RankStory:
+    return RankStory(rank, size, 100 + rank, "here", "0123abcd", "train.py", state, "", "", 60.0, waits)  # type: ignore[arg-type]
+
+
+def waits_for(*peers: int, tag: int | None = 100) -> Wait:
+    return Wait("main", "a message", "main (train.py:7)", 60.0, peers, tag)
+
+
+def collective(number: int, ranks: tuple[int, ...] = (0, 1, 2)) -> Wait:
+    return Wait("main", "barrier", "main (train.py:8)", 60.0, collective=Collective(7100, number, ranks))
+
+
+def of(*stories: RankStory) -> dict[int, RankStory]:
+    return {each.rank: each for each in stories}
+
+
+class TestWhoWaitsForWhom:
+    def test_ranks_in_a_circle_are_stuck_and_who_waits_for_them_is_too(self) -> None:
+        stories = of(story(0, waits_for(1)), story(1, waits_for(0)), story(2, waits_for(0)))
+        stuck = stuck_ranks(stories)
+        assert stuck == {0, 1, 2}
+        assert circle(stuck, stories) == (0, 1)
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            story(1, state="computes"),
+            story(1, state="blocks"),
+            story(1, Wait("main", "sleep", ends_by_itself=True)),
+            story(1, Wait("main", "Event.wait")),  # of its own: nobody knows who sets it
+            story(1),
+        ],
+    )
+    def test_who_waits_for_a_rank_that_may_move_is_not_stuck(self, other: RankStory) -> None:
+        assert not stuck_ranks(of(story(0, waits_for(1)), other))
+
+    def test_one_of_several_senders_is_enough_and_all_members_are_needed(self) -> None:
+        in_circle = story(0, waits_for(1)), story(1, waits_for(0))
+        assert stuck_ranks(of(*in_circle, story(2, waits_for(0, 1, 3)))) == {0, 1}  # rank 3 does not tell
+        all_three = replace(story(2, collective(1)), started={7100: 1})
+        assert stuck_ranks(of(*in_circle, all_three)) == {0, 1, 2}
+
+    def test_a_task_that_may_move_makes_its_rank_movable(self) -> None:
+        task = Wait("sender", "sleep", ends_by_itself=True)
+        assert not stuck_ranks(of(story(0, waits_for(1), task), story(1, waits_for(0))))
+
+    def test_a_lost_rank_brings_nothing(self) -> None:
+        waits = waits_for(1, 2)
+        stories = of(replace(story(0, waits), lost=(2,)), replace(story(1, waits_for(0, 2)), lost=(2,)))
+        assert stuck_ranks(stories) == {0, 1}
+
+    def test_of_a_collective_those_are_awaited_that_have_not_entered_it(self) -> None:
+        stories = of(replace(story(0), started={7100: 3}), replace(story(1), started={7100: 2}))
+        assert awaited_ranks(collective(3), stories) == (1, 2)
+        assert awaited_ranks(collective(2), stories) == (2,)
+
+    def test_no_circle_where_nobody_is_stuck(self) -> None:
+        stories = of(story(0, waits_for(1)), story(1, state="blocks"))
+        assert circle(stuck_ranks(stories), stories) == ()
+
+    def test_those_for_whom_most_wait_come_first_and_before_them_who_does_not_await(self) -> None:
+        stories = of(story(0, waits_for(1)), story(1, waits_for(0)), story(2, waits_for(1)), story(3, state="blocks"))
+        assert by_root(stories) == [3, 1, 0, 2]
+
+
+class TestWords:
+    def test_ranks_and_ages(self) -> None:
+        assert ranks_in_words([3]) == "rank 3"
+        assert ranks_in_words([9, 0, 1, 5, 6, 7]) == "ranks 0, 1, 5-7, 9"
+        assert [seconds_in_words(each) for each in (1.25, 61.2, 700)] == ["1.2 s", "61 s", "12 min"]
+
+    def test_a_job(self) -> None:
+        channel = ChannelState("Note", 101, 1, 0, 0, False)
+        stories = of(
+            replace(story(0, waits_for(1)), channels=(replace(channel, tag=100, sent_count=0),)),
+            replace(story(1, waits_for(0, tag=101)), channels=(channel,), heard={0: 60.5}),
+        )
+        assert tell_job(stories, [Silent(2, os.getpid(), is_alive=True)]).splitlines() == [
+            "job 0123abcd: train.py, 3 ranks on here",
+            f"  rank 2 does not answer (pid {os.getpid()}): it is stopped, or stands in compiled code that keeps the "
+            "interpreter; no message has come from it",
+            "  deadlock: rank 0 waits for rank 1, rank 1 waits for rank 0",
+            "  rank 1 has sent 1 on Note, tag 101, which rank 0 has not opened",
+            "  rank 0 waits 60 s for rank 1: a message, tag 100, in main (train.py:7)",
+            "    channel Note, tag 100: 0 sent, 0 received, 0 not read",
+            "  rank 1 waits 60 s for rank 0: a message, tag 101, in main (train.py:7)",
+            "    channel Note, tag 101: 1 sent, 0 received, 0 not read",
+            "    last heard of rank 0 60 s ago",
+        ]
+
+    def test_a_rank_that_is_gone_is_told_with_its_last_sign_of_life(self) -> None:
+        heard = of(replace(story(0), heard={2: 70.0}), replace(story(1), heard={2: 61.0}))
+        assert tell_job(heard, [Silent(2, 99, is_alive=False)]).splitlines()[1] == (
+            "  rank 2 is gone: its process 99 has ended; the last that came from it came to rank 1 61 s ago"
+        )
+
+    def test_what_is_blocked_what_has_returned_and_what_a_policy_has_come_to(self) -> None:
+        policy = PolicyState("", 12, 0.5, 3, "reporting", 0)
+        blocked = replace(story(0, state="blocks"), line="load (data.py:3)", inner_line="read (io.py:9)")
+        blocked = replace(blocked, policies=(policy,))
+        returned = [story(rank, Wait("main", "the end"), state="returned") for rank in (1, 2)]
+        assert tell_job(of(blocked, *returned)).splitlines()[1:] == [
+            "  rank 0 blocks for 60 s in load (data.py:3), there in read (io.py:9): its loop does not run",
+            "    policy: 12 steps, metric 0.5, reporting in round 3, it coordinates",
+            "  ranks 1, 2 have returned from main; rank 0 has not",
+        ]
+
+    def test_of_one_rank(self) -> None:
+        own = story(1, waits_for(0), Wait("helper", "sleep", "help (train.py:3)", ends_by_itself=True))
+        assert tell_rank(own).splitlines() == [
+            "rank 1 (of 3, pid 101) waits 60 s for rank 0: a message, tag 100, in main (train.py:7)",
+            "  its task helper is in sleep, which ends by itself, in help (train.py:3)",
+        ]
+
+    def test_128_ranks_are_told_on_one_screen(self) -> None:
+        channels = (ChannelState("Note", 100, 0, 0, 0, False),)
+        ranks = [replace(story(rank, collective(9), size=128), started={7100: 9}) for rank in range(127)]
+        every = tuple(range(128))
+        ranks = [replace(each, waits=(collective(9, every),), channels=channels) for each in ranks]
+        told = tell_job(of(*ranks, replace(story(127, waits_for(3), size=128), started={7100: 8}))).splitlines()
+        assert told[1:] == [
+            "  deadlock: rank 127 waits for rank 3, rank 3 waits for rank 127",
+            "  rank 127 waits 60 s for rank 3: a message, tag 100, in main (train.py:7)",
+            "  ranks 0-126 wait 60 s for rank 127, not there yet: barrier, the 9th collective of 128 ranks, "
+            "in main (train.py:8)",
+        ]
+        different = of(*(story(rank, replace(waits_for(0), line=f"line {rank}"), size=128) for rank in range(128)))
+        assert len(tell_job(different).splitlines()) < 40
+
+    def test_of_ranks_on_other_hosts_it_is_said_where_to_ask(self) -> None:
+        assert "2 more are on other hosts, or have ended: asyncdist story 0123abcd" in tell_job(of(story(0)))
+
+    def test_events(self) -> None:
+        events = [
+            Event(1.0, "policy", (0, "AverageAllPolicy", "", 5, 20, 3)),
+            Event(2.0, "step", (0, 1, 0.1)),
+            Event(3.0, "abandoned", (0, 7, 5, "rank 1 was lost")),
+            Event(4.0, "lost", (1,)),
+        ]
+        assert events_in_words(events, 5.0, 2) == (
+            "round 7 came to nothing: rank 1 was lost 2.0 s ago",
+            "lost rank 1 1.0 s ago",
+        )
+
+
+def test_stories_travel() -> None:
+    told = replace(story(1, waits_for(0), collective(3)), started={7100: 2}, heard={0: 1.5})
+    assert from_bytes(to_bytes(told)) == told
+    with pytest.raises(ValueError):
+        from_bytes(b"{}")
+
+
+class TestSockets:
+    @pytest.fixture(autouse=True)
+    def base(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+        return tmp_path / f"asyncdist-{os.getuid()}"
+
+    def test_a_rank_that_answers_is_heard_and_one_that_does_not_is_not(self, base: Path) -> None:
+        listeners = [sockets.listen("job", rank) for rank in range(3)]
+
+        def answer(listener: socket.socket, data: bytes) -> None:
+            listener.setblocking(True)
+            question = b""
+            while question != sockets.STORY:  # others look whether somebody listens
+                client, _ = listener.accept()
+                with client:
+                    question = client.recv(16)
+                    if question:
+                        client.sendall(data)
+
+        opened = [each for each in listeners if each is not None]
+        threads = [
+            threading.Thread(target=answer, args=(opened[0][0], to_bytes(story(0)))),
+            threading.Thread(target=answer, args=(opened[1][0], b"no story")),
+        ]
+        for thread in threads:
+            thread.start()
+        assert [each.rank for each in sockets.jobs()["job"]] == [0, 1, 2]
+        assert sockets.ask(sockets.places(base / "job"), timeout_s=0.2) == of(story(0))
+        for thread in threads:
+            thread.join()
+        for listener, path in opened:
+            listener.close()
+            sockets.withdraw(path)
+        assert not base.exists()
+
+    def test_what_a_killed_rank_has_left_is_cleared_away(self, base: Path) -> None:
+        opened = sockets.listen("job", 0)
+        assert opened is not None
+        opened[0].close()  # the file stays, as after SIGKILL
+        assert opened[1].exists()
+        assert "job" not in sockets.jobs() and not base.exists()
+
+    def test_a_directory_that_others_may_write_is_not_used(self, base: Path) -> None:
+        base.mkdir()
+        base.chmod(0o777)
+        base.joinpath("of somebody").touch()
+        opened = sockets.listen("job", 0)
+        assert opened is None or base not in opened[1].parents
+        if opened is not None:
+            opened[0].close()
+            sockets.withdraw(opened[1])
+
+    def test_a_path_that_is_too_long_for_a_socket_is_not_used(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        long = tmp_path / ("x" * 100)
+        long.mkdir()
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
+        assert all(long not in each.parents for each in sockets.directories())
