@@ -82,6 +82,16 @@ def _parser() -> argparse.ArgumentParser:
         ),
         allow_abbrev=False,
     )
+    top = commands.add_parser(
+        "top",
+        help="show what the ranks of a running job do, in a table that refreshes",
+        description=(
+            "Show what each rank of a running job on this host does, in a table that refreshes: steps and their rate, "
+            "metric, round and role, replacements, bytes, waits, losses. It asks the ranks, and disturbs none."
+        ),
+        allow_abbrev=False,
+    )
+    top.add_argument("job", nargs="?", metavar="JOB|PID", help="which job, where there are several of this user")
     story = commands.add_parser(
         "story",
         help="say what the ranks of a running job wait for, and in which line",
@@ -116,7 +126,7 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
         usage=(
             "asyncdist run -n RANKS | --hosts HOST:RANKS,... [--ssh CMD] | --join HOST:PORT [-n RANKS] "
             "[--transport mpi|torch] [--mpi openmpi|mpich] [--survive] [--restarts N] [--places N] "
-            "[--threads-per-rank N] [--stall-s S] [--record DIR] [--metrics PORT|SINK] [--prefix] "
+            "[--threads-per-rank N] [--stall-s S] [--record DIR] [--metrics PORT|SINK] [--live] [--prefix] "
             "script.py | -m MODULE [arguments]"
         ),
         description=(
@@ -181,6 +191,7 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
         help="where the counters of ranks go: a port for Prometheus, tensorboard:DIR, wandb or opentelemetry; "
         "see metrics in asyncdist.run",
     )
+    run.add_argument("--live", action="store_true", help="show below the output, in a table, what each rank does")
     run.add_argument("--prefix", action="store_true", help="begin each line that a rank prints with [its number]")
     run.add_argument("-m", dest="module", metavar="MODULE", help="run a module in place of a script, as python -m does")
     run.add_argument("script", nargs="?", help="a Python script; the words after it are passed to it unchanged")
@@ -269,6 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """
     local_host.open_standard_files()
     words = list(sys.argv[1:] if arguments is None else arguments)
+    own: list[str] = []
     rest: list[str] = []
     if words[:1] in (["run"], ["sim"]):
         own, rest = (_split_run if words[0] == "run" else _split_sim)(words[1:])
@@ -278,6 +290,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         _Parser(prog=f"asyncdist {options.command}").error(f"unrecognized arguments: {' '.join(unknown)}")
     if options.command == "sim" and arguments is None:  # this process runs nothing but the command
         environment.fix_hash_seed()
+    if options.command == "run" and options.live:
+        from asyncdist.live import beside  # imports msgspec
+
+        sys.exit(beside.run([*(word for word in own if word != "--live"), *rest]))
     with local_host.heeding_children():
         sys.exit(_main(options, rest))
 
@@ -288,6 +304,10 @@ def _main(options: argparse.Namespace, rest: Sequence[str]) -> int:
         return _sim(options, rest)
     if options.command == "init":
         return _init(options.flavour, Path(options.path))
+    if options.command == "top":
+        from asyncdist.live import top  # imports msgspec
+
+        return top.run(options.job)
     if options.command == "story":
         from asyncdist.story import command  # imports msgspec
 

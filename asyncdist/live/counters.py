@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
-from asyncdist.messaging.services import Services
+import msgspec
+
+if TYPE_CHECKING:  # which imports torch, and asyncdist top needs none
+    from asyncdist.messaging.services import Services
 
 #: How often it is read anew where the rank opens a channel meanwhile, which is rare.
 _ATTEMPT_COUNT_MAX: Final = 100
@@ -114,6 +117,19 @@ def _counters_of(services: Services) -> RankCounters:
 def per_second(now: float, before: float, seconds: float) -> float | None:
     """Return how fast a count grows; None where that is not known: no time has passed, or it was started anew."""
     return (now - before) / seconds if seconds > 0 and now >= before else None
+
+
+def to_json(counters: RankCounters) -> bytes:
+    """Return the counters as JSON."""
+    return msgspec.json.encode(counters)
+
+
+_decoder: Final = msgspec.json.Decoder(RankCounters)
+
+
+def from_json(data: bytes) -> RankCounters:
+    """Return the counters that are in these bytes. Raises ValueError where they are none."""
+    return _decoder.decode(data)
 
 
 # -- for exporters ----------------------------------------------------------------------------------------------------

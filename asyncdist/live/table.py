@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _WINDOW_S: Final = 5.0
 #: Lines of a terminal that are not for ranks: what all do, the names of columns, and the cursor's.
 _FRAME_HEIGHT: Final = 3
+_NOTE_COUNT_MAX: Final = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class Readings:
 
 
 def screen(rows: Sequence[Row], width: int, height: int | None = None) -> Group:
-    """Return what the ranks do together, in a line, and below it the table of all of them.
+    """Return what the ranks do together, in a line, below it the table of all of them, and notes on some.
 
     Args:
         rows: the ranks.
@@ -78,11 +79,15 @@ def screen(rows: Sequence[Row], width: int, height: int | None = None) -> Group:
 
     shown = list(rows)
     head = _together(rows)
-    if height is not None and len(shown) > (place := max(1, height - _FRAME_HEIGHT)):
+    notes = [f"rank {row.rank} {row.note}" for row in rows if row.note]
+    if len(notes) > _NOTE_COUNT_MAX:
+        notes[_NOTE_COUNT_MAX - 1 :] = [f"and {len(notes) - _NOTE_COUNT_MAX + 1} more; asyncdist story tells of all"]
+    if height is not None and len(shown) > (place := max(1, height - _FRAME_HEIGHT - len(notes))):
         by_steps = sorted(shown, key=lambda row: (0 if row.now is None else row.now.step, row.rank))
         shown = sorted(by_steps[:place], key=lambda row: row.rank)
         head += f"; shown are the {place} that have done fewest steps"
-    return Group(Text(head, no_wrap=True, overflow="ellipsis"), table(shown, width))
+    said = Text("\n".join(notes), no_wrap=True, overflow="ellipsis")
+    return Group(Text(head, no_wrap=True, overflow="ellipsis"), table(shown, width), *[said] * bool(notes))
 
 
 def table(rows: Sequence[Row], width: int) -> Table:
@@ -92,7 +97,7 @@ def table(rows: Sequence[Row], width: int) -> Table:
     columns = _columns(rows, width)
     drawn = Table(box=None, padding=(0, 1), pad_edge=False)
     for column in columns:
-        is_text = column.name in ("policy", "role", "latest", "note")
+        is_text = column.name in ("policy", "role", "latest")
         drawn.add_column(column.name, justify="left" if is_text else "right", no_wrap=True, overflow="ellipsis")
     for row in rows:
         policies: Sequence[PolicyCounters | None] = () if row.now is None else row.now.policies
@@ -156,13 +161,10 @@ def _columns(rows: Sequence[Row], width: int) -> list[_Column]:
         (4, _Column("waits", 5, _waiting)),
         (7, _of_rank("lost", 4, lambda now: str(len(now.lost)))),
         (8, _of_policy("latest", 40, lambda policy: policy.latest)),
-        (2, _Column("note", 24, lambda row, _: row.note)),
     ]
     useless = set()
     if not any(policy.policy for policy in policies):
         useless.add("policy")
-    if not any(row.note for row in rows):
-        useless.add("note")
     left = width
     chosen = set()
     for _, column in sorted(candidates, key=lambda each: each[0]):

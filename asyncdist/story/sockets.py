@@ -22,8 +22,10 @@ from typing import Final
 from asyncdist import environment
 from asyncdist.story.facts import RankStory, from_bytes
 
-#: What is asked, or said: everything; whether it answers at all; that the job's standstill has been told.
+#: What is asked, or said: everything; counters; whether it answers at all; that the job's standstill has been
+#: told.
 STORY: Final = b"story\n"
+COUNTERS: Final = b"count\n"
 PULSE: Final = b"pulse\n"
 TOLD: Final = b"told!\n"
 #: How long a rank may take to answer. One that computes answers all the same, from a thread.
@@ -163,11 +165,16 @@ def jobs() -> dict[str, list[Place]]:
 
 def ask(asked: Sequence[Place], timeout_s: float = ANSWER_S) -> dict[int, RankStory]:
     """Return the story of each of these ranks that answers in time. All are asked at once."""
+    return dict(_decoded(exchange(asked, STORY, timeout_s)))
+
+
+def exchange(asked: Sequence[Place], question: bytes, timeout_s: float = ANSWER_S) -> dict[int, bytes]:
+    """Return what each of these ranks answers that does so in time. All are asked at once."""
     answers: dict[int, bytes] = {}
     with selectors.DefaultSelector() as ready, contextlib.ExitStack() as opened:
         waiting = 0
         for place in asked:
-            client = _connect(place, STORY)
+            client = _connect(place, question)
             if client is not None:
                 opened.enter_context(client)
                 ready.register(client, selectors.EVENT_READ, (place.rank, bytearray()))
@@ -182,7 +189,7 @@ def ask(asked: Sequence[Place], timeout_s: float = ANSWER_S) -> dict[int, RankSt
                     ready.unregister(key.fileobj)
                     waiting -= 1
                     answers[rank] = bytes(data)
-    return dict(_decoded(answers))
+    return answers
 
 
 def _decoded(answers: dict[int, bytes]) -> Iterator[tuple[int, RankStory]]:

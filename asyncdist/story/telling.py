@@ -33,6 +33,11 @@ class Silent:
     is_alive: bool
 
 
+def in_short(story: RankStory, stories: Mapping[int, RankStory]) -> str:
+    """Return what main of a rank does, in a line."""
+    return _what_main_does(story, {**stories, story.rank: story})
+
+
 def tell_rank(story: RankStory) -> str:
     """Return what one rank says of itself, as several lines."""
     own = {story.rank: story}

@@ -194,13 +194,13 @@ def test_the_table_says_what_each_rank_does_and_what_all_do() -> None:
     readings = Readings()
     readings.add(replace(COUNTERS, time_s=8.0, policies=(replace(POLICY, step=30),), waited_s=1.0, received_nbytes=0))
     readings.add(COUNTERS)
-    together, head, line, silent = drawn([*readings.rows(), Row(2, None, None, "does not answer")])
+    together, head, line, silent, note = drawn([*readings.rows(), Row(2, None, None, "does not answer")])
     assert together == "job 0000abcd: 1 of 4 ranks, 5.0 steps/s, 1.0kB/s in, lost: 2"
-    names = "rank policy step step/s metric round role replaced stale in out waits lost latest note"
+    names = "rank policy step step/s metric round role replaced stale in out waits lost latest"
     assert head.split() == names.split()
     assert line.split()[:13] == ["1", "mine", "40", "5.0", "0.5", "3", "giving", "2", "7", "2.0k", "1.0k", "25%", "1"]
     assert line.endswith(POLICY.latest)
-    assert silent.split() == ["2", "does", "not", "answer"]
+    assert (silent.strip(), note) == ("2", "rank 2 does not answer")
 
 
 def test_a_rank_that_was_started_again_counts_anew() -> None:
@@ -235,6 +235,14 @@ def test_a_narrow_or_low_terminal_shows_what_matters_most() -> None:
         "20 of 4 ranks, 0.0 steps/s, 0B/s in, lost: 2; shown are the 4 that have done fewest steps"
     )
     assert [line.split()[0] for line in lines[2:]] == ["16", "17", "18", "19"]
+
+
+def test_of_many_ranks_that_stand_still_some_are_told_of() -> None:
+    lines = drawn([Row(rank, replace(COUNTERS, rank=rank), None, "waits for rank 0") for rank in range(8)], 60, 20)
+    assert lines[10:] == [
+        *(f"rank {rank} waits for rank 0" for rank in range(5)),
+        "and 3 more; asyncdist story tells of all",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Final
 
+from asyncdist.live.counters import counters_of, to_json
 from asyncdist.runtime.story.collecting import collect, job_name
 from asyncdist.runtime.story.signs import Signs
 from asyncdist.runtime.world import World
@@ -133,6 +134,9 @@ class Teller:
             question = client.recv(len(sockets.STORY))
             if question == sockets.STORY:
                 client.sendall(to_bytes(self._story()))
+            elif question == sockets.COUNTERS:
+                self._world.services.count_waits()
+                client.sendall(to_json(counters_of(self._world.services)))
             elif question == sockets.TOLD:
                 self._note_told()
             elif question == sockets.PULSE:

@@ -1,0 +1,87 @@
+"""Runs ``asyncdist run`` as a child, and shows the table of its ranks: ``asyncdist run --live``."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from typing import IO, Final
+
+from asyncdist.live import top
+from asyncdist.story import sockets
+from asyncdist.story.finding import job_of_process
+
+#: The terminal sends these to the child as well as to this process; who sends them to this one alone means the child.
+_PASSED_ON: Final = frozenset(
+    {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
+)
+
+
+def run(words: Sequence[str]) -> int:
+    """Run the job, and return its exit code.
+
+    Output that goes to a file or a pipe goes there as it does without the table; what would go to the terminal comes
+    through here, line by line. Without a terminal there is no table.
+
+    Args:
+        words: of ``asyncdist run``, without ``--live``.
+    """
+    command = [sys.executable, "-m", "asyncdist", "run", *words]
+    shown = [number for number in (1, 2) if os.isatty(number)]
+    if not shown or not top.has_rich():
+        why = top.NEEDS_RICH if shown else "no terminal to show it in"
+        print(f"asyncdist run: --live: {why}; the job runs without it", file=sys.stderr, flush=True)
+        os.execv(sys.executable, command)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_PASSED_ON, signal.SIGCHLD})
+    child = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE if 1 in shown else None,
+        stderr=subprocess.PIPE if 2 in shown else None,
+        preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before),
+    )
+    _show(child, is_on_stderr=1 not in shown)
+    return child.returncode if child.returncode >= 0 else 128 - child.returncode
+
+
+def _show(child: subprocess.Popen[bytes], *, is_on_stderr: bool) -> None:
+    """Show the table until the child has ended and all that it has printed is shown."""
+    from rich.console import Console
+    from rich.live import Live
+
+    console, view = Console(stderr=is_on_stderr), top.JobView()
+    with Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
+        pipes = [pipe for pipe in (child.stdout, child.stderr) if pipe is not None]
+        copiers = [threading.Thread(target=_copy, args=(pipe, console), daemon=True) for pipe in pipes]
+        for copier in copiers:
+            copier.start()
+        while child.poll() is None:
+            found = sockets.jobs()
+            job = job_of_process(child.pid, found)
+            if job is not None:
+                view.ask(found[job])
+                live.update(view.drawn(console), refresh=True)
+            came = signal.sigtimedwait({*_PASSED_ON, signal.SIGCHLD}, top.PERIOD_S)
+            if came is not None and came.si_signo in _PASSED_ON and came.si_code <= 0:  # above 0: of the terminal
+                child.send_signal(came.si_signo)
+        for copier in copiers:
+            copier.join(1.0)  # a process that lives on may hold the other end
+
+
+def _copy(pipe: IO[bytes], console: object) -> None:
+    """Print each line above the table, with its colours."""
+    from rich.console import Console
+    from rich.text import Text
+
+    assert isinstance(console, Console)
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    begun = ""
+    while data := os.read(pipe.fileno(), 1 << 16):
+        *lines, begun = (begun + decoder.decode(data)).split("\n")
+        if lines:
+            console.print(Text.from_ansi("\n".join(lines)), soft_wrap=True)
+    if begun:
+        console.print(Text.from_ansi(begun), soft_wrap=True)

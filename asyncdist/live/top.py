@@ -1,0 +1,106 @@
+"""The command ``asyncdist top``, and the table of ``asyncdist run --live``: what the ranks of a job on this host do.
+
+They are asked over the sockets on which they tell their story, and answer from a thread: also those that compute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from asyncdist.live.counters import from_json
+from asyncdist.live.table import Readings, Row, screen
+from asyncdist.story import sockets
+from asyncdist.story.finding import find_job
+from asyncdist.story.sockets import Place
+from asyncdist.story.telling import in_short
+
+if TYPE_CHECKING:
+    from rich.console import Console, Group
+
+#: How often ranks are asked.
+PERIOD_S: Final = 1.0
+#: A rank that has done no step for so long is asked why.
+_STILL_S: Final = 3.0
+NEEDS_RICH: Final = "rich draws the table: pip install 'asyncdist[live]'"
+
+
+def has_rich() -> bool:
+    """Return whether the table can be drawn."""
+    return importlib.util.find_spec("rich") is not None
+
+
+class JobView:
+    """Asks the ranks of a job, and draws what they say."""
+
+    def __init__(self) -> None:
+        self._readings = Readings()
+        self._rows: list[Row] = []
+        self._moved: dict[int, tuple[int, float]] = {}  # for each rank its steps, and when they were fewer
+
+    def ask(self, places: Sequence[Place]) -> None:
+        """Ask all ranks at once. Those that do no steps are asked for their story, too."""
+        answers = sockets.exchange(places, sockets.COUNTERS)
+        for data in answers.values():
+            with contextlib.suppress(ValueError):  # it has ended while it answered
+                self._readings.add(from_json(data))
+        still = [place for place in places if place.rank in answers and self._is_still(place.rank)]
+        stories = sockets.ask(still) if still else {}
+        notes = {rank: in_short(story, stories) for rank, story in stories.items()}
+        for place in places:
+            if place.rank not in answers:
+                notes[place.rank] = "does not answer" if place.is_alive else "has ended"
+        ranks = sorted({place.rank for place in places})
+        self._rows = [self._readings.row(rank, notes.get(rank, "")) for rank in ranks]
+
+    def _is_still(self, rank: int) -> bool:
+        counters, now = self._readings.row(rank).now, time.monotonic()
+        step = 0 if counters is None else counters.step
+        if self._moved.get(rank, (-1, 0.0))[0] != step:
+            self._moved[rank] = step, now
+        return now - self._moved[rank][1] >= _STILL_S
+
+    def drawn(self, console: Console) -> Group:
+        """Return what they have said last, in the size of the terminal."""
+        return screen(self._rows, console.width, console.height if console.is_terminal else None)
+
+
+def run(name: str | None) -> int:
+    """Show the table until the job has ended, or Ctrl-C; return the exit code.
+
+    Where the output is no terminal the table is printed once, after a second, which rates need.
+
+    Args:
+        name: of the job, or the number of one of its processes, or of one that has started them; None for the only job.
+    """
+    if not has_rich():
+        print(f"asyncdist top: {NEEDS_RICH}", file=sys.stderr)
+        return 2
+    try:
+        job = find_job(name)
+    except LookupError as error:
+        print(f"asyncdist top: {error}", file=sys.stderr)
+        return 2
+    from rich.console import Console
+    from rich.live import Live
+
+    console, view = Console(), JobView()
+    if not console.is_terminal:
+        for _ in range(2):
+            view.ask(sockets.jobs().get(job, ()))
+            time.sleep(PERIOD_S)
+        console.print(view.drawn(console))
+        return 0
+    with contextlib.suppress(KeyboardInterrupt):
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            while places := sockets.jobs().get(job, ()):
+                view.ask(places)
+                live.update(view.drawn(console), refresh=True)
+                time.sleep(PERIOD_S)
+        console.print(view.drawn(console))
+        console.print(f"job {job} has ended")
+    return 0

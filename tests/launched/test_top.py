@@ -1,0 +1,156 @@
+"""``asyncdist top`` and ``asyncdist run --live``: what ranks do, while they do it."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support import mpi
+from support.processes import wait_until
+
+pytest.importorskip("rich", reason="rich is not installed")
+
+#: Trains until the file ``stop`` is there; rank 1 computes from its 20th step on, and lets its loop not run.
+TRAINS = """
+    import os, sys, time, torch
+    import asyncdist as ad
+    from protocols import AsyncSelectiveAveragingPolicy
+
+    async def main(world, fails):
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=5, name="mine") as policy:
+            while not os.path.exists("stop"):
+                await policy.step(-float(world.rank))
+                time.sleep(0.01)
+                while world.rank == 1 and policy.iteration >= 20 and not os.path.exists("stop"):
+                    time.sleep(0.01)
+            print(f"rank {world.rank} has seen the file", flush=True)
+        if fails:
+            sys.exit(3)
+
+    ad.run(main, len(sys.argv) > 1)
+"""
+
+
+def command(folder: Path, *options: str, transport: str, arguments: tuple[str, ...] = ()) -> list[str]:
+    script = folder / "script.py"
+    script.write_text("\n".join(line[4:] for line in TRAINS.splitlines()))
+    program = [str(script), *arguments]  # not warm: the ranks are to be children of the command
+    return [sys.executable, "-m", "asyncdist", "run", "--transport", transport, "-n", "2", *options, *program]
+
+
+def top(*arguments: str) -> subprocess.CompletedProcess[str]:
+    asked = [sys.executable, "-m", "asyncdist", "top", *arguments]
+    environ = {**mpi.base_environment(), "COLUMNS": "120"}
+    return subprocess.run(asked, env=environ, capture_output=True, text=True, timeout=60, check=False)
+
+
+def check_top(folder: Path, transport: str) -> None:
+    with (folder / "said").open("w") as said:
+        environ = mpi.base_environment()
+        job = subprocess.Popen(command(folder, transport=transport), cwd=folder, env=environ, stdout=said, stderr=said)
+    try:
+        told = ""
+
+        def is_told() -> bool:
+            nonlocal told
+            ended = top(str(job.pid))  # it may not have begun yet, and others may run here
+            told = ended.stdout + ended.stderr
+            return re.search(r"^ +1 +mine +20 ", ended.stdout, re.MULTILINE) is not None
+
+        assert wait_until(is_told), f"{told}\n{(folder / 'said').read_text()}"
+        head, names, first, second = told.splitlines()[:4]
+        assert re.match(r"job [0-9a-f]{8}: 2 of 2 ranks, [\d.]+ steps/s", head), told
+        assert names.split()[:6] == ["rank", "policy", "step", "step/s", "metric", "round"], told
+        assert float(first.split()[3]) > 0, told
+        assert (second.split()[3], second.split()[4]) == ("0.0", "-1"), told
+        assert "job " + head[4:12] in top(head[4:12]).stdout
+    finally:
+        (folder / "stop").touch()
+        assert job.wait(60) == 0, (folder / "said").read_text()
+
+
+@pytest.mark.mpi
+def test_top_shows_ranks_of_mpi_also_one_that_computes(tmp_path: Path) -> None:
+    check_top(tmp_path, "mpi")
+
+
+def test_top_shows_ranks_of_torch_also_one_that_computes(tmp_path: Path) -> None:
+    check_top(tmp_path, "torch")
+
+
+def test_top_of_a_job_that_is_not_there_is_one_line() -> None:
+    ended = top("no-such-job")
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("asyncdist top: no job ")
+    assert ended.stderr.count("\n") == 1
+
+
+class Terminal:
+    """A job in a terminal of its own."""
+
+    def __init__(self, words: list[str], folder: Path) -> None:
+        self._own, its = pty.openpty()
+        environ = {**mpi.base_environment(), "COLUMNS": "120", "LINES": "40", "TERM": "xterm"}
+        self.job = subprocess.Popen(
+            words, cwd=folder, env=environ, stdin=its, stdout=its, stderr=its, start_new_session=True
+        )
+        os.close(its)
+        os.set_blocking(self._own, False)
+        self.said = ""
+
+    def shows(self, pattern: str) -> bool:
+        """Whether that has been shown so far."""
+        try:
+            self.said += re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", os.read(self._own, 1 << 20).decode(errors="replace"))
+        except (BlockingIOError, OSError):  # nothing new, or the end
+            time.sleep(0.05)
+        return re.search(pattern, self.said, re.MULTILINE) is not None
+
+    def ended(self) -> int:
+        """Return the exit code, and read what is left."""
+        assert wait_until(lambda: not self.shows("^cannot be$") and self.job.poll() is not None), self.said
+        self.shows("")
+        os.close(self._own)
+        return self.job.returncode
+
+
+@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), "torch"])
+def test_live_shows_the_table_below_what_ranks_print_and_hands_the_exit_code_on(tmp_path: Path, transport: str) -> None:
+    terminal = Terminal(command(tmp_path, "--live", transport=transport, arguments=("fails",)), tmp_path)
+    try:
+        assert wait_until(lambda: terminal.shows(r"^ +1 +mine +20 +0\.0 +-1 ")), terminal.said
+        assert wait_until(lambda: terminal.shows(r"^rank 1 (blocks|computes) for .* in main")), terminal.said
+    finally:
+        (tmp_path / "stop").touch()
+    assert terminal.ended() == 3, terminal.said
+    assert len(re.findall(r"rank \d has seen the file", terminal.said)) == 2, terminal.said
+
+
+def test_a_signal_to_the_command_ends_the_job(tmp_path: Path) -> None:
+    terminal = Terminal(command(tmp_path, "--live", transport="torch"), tmp_path)
+    try:
+        assert wait_until(lambda: terminal.shows(r"^ +0 +mine")), terminal.said
+        terminal.job.send_signal(signal.SIGTERM)
+        assert terminal.ended() == 128 + signal.SIGTERM, terminal.said
+    finally:
+        (tmp_path / "stop").touch()
+
+
+def test_without_a_terminal_the_job_runs_without_the_table(tmp_path: Path) -> None:
+    (tmp_path / "stop").touch()
+    words = command(tmp_path, "--live", transport="torch")
+    ended = subprocess.run(
+        words, cwd=tmp_path, env=mpi.base_environment(), capture_output=True, text=True, timeout=90, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "asyncdist run: --live: no terminal to show it in; the job runs without it" in ended.stderr
+    assert sorted(ended.stdout.splitlines()) == ["rank 0 has seen the file", "rank 1 has seen the file"]
