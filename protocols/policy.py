@@ -37,7 +37,7 @@ from protocols.misuse import NoPlainContext, line_of_caller, warn_of_no_step
 from protocols.options import check_callable
 from protocols.start_differences import model_difference, told_of_rivals
 from protocols.start_without_lost import start_without_lost
-from protocols.step_info import StepInfo
+from protocols.step_info import StepInfo, fields_of
 from protocols.wrappers import check_not_inside, check_not_wrapped
 
 _Stage: TypeAlias = Literal["new", "starting", "open", "closed"]
@@ -338,7 +338,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         if not self._stepping:
             self._go_to(number)
         info = await self._guarded_step(local_metric)
-        return model, optimizer, {field: getattr(info, field) for field in StepInfo.__dataclass_fields__}
+        return model, optimizer, fields_of(info)
 
     # -- going on later ---------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 
@@ -64,6 +64,15 @@ class StepInfo:
 
 #: The result of every step in which nothing happened: such a step makes no object.
 NOTHING = StepInfo()
+
+
+def fields_of(info: StepInfo) -> dict[str, Any]:
+    """Return the fields by name, in a dict of the caller's own."""
+    return dict(_NOTHING) if info is NOTHING else {name: getattr(info, name) for name in _NAMES}
+
+
+_NAMES: Final = tuple(StepInfo.__dataclass_fields__)
+_NOTHING: Final = {name: getattr(NOTHING, name) for name in _NAMES}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,18 +14,22 @@ import abc
 import asyncio
 import atexit
 import contextlib
+import contextvars
 import inspect
 import logging
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from asyncio.tasks import _enter_task, _leave_task
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Generic, NoReturn, ParamSpec, TypeAlias, TypeVar, cast
+from types import CoroutineType
+from typing import Any, Generic, NoReturn, ParamSpec, Self, TypeVar, cast
 
 import greenlet
 
+from asyncdist.blocking.idle_loop import IdleLoop
 from asyncdist.errors import ClosedError, LocalProtocolError
 from asyncdist.runtime.notebooks import is_loop_running
 from asyncdist.runtime.signals import Interrupts
@@ -92,7 +96,7 @@ def is_in_a_rank() -> bool:
         return False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Outcome(Generic[T]):
     """Holds what came of a call: a value, or an error."""
 
@@ -109,7 +113,7 @@ async def _outcome_of(fn: Callable[[], Any]) -> _Outcome[Any]:
     """Call ``fn``, and await what it returns where that can be awaited."""
     try:
         made = fn()
-        return _Outcome(await made if inspect.isawaitable(made) else made)
+        return _Outcome(await made if type(made) is CoroutineType or inspect.isawaitable(made) else made)
     except BaseException as error:
         return _Outcome(error=error)
 
@@ -177,8 +181,52 @@ class Caller(abc.ABC):
         """Call ``fn`` in the task of main, and await what it returns."""
 
 
-#: What the code calls, or None at its end, and where the outcome is put.
-_Call: TypeAlias = tuple[Callable[[], Any] | None, list[_Outcome[Any]]]
+class _Begun:
+    """Goes on, where it is awaited, with a coroutine that has been begun outside of any loop.
+
+    It looks like that coroutine to what reports where a task waits.
+
+    Args:
+        coroutine: has been sent its first None.
+        awaited: the future that it has yielded then; None if it let others run, which they have done meanwhile.
+
+    Attributes:
+        outcomes: where its outcome is put.
+        is_cancelled: whether it is cancelled, rather than sent None, when it goes on.
+    """
+
+    def __init__(self, coroutine: Coroutine[Any, Any, _Outcome[Any]], awaited: Any) -> None:
+        self.outcomes: list[_Outcome[Any]] = []
+        self.is_cancelled = False
+        self._coroutine: Any = coroutine
+        self._awaited = awaited
+
+    cr_frame = property(lambda self: self._coroutine.cr_frame)
+    cr_await = property(lambda self: self._coroutine.cr_await)
+
+    def __await__(self) -> Generator[Any, Any, _Outcome[Any]]:
+        return cast(Generator[Any, Any, Any], self)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        return self.send(None)
+
+    def send(self, value: Any) -> Any:
+        awaited, self._awaited = self._awaited, None
+        if self.is_cancelled:  # as asyncio does it: what is awaited is cancelled first, if it can be
+            self.is_cancelled = False
+            if awaited is None or not awaited.cancel():
+                return self._coroutine.throw(asyncio.CancelledError())
+        return awaited if awaited is not None else self._coroutine.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        self._awaited = None
+        return self._coroutine.throw(*error)
+
+    def close(self) -> None:
+        self._coroutine.close()
 
 
 @contextlib.contextmanager
@@ -204,13 +252,15 @@ class LoopCaller(Caller):
         super().__init__()
         self._open_world = open_world
         self._interrupts = Interrupts(spares_process=is_loop_running())
-        # asyncio's own: uvloop takes 30 us to run for a moment, and most calls take a few.
-        self._runner = asyncio.Runner(loop_factory=asyncio.SelectorEventLoop)
-        self._loop: asyncio.AbstractEventLoop
+        self._runner = asyncio.Runner(loop_factory=IdleLoop)
+        self._context = contextvars.copy_context()  # main's
+        self._loop: IdleLoop
         self._host: asyncio.Task[_Outcome[None]]
-        self._next: _Call | None = None
-        self._awaited: list[_Outcome[Any]] | None = None  # None after an interrupt, where main still runs the call
+        self._next: _Begun | None = None  # handed to main
+        self._awaited: _Begun | None = None  # None after an interrupt, where main still runs the call
         self._waiter: asyncio.Future[None]  # main waits for it while there is no call
+        self._is_ended = False  # there will be no call any more
+        self._is_stopped = False  # main was cancelled while there was no call; the block hears of it in its next one
         self._error: BaseException | None = None  # that of the block, with which main ends
         self._is_over = False
 
@@ -219,10 +269,10 @@ class LoopCaller(Caller):
         self._interrupts.__enter__()
         try:
             with aside():
-                self._loop = loop = self._runner.get_loop()
+                self._loop = loop = cast(IdleLoop, self._runner.get_loop())
                 self._waiter = loop.create_future()
                 opened: asyncio.Future[None] = loop.create_future()
-                self._host = loop.create_task(self._host_rank(opened), name="main")
+                self._host = loop.create_task(self._host_rank(opened), name="main", context=self._context)
                 self._interrupts.cancel_on_first(loop, [self._host])
                 loop.run_until_complete(asyncio.wait((self._host, opened), return_when=asyncio.FIRST_COMPLETED))
             if self._host.done():
@@ -256,7 +306,8 @@ class LoopCaller(Caller):
         self._error = error
         try:
             with aside():
-                self._put(None)
+                self._is_ended = True
+                self._wake_main()
                 while not self._host.done():
                     self._loop.run_until_complete(asyncio.wait((self._host,)))
             ended = self._host.result()
@@ -274,30 +325,56 @@ class LoopCaller(Caller):
             self._interrupts.__exit__()
 
     def _await_in_main(self, fn: Callable[[], Awaitable[T]]) -> _Outcome[T]:
+        if self._is_stopped:
+            self._is_stopped = False
+            return _Outcome(error=self._what_stops() or asyncio.CancelledError())
         interrupts = self._interrupts
         interrupts.raises_at_once = False
         running = asyncio._get_running_loop()
         if running is not None:
             asyncio._set_running_loop(None)
         try:
-            self._awaited = outcomes = self._put(fn)
-            # Main stops the loop. With a future to complete it turned once more: 20 us of 60, in cold caches.
-            while not outcomes:
-                self._loop.run_forever()
-            return outcomes[0]
+            begun = self._begin(_outcome_of(fn))
+            if isinstance(begun, _Begun):
+                self._awaited = self._next = begun
+                self._wake_main()
+                # Main stops the loop. With a future to complete it turned once more: 20 us of 60, in cold caches.
+                while not begun.outcomes:
+                    self._loop.run_forever()
+                begun = begun.outcomes[0]
+            return begun
         finally:
             self._awaited = None
             if running is not None:
                 asyncio._set_running_loop(running)
             interrupts.raises_at_once = interrupts.received is None
 
-    def _put(self, fn: Callable[[], Any] | None) -> list[_Outcome[Any]]:
-        """Hand a call to main, or None for the end of the block; return the list in which its outcome will be."""
-        outcomes: list[_Outcome[Any]] = []
-        self._next = (fn, outcomes)
+    def _begin(self, coroutine: Coroutine[Any, Any, _Outcome[T]]) -> _Outcome[T] | _Begun:
+        """Run a call as main would, until it waits for something: most steps of a policy do not.
+
+        Such a step lets other tasks run once. Where none has anything to do no turn of the loop is made for them: it
+        takes 30 us, as the code between two calls leaves nothing of the loop in the caches.
+        """
+        loop = self._loop
+        if self._waiter.done():  # main runs another call still, after an interrupt
+            return _Begun(coroutine, None)
+        run = self._context.run
+        asyncio._set_running_loop(loop)
+        _enter_task(loop, self._host)
+        try:
+            awaited = run(coroutine.send, None)
+            if awaited is None and not loop.has_work(self.world.services.engine.spared_tick):
+                awaited = run(coroutine.send, None)
+        except StopIteration as ended:
+            return ended.value  # type: ignore[no-any-return]
+        finally:
+            _leave_task(loop, self._host)
+            asyncio._set_running_loop(None)
+        return _Begun(coroutine, awaited)
+
+    def _wake_main(self) -> None:
         if not self._waiter.done():
             self._waiter.set_result(None)
-        return outcomes
 
     async def _host_rank(self, opened: asyncio.Future[None]) -> _Outcome[None]:
         """Be the main of the rank, until the block has ended."""
@@ -316,27 +393,27 @@ class LoopCaller(Caller):
     async def _serve(self) -> None:
         """Await what the block calls, one after the other, until it ends; end with its error."""
         while True:
-            is_stopped = False
-            while self._next is None:
+            while self._next is None and not self._is_ended:
                 self._waiter = self._loop.create_future()
                 try:
                     await self._waiter
                 except asyncio.CancelledError:
                     if self._is_over:
                         raise
-                    is_stopped = True  # the block hears of it in its next call
-            (fn, outcomes), self._next = self._next, None
-            if fn is None:
+                    self._is_stopped = True
+            begun, self._next = self._next, None
+            if begun is None:
                 break
-            result = _Outcome[Any](error=asyncio.CancelledError()) if is_stopped else await _outcome_of(fn)
-            if isinstance(result.error, asyncio.CancelledError):
-                result = _Outcome(error=self._what_stops() or result.error)
-            outcomes.append(result)
-            if self._awaited is outcomes:
+            begun.is_cancelled, self._is_stopped = self._is_stopped, False
+            outcome = await begun
+            if isinstance(outcome.error, asyncio.CancelledError):
+                outcome = _Outcome(error=self._what_stops() or outcome.error)
+            begun.outcomes.append(outcome)
+            if self._awaited is begun:
                 self._loop.stop()
         if self._error is not None:
             raise self._error
-        if is_stopped:
+        if self._is_stopped:
             raise asyncio.CancelledError
 
     def _what_stops(self) -> BaseException | None:

@@ -158,9 +158,10 @@ class SelectiveAveraging(Callback):
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if self.monitor is None and loss is not None:
             self._loss.add(loss)
-        if trainer.global_step == self._step_count:  # gradients are being accumulated
+        step_count = trainer.global_step
+        if step_count == self._step_count:  # gradients are being accumulated
             return
-        self._step_count = trainer.global_step
+        self._step_count = step_count
         self.last_info = self._training.step(self._metric)
         if self.last_info:
             self._loss.reset()

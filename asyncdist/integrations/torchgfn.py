@@ -65,7 +65,7 @@ class _Called:
             self._training.begin(model, optimizer)
         policy = self._training.policy
         assert policy is not None, "it has begun"
-        size = _size_of(group)
+        size = None if group is None else _size_of(group)
         if size is not None and size != policy.world.size:
             validation.refuse("group", group, f"a group of all {policy.world.size} ranks, or None")
         called: tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]] = policy(

@@ -234,6 +234,11 @@ class Poller:
         """Whether no request is under way; a message that nobody has taken may still wait."""
         return not self._operations
 
+    @property
+    def spared_tick(self) -> asyncio.Handle | None:
+        """The driver's callback on the loop, where a pass has been made in its place since it last ran; else None."""
+        return self._handle if self._passed_since_tick else None
+
     # -- pollables ---------------------------------------------------------------------------------------------------
 
     def add_pollable(self, pollable: Pollable) -> None:

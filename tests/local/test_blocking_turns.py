@@ -1,0 +1,158 @@
+"""When a blocking call turns the rank's loop, and what a call that was begun beside the loop leaves to it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+import asyncdist as ad
+from asyncdist.blocking import idle_loop
+from asyncdist.blocking.idle_loop import IdleLoop
+from asyncdist.runtime.watchdogs import _frames
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Have one entry for each time the loop was run, once nothing else is a reason to run it."""
+    seen: list[int] = []
+    run_forever = IdleLoop.run_forever
+
+    def counted(loop: IdleLoop) -> None:
+        seen.append(1)
+        run_forever(loop)
+
+    monkeypatch.setattr(IdleLoop, "run_forever", counted)
+    monkeypatch.setattr(idle_loop, "TURN_PERIOD_S", 1e9)
+    yield seen
+
+
+def settle(world: ad.blocking.World, turns: list[int]) -> None:
+    """Wait until what the world's opening has left to do is done."""
+    world.sleep(0.01)
+    for _ in range(3):
+        world.safe_point()
+    turns.clear()
+
+
+def test_a_call_that_waits_for_nothing_turns_no_loop(turns: list[int]) -> None:
+    with ad.blocking.open_world() as world:
+        settle(world, turns)
+        for _ in range(100):
+            world.safe_point()
+        assert not turns
+        world.sleep(0.001)
+        assert len(turns) == 1
+
+
+def test_tasks_timers_threads_and_descriptors_have_their_turn(turns: list[int]) -> None:
+    heard: list[str] = []
+
+    async def task() -> None:
+        for step in range(3):
+            heard.append(f"task {step}")
+            await asyncio.sleep(0)
+
+    mine, other = socket.socketpair()
+    with ad.blocking.open_world() as world, mine, other:
+        settle(world, turns)
+        loop = world.awaited.services.engine.loop
+        world.awaited.spawn(task())
+        for step in range(3):
+            world.safe_point()
+            assert heard == [f"task {each}" for each in range(step + 1)]
+        settle(world, turns)
+        heard.clear()
+        loop.call_later(0.0, heard.append, "timer")
+        world.safe_point()
+        assert heard == ["timer"]
+        world.safe_point()
+        turns.clear()
+        thread = threading.Thread(target=loop.call_soon_threadsafe, args=(heard.append, "thread"))
+        thread.start()
+        thread.join()
+        world.safe_point()
+        assert heard == ["timer", "thread"] and len(turns) == 1
+        loop.add_writer(mine, heard.append, "descriptor")
+        world.safe_point()
+        world.safe_point()
+        assert heard[2] == "descriptor"
+        loop.remove_writer(mine)
+
+
+def test_the_loop_has_a_turn_after_a_while_though_nothing_asks_for_it(
+    turns: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ad.blocking.open_world() as world:
+        settle(world, turns)
+        monkeypatch.setattr(idle_loop, "TURN_PERIOD_S", -1.0)
+        world.safe_point()
+        assert turns
+
+
+def test_a_signal_inside_a_call_that_waits_for_nothing_ends_it_where_it_is() -> None:
+    seen: list[str] = []
+
+    async def inside() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            await asyncio.sleep(0)
+            seen.append("went on")
+        except asyncio.CancelledError:
+            seen.append("cancelled")
+            raise
+        finally:
+            await asyncio.sleep(0)
+            seen.append("left")
+
+    with pytest.raises(KeyboardInterrupt), ad.blocking.open_world() as world:
+        world.call(inside)
+    assert seen == ["cancelled", "left"]
+
+
+def test_what_a_call_sees_of_its_task_is_the_same_before_and_after_it_has_waited() -> None:
+    tasks: list[object] = []
+
+    async def inside() -> None:
+        for delay_s in (0.0, 0.0, 0.0, 0.001):
+            tasks.append((asyncio.current_task(), asyncio.get_running_loop(), ad.current_world()))
+            await asyncio.sleep(delay_s)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.001):
+                await asyncio.sleep(60.0)
+        with pytest.raises(ExceptionGroup):
+            async with asyncio.TaskGroup() as group:
+                group.create_task(failing())
+                await asyncio.sleep(60.0)
+
+    async def failing() -> None:
+        raise ZeroDivisionError
+
+    with ad.blocking.open_world() as world:
+        world.call(inside)
+        assert len(set(tasks)) == 1
+
+
+def test_reports_show_what_a_call_waits_for_that_was_begun_beside_the_loop() -> None:
+    names: list[str] = []
+
+    async def outer() -> None:
+        await inner()
+
+    async def inner() -> None:
+        main = asyncio.current_task()
+        assert main is not None
+        asyncio.get_running_loop().call_later(0.001, look, main)
+        await asyncio.sleep(0.002)
+
+    def look(main: asyncio.Task[object]) -> None:
+        names.extend(frame.f_code.co_name for frame in _frames(main))
+
+    with ad.blocking.open_world() as world:
+        world.call(outer)
+    assert names[-3:] == ["outer", "inner", "sleep"]
