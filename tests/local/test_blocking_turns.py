@@ -14,7 +14,7 @@ import pytest
 import asyncdist as ad
 from asyncdist.blocking import idle_loop
 from asyncdist.blocking.idle_loop import IdleLoop
-from asyncdist.runtime.watchdogs import _frames
+from asyncdist.runtime.watchdogs import frames_of
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ def test_reports_show_what_a_call_waits_for_that_was_begun_beside_the_loop() -> 
         await asyncio.sleep(0.002)
 
     def look(main: asyncio.Task[object]) -> None:
-        names.extend(frame.f_code.co_name for frame in _frames(main))
+        names.extend(frame.f_code.co_name for frame in frames_of(main))
 
     with ad.blocking.open_world() as world:
         world.call(outer)
