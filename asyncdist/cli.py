@@ -29,8 +29,7 @@ _RUN_OPTIONS: Final = (
 #: Those for ranks that join a world that runs.
 _NEWCOMER_OPTIONS: Final = ("restarts", "places", "join")
 _SIM_OPTIONS: Final = ("-n", "--ranks", "--seed", "--faults", "--explore", "--processes", "--until-s")
-
-
+_REPLAY_OPTIONS: Final = ("--job", "--rank", "--to-test")
 #: The scripts that ``asyncdist init`` writes.
 _STARTERS: Final = ("plain", "lightning", "transformers", "protocol")
 
@@ -73,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
     _add_run(commands)
     _add_sim(commands)
+    _add_replay(commands)
     commands.add_parser(
         "doctor",
         help="say what is detected here and why, what is wrong, and what to do about it",
@@ -232,6 +232,23 @@ def _add_sim(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
 
 
+def _add_replay(commands: argparse._SubParsersAction[_Parser]) -> None:
+    replay = commands.add_parser(
+        "replay",
+        help="run a recorded job once more, in the simulator: each rank sees what it saw then",
+        usage="asyncdist replay DIR [--job JOB] [--rank RANK --pdb | --to-test FILE] [script.py [arguments]]",
+        description="Run a recorded job once more on simulated ranks: the same decisions, and the same weights.",
+        epilog="Script and arguments are the recorded ones where none are given.",
+        allow_abbrev=False,
+    )
+    replay.add_argument("folder", metavar="DIR", help="what --record was given")
+    replay.add_argument("--job", help="which job, where the folder has recordings of several")
+    replay.add_argument("--rank", type=_whole, help="the rank in which --pdb stops (default: 0)")
+    replay.add_argument("--pdb", action="store_true", help="stop in a debugger, on the first line of the rank's main")
+    replay.add_argument("--to-test", metavar="FILE", help="write a pytest file that replays a copy of the recording")
+    replay.add_argument("script", nargs="?", help="the script that was recorded")
+
+
 def _split_run(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split a command line into the words of ``asyncdist run``, the script's name included, and those of the script.
 
@@ -248,24 +265,31 @@ def _split_run(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(arguments[: place + 1]), list(arguments[place + 1 :])
 
 
-def _split_sim(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into the words of ``asyncdist sim`` itself, and those of the script.
+def _split(
+    arguments: Sequence[str], valued: Sequence[str], flags: Sequence[str] = (), names: int = 1
+) -> tuple[list[str], list[str]]:
+    """Split a command line into the words of a command itself, and those of the script.
 
-    Options of ``asyncdist sim`` may stand before and after the script's name; the script's own words begin at the first
-    word that is none of them. After ``--`` come the script's name, if it has not come before, and its words.
+    Options of the command may stand before and after the script's name; the script's own words begin at the first word
+    that is none of them. After ``--`` come the script's name, if it has not come before, and its words.
+
+    Args:
+        arguments: the words.
+        valued: the command's options that take a value.
+        flags: those that take none.
+        names: how many words, with the script's name as the last, are no options.
     """
     own: list[str] = []
     words = list(arguments)
-    has_script = False
     while words:
         word = words[0]
         if word == "--":
-            return (own, words[1:]) if has_script else (own + words[:2], words[2:])
-        if word in _SIM_OPTIONS:
+            return own + words[1 : 1 + names], words[1 + names :]
+        if word in valued:
             own += words[:2]
             del words[:2]
-        elif not has_script or word.partition("=")[0] in _SIM_OPTIONS:
-            has_script = has_script or not word.startswith("-")
+        elif names or word in flags or word.partition("=")[0] in valued:
+            names -= not word.startswith("-")
             own.append(words.pop(0))
         else:
             break
@@ -282,13 +306,19 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     words = list(sys.argv[1:] if arguments is None else arguments)
     own: list[str] = []
     rest: list[str] = []
-    if words[:1] in (["run"], ["sim"]):
-        own, rest = (_split_run if words[0] == "run" else _split_sim)(words[1:])
-        words = [words[0], *own]
+    if words[:1] == ["run"]:
+        own, rest = _split_run(words[1:])
+        words = ["run", *own]
+    elif words[:1] == ["sim"]:
+        own, rest = _split(words[1:], _SIM_OPTIONS)
+        words = ["sim", *own]
+    elif words[:1] == ["replay"]:
+        own, rest = _split(words[1:], _REPLAY_OPTIONS, ("--pdb",), names=2)
+        words = ["replay", *own]
     options, unknown = _parser().parse_known_args(words)
     if unknown:  # argparse itself would not name the command
         _Parser(prog=f"asyncdist {options.command}").error(f"unrecognized arguments: {' '.join(unknown)}")
-    if options.command == "sim" and arguments is None:  # this process runs nothing but the command
+    if options.command in ("sim", "replay") and arguments is None:  # this process runs nothing but the command
         environment.fix_hash_seed()
     if options.command == "run" and options.live:
         from asyncdist.live import beside  # imports msgspec
@@ -302,6 +332,8 @@ def _main(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run the command, and return the exit code."""
     if options.command == "sim":
         return _sim(options, rest)
+    if options.command == "replay":
+        return _replay(options, rest)
     if options.command == "init":
         return _init(options.flavour, Path(options.path))
     if options.command == "top":
@@ -469,6 +501,19 @@ def _check_newcomers(transport: str, backend: str, options: argparse.Namespace) 
         raise local_host.LaunchError(
             f"--places {options.places} are too few for -n {options.ranks}; allowed: {options.ranks} or more"
         )
+
+
+def _replay(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Run the command, and return the exit code."""
+    from asyncdist.simulation.replay import script as scripts  # imports torch
+
+    if options.rank is not None and not options.pdb:
+        print("asyncdist replay: --rank is for --pdb", file=sys.stderr)
+        return 2
+    rank = (options.rank or 0) if options.pdb else None
+    return scripts.run_command(
+        options.folder, options.script, arguments, job=options.job, rank=rank, to_test=options.to_test
+    )
 
 
 def _sim(options: argparse.Namespace, arguments: Sequence[str]) -> int:

@@ -80,6 +80,7 @@ class Engine(Poller):
         collective_waits: the futures that coroutines await in collectives, for reports.
         on_waited: called with what was waited for, in words, and the seconds that it took; None where nobody asks.
         on_safe_point: called with False when a safe point begins, and with True when it has ended; None as above.
+        turn: of the safe point that is under way, how many passes and yields it has made: odd while it yields.
         on_deadline: called with what was waited for when a deadline has passed; None as above.
 
     Args:
@@ -93,6 +94,7 @@ class Engine(Poller):
         self.on_waited: Callable[[str, float], None] | None = None
         self.on_safe_point: Callable[[bool], None] | None = None
         self.on_deadline: Callable[[str], None] | None = None
+        self.turn = 0
         self._disowned: list[PendingRequest] = []
         self._abandoned: dict[tuple[int, int], deque[_Abandoned]] = {}
         self._settlers: dict[asyncio.Future[Any], asyncio.Task[Any]] = {}
@@ -122,8 +124,11 @@ class Engine(Poller):
         on_safe_point = self.on_safe_point
         if on_safe_point is not None:
             on_safe_point(False)
+        self.turn = 0
         completed = self.poll()
+        self.turn = 1
         await yield_to_loop()
+        self.turn = 2
         if not completed:
             self.give_core()
         else:
@@ -131,10 +136,14 @@ class Engine(Poller):
             talk_pass_count = 0
             while now() < deadline and talk_pass_count < TALK_PASS_COUNT_MAX:
                 requests = self._request_count
-                if not self.poll():
+                completed = self.poll()
+                self.turn += 1
+                if not completed:
                     break
                 talk_pass_count += self._request_count == requests
                 await yield_to_loop()
+                self.turn += 1
+            self.turn |= 1
             await yield_to_loop()
         if on_safe_point is not None:
             on_safe_point(True)

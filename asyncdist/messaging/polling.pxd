@@ -33,7 +33,7 @@ cdef class Poller:
     cdef public bint _has_disowned
     cdef readonly dict _waiters
     cdef readonly dict _conditions
-    cdef bint _in_pass
+    cdef readonly bint _in_pass
     cdef readonly Py_ssize_t _pass_count
     cdef readonly Py_ssize_t _completion_count
     cdef readonly Py_ssize_t _request_count

@@ -42,8 +42,9 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     # Of the transport: a message was handed to it, or has come from it; the k-th one sent to a rank on a tag is the
     # k-th one that this rank receives from the sender on that tag.
     "sent": ("dest", "tag", "nbytes"),
-    # The number of the pass, modulo 128, tells which messages the rank took up together.
-    "received": ("source", "tag", "nbytes", "pass"),
+    # The number of the pass, modulo 65536, tells which messages the rank took up together; -1 is for one that a task
+    # took by itself, -2 for one before the world was open. The turn is that of its safe point: passes and yields.
+    "received": ("source", "tag", "nbytes", "pass", "turn"),
     # A task has waited so many seconds, up to now; see :data:`asyncdist.recording.writer.WAIT_S_MIN`.
     "waited": ("what", "seconds"),
     # Of other ranks: one was lost, or is there again as a new process.
@@ -51,9 +52,9 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     "returned": ("rank", "incarnation"),
     # The error that ends this rank, or "" where main has returned.
     "over": ("error",),
-    # For replays: a safe point has begun, or ended; protocols have read the clock; a deadline has passed for a task.
-    "safe_point": ("has_ended",),
-    "clock": ("seconds",),
+    # For replays: a safe point has begun, or ended; a line of code has read the clock; a deadline has passed.
+    "safe_point": ("has_ended", "turns"),
+    "clock": ("seconds", "line"),
     "deadline": ("what",),
     # The last weights of a policy, as a CRC-32 of all bytes, where they are not too many.
     "weights": ("policy", "checksum"),

@@ -41,6 +41,7 @@ class RankOptions:
         record: what is written down; None for nothing.
         metrics: where counters go.
         tells: whether the rank tells what it does, to SIGUSR1 and on a socket.
+        instrument: makes what takes the place of a recording, for replays.
     """
 
     grace_s: float = GRACE_S
@@ -49,6 +50,7 @@ class RankOptions:
     record: RecordOptions | None = None
     metrics: tuple[Destination, ...] = ()
     tells: bool = False
+    instrument: Callable[[Transport, asyncio.AbstractEventLoop], Any] | None = None
 
 
 DEFAULT_OPTIONS: Final = RankOptions()
@@ -102,7 +104,11 @@ async def hosted(
 ) -> AsyncIterator[World]:
     """Run the body of ``async with`` as one rank, from the handshake to the end."""
     loop = asyncio.get_running_loop()
-    recording = Recording(options.record, transport, loop)
+    recording = (
+        Recording(options.record, transport, loop)
+        if options.instrument is None
+        else options.instrument(transport, loop)
+    )
     transport = recording.transport
     engine = Engine(transport, loop)
     engine.start()

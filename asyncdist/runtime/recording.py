@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -62,7 +63,7 @@ class Recording:
         services, engine = world.services, world.services.engine
         services.events.sink = writer.add
         services.count_waits(writer.note_wait)
-        engine.on_safe_point = functools.partial(writer.note, "safe_point")
+        engine.on_safe_point = functools.partial(self._note_safe_point, writer, engine)
         engine.on_deadline = functools.partial(writer.note, "deadline")
         services.time = world.time = functools.partial(self._read_clock, writer, services.time)
         self._engine = engine
@@ -71,15 +72,26 @@ class Recording:
 
     def _note_message(self, writer: RecordWriter, kind: str, peer: int, tag: int, nbytes: int) -> None:
         if kind == "received":
-            number = 0 if self._engine is None else self._engine._pass_count % 128
-            writer.note(kind, peer, tag, nbytes, number)
+            engine = self._engine
+            if engine is None:
+                writer.note(kind, peer, tag, nbytes, -2, 0)
+            else:
+                writer.note(kind, peer, tag, nbytes, engine._pass_count % 65536 if engine._in_pass else -1, engine.turn)
         else:
             writer.note(kind, peer, tag, nbytes)
 
     @staticmethod
+    def _note_safe_point(writer: RecordWriter, engine: Engine, has_ended: bool) -> None:
+        if has_ended:
+            writer.note("safe_point", True, engine.turn)
+            writer.flush()  # what other ranks have seen of this step is known, even if this process is killed now
+        else:
+            writer.note("safe_point", False)
+
+    @staticmethod
     def _read_clock(writer: RecordWriter, clock: Callable[[], float]) -> float:
         seconds = clock()
-        writer.add(seconds, "clock", (seconds,))
+        writer.add(seconds, "clock", (seconds, sys._getframe(1).f_lineno))
         return seconds
 
     def _tick(self, writer: RecordWriter) -> None:

@@ -210,11 +210,15 @@ class World:
         """
         if self.virtual_clock is not None:
             await self.virtual_clock.before_safe_point()
-        on_safe_point = self._engine.on_safe_point
+        engine = self._engine
+        on_safe_point = engine.on_safe_point
         if on_safe_point is not None:
             on_safe_point(False)
-        self._engine.poll()
+        engine.turn = 0
+        engine.poll()
+        engine.turn = 1
         await yield_to_loop()
+        engine.turn = 2
         if on_safe_point is not None:
             on_safe_point(True)
         self.check()

@@ -21,6 +21,9 @@ from asyncdist.simulation.faults import (
     Stall,
 )
 from asyncdist.simulation.links import Link, Network
+from asyncdist.simulation.replay.gate import DivergenceError
+from asyncdist.simulation.replay.replay import Replayed, replay
+from asyncdist.simulation.replay.script import replay_script
 from asyncdist.simulation.report import SimReport
 from asyncdist.simulation.simulate import simulate
 from asyncdist.simulation.trace import TraceEvent
@@ -29,6 +32,7 @@ __all__ = [
     "Compute",
     "Corrupt",
     "Delay",
+    "DivergenceError",
     "Duration",
     "ExploreReport",
     "Exponential",
@@ -41,6 +45,7 @@ __all__ = [
     "LogNormal",
     "Network",
     "Partition",
+    "Replayed",
     "Restart",
     "Scenario",
     "SimReport",
@@ -50,5 +55,7 @@ __all__ = [
     "TraceEvent",
     "Uniform",
     "explore",
+    "replay",
+    "replay_script",
     "simulate",
 ]

@@ -86,13 +86,34 @@ class Script:
         A fault that does not fire is a failure. An exception that a signal of the plan asks for is not.
         """
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            ended = _execute(self, seed, self.faults if faults is None else tuple(faults))
+            ended = execute(self, seed, self.faults if faults is None else tuple(faults))
         if ended.error is not None and not _is_end_by_signal(ended.error, ended.report):
             raise ended.error
         if ended.report is None:
             raise _never_ran(self)
         ended.report.check_faults()
         return ended.report
+
+    def simulate(
+        self,
+        main: Callable[..., Any],
+        args: tuple[Any, ...],
+        seed: int,
+        faults: tuple[Fault, ...],
+        strict: bool,
+        inherited: list[str],
+    ) -> SimReport:
+        """Run the main that the script hands over; the arguments are those of :func:`simulate`."""
+        return simulate(
+            main,
+            *args,
+            ranks=self.ranks,
+            seed=seed,
+            faults=faults,
+            strict=strict,
+            until_s=self.until_s,
+            inherited_random=inherited,
+        )
 
     def repeat_line(self, seed: int, faults: Sequence[Fault] | None = None) -> str:
         """Return the command line that runs one seed."""
@@ -203,16 +224,7 @@ class _Host:
         if self.call_count > 1:
             raise _ran_twice(self._script)
         try:
-            self.report = simulate(
-                main,
-                *args,
-                ranks=self._script.ranks,
-                seed=self._seed,
-                faults=self._faults,
-                strict=strict,
-                until_s=self._script.until_s,
-                inherited_random=self._seeded(),
-            )
+            self.report = self._script.simulate(main, args, self._seed, self._faults, strict, self._seeded())
         except KeyboardInterrupt as interrupt:
             self.interrupt = interrupt
             raise
@@ -240,7 +252,7 @@ def _random_states() -> dict[str, str]:
     return {"random": repr(random.getstate()), "numpy": numpy_state, "torch": torch_state}
 
 
-def _execute(script: Script, seed: int, faults: tuple[Fault, ...]) -> _Ended:
+def execute(script: Script, seed: int, faults: tuple[Fault, ...]) -> _Ended:
     """Run the script. Raises ScriptError, and KeyboardInterrupt even if the script has caught it."""
     host = _Host(script, seed, faults)
     error: BaseException | None = None
@@ -357,24 +369,24 @@ def run_once(script: Script, seed: int) -> int:
         KeyboardInterrupt: after SIGINT.
     """
     torch.set_num_threads(1)
-    ended = _execute(script, seed, script.faults)
+    ended = execute(script, seed, script.faults)
     report, error = ended.report, ended.error
-    _print_out()
+    print_out()
     if not ended.has_run and (error is None or isinstance(error, SystemExit)):
         return _exit_before_run(script, error)
-    failed = _print_failures(report, error)
+    failed = print_failures(report, error)
     idle: list[Fault] = []
     if report is not None:
-        results = [] if isinstance(error, STOPPED) else _results(report)
-        _print_out(*results, *_summary(report))
+        results = [] if isinstance(error, STOPPED) else results_of(report)
+        print_out(*results, *_summary(report))
         idle = [fault for fault, count in zip(report.faults, report.faults_fired, strict=True) if not count]
     if idle:
         print(f"asyncdist sim: did not fire: {', '.join(map(expression_of, idle))}", file=sys.stderr)
-    _print_out(f"repeat it: {script.repeat_line(seed)}")
+    print_out(f"repeat it: {script.repeat_line(seed)}")
     return 1 if failed or idle else 0
 
 
-def _print_out(*lines: str) -> None:
+def print_out(*lines: str) -> None:
     """Print lines, and what the script has left in the buffer. Output that its reader does not want is dropped.
 
     Raises:
@@ -400,7 +412,7 @@ def _exit_before_run(script: Script, error: SystemExit | None) -> int:
     return code if isinstance(code, int) else int(code is not None)
 
 
-def _print_failures(report: SimReport | None, error: BaseException | None) -> bool:
+def print_failures(report: SimReport | None, error: BaseException | None) -> bool:
     """Print the first cause, with its traceback. Return whether there was one."""
     results = () if report is None else report.results
     failed = {rank: result for rank, result in enumerate(results) if isinstance(result, BaseException)}
@@ -425,7 +437,7 @@ def _print_failures(report: SimReport | None, error: BaseException | None) -> bo
     return True
 
 
-def _results(report: SimReport) -> list[str]:
+def results_of(report: SimReport) -> list[str]:
     """Describe how each rank ended, equal neighbours together."""
     texts = [_brief(result) for result in report.results]
     for rank in report.killed_ranks:
@@ -487,7 +499,7 @@ def run_many(script: Script, seeds: range, processes: int | None) -> int:
         report = explore(script, seeds, processes=processes, on_progress=on_progress, quiet=True)
     if report.failure is not None and report.failure.kind == ScriptError.__qualname__:
         raise ScriptError(report.failure.message)
-    _print_out(str(report))
+    print_out(str(report))
     if report.failure is None:
         return 0
     print(report.failure, file=sys.stderr)

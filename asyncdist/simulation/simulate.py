@@ -49,6 +49,7 @@ from asyncdist.simulation.report import SimReport
 from asyncdist.simulation.scheduler import EndlessLoopError, Scheduler
 from asyncdist.simulation.trace import Trace
 from asyncdist.simulation.transport import SimTransport
+from asyncdist.transports.base import Transport
 
 logger = logging.getLogger("asyncdist.simulation")
 
@@ -61,6 +62,8 @@ STOPPED: Final = (DeadlockError, TimeLimitError, EndlessLoopError)
 observer: ContextVar[Callable[[tuple[Fault, ...], Trace, Mapping[int, RankResult]], None] | None] = ContextVar(
     "observer", default=None
 )
+#: Makes, from the transport and the loop of each rank, what takes the place of a recording: replays set it.
+instrument: ContextVar[Callable[[Transport, Any], Any] | None] = ContextVar("instrument", default=None)
 
 
 def simulate(
@@ -111,7 +114,8 @@ def simulate(
     """
     validation.main_function(main, args)
     arguments = Arguments.checked(ranks, seed, network, compute, faults)
-    options = RankOptions(strict=strict, record=RecordOptions.of(record, record_limit_nbytes))
+    recorded = RecordOptions.of(record, record_limit_nbytes)
+    options = RankOptions(strict=strict, record=recorded, instrument=instrument.get())
     if until_s is not None:
         check_number("until_s", until_s)
     if after_event is not None and not callable(after_event):

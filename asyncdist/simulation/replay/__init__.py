@@ -1,0 +1,1 @@
+"""Lets a recorded run happen again in the simulator."""

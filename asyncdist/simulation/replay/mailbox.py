@@ -1,0 +1,53 @@
+"""Where the messages of a replay wait until their rank may see them."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict, deque
+from collections.abc import Callable
+
+from asyncdist.simulation.replay.log import Key
+from asyncdist.transports.base import ANY_SOURCE
+
+
+class Mailbox:
+    """Keeps the messages that have come to a rank until it may see them.
+
+    Attributes:
+        ring: called when one has come.
+        listen: called with a rank that is lost.
+    """
+
+    def __init__(self) -> None:
+        self.ring: Callable[[], None] | None = None
+        self.listen: Callable[[int], None] | None = None
+        self.lost: set[int] = set()
+        self._messages: defaultdict[Key, deque[tuple[int, bytes]]] = defaultdict(deque)
+        self._numbers = itertools.count()
+
+    def put(self, source: int, tag: int, data: bytes) -> None:
+        """Add a message."""
+        self._messages[source, tag].append((next(self._numbers), data))
+        if self.ring is not None:
+            self.ring()
+
+    def pop(self, key: Key) -> bytes:
+        """Take out the oldest message of a source and tag."""
+        return self._messages[key].popleft()[1]
+
+    def count(self, key: Key) -> int:
+        """Return the number of messages of a source and tag."""
+        return len(self._messages[key])
+
+    def first(self, source: int, tag: int) -> Key | None:
+        """Return the source and tag of the oldest message for a receive; None where there is none."""
+        if source != ANY_SOURCE:
+            return (source, tag) if self._messages[source, tag] else None
+        waiting = ((queue[0][0], key) for key, queue in self._messages.items() if key[1] == tag and queue)
+        return min(waiting, default=(0, None))[1]
+
+    def lose(self, rank: int) -> None:
+        """Note that a rank is lost."""
+        self.lost.add(rank)
+        if self.listen is not None:
+            self.listen(rank)

@@ -1,0 +1,159 @@
+"""Carries the messages of a replay: at once, and a rank sees each when its gate lets it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from asyncdist.errors import TruncationError
+from asyncdist.simulation.replay.gate import Gate
+from asyncdist.simulation.replay.mailbox import Mailbox
+from asyncdist.transports.base import (
+    ANY_SOURCE,
+    Buffer,
+    Capabilities,
+    GroupHandle,
+    PersistentReceive,
+    Request,
+    Transport,
+    as_bytes,
+)
+
+
+class ReplayTransport(Transport):
+    """One rank's end of what carries a replay's messages.
+
+    Args:
+        inner: the simulated transport, for all that is no message.
+        gate: of the rank.
+        mailboxes: of all ranks.
+        header: of the rank's recording.
+    """
+
+    def __init__(self, inner: Transport, gate: Gate, mailboxes: Sequence[Mailbox], header: Mapping[str, Any]) -> None:
+        capabilities = header["capabilities"]
+        self._inner = inner
+        self._gate = gate
+        self._mailboxes = mailboxes
+        self._own = mailboxes[inner.rank]
+        self._hostname = str(header["hostname"])
+        self.name = inner.name
+        self.rank, self.size = inner.rank, inner.size
+        self.job_nonce = header["nonce"]
+        self.capabilities = Capabilities(
+            native_collectives=False,
+            survives_rank_loss=capabilities["survives_rank_loss"],
+            wakes=True,
+            misses_wakes=False,
+            tag_max=capabilities["tag_max"],
+            shares_process=True,
+            shares_memory=capabilities["shares_memory"],
+            written_share=capabilities["written_share"],
+        )
+
+    # -- messages ---------------------------------------------------------------------------------------------------
+
+    def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
+        self._mailboxes[dest].put(self.rank, tag, bytes(as_bytes(buffer)))
+        self._gate.note_sent()
+        return _SENT
+
+    def start_send(self, buffer: Buffer, dest: int, tag: int) -> Request | None:
+        self.isend(buffer, dest, tag)
+        return None
+
+    def irecv(self, buffer: Buffer, source: int, tag: int) -> Request:
+        return _Receive(self._gate, as_bytes(buffer), source, tag)
+
+    def persistent_receive(self, buffer: Buffer, tag: int) -> PersistentReceive:
+        return _PersistentReceive(self._gate, as_bytes(buffer), ANY_SOURCE, tag)
+
+    def lost_ranks(self) -> frozenset[int]:
+        return frozenset(self._own.lost)
+
+    def set_loss_listener(self, listen: Callable[[int], None]) -> None:
+        self._own.listen = listen
+        for rank in sorted(self._own.lost):
+            listen(rank)
+
+    def set_doorbell(self, ring: Callable[[], None]) -> None:
+        self._gate.set_doorbell(ring)
+
+    # -- all else ---------------------------------------------------------------------------------------------------
+
+    @property
+    def hostname(self) -> str:
+        return self._hostname
+
+    @property
+    def local_rank(self) -> int:
+        return self._inner.local_rank
+
+    def new_group(self, ranks: Sequence[int], tag: int) -> GroupHandle | None:
+        return None
+
+    def abort(self, exit_code: int) -> None:
+        self._inner.abort(exit_code)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def close_failed(self) -> None:
+        self._inner.close_failed()
+
+    def describe(self) -> str:
+        return f"replay of {self.size} ranks"
+
+
+class _Sent:
+    """A send that has completed: its message is there already."""
+
+    cancelled = False
+    source = -1
+    nbytes = 0
+
+    def test(self) -> bool:
+        return True
+
+    def cancel(self) -> None:
+        pass
+
+
+_SENT = _Sent()
+
+
+class _Receive:
+    """A receive that completes when the gate lets it."""
+
+    def __init__(self, gate: Gate, buffer: memoryview, source: int, tag: int) -> None:
+        self._gate = gate
+        self._buffer = buffer
+        self._from = source
+        self._tag = tag
+        self.cancelled = False
+        self.source = -1
+        self.nbytes = 0
+
+    def take(self) -> tuple[int, int] | None:
+        key = self._gate.next_key(self._from, self._tag)
+        if key is None:
+            return None
+        data = self._gate.take(key)
+        if len(data) > self._buffer.nbytes:
+            raise TruncationError.of(len(data), self._buffer.nbytes, key[0])
+        self._buffer[: len(data)] = data
+        self.source, self.nbytes = key[0], len(data)
+        return self.source, self.nbytes
+
+    def test(self) -> bool:
+        return self.cancelled or self.take() is not None
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class _PersistentReceive(_Receive):
+    """The same, posted repeatedly."""
+
+    def start(self) -> None:
+        self.cancelled = False

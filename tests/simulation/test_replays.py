@@ -1,0 +1,107 @@
+"""Replays of what simulated ranks have written down, and what is told where they cannot be the same."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+import asyncdist as ad
+from asyncdist.recording.reader import RecordingError, read_recording
+from asyncdist.simulation import DivergenceError, Kill, Restart, replay, replay_script, simulate
+from protocols import AsyncSelectiveAveragingPolicy
+
+STEPS = 30
+
+
+async def train(world: ad.World, bias: float = 0.0, steps: int = STEPS) -> float:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=3, replacement_ratio=0.5) as policy:
+        for _ in range(steps):
+            with torch.no_grad():
+                model.weight += torch.randn(2, 3)
+            await policy.step(random.random() + bias * world.rank)
+    return model.weight.sum().item()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_ranks_decide_as_they_did_and_have_the_same_weights(tmp_path: Path, seed: int) -> None:
+    recorded = simulate(train, ranks=4, seed=seed, record=tmp_path)
+    replayed = replay(train, recording=read_recording(tmp_path))
+    assert replayed.report.results == recorded.results
+    assert replayed.decision_count > 50
+    assert (replayed.left_count, replayed.cut_ranks) == (0, ())
+
+
+def test_the_first_difference_is_told(tmp_path: Path) -> None:
+    simulate(train, ranks=3, seed=1, record=tmp_path)
+    recording = read_recording(tmp_path)
+    with pytest.raises(
+        DivergenceError, match=r"rank [12], .*: recorded was \[metric policy 0, iteration 2, value .*now"
+    ):
+        replay(train, 1e-3, recording=recording)
+    with pytest.raises(DivergenceError, match=r"rank [012], after iteration 27: recorded was .* and now"):
+        replay(train, 0.0, STEPS - 2, recording=recording)
+    with pytest.raises(DivergenceError, match=r"rank [012]"):
+        replay(train, 0.0, STEPS + 6, recording=recording)
+
+
+def test_one_who_fails_fails_again(tmp_path: Path) -> None:
+    async def fails(world: ad.World) -> float:
+        result = await train(world)
+        if world.rank == 1:
+            raise ValueError("as planned")
+        await asyncio.sleep(0)
+        return result
+
+    simulate(fails, ranks=3, seed=2, record=tmp_path)
+    replayed = replay(fails, recording=read_recording(tmp_path))
+    assert str(replayed.report.results[1]) == "as planned"
+    with pytest.raises(DivergenceError, match=r"rank 1, .*its main ended with \[ValueError: as planned\]"):
+        replay(train, recording=read_recording(tmp_path))
+
+
+def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
+    simulate(train, ranks=3, seed=3, record=tmp_path / "lacks")
+    next((tmp_path / "lacks").glob("*-rank00001.record")).unlink()
+    with pytest.raises(RecordingError, match="rank 1 has no recording; a replay needs those of all ranks"):
+        replay(train, recording=read_recording(tmp_path / "lacks"))
+    faults = (Kill(rank=2, at_s=0.005), Restart(rank=2, at_s=0.02))
+    simulate(train, ranks=3, seed=3, record=tmp_path / "again", faults=faults, until_s=60.0)
+    with pytest.raises(RecordingError, match="rank 2 was started again"):
+        replay(train, recording=read_recording(tmp_path / "again"))
+
+
+SCRIPT = """
+import asyncdist as ad
+
+async def main(world):
+    await ad.barrier()
+    if BROKEN and world.rank == 1:
+        raise ValueError("broken")
+    return world.rank
+
+ad.run(main)
+"""
+
+
+def test_a_script_that_has_changed_is_named_and_a_mended_one_need_not_go_the_same_way(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = tmp_path / "failing.py"
+    script.write_text(SCRIPT.replace("BROKEN", "True"))
+    namespace: dict[str, object] = {"__name__": "elsewhere"}
+    source = script.read_text().replace("ad.run(main)", "")
+    exec(compile(source, str(script), "exec"), namespace)
+    simulate(namespace["main"], ranks=2, seed=0, record=tmp_path / "run")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="broken"):
+        replay_script(tmp_path / "run", script)
+    assert "is another script than the recorded one, or has changed since" in caplog.text
+    script.write_text(SCRIPT.replace("BROKEN", "False"))
+    assert replay_script(tmp_path / "run", script) is None, "mended"
+    with pytest.raises(RecordingError, match=r"'nowhere.py', the script of the recorded run, is not there"):
+        replay_script(tmp_path / "run", "nowhere.py")
