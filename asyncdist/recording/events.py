@@ -6,7 +6,7 @@ same events to a file, in which a kind is its place in this list. So kinds are a
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -95,18 +95,21 @@ class EventLog:
     Attributes:
         now: that clock.
         sink: called with each event; None where nothing is written down.
+        counts: how many events of each kind there were; of roles each state by itself, as in ``"role giving"``.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.now = clock
         self._latest: deque[Event] = deque(maxlen=CAPACITY)
         self._policy_count = 0
+        self.counts: Counter[str] = Counter()
         self.sink: Callable[[float, str, tuple[Field, ...]], None] | None = None
 
     def add(self, kind: str, *fields: Field) -> None:
         """Add an event, now."""
         time_s = self.now()
         self._latest.append(Event(time_s, kind, fields))
+        self.counts[kind if kind != "role" else f"role {fields[-1]}"] += 1
         if self.sink is not None:
             self.sink(time_s, kind, fields)
 

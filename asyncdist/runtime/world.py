@@ -13,7 +13,7 @@ import os
 import random
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
@@ -49,6 +49,8 @@ class WorldStatistics:
         drop_examples: what was wrong with the last one of each reason, where there is more to say.
         stream_sent_nbytes: bytes of bulk streams sent.
         stream_received_nbytes: bytes of bulk streams received.
+        events: how often each kind of event has happened: those of :mod:`asyncdist.recording.events`, steps and
+            messages apart; of roles each state by itself, as in ``"role giving"``.
     """
 
     engine: EngineStatistics
@@ -58,6 +60,7 @@ class WorldStatistics:
     drop_examples: dict[str, str]
     stream_sent_nbytes: int
     stream_received_nbytes: int
+    events: dict[str, int] = field(default_factory=dict)
 
 
 _current_world: ContextVar[World] = ContextVar("asyncdist_current_world")
@@ -447,6 +450,7 @@ class World:
             drop_examples=of_channels.drop_examples,
             stream_sent_nbytes=self.services.slots.sent_nbytes,
             stream_received_nbytes=self.services.slots.received_nbytes,
+            events=dict(self.services.events.counts),
         )
 
     # -- for the runtime --------------------------------------------------------------------------------------------

@@ -515,7 +515,7 @@ def _bar(count: int) -> Iterator[Callable[[ExploreReport], None]]:
         def show(report: ExploreReport) -> None:
             bar.start_t = time.time() - report.seconds  # what processes take to start says nothing of the rate
             bar.last_print_t = max(bar.last_print_t, bar.start_t)
-            bar.set_postfix_str(f"{len(report.digests)} different", refresh=False)
+            bar.set_postfix_str(report.in_short, refresh=False)
             bar.update(report.seed_count - bar.n)
 
         yield show

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
 
 import asyncdist as ad
 from asyncdist import RankLostError
@@ -33,6 +34,7 @@ from asyncdist.simulation import (
     simulate,
 )
 from asyncdist.simulation.exploration.repro_command import repeat_line
+from protocols import AsyncSelectiveAveragingPolicy
 
 # ------------------------------------------------------------------------------------------------ a protocol with a bug
 
@@ -453,3 +455,29 @@ def test_a_process_that_dies_while_shrinking_takes_no_failure_along() -> None:
     assert failure is not None
     assert (failure.kind, failure.minimal_faults) == ("AssertionError", None)
     assert failure.note == "a process died when the plan was to be shrunk"
+
+
+async def trains(world: ad.World) -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=5) as policy:
+        for _ in range(100):
+            await policy.step(float(world.rank))
+
+
+def population(seed: int, faults: Sequence[Fault] | None = None) -> ad.SimReport:
+    return ad.simulate(trains, ranks=3, seed=seed, faults=[Kill(0, 0.02)] if faults is None else faults)
+
+
+@pytest.mark.slow
+def test_what_was_covered_is_counted_over_all_seeds_and_ranks() -> None:
+    report = explore(population, range(4), processes=1)
+    report.check()
+    alone = [population(seed) for seed in range(4)]
+    statistics = [each for one in alone for each in one.statistics if each is not None]
+    for kind in ("decided", "applied", "coordinator", "role giving", "role asking"):
+        assert report.events[kind] == sum(each.events.get(kind, 0) for each in statistics) > 0, kind
+    assert f"covered: rounds {report.events['decided']}, applied {report.events['applied']}" in str(report)
+    assert f"giving {report.events['role giving']}" in str(report)
+    roles = sum(kind.startswith("role ") for kind in report.events)
+    assert report.in_short == f"4 different, 4 faults, {report.events['decided']} rounds, {roles} kinds of roles"

@@ -107,6 +107,7 @@ class ExploreReport:
         seed_count: the number of seeds that ran, up to and with the one that failed.
         digests: the different traces among the seeds that passed.
         faults_fired: how often faults of each kind happened, by its name.
+        events: how often things of each kind happened on all ranks, those of :attr:`asyncdist.WorldStatistics.events`.
         seconds: the time from the first seed on, without shrinking.
         failure: the first one, in the order of the seeds.
     """
@@ -116,11 +117,20 @@ class ExploreReport:
     faults_fired: Mapping[str, int]
     seconds: float
     failure: Failure | None = None
+    events: Mapping[str, int] = field(default_factory=dict, repr=False)
 
     @property
     def seeds_per_s(self) -> float:
         """Return the number of seeds per second, of all processes together."""
         return self.seed_count / self.seconds if self.seconds else 0.0
+
+    @property
+    def in_short(self) -> str:
+        """What was covered, for a progress bar."""
+        roles = sum(kind.startswith("role ") for kind in self.events)
+        faults, rounds = sum(self.faults_fired.values()), self.events.get("decided", 0)
+        counts = {"different": len(self.digests), "faults": faults, "rounds": rounds, "kinds of roles": roles}
+        return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
 
     def check(self) -> None:
         """Raise AssertionError with the story of the failure, if there is one."""
@@ -133,7 +143,16 @@ class ExploreReport:
             f"{self.seed_count} seed{'s' * (self.seed_count != 1)} in {self.seconds:.1f} s ({self.seeds_per_s:.1f}/s), "
             f"{len(self.digests)} different trace{'s' * (len(self.digests) != 1)}"
             + (f", faults fired: {fired}" if fired else "")
+            + (f", covered: {covered}" if (covered := _covered(self.events)) else "")
         )
+
+
+def _covered(events: Mapping[str, int]) -> str:
+    """Return what happened in rounds, in words; empty where there were none."""
+    words = {"decided": "rounds", "applied": "applied", "abandoned": "abandoned", "coordinator": "failovers"}
+    found = [f"{text} {events[kind]}" for kind, text in words.items() if events.get(kind)]
+    roles = [f"{kind.removeprefix('role ')} {count}" for kind, count in sorted(events.items()) if kind[:5] == "role "]
+    return ", ".join(found + ([f"roles: {', '.join(roles)}"] if roles else []))
 
 
 def explore(
@@ -201,6 +220,7 @@ def _seed(seed: Any) -> int:
 class _Passed:
     digest: str
     fired: Counter[str]
+    events: Counter[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +254,10 @@ def _attempt(scenario: Callable[..., Any], seed: int, faults: Sequence[Fault] | 
     fired: Counter[str] = Counter()
     for fault, count in zip(report.faults, report.faults_fired, strict=True):
         fired[type(fault).__name__] += count
-    return _Passed(report.trace_digest, +fired)
+    events: Counter[str] = Counter()
+    for statistics in report.statistics:
+        events.update({} if statistics is None else statistics.events)
+    return _Passed(report.trace_digest, +fired, events)
 
 
 def check_ranks_ended_well(report: SimReport) -> None:
@@ -308,6 +331,7 @@ class _Progress:
         self._seed_count = 0
         self._digests: set[str] = set()
         self._fired: Counter[str] = Counter()
+        self._events: Counter[str] = Counter()
 
     def add(self, chunk: _Chunk) -> None:
         now = time.perf_counter()
@@ -319,11 +343,13 @@ class _Progress:
             if isinstance(result, _Passed):
                 self._digests.add(result.digest)
                 self._fired += result.fired
+                self._events += result.events
         if self._on_progress is not None:
             self._on_progress(self.report())
 
     def report(self, failure: Failure | None = None) -> ExploreReport:
-        return ExploreReport(self._seed_count, frozenset(self._digests), dict(self._fired), self._seconds, failure)
+        digests, fired, events = frozenset(self._digests), dict(self._fired), dict(self._events)
+        return ExploreReport(self._seed_count, digests, fired, self._seconds, failure, events)
 
 
 def _search(runner: Inline | Pool, seeds: Iterator[int], progress: _Progress) -> _Failed | None:
