@@ -179,7 +179,10 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
     run.add_argument(
         "--stall-s",
         metavar="S",
-        help="warn of a main that waits for S seconds, for what and in which line (default: 300, in collectives)",
+        help=(
+            "tell who waits for whom and in which line when nothing has moved for S seconds (default: 60), and warn of "
+            "a main that waits for so long while others go on (default: 300, in collectives)"
+        ),
     )
     run.add_argument(
         "--record", metavar="DIR", help="write down there what each rank does; see record in asyncdist.run"

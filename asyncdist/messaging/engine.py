@@ -34,6 +34,8 @@ PROGRESS_BUDGET_S: Final = 0.01
 class Awaited(str):
     """Says what is waited for, in words for reports, and which ranks can bring it.
 
+    What keeps such texts, or encodes them, takes ``str(...)`` of them.
+
     Args:
         text: the words.
         peers: returns ranks of which each one can end the wait, at the time when it is asked.
@@ -294,7 +296,7 @@ class Engine(Poller):
             if deadline is not None and self.loop.time() >= deadline:
                 if drained:
                     if self.on_deadline is not None:
-                        self.on_deadline(what)
+                        self.on_deadline(str(what))
                     return False
                 await self.drain()
                 drained = True
@@ -329,7 +331,7 @@ class Engine(Poller):
         finally:
             del self._waiters[waiter]
             if self.on_waited is not None and is_counted:
-                self.on_waited(what, self.loop.time() - began_at)
+                self.on_waited(str(what), self.loop.time() - began_at)
 
     # -- tasks that others count on ---------------------------------------------------------------------------------
 

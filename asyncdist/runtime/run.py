@@ -100,10 +100,13 @@ def run(
             stream slot, a snapshot, a task. Without it they are logged.
         watchdog_s: when main has returned, and the tasks that it spawned have done nothing but wait for so many
             seconds, one warning says which of them waits for what; ``math.inf`` for never.
-        stall_s: when main has waited in one and the same line for so many seconds (up to twice as many), for a message,
-            a stream, a collective, or a future or an event of its own, a warning says for what; ``math.inf`` for never.
-            By default what the variable ASYNCDIST_STALL_S says (``asyncdist run --stall-s``), and without it 300 s, and
-            collectives alone: a main that waits for messages may be a server.
+        stall_s: when no rank on this host has made a step or received a message for so many seconds, the story of all
+            of them is printed, once: who waits for whom, for what and in which line (``docs/hangs.md``). By
+            default what the variable ASYNCDIST_STALL_S says (``asyncdist run --stall-s``), and without it 60 s;
+            ``math.inf`` for never. Where it is set, a main that has waited in one and the same line for so long (up to
+            twice as long), while others go on, is warned of as well: for a message, a stream, a collective, or a future
+            or an event of its own. Where it is not, after 300 s, and in collectives alone: a main that waits for
+            messages may be a server.
         stall_aborts: raise StallError there, in place of the warning, where main waits for its peers.
         record: a folder, in which each rank writes down what happens: steps, metrics, rounds, messages, waits. See
             :mod:`asyncdist.recording.writer` for the files, which

@@ -107,7 +107,7 @@ def _last_of(file: RankRecording) -> _LastOf:
 
 def _rank(rank: int, last: _LastOf, end_s: float) -> list[str]:
     age = seconds_in_words(max(0.0, end_s - last.last_s))
-    how = f"ended by {last.over}" if last.over else "its recording ends without an end of main"
+    how = f"ended by {last.over.rstrip(': ')}" if last.over else "its recording ends without an end of main"
     lines = [f"  rank {rank}: {how}; its last event was {age} before that of the job"]
     if last.steps:
         lines.append(f"    {last.steps} steps")

@@ -131,6 +131,8 @@ def _tell_wait(wait: Wait, story: RankStory, stories: Mapping[int, RankStory]) -
     if wait.collective is not None:
         what = f"{what}, the {_ordinal(wait.collective.number)} collective of {len(wait.collective.ranks)} ranks"
         whom = f" for {ranks_in_words(needs)}, not there yet" if needs else ", in which all ranks told of here are"
+        if len(stories) == 1 < len(wait.collective.ranks):
+            whom = " for others"
     elif needs:
         whom = f" for {'any of ' * (len(needs) > 1)}{ranks_in_words(needs)}"
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,13 @@ import torch
 import asyncdist as ad
 from asyncdist.recording.events import Event
 from asyncdist.recording.reader import read_recording
+from asyncdist.story.recorded import tell_recording
 from protocols import AsyncSelectiveAveragingPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """A message."""
 
 
 async def train(world: ad.World) -> list[int]:
@@ -80,3 +87,46 @@ def test_the_error_that_ends_a_rank_is_written_down(tmp_path: Path) -> None:
         ad.run_local(fail, ranks=1, record=tmp_path)
     events = list(read_recording(tmp_path).ranks[0].events())
     assert of_kind(events, "over")[0].get("error") == "ValueError: of the user's"
+
+
+async def wait_for_a_word(world: ad.World) -> None:
+    words = world.channel(Word, tag=100)
+    if world.rank == 0:
+        await words.receive()
+    else:
+        await world.sleep(1.0)
+        await words.send(Word(), 0)
+
+
+def test_a_wait_for_a_message_is_written_down_in_words(tmp_path: Path) -> None:
+    """What is waited for is a text that knows more, which the encoder refused in the midst of a block."""
+    ad.simulate(wait_for_a_word, ranks=2, seed=1, record=tmp_path)
+    waits = [event.fields for event in read_recording(tmp_path).ranks[0].events() if event.kind == "waited"]
+    assert [what for what, seconds in waits if seconds > 0.9] == ["a message on Word, tag 100"]
+
+
+async def send_on_another_tag(world: ad.World) -> None:
+    words = world.channel(Word, tag=100 + world.rank)
+    if world.rank == 1:
+        await words.send(Word(), 0)
+    if world.rank < 2:
+        await words.receive()
+
+
+def test_the_story_of_a_recording_names_what_never_came_and_how_each_rank_ended(tmp_path: Path) -> None:
+    with pytest.raises(ad.DeadlockError):
+        ad.simulate(send_on_another_tag, ranks=3, seed=1, record=tmp_path)
+    title, *lines = tell_recording(str(tmp_path)).splitlines()
+    assert "3 ranks, recorded for" in title
+    assert "  1 message of rank 1 on tag 101 never came to rank 0" in lines
+    ended = [line for line in lines if " before that of the job" in line]
+    assert len(ended) == 3 and all(": ended by CancelledError; its last event was " in line for line in ended)
+
+
+def test_the_story_of_a_recording_says_what_a_rank_had_come_to(tmp_path: Path) -> None:
+    ad.simulate(train, ranks=4, seed=3, record=tmp_path)
+    path = next(each.path for each in read_recording(tmp_path).ranks if each.rank == 1)
+    path.write_bytes(path.read_bytes()[:-600])  # as after SIGKILL
+    lines = tell_recording(str(tmp_path)).splitlines()
+    assert "  ranks 0, 2, 3 have returned from main" in lines
+    assert any(line.startswith("  rank 1: its recording ends without an end of main") for line in lines)
