@@ -16,7 +16,7 @@ from asyncdist.live.table import Readings, Row, screen
 from asyncdist.messaging.services import Services
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.table import Table
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ class PopulationView:
             self._readings.add(counters_of(world.services))
         return self._readings.rows()
 
-    def screen(self) -> Group:
+    def screen(self) -> Table:
         """Return the table, as of now, in the size of the terminal, or the cell."""
         import rich
 

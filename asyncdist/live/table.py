@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final
 from asyncdist.live.counters import PolicyCounters, RankCounters, per_second
 
 if TYPE_CHECKING:
-    from rich.console import Group
     from rich.table import Table
 
 #: Rates are those of so many seconds.
@@ -65,7 +64,7 @@ class Readings:
         return [self.row(rank) for rank in sorted(self._said)]
 
 
-def screen(rows: Sequence[Row], width: int, height: int | None = None) -> Group:
+def screen(rows: Sequence[Row], width: int, height: int | None = None) -> Table:
     """Return what the ranks do together, in a line, below it the table of all of them, and notes on some.
 
     Args:
@@ -74,7 +73,7 @@ def screen(rows: Sequence[Row], width: int, height: int | None = None) -> Group:
         height: of the terminal, in lines; where there are more ranks, those that have done fewest steps are shown.
             None for all.
     """
-    from rich.console import Group
+    from rich.table import Table
     from rich.text import Text
 
     shown = list(rows)
@@ -86,8 +85,12 @@ def screen(rows: Sequence[Row], width: int, height: int | None = None) -> Group:
         by_steps = sorted(shown, key=lambda row: (0 if row.now is None else row.now.step, row.rank))
         shown = sorted(by_steps[:place], key=lambda row: row.rank)
         head += f"; shown are the {place} that have done fewest steps"
-    said = Text("\n".join(notes), no_wrap=True, overflow="ellipsis")
-    return Group(Text(head, no_wrap=True, overflow="ellipsis"), table(shown, width), *[said] * bool(notes))
+    drawn = Table.grid()  # and no Group, which notebooks do not show
+    drawn.add_row(Text(head, no_wrap=True, overflow="ellipsis"))
+    drawn.add_row(table(shown, width))
+    if notes:
+        drawn.add_row(Text("\n".join(notes), no_wrap=True, overflow="ellipsis"))
+    return drawn
 
 
 def table(rows: Sequence[Row], width: int) -> Table:

@@ -20,7 +20,8 @@ from asyncdist.story.sockets import Place
 from asyncdist.story.telling import in_short
 
 if TYPE_CHECKING:
-    from rich.console import Console, Group
+    from rich.console import Console
+    from rich.table import Table
 
 #: How often ranks are asked.
 PERIOD_S: Final = 1.0
@@ -64,7 +65,7 @@ class JobView:
             self._moved[rank] = step, now
         return now - self._moved[rank][1] >= _STILL_S
 
-    def drawn(self, console: Console) -> Group:
+    def drawn(self, console: Console) -> Table:
         """Return what they have said last, in the size of the terminal."""
         return screen(self._rows, console.width, console.height if console.is_terminal else None)
 

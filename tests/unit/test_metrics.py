@@ -237,6 +237,12 @@ def test_a_narrow_or_low_terminal_shows_what_matters_most() -> None:
     assert [line.split()[0] for line in lines[2:]] == ["16", "17", "18", "19"]
 
 
+def test_a_notebook_shows_the_table_and_not_its_name() -> None:
+    pytest.importorskip("rich", reason="rich is not installed")
+    shown = screen([Row(1, COUNTERS)], 80)._repr_mimebundle_([], [])
+    assert "job 0000abcd" in shown["text/plain"] and "mine" in shown["text/html"]
+
+
 def test_of_many_ranks_that_stand_still_some_are_told_of() -> None:
     lines = drawn([Row(rank, replace(COUNTERS, rank=rank), None, "waits for rank 0") for rank in range(8)], 60, 20)
     assert lines[10:] == [
