@@ -53,6 +53,7 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     # The error that ends this rank, or "" where main has returned.
     "over": ("error",),
     # For replays: a safe point has begun, or ended; a line of code has read the clock; a deadline has passed.
+    # The beginning of a safe point in which nothing happened is left out.
     "safe_point": ("has_ended", "turns"),
     "clock": ("seconds", "line"),
     "deadline": ("what",),

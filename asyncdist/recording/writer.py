@@ -48,6 +48,9 @@ WAIT_S_MIN: Final = 0.001
 _BLOCK_NBYTES: Final = 1 << 15
 _BLOCK_AGE_S: Final = 1.0
 _CODES: Final = {kind: code for code, kind in enumerate(KINDS)}
+_SAFE_POINT: Final = _CODES["safe_point"]
+_SENT: Final = _CODES["sent"]
+_STEP: Final = _CODES["step"]
 _encode_into = msgspec.msgpack.Encoder().encode_into
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -143,6 +146,8 @@ class RecordWriter:
         self._nbytes = 0
         self._block = bytearray()
         self._block_began_at = clock()
+        self._is_at_safe_point = False
+        self._has_sent = False
 
     @property
     def is_recording(self) -> bool:
@@ -169,13 +174,32 @@ class RecordWriter:
         block = self._block
         if not block:
             self._block_began_at = time_s
-        _encode_into((_CODES[kind], int((time_s - self._block_began_at) * 1e6), *fields), block, -1)
-        if len(block) >= _BLOCK_NBYTES or time_s - self._block_began_at >= _BLOCK_AGE_S:
+        code = _CODES[kind]
+        if self._is_at_safe_point:
+            self._is_at_safe_point = False
+            if code != _SAFE_POINT:
+                _encode_into((_SAFE_POINT, int((time_s - self._block_began_at) * 1e6), False), block, -1)
+        if code == _SENT:
+            self._has_sent = True
+        _encode_into((code, int((time_s - self._block_began_at) * 1e6), *fields), block, -1)
+        if code == _STEP and self._has_sent:
+            self.flush_sends()
+        elif len(block) >= _BLOCK_NBYTES or time_s - self._block_began_at >= _BLOCK_AGE_S:
             self.flush()
 
     def note(self, kind: str, *fields: Field) -> None:
         """Write an event down that happens now."""
         self.add(self._clock(), kind, fields)
+
+    def begin_safe_point(self) -> None:
+        """Note that a safe point has begun: it is written down with what happens in it, or with its end alone."""
+        self._is_at_safe_point = True
+
+    def flush_sends(self) -> None:
+        """Flush if a message was sent: what other ranks have seen of this one is known even if it is killed now."""
+        if self._has_sent:
+            self._has_sent = False
+            self.flush()
 
     def note_wait(self, what: str, seconds: float) -> None:
         """Write down that a task has waited."""

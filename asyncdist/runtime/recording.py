@@ -84,9 +84,9 @@ class Recording:
     def _note_safe_point(writer: RecordWriter, engine: Engine, has_ended: bool) -> None:
         if has_ended:
             writer.note("safe_point", True, engine.turn)
-            writer.flush()  # what other ranks have seen of this step is known, even if this process is killed now
+            writer.flush_sends()
         else:
-            writer.note("safe_point", False)
+            writer.begin_safe_point()
 
     @staticmethod
     def _read_clock(writer: RecordWriter, clock: Callable[[], float]) -> float:

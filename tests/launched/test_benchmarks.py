@@ -209,6 +209,13 @@ def test_scale(bench: Bench, tmp_path: Path) -> None:
             assert 1.0 <= max(figures["out"], figures["in"]) <= donors
 
 
+@pytest.mark.mpi
+def test_record(bench: Bench) -> None:
+    results = bench("record")
+    assert results.keys() == {"plain_us", "recorded_us", "cost_us", "cost_of_mean_us", "nbytes"}
+    assert 0 < results["nbytes"] <= 200, "with its header, which is a part of so few steps"
+
+
 def test_grace(bench: Bench) -> None:
     results = bench("grace")
     assert list(results) == [

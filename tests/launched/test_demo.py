@@ -28,8 +28,8 @@ import demo  # noqa: E402
 import display  # noqa: E402
 import verify  # noqa: E402
 from chart import draw  # noqa: E402
+from diary import BufferRecorder, Recorder  # noqa: E402
 from history import RankHistory, first_time, summarise  # noqa: E402
-from record import BufferRecorder, Recorder  # noqa: E402
 
 sys.path.remove(str(HYPERGRID))
 
@@ -510,7 +510,7 @@ assert 1 < l1_distance(env, model) < 2
 REPLAY = """
 import torch
 from evaluate import all_states
-from record import BufferRecorder
+from diary import BufferRecorder
 from buffers import CAPACITY, Contents, walk_back
 from train import BATCH_SIZE, build_env, build_model
 env = build_env()

@@ -14,8 +14,8 @@ HYPERGRID = Path(__file__).resolve().parents[2] / "tools" / "hypergrid"
 sys.path.insert(0, str(HYPERGRID))
 import demo  # noqa: E402
 import display  # noqa: E402
+from diary import Recorder  # noqa: E402
 from history import RankHistory, first_time, summarise  # noqa: E402
-from record import Recorder  # noqa: E402
 
 sys.path.remove(str(HYPERGRID))
 

@@ -43,6 +43,7 @@ NAMES: Final = (
     "sim",
     "grace",
     "replay",
+    "record",
     "goodput",
 )
 #: Those that can draw what they have found.

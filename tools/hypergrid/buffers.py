@@ -15,11 +15,11 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
+from diary import BufferRecorder
 from gfn.containers import Trajectories
 from gfn.gflownet import TBGFlowNet
 from gfn.gym import HyperGrid
 from gfn.samplers import Sampler
-from record import BufferRecorder
 
 import asyncdist as ad
 from protocols import ReplayBuffer, serve_replay_buffer

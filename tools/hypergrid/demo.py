@@ -1,6 +1,6 @@
 """Trains a GFlowNet on several ranks and shows it live; ends with a table, a chart and, if asked, a JSON file.
 
-It starts `train.py` with `asyncdist run`, on any transport, and reads the diaries that the ranks write (`record.py`,
+It starts `train.py` with `asyncdist run`, on any transport, and reads the diaries that the ranks write (`diary.py`,
 `history.py`). It takes no part in the training. The ranks never outlive it, however it ends.
 """
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from buffers import Replay, serve
+from diary import Recorder
 from evaluate import l1_distance, mode_count
 from gfn.containers import Trajectories
 from gfn.estimators import DiscretePolicyEstimator
@@ -25,7 +26,6 @@ from gfn.gflownet import TBGFlowNet
 from gfn.gym import HyperGrid
 from gfn.preprocessors import KHotPreprocessor
 from gfn.utils.modules import MLP
-from record import Recorder
 from verify import EventWriter
 
 import asyncdist as ad

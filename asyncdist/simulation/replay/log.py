@@ -122,8 +122,10 @@ def log_of(events: Iterable[Event]) -> RankLog:
                 point = SafePoint()
                 entries.append(point)
             case "safe_point", (True, int(turn_count)):
-                if point is not None:
-                    point.turn_count, point.has_ended = turn_count, True
+                if point is None:  # nothing was seen in it, so its beginning is not written down
+                    point = SafePoint()
+                    entries.append(point)
+                point.turn_count, point.has_ended = turn_count, True
                 point = None
             case "received", (int(source), int(tag), int(), -2, int()):
                 early[source, tag] += 1
