@@ -6,6 +6,7 @@ Wrong input is one line on standard error and exit code 2.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import math
 import os
@@ -20,6 +21,7 @@ from asyncdist import environment, local_host, rank_program
 from asyncdist._version import __version__
 from asyncdist.launch import joining_ranks, local_ranks, mpirun, remote_hosts, remote_ranks
 from asyncdist.live.destinations import destinations, missing
+from asyncdist.report import commands as report
 
 #: The options that take a value; the others are one word.
 _RUN_OPTIONS: Final = (
@@ -73,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_run(commands)
     _add_sim(commands)
     _add_replay(commands)
+    report.add_to(functools.partial(commands.add_parser, allow_abbrev=False))
     commands.add_parser(
         "doctor",
         help="say what is detected here and why, what is wrong, and what to do about it",
@@ -337,6 +340,8 @@ def _main(options: argparse.Namespace, rest: Sequence[str]) -> int:
         return _sim(options, rest)
     if options.command == "replay":
         return _replay(options, rest)
+    if options.command in ("trace", "export", "query"):
+        return int(options.call(options))
     if options.command == "init":
         return _init(options.flavour, Path(options.path))
     if options.command == "top":

@@ -30,8 +30,9 @@ FOLDERS: dict[str, set[str]] = {
     "blocking": {"recording", "collectives", "runtime", "spmd", "functional"},
     "integrations": {"blocking"},
     "bench": {"messaging"},
+    "report": {"recording"},
     "simulation": {"tensors", "transports", "recording", "messaging", "collectives", "runtime", "blocking"},
-    "face": {"tensors", "transports", "live", "runtime", "launch", "blocking", "simulation", "story"},
+    "face": {"tensors", "transports", "live", "runtime", "launch", "blocking", "simulation", "report", "story"},
 }
 #: Modules of ``asyncdist/`` itself that everybody may import; the others there are the face that users see.
 GROUND = {

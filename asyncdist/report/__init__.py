@@ -1,0 +1,1 @@
+"""Turns recordings into what other programs read: traces, tables, answers to queries."""

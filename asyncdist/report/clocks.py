@@ -1,0 +1,125 @@
+"""Aligns the clocks of a recording's hosts.
+
+The ranks of a host share its monotonic clock, which events are timed by, so they have one offset: that of the rank
+that began first. Those of two hosts are compared by their clocks of the day, which may differ by milliseconds. Where a
+message would then come before it was sent, the later host is moved by the least that mends it (the longest paths in the
+graph of such constraints, as in Duda et al., "Estimating global time in distributed systems", ICDCS 1987). What no
+offsets can mend, since a clock runs faster than another, is left.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Final, TypeAlias
+
+from asyncdist.recording.reader import RankRecording, Recording
+
+#: Source, dest and tag.
+Line: TypeAlias = tuple[int, int, int]
+#: A host whose clock is set in steps, or wrongly, may be off by years; more rounds than hosts mean a contradiction.
+_ROUND_COUNT_MAX: Final = 64
+
+
+class Clocks:
+    """Turns the times of events into seconds since the job began.
+
+    Args:
+        recording: whose.
+
+    Attributes:
+        shifts: seconds that were added to the clock of a host so that no message comes before it was sent.
+    """
+
+    def __init__(self, recording: Recording) -> None:
+        self.shifts: dict[str, float] = {}
+        self._hosts = {each.path: _host_of(each) for each in recording.ranks}
+        self._offsets: dict[str, float] = {}
+        for each in sorted(recording.ranks, key=lambda each: float(each.header["unix_s"])):
+            offset = float(each.header["unix_s"] - each.header["clock_s"])
+            self._offsets.setdefault(self._hosts[each.path], offset)
+        self._set_zero(recording)
+        if len(self._offsets) > 1:
+            self._correct(recording)
+            self._set_zero(recording)
+
+    def _set_zero(self, recording: Recording) -> None:
+        zero = min(self.offset(each) + float(each.header["clock_s"]) for each in recording.ranks)
+        self._offsets = {host: offset - zero for host, offset in self._offsets.items()}
+
+    def offset(self, each: RankRecording) -> float:
+        """Return what is added to the times of a file's events, in seconds."""
+        return self._offsets[self._hosts[each.path]]
+
+    def _correct(self, recording: Recording) -> None:
+        """Move hosts forward until no message comes before it was sent."""
+        delays = self._least_delays(recording)
+        shifts = dict.fromkeys(self._offsets, 0.0)
+        for _ in range(_ROUND_COUNT_MAX):
+            is_changed = False
+            for (source, dest), delay_s in delays.items():
+                short = shifts[source] - shifts[dest] - delay_s
+                if short > 1e-9:
+                    shifts[dest] += short
+                    is_changed = True
+            if not is_changed:
+                break
+        else:
+            return
+        self.shifts = {host: shift for host, shift in shifts.items() if shift}
+        for host, shift in shifts.items():
+            self._offsets[host] += shift
+
+    def _least_delays(self, recording: Recording) -> dict[tuple[str, str], float]:
+        """Return the least time between sending and receiving for each pair of hosts."""
+        hosts = {each.rank: self._hosts[each.path] for each in recording.ranks}
+        sent, received = messages(recording, self, lambda line: hosts[line[0]] != hosts[line[1]])
+        delays: dict[tuple[str, str], float] = {}
+        for line, times in received.items():
+            pair = hosts[line[0]], hosts[line[1]]
+            least = min((end - begin for begin, end in zip(sent.get(line, ()), times, strict=False)), default=None)
+            if least is not None:
+                delays[pair] = min(least, delays.get(pair, least))
+        return delays
+
+
+def _host_of(each: RankRecording) -> str:
+    return str(each.header["hostname"])
+
+
+def messages(
+    recording: Recording, clocks: Clocks, wanted: Callable[[Line], bool] | None = None
+) -> tuple[dict[Line, array[float]], dict[Line, array[float]]]:
+    """Return the times of sending and of receiving of each line's messages, in their order.
+
+    The k-th time of the one belongs to the k-th of the other. Lines of ranks that were started again are left out: what
+    was sent to the earlier process may be lost.
+
+    Args:
+        recording: whose.
+        clocks: its clocks.
+        wanted: says of a line whether it is wanted; all are by default.
+    """
+    counts: dict[int, int] = defaultdict(int)
+    for each in recording.ranks:
+        counts[each.rank] += 1
+    once = {rank for rank, count in counts.items() if count == 1}
+    sent: dict[Line, array[float]] = {}
+    received: dict[Line, array[float]] = {}
+    for each in recording.ranks:
+        if each.rank not in once:
+            continue
+        offset = clocks.offset(each)
+        for event in each.events():
+            if event.kind == "sent":
+                other = int(event.fields[0])  # type: ignore[arg-type]
+                line, into = (each.rank, other, int(event.fields[1])), sent  # type: ignore[arg-type]
+            elif event.kind == "received":
+                other = int(event.fields[0])  # type: ignore[arg-type]
+                line, into = (other, each.rank, int(event.fields[1])), received  # type: ignore[arg-type]
+            else:
+                continue
+            if other in once and (wanted is None or wanted(line)):
+                into.setdefault(line, array("d")).append(event.time_s + offset)
+    return sent, received

@@ -1,0 +1,115 @@
+"""``asyncdist trace``, ``asyncdist export`` and ``asyncdist query``."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+
+def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the commands to a command line; parsed options have ``call``, a function that returns the exit code."""
+    trace = add_parser(
+        "trace",
+        help="write a recording as a trace for Perfetto or chrome://tracing",
+        usage="asyncdist trace DIR [--job JOB] [-o FILE] [--profile FILE ...]",
+    )
+    trace.add_argument("-o", "--out", metavar="FILE", help="the trace (default: JOB.trace.json.gz)")
+    trace.add_argument(
+        "--profile",
+        metavar="FILE",
+        nargs="+",
+        default=[],
+        help="traces of torch's profiler, to be added",
+    )
+    trace.set_defaults(call=lambda options: run_trace(options.folder, options.job, options.out, options.profile))
+    export = add_parser(
+        "export",
+        help="write a recording as tables",
+        usage="asyncdist export DIR [--job JOB] [-o FOLDER] [--format csv|parquet]",
+    )
+    export.add_argument("-o", "--out", metavar="FOLDER", help="where to (default: JOB-tables)")
+    export.add_argument("--format", choices=("csv", "parquet"), default="csv", help="of the tables (default: csv)")
+    export.set_defaults(call=lambda options: run_export(options.folder, options.job, options.out, options.format))
+    query = add_parser(
+        "query",
+        help="ask a recording in SQL",
+        usage='asyncdist query DIR [--job JOB] "SELECT rank, max(value) FROM metric GROUP BY rank"',
+    )
+    query.set_defaults(call=lambda options: run_query(options.folder, options.job, options.statement))
+    for parser in (trace, export, query):
+        parser.add_argument("folder", metavar="DIR", help="what --record was given")
+        parser.add_argument("--job", help="which job, where the folder has recordings of several")
+    query.add_argument("statement", metavar="SQL", help="a statement of SQLite's; each kind of event is a table")
+
+
+def run_trace(folder: str, job: str | None, out: str | None, profiles: Sequence[str]) -> int:
+    """Write the trace; return the exit code."""
+    from asyncdist.recording.reader import RecordingError, read_recording
+    from asyncdist.report.trace import TraceError, write_trace
+
+    try:
+        recording = read_recording(folder, job)
+        path = Path(out or f"{recording.job}.trace.json.gz")
+        count = write_trace(recording, path, [Path(each) for each in profiles])
+    except (RecordingError, TraceError, OSError) as error:
+        return _refuse("trace", error)
+    print(f"wrote {path}, {count} entries, {len(recording.ranks)} ranks; open it at https://ui.perfetto.dev")
+    return 0
+
+
+def run_export(folder: str, job: str | None, out: str | None, kind: str) -> int:
+    """Write the tables; return the exit code."""
+    from asyncdist.recording.reader import RecordingError, read_recording
+    from asyncdist.report import tables
+
+    try:
+        recording = read_recording(folder, job)
+        to = Path(out or f"{recording.job}-tables")
+        write = tables.export_csv if kind == "csv" else tables.export_parquet
+        files = write(recording, to)
+    except ImportError as error:  # pyarrow is not there, or refuses the numpy that is
+        return _refuse("export", f"--format parquet needs pyarrow (pip install pyarrow): {error}")
+    except (RecordingError, OSError) as error:
+        return _refuse("export", error)
+    print(f"wrote {len(files)} tables to {to}: {', '.join(file.name for file in files)}")
+    return 0
+
+
+def run_query(folder: str, job: str | None, statement: str) -> int:
+    """Print the answer, as a table on a terminal and as CSV elsewhere; return the exit code."""
+    from asyncdist.recording.reader import RecordingError, read_recording
+    from asyncdist.report import tables
+
+    try:
+        names, found = tables.query(read_recording(folder, job), statement)
+    except (RecordingError, tables.QueryError) as error:
+        return _refuse("query", error)
+    if not _print_table(names, found):
+        writer = csv.writer(sys.stdout, lineterminator="\n")
+        writer.writerow(names)
+        writer.writerows(found)
+    return 0
+
+
+def _print_table(names: Sequence[str], found: Iterable[Sequence[object]]) -> bool:
+    """Print a table on a terminal, where rich is installed; return whether that was done."""
+    if not sys.stdout.isatty():
+        return False
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ModuleNotFoundError:
+        return False
+    table = Table(*names)
+    for row in found:
+        table.add_row(*("" if value is None else str(value) for value in row))
+    Console().print(table)
+    return True
+
+
+def _refuse(command: str, error: object) -> int:
+    print(f"asyncdist {command}: {error}", file=sys.stderr)
+    return 2

@@ -1,0 +1,158 @@
+"""A recording as tables: one for each kind of event, and one of the ranks.
+
+Each row has the rank, its incarnation and the time in seconds since the job began; then come the fields of
+:data:`asyncdist.recording.events.KINDS`; one that would have such a name is called ``lost_rank``, for example. Lists
+are JSON texts, as in ``[0, 2]``.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import sqlite3
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from asyncdist.recording.events import KINDS
+from asyncdist.recording.reader import Recording
+from asyncdist.report.clocks import Clocks
+
+Value: TypeAlias = int | float | str | None
+
+#: What every row of a kind of event begins with.
+_FIRST: Final = ("rank", "incarnation", "time_s")
+#: The columns of the table of ranks.
+RANKS: Final = ("rank", "incarnation", "hostname", "pid", "transport", "began_at_s", "damage")
+_BATCH: Final = 10_000
+
+
+class QueryError(Exception):
+    """A query cannot be answered: the message is one line for the user."""
+
+
+def columns_of(table: str) -> tuple[str, ...]:
+    """Return the names of a table's columns."""
+    if table == "ranks":
+        return RANKS
+    return (*_FIRST, *(f"{table}_{name}" if name in _FIRST else name for name in KINDS[table]))
+
+
+def rows(recording: Recording, wanted: Collection[str] = tuple(KINDS)) -> Iterator[tuple[str, tuple[Value, ...]]]:
+    """Yield the rows of the wanted tables, each with the table's name."""
+    clocks = Clocks(recording)
+    if "ranks" in wanted:
+        for each in recording.ranks:
+            header = each.header
+            began_at_s = header["clock_s"] + clocks.offset(each)
+            yield (
+                "ranks",
+                (
+                    each.rank,
+                    each.incarnation,
+                    header["hostname"],
+                    header["pid"],
+                    header["transport"],
+                    began_at_s,
+                    each.damage,
+                ),
+            )
+    for each in recording.ranks:
+        offset = clocks.offset(each)
+        for event in each.events():
+            if event.kind in wanted:
+                fields = [_plain(field) for field in event.fields[: len(KINDS[event.kind])]]
+                fields += [None] * (len(KINDS[event.kind]) - len(fields))
+                yield event.kind, (each.rank, each.incarnation, event.time_s + offset, *fields)
+
+
+def _plain(field: Any) -> Value:
+    if isinstance(field, (list, tuple)):
+        return json.dumps(list(field))
+    return int(field) if isinstance(field, bool) else field
+
+
+def export_csv(recording: Recording, folder: Path) -> list[Path]:
+    """Write each table that is not empty as ``KIND.csv``; return the files.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    files: dict[str, Any] = {}
+    writers: dict[str, Any] = {}
+    try:
+        for table, row in rows(recording, (*KINDS, "ranks")):
+            if table not in writers:
+                files[table] = (folder / f"{table}.csv").open("w", newline="", encoding="utf-8")
+                writers[table] = csv.writer(files[table])
+                writers[table].writerow(columns_of(table))
+            writers[table].writerow(row)
+    finally:
+        for file in files.values():
+            file.close()
+    return [folder / f"{table}.csv" for table in files]
+
+
+def export_parquet(recording: Recording, folder: Path) -> list[Path]:
+    """Write each table that is not empty as ``KIND.parquet``; return the files.
+
+    Raises:
+        ImportError: pyarrow is not installed, or refuses what else is.
+        OSError: they cannot be written.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    folder.mkdir(parents=True, exist_ok=True)
+    writers: dict[str, Any] = {}
+    waiting: dict[str, list[tuple[Value, ...]]] = {}
+
+    def write(table: str) -> None:
+        batch, waiting[table] = waiting[table], []
+        names = columns_of(table)
+        content = pyarrow.table([list(column) for column in zip(*batch, strict=True)], names=names)
+        if table not in writers:
+            writers[table] = pyarrow.parquet.ParquetWriter(folder / f"{table}.parquet", content.schema)
+        writers[table].write_table(content.cast(writers[table].schema))
+
+    try:
+        for table, row in rows(recording, (*KINDS, "ranks")):
+            waiting.setdefault(table, []).append(row)
+            if len(waiting[table]) >= _BATCH:
+                write(table)
+        for table, batch in waiting.items():
+            if batch:
+                write(table)
+    finally:
+        for writer in writers.values():
+            writer.close()
+    return [folder / f"{table}.parquet" for table in writers]
+
+
+def query(recording: Recording, statement: str) -> tuple[list[str], Iterator[Sequence[Value]]]:
+    """Answer a statement of SQL (SQLite's) over the tables; return the names of the columns, and the rows.
+
+    Only the tables whose names are in the statement are read.
+
+    Raises:
+        QueryError: SQLite refuses it.
+    """
+    words = set(re.findall(r"\w+", statement.lower()))
+    wanted = [table for table in (*KINDS, "ranks") if table in words]
+    connection = sqlite3.connect(":memory:")
+    for table in (*KINDS, "ranks"):
+        names = ", ".join(f'"{name}"' for name in columns_of(table))
+        connection.execute(f'CREATE TABLE "{table}" ({names})')
+    inserts = {table: f'INSERT INTO "{table}" VALUES ({", ".join("?" * len(columns_of(table)))})' for table in wanted}
+    for table, row in rows(recording, wanted):
+        connection.execute(inserts[table], row)
+    connection.commit()
+    connection.execute("PRAGMA query_only = ON")
+    try:
+        cursor = connection.execute(statement)
+    except sqlite3.Error as error:
+        tables = ", ".join((*KINDS, "ranks"))
+        raise QueryError(f"the query is refused: {error}; the tables: {tables}") from error
+    return [each[0] for each in cursor.description or ()], cursor

@@ -1,0 +1,189 @@
+"""A recording as a trace that Perfetto (https://ui.perfetto.dev) and chrome://tracing open.
+
+The format is Chrome's Trace Event Format, in JSON. Each rank is a process with four tracks: its steps, what it does in
+rounds, its messages, and its waits. An arrow leads from each message's sending to its receiving. Traces that torch's
+profiler has exported can be added; they are laid over the ranks by the clock of the day that both name.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from asyncdist.recording.events import KINDS, Event
+from asyncdist.recording.reader import Recording
+from asyncdist.report.clocks import Clocks
+
+Entry: TypeAlias = dict[str, Any]
+
+STEPS, ROUNDS, MESSAGES, WAITS = range(4)
+TRACKS: Final = ("steps", "rounds", "messages", "waits")
+#: Events that are points of the rounds' track.
+_POINTS: Final = frozenset(
+    {
+        "applied",
+        "abandoned",
+        "decided",
+        "frozen",
+        "ended",
+        "coordinator",
+        "closed",
+        "lost",
+        "returned",
+        "over",
+        "policy",
+    }
+)
+#: How long a message is drawn, in microseconds: arrows need something to end at.
+_MESSAGE_US: Final = 1.0
+#: Processes of profilers are numbered from here on, so many for each file.
+_PROFILER_PID: Final = 1_000_000
+
+
+class TraceError(Exception):
+    """A trace cannot be made: the message is one line for the user."""
+
+
+def write_trace(recording: Recording, path: Path, profiles: Sequence[Path] = ()) -> int:
+    """Write the trace; return the number of its entries.
+
+    Args:
+        recording: of a job.
+        path: of the file; compressed where it ends with ``.gz``, which Perfetto reads as well.
+        profiles: files that ``torch.profiler.profile.export_chrome_trace`` has written.
+
+    Raises:
+        TraceError: a profile cannot be read.
+        OSError: the file cannot be written.
+    """
+    extra = [_profile(recording, file, number) for number, file in enumerate(profiles)]
+    count = 0
+    with gzip.open(path, "wt", encoding="utf-8") if path.suffix == ".gz" else path.open("w", encoding="utf-8") as file:
+        file.write('{"displayTimeUnit": "ms", "traceEvents": [')
+        for entries in (_entries(recording), *extra):
+            for entry in entries:
+                file.write(("," if count else "") + "\n" + json.dumps(entry, separators=(",", ":")))
+                count += 1
+        file.write("\n]}\n")
+    return count
+
+
+def _entries(recording: Recording) -> Iterator[Entry]:
+    clocks = Clocks(recording)
+    numbers: defaultdict[tuple[int, ...], int] = defaultdict(int)
+    for each in recording.ranks:
+        host = each.header["hostname"]
+        again = f", started again ({each.incarnation})" if each.incarnation else ""
+        yield _meta("process_name", each.rank, 0, f"rank {each.rank} on {host}{again}")
+        yield {"ph": "M", "name": "process_sort_index", "pid": each.rank, "tid": 0, "args": {"sort_index": each.rank}}
+        for track, name in enumerate(TRACKS):
+            yield _meta("thread_name", each.rank, track, name)
+        offset = clocks.offset(each)
+        role: tuple[float, int, str] | None = None
+        at_us = 0.0
+        for event in each.events():
+            at_us = 1e6 * (event.time_s + offset)
+            if event.kind == "role":
+                if role is not None:
+                    yield _role(each.rank, role, at_us)
+                state, number = str(event.get("state")), int(event.get("round"))
+                role = None if state in ("idle", "out") else (at_us, number, state)
+            else:
+                yield from _entries_of(each.rank, event, at_us, numbers)
+        if role is not None:
+            yield _role(each.rank, role, at_us)
+
+
+def _meta(kind: str, rank: int, track: int, name: str) -> Entry:
+    return {"ph": "M", "name": kind, "pid": rank, "tid": track, "args": {"name": name}}
+
+
+def _role(rank: int, role: tuple[float, int, str], until_us: float) -> Entry:
+    began_us, number, state = role
+    return _span(rank, ROUNDS, state, began_us, until_us - began_us, {"round": number})
+
+
+def _span(rank: int, track: int, name: str, began_us: float, took_us: float, facts: Entry) -> Entry:
+    return {
+        "ph": "X",
+        "name": name,
+        "pid": rank,
+        "tid": track,
+        "ts": round(began_us, 3),
+        "dur": round(took_us, 3),
+        "args": facts,
+    }
+
+
+def _entries_of(rank: int, event: Event, at_us: float, numbers: defaultdict[tuple[int, ...], int]) -> Iterator[Entry]:
+    facts = dict(zip(KINDS[event.kind], event.fields, strict=False))
+    match event.kind:
+        case "step":
+            took_us = 1e6 * float(event.get("seconds"))
+            yield _span(rank, STEPS, "policy.step", at_us - took_us, took_us, {"iteration": event.get("iteration")})
+        case "metric":
+            value = {"metric": event.get("value")}
+            yield {"ph": "C", "name": "metric", "pid": rank, "tid": STEPS, "ts": round(at_us, 3), "args": value}
+        case "waited":
+            took_us = 1e6 * float(event.get("seconds"))
+            yield _span(rank, WAITS, str(event.get("what")), at_us - took_us, took_us, {})
+        case "sent":
+            yield from _message(rank, "s", rank, int(event.get("dest")), event, at_us, numbers)
+        case "received":
+            yield from _message(rank, "f", int(event.get("source")), rank, event, at_us, numbers)
+        case kind if kind in _POINTS:
+            ts = round(at_us, 3)
+            yield {"ph": "i", "s": "t", "name": kind, "pid": rank, "tid": ROUNDS, "ts": ts, "args": facts}
+
+
+def _message(
+    rank: int,
+    phase: str,
+    source: int,
+    dest: int,
+    event: Event,
+    at_us: float,
+    numbers: defaultdict[tuple[int, ...], int],
+) -> Iterator[Entry]:
+    """Yield a message's end, and that of its arrow: the k-th one sent on a line is the k-th one received there."""
+    tag = int(event.get("tag"))
+    number = numbers[ord(phase), source, dest, tag]
+    numbers[ord(phase), source, dest, tag] += 1
+    words = f"to {dest}" if phase == "s" else f"from {source}"
+    facts = {"tag": tag, "nbytes": event.get("nbytes")}
+    yield _span(rank, MESSAGES, f"{words}, tag {tag}", at_us, _MESSAGE_US, facts)
+    arrow = {"ph": phase, "cat": "message", "name": f"tag {tag}", "id": f"{source}.{dest}.{tag}.{number}"}
+    yield {**arrow, "pid": rank, "tid": MESSAGES, "ts": round(at_us, 3), **({"bp": "e"} if phase == "f" else {})}
+
+
+def _profile(recording: Recording, path: Path, number: int) -> list[Entry]:
+    """Read a trace of torch's profiler, with its times since the job began and processes of its own."""
+    try:
+        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+            content = json.load(file)
+        entries = content["traceEvents"] if isinstance(content, dict) else content
+        base_s = content.get("baseTimeNanoseconds", 0) / 1e9 if isinstance(content, dict) else 0.0
+        rank = content.get("distributedInfo", {}).get("rank") if isinstance(content, dict) else None
+        first_us = min(float(entry["ts"]) for entry in entries if entry.get("ph") == "X")
+        shift_us = 1e6 * (base_s - recording.began_at)
+        if abs(first_us + shift_us) > 1e6 * 86400 * 365:  # it names no clock of the day
+            shift_us = -first_us
+        pids: dict[Any, int] = {}
+        found = []
+        for entry in entries:
+            pid = pids.setdefault(entry.get("pid"), _PROFILER_PID * (number + 1) + len(pids))
+            moved = {**entry, "pid": pid}
+            if "ts" in entry:
+                moved["ts"] = float(entry["ts"]) + shift_us
+            if entry.get("ph") in ("s", "t", "f"):
+                moved["id"] = f"profile {number}: {entry.get('id')}"
+            if entry.get("name") == "process_name" and rank is not None:
+                moved["args"] = {"name": f"rank {rank}, torch: {entry.get('args', {}).get('name', '')}"}
+            found.append(moved)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise TraceError(f"{path} is no trace of torch's profiler: {type(error).__name__} {error}") from error
+    return found

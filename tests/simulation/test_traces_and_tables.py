@@ -1,0 +1,152 @@
+"""What other programs read of a recording: a trace, tables, answers to queries; and what is said of wrong input."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import asyncdist as ad
+from asyncdist import cli
+from asyncdist.recording.events import KINDS
+from asyncdist.recording.reader import Recording, read_recording
+from asyncdist.report import tables
+from asyncdist.report.trace import TraceError, write_trace
+from protocols import AsyncSelectiveAveragingPolicy
+
+
+async def train(world: ad.World) -> int:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=5, replacement_ratio=0.5) as policy:
+        for _ in range(30):
+            await policy.step(float(world.rank))
+        return policy.statistics().replacement_count
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recorded")
+    report = ad.simulate(train, ranks=4, seed=5, record=folder)
+    assert sum(report.results) > 2, "rounds take place"
+    return folder
+
+
+@pytest.fixture
+def recording(folder: Path) -> Recording:
+    return read_recording(folder)
+
+
+def counted(recording: Recording) -> Counter[str]:
+    return Counter(event.kind for each in recording.ranks for event in each.events())
+
+
+def entries_of(path: Path) -> list[dict[str, Any]]:
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+        found: list[dict[str, Any]] = json.load(file)["traceEvents"]
+    return found
+
+
+def test_a_trace_has_a_track_for_each_rank_and_an_arrow_for_each_message(recording: Recording, tmp_path: Path) -> None:
+    count = write_trace(recording, tmp_path / "trace.json.gz")
+    entries = entries_of(tmp_path / "trace.json.gz")
+    assert len(entries) == count
+    kinds = counted(recording)
+    names = {entry["pid"]: entry["args"]["name"] for entry in entries if entry["name"] == "process_name"}
+    assert sorted(names) == [0, 1, 2, 3] and names[2].startswith("rank 2 on ")
+    steps = [entry for entry in entries if entry["name"] == "policy.step"]
+    assert len(steps) == kinds["step"] and all(entry["ph"] == "X" and entry["dur"] >= 0 for entry in steps)
+    assert sum(entry["name"] == "applied" for entry in entries) == kinds["applied"]
+    begins = {entry["id"]: entry for entry in entries if entry["ph"] == "s"}
+    ends = {entry["id"]: entry for entry in entries if entry["ph"] == "f"}
+    assert (len(begins), len(ends)) == (kinds["sent"], kinds["received"])
+    assert ends.keys() <= begins.keys(), "what has come was sent"
+    for name, end in ends.items():
+        source, dest, _, _ = map(int, name.split("."))
+        assert (begins[name]["pid"], end["pid"]) == (source, dest)
+        assert begins[name]["ts"] <= end["ts"] + 1.01, "times are whole microseconds"
+    spans = {(entry["pid"], entry["tid"], entry["ts"]) for entry in entries if entry["ph"] == "X"}
+    assert all((end["pid"], end["tid"], end["ts"]) in spans for end in ends.values()), "arrows end at spans"
+
+
+def test_traces_of_torchs_profiler_are_added_with_processes_and_times_of_their_own(
+    recording: Recording, tmp_path: Path
+) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        torch.ones(3) + 1
+    profile.export_chrome_trace(str(tmp_path / "torch.json"))
+    own = {entry["name"] for entry in json.loads((tmp_path / "torch.json").read_text())["traceEvents"]}
+    plain = write_trace(recording, tmp_path / "plain.json")
+    both = write_trace(recording, tmp_path / "both.json", [tmp_path / "torch.json"])
+    entries = entries_of(tmp_path / "both.json")
+    assert both > plain and "aten::add" in own
+    added = [entry for entry in entries if entry["name"] == "aten::add"]
+    assert added and all(entry["pid"] >= 1_000_000 for entry in added)
+    assert all(abs(entry["ts"]) < 1e6 * 3600 for entry in added), "the same clock"
+    (tmp_path / "foreign.json").write_text('{"traceEvents": 3}')
+    with pytest.raises(TraceError, match=r"foreign\.json is no trace of torch's profiler"):
+        write_trace(recording, tmp_path / "x.json", [tmp_path / "foreign.json"])
+
+
+def test_tables_have_every_event(recording: Recording, tmp_path: Path) -> None:
+    files = tables.export_csv(recording, tmp_path / "tables")
+    kinds = counted(recording)
+    assert {file.stem for file in files} == {*kinds, "ranks"}
+    for file in files:
+        with file.open(newline="") as opened:
+            header, *content = csv.reader(opened)
+        assert tuple(header) == tables.columns_of(file.stem)
+        assert len(content) == (4 if file.stem == "ranks" else kinds[file.stem])
+        if file.stem == "applied":
+            donors = [json.loads(row[header.index("donors")]) for row in content]
+            assert all(0 <= donor < 4 for each in donors for donor in each) and any(donors)
+
+
+def test_parquet_has_the_same_rows(recording: Recording, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed", exc_type=ImportError)
+    tables.export_parquet(recording, tmp_path)
+    metrics = parquet.read_table(tmp_path / "metric.parquet").to_pylist()
+    assert len(metrics) == counted(recording)["metric"] and metrics[0].keys() == set(tables.columns_of("metric"))
+
+
+def test_a_query_is_answered(recording: Recording) -> None:
+    names, found = tables.query(recording, "SELECT rank, count(*) AS steps FROM step GROUP BY rank ORDER BY rank")
+    assert (names, list(found)) == (["rank", "steps"], [(rank, 30) for rank in range(4)])
+    joined = "SELECT applied.rank FROM applied JOIN ranks ON applied.rank = ranks.rank WHERE nbytes > 0"
+    assert len(list(tables.query(recording, joined)[1])) == counted(recording)["applied"]
+    for statement in ("SELECT * FROM nothing", "DROP TABLE step", "nonsense"):
+        with pytest.raises(tables.QueryError, match=r"the query is refused: .*; the tables: policy, step, "):
+            tables.query(recording, statement)
+    assert {"rank", "incarnation", "time_s", *KINDS["step"]} == set(tables.columns_of("step"))
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    out, err = capsys.readouterr()
+    return int(ended.value.code or 0), out, err
+
+
+def test_the_commands(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "query", str(folder), "SELECT max(iteration) FROM step")
+    assert (code, out) == (0, "max(iteration)\n29\n")
+    code, out, _ = run(capsys, "trace", str(folder), "-o", str(tmp_path / "t.json"))
+    assert code == 0 and "open it at https://ui.perfetto.dev" in out and (tmp_path / "t.json").exists()
+    code, out, _ = run(capsys, "export", str(folder), "-o", str(tmp_path / "tables"))
+    assert code == 0 and "step.csv" in out
+
+
+@pytest.mark.parametrize("words", [("trace",), ("export",), ("query", "SELECT 1")])
+def test_a_folder_without_a_recording_is_one_line(
+    words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, *rest = words
+    code, out, err = run(capsys, command, str(tmp_path), *rest)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"asyncdist {command}: {tmp_path} has no recording") and err.count("\n") == 1
