@@ -340,7 +340,7 @@ def _main(options: argparse.Namespace, rest: Sequence[str]) -> int:
         return _sim(options, rest)
     if options.command == "replay":
         return _replay(options, rest)
-    if options.command in ("trace", "export", "query"):
+    if options.command in ("report", "trace", "export", "query"):
         return int(options.call(options))
     if options.command == "init":
         return _init(options.flavour, Path(options.path))

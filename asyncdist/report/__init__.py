@@ -1,1 +1,1 @@
-"""Turns recordings into what other programs read: traces, tables, answers to queries."""
+"""Turns recordings into what people and other programs read: pages, traces, tables, answers to queries."""

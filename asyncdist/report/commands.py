@@ -1,4 +1,4 @@
-"""``asyncdist trace``, ``asyncdist export`` and ``asyncdist query``."""
+"""``asyncdist report``, ``asyncdist trace``, ``asyncdist export`` and ``asyncdist query``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,13 @@ from pathlib import Path
 
 def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the commands to a command line; parsed options have ``call``, a function that returns the exit code."""
+    report = add_parser(
+        "report",
+        help="write a recording as one HTML page",
+        usage="asyncdist report DIR [--job JOB] [-o FILE]",
+    )
+    report.add_argument("-o", "--out", metavar="FILE", help="the page (default: JOB.html)")
+    report.set_defaults(call=lambda options: run_report(options.folder, options.job, options.out))
     trace = add_parser(
         "trace",
         help="write a recording as a trace for Perfetto or chrome://tracing",
@@ -39,10 +46,28 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         usage='asyncdist query DIR [--job JOB] "SELECT rank, max(value) FROM metric GROUP BY rank"',
     )
     query.set_defaults(call=lambda options: run_query(options.folder, options.job, options.statement))
-    for parser in (trace, export, query):
+    for parser in (report, trace, export, query):
         parser.add_argument("folder", metavar="DIR", help="what --record was given")
         parser.add_argument("--job", help="which job, where the folder has recordings of several")
     query.add_argument("statement", metavar="SQL", help="a statement of SQLite's; each kind of event is a table")
+
+
+def run_report(folder: str, job: str | None, out: str | None) -> int:
+    """Write the page; return the exit code."""
+    from asyncdist.recording.reader import RecordingError, read_recording
+
+    try:
+        from asyncdist.report.page import render
+    except ImportError as error:
+        return _refuse("report", f"it needs plotly, as pip install 'asyncdist[report]' brings it: {error}")
+    try:
+        recording = read_recording(folder, job)
+        path = Path(out or f"{recording.job}.html")
+        path.write_text(render(recording), encoding="utf-8")
+    except (RecordingError, OSError) as error:
+        return _refuse("report", error)
+    print(f"wrote {path}, {path.stat().st_size / 1e6:.1f} MB; open it in a browser")
+    return 0
 
 
 def run_trace(folder: str, job: str | None, out: str | None, profiles: Sequence[str]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from asyncdist import cli
 from asyncdist.recording.events import KINDS
 from asyncdist.recording.reader import Recording, read_recording
 from asyncdist.report import tables
+from asyncdist.report.page import render
+from asyncdist.report.summary import summarise
 from asyncdist.report.trace import TraceError, write_trace
 from protocols import AsyncSelectiveAveragingPolicy
 
@@ -51,6 +54,37 @@ def entries_of(path: Path) -> list[dict[str, Any]]:
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
         found: list[dict[str, Any]] = json.load(file)["traceEvents"]
     return found
+
+
+def test_a_report_is_one_page_whose_numbers_are_those_of_the_run(recording: Recording) -> None:
+    kinds = counted(recording)
+    summary = summarise(recording)
+    assert len(summary.applied) == kinds["applied"] and len(summary.rounds) == kinds["decided"]
+    assert [rank.step_seconds.count for rank in summary.ranks] == [30] * 4
+    assert [rank.metric.count for rank in summary.ranks] == [6] * 4
+    sent = [event for each in recording.ranks for event in each.events() if event.kind == "sent"]
+    assert summary.nbytes.sum() == sum(event.get("nbytes") for event in sent)
+    assert summary.shares.sum(axis=1) == pytest.approx([1.0] * 4), "all of a rank's weights come from somebody"
+    replaced = {applied.rank for applied in summary.applied}
+    assert all((summary.shares[rank, rank] == 1.0) == (rank not in replaced) for rank in range(4))
+    ended = [each for each in summary.rounds if each.ended_s == each.ended_s]
+    assert ended and all(
+        each.began_s <= each.frozen_s <= each.ended_s for each in ended if each.frozen_s == each.frozen_s
+    )
+    page = render(recording)
+    assert f"{kinds['decided']} of {kinds['decided']} rounds" in page
+    assert f"{kinds['decided']}, with {kinds['applied']} replacements" in page
+    assert page.count("<h2>") == 8
+    assert not re.search(r"<(script|link|img)[^>]*(src|href)=", page), "it needs no network"
+
+
+def test_a_report_of_many_ranks_has_quantiles_and_names_losses(tmp_path: Path) -> None:
+    faults = (ad.Kill(rank=0, at_s=0.03),)
+    ad.simulate(train, ranks=70, seed=1, record=tmp_path, faults=faults)
+    page = render(read_recording(tmp_path))
+    assert "Of 70 ranks: least, quartiles, most" in page
+    assert "rank 0 is lost" in page and re.search(r"rank \d+ coordinates \(epoch \d+\)", page)
+    assert len(page) < 8e6
 
 
 def test_a_trace_has_a_track_for_each_rank_and_an_arrow_for_each_message(recording: Recording, tmp_path: Path) -> None:
@@ -138,11 +172,13 @@ def test_the_commands(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (code, out) == (0, "max(iteration)\n29\n")
     code, out, _ = run(capsys, "trace", str(folder), "-o", str(tmp_path / "t.json"))
     assert code == 0 and "open it at https://ui.perfetto.dev" in out and (tmp_path / "t.json").exists()
+    code, out, _ = run(capsys, "report", str(folder), "-o", str(tmp_path / "r.html"))
+    assert code == 0 and "open it in a browser" in out and "<h1>Job " in (tmp_path / "r.html").read_text()
     code, out, _ = run(capsys, "export", str(folder), "-o", str(tmp_path / "tables"))
     assert code == 0 and "step.csv" in out
 
 
-@pytest.mark.parametrize("words", [("trace",), ("export",), ("query", "SELECT 1")])
+@pytest.mark.parametrize("words", [("report",), ("trace",), ("export",), ("query", "SELECT 1")])
 def test_a_folder_without_a_recording_is_one_line(
     words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

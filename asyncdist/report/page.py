@@ -1,0 +1,254 @@
+"""The report of a job: one HTML page that needs no network."""
+
+from __future__ import annotations
+
+import html
+import math
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
+
+from asyncdist.recording.reader import Recording
+from asyncdist.report.summary import Round, Summary, summarise
+
+#: Ranks that have a line of their own; of more, quantiles are drawn.
+LINE_COUNT_MAX: Final = 64
+#: Rounds that are drawn, and replacements that are marked: evenly among all.
+ROUND_COUNT_MAX: Final = 400
+MARK_COUNT_MAX: Final = 1500
+#: Columns of what is drawn over time.
+COLUMN_COUNT: Final = 200
+_QUANTILES: Final = (0.05, 0.25, 0.5, 0.75, 0.95)
+#: Losses and ends that are listed.
+_NEWS_COUNT_MAX: Final = 200
+
+_PAGE: Final = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 1100px; padding: 0 1em; color: #1c1e21; }}
+h1 {{ font-size: 1.6em; }} h2 {{ font-size: 1.2em; margin: 2em 0 0.2em; }} p {{ margin: 0.2em 0 0.6em; color: #555; }}
+table {{ border-collapse: collapse; }} td, th {{ padding: 0.15em 0.8em 0.15em 0; text-align: left; }}
+</style>
+<script>{plotly}</script></head><body>
+<h1>{title}</h1>
+{body}
+</body></html>
+"""
+
+
+def render(recording: Recording) -> str:
+    """Return the page of a recording."""
+    summary = summarise(recording)
+    sections = []
+    for title, note, figure in _sections(summary, str(recording.ranks[0].header["transport"]).startswith("sim")):
+        drawn = figure.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False})
+        sections.append(f"<h2>{html.escape(title)}</h2>\n<p>{html.escape(note)}</p>\n{drawn}")
+    body = "\n".join([_facts(recording, summary), *sections, _news(summary)])
+    return _PAGE.format(title=f"Job {html.escape(recording.job)}", plotly=get_plotlyjs(), body=body)
+
+
+def _facts(recording: Recording, summary: Summary) -> str:
+    header = recording.ranks[0].header
+    steps = sum(rank.step_seconds.count for rank in summary.ranks)
+    hosts = sorted({str(each.header["hostname"]) for each in recording.ranks})
+    facts = [
+        ("script", " ".join([str(header["script"]), *map(str, header["arguments"])]) or "none"),
+        ("began", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(recording.began_at))),
+        ("lasted", f"{summary.duration_s:.3f} s"),
+        ("ranks", f"{recording.size} on {', '.join(hosts[:8])}{' ...' if len(hosts) > 8 else ''}"),
+        ("transport", str(header["transport"])),
+        ("steps", f"{steps:,} of all ranks"),
+        ("rounds", f"{len(summary.rounds):,}, with {len(summary.applied):,} replacements"),
+        ("messages", f"{summary.nbytes.sum() / 1e6:,.1f} MB; what hosts share in memory is not among them"),
+    ]
+    if recording.missing:
+        facts.append(("without a recording", f"ranks {', '.join(map(str, recording.missing))}"))
+    facts += [("damaged", f"{each.path.name}: {each.damage}") for each in recording.ranks if each.damage]
+    rows = "\n".join(f"<tr><th>{html.escape(name)}</th><td>{html.escape(text)}</td></tr>" for name, text in facts)
+    return f"<table>{rows}</table>"
+
+
+def _name_ranks(figure: go.Figure, size: int, axes: str) -> None:
+    """Give the axes of ranks whole numbers alone."""
+    if size <= 32:
+        for axis in axes:
+            figure.update_layout({f"{axis}axis_dtick": 1})
+
+
+def _sections(summary: Summary, is_simulated: bool) -> Iterator[tuple[str, str, go.Figure]]:
+    yield "Metric", *_metric(summary)
+    yield "Whose weights live in whom", *_lineage(summary)
+    yield "Rounds", *_rounds(summary)
+    yield "Step times", *_step_times(summary, is_simulated)
+    yield "Step times over time", *_over_time(summary, "interval_bins", "seconds between two steps, mean")
+    yield "Stragglers", *_over_time(summary, "lag_bins", "seconds after the first rank at the same iteration, mean")
+    yield "Bytes between ranks", *_bytes(summary)
+
+
+def _figure(height: int, x: str, y: str) -> go.Figure:
+    figure = go.Figure()
+    figure.update_layout(
+        template="plotly_white",
+        height=height,
+        margin={"l": 60, "r": 20, "t": 20, "b": 50},
+        xaxis_title=x,
+        yaxis_title=y,
+    )
+    return figure
+
+
+def _evenly(values: Sequence[Any], count: int) -> list[Any]:
+    """Return so many of the values at most, evenly spread."""
+    if len(values) <= count:
+        return list(values)
+    return [values[int(place)] for place in np.linspace(0, len(values) - 1, count)]
+
+
+def _metric(summary: Summary) -> tuple[str, go.Figure]:
+    figure = _figure(420, "seconds since the job began", "metric")
+    series = [np.array(rank.metric.rows(), dtype=float).reshape(-1, 2) for rank in summary.ranks]
+    if summary.size <= LINE_COUNT_MAX:
+        for rank, rows in enumerate(series):
+            figure.add_scattergl(
+                x=_times(rows[:, 0]), y=rows[:, 1].astype(np.float32), mode="lines", name=f"rank {rank}", line_width=1
+            )
+        note = "One line for each rank. A dot is a replacement: the rank took the weights of others."
+    else:
+        columns = np.linspace(0, summary.duration_s, COLUMN_COUNT)
+        values = np.array([_held(rows, columns) for rows in series])
+        for name, row in zip(("least", "quarter", "median", "three quarters", "most"), _spread(values), strict=True):
+            figure.add_scatter(x=_times(columns), y=row.astype(np.float32), mode="lines", name=name)
+        note = f"Of {summary.size} ranks: least, quartiles, most. A dot is a replacement."
+    marks = _evenly(summary.applied, MARK_COUNT_MAX)
+    heights = [_held(series[each.rank], np.array([each.time_s]))[0] for each in marks]
+    texts = [f"rank {each.rank}, round {each.round}: {_names(each.donors)}" for each in marks]
+    figure.add_scattergl(
+        x=_times(np.array([each.time_s for each in marks])),
+        y=np.array(heights, dtype=np.float32),
+        mode="markers",
+        name="replaced",
+        text=texts,
+        marker={"size": 5, "color": "black", "symbol": "circle-open"},
+    )
+    thinned = any(rank.metric.count > len(rows) for rank, rows in zip(summary.ranks, series, strict=True))
+    return note + (" Long series are thinned: every n-th value is drawn." if thinned else ""), figure
+
+
+def _spread(values: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of columns before the first value of any rank
+        return np.nanquantile(values, (0.0, 0.25, 0.5, 0.75, 1.0), axis=0)
+
+
+def _held(rows: Any, times: Any) -> Any:
+    """Return the latest value at each of the times; NaN before the first."""
+    if not len(rows):
+        return np.full(len(times), np.nan)
+    places = np.searchsorted(rows[:, 0], times, side="right") - 1
+    return np.where(places >= 0, rows[np.maximum(places, 0), 1], np.nan)
+
+
+def _times(times: Any) -> Any:
+    return np.round(np.asarray(times, dtype=np.float64), 4).astype(np.float32)
+
+
+def _names(ranks: Sequence[int]) -> str:
+    names = ", ".join(map(str, ranks[:8]))
+    return f"{names} and {len(ranks) - 8} more" if len(ranks) > 8 else names or "nobody"
+
+
+def _lineage(summary: Summary) -> tuple[str, go.Figure]:
+    figure = _figure(460, "rank at first", "rank at the end")
+    figure.add_heatmap(
+        z=summary.shares, zmin=0, zmax=float(summary.shares.max()), colorscale="Viridis", colorbar_title="share"
+    )
+    figure.update_yaxes(autorange="reversed")
+    _name_ranks(figure, summary.size, "xy")
+    mean = summary.shares.astype(np.float64).mean(axis=0)
+    effective = 1 / float(np.square(mean).sum())
+    note = (
+        "Each row is what the last weights of a rank go back to, as shares of what the ranks had at first; training "
+        f"itself counts as nobody's. The population goes back to {effective:.1f} ranks (1 / the sum of squared shares)."
+    )
+    return note, figure
+
+
+def _rounds(summary: Summary) -> tuple[str, go.Figure]:
+    figure = _figure(420, "seconds since the job began", "milliseconds since the decision")
+    shown: list[Round] = _evenly(summary.rounds, ROUND_COUNT_MAX)
+    texts = [
+        f"round {each.number[1]}: {_names(each.donors)} gave to {_names(each.replacers)}, {each.route}; {each.reason}"
+        for each in shown
+    ]
+    began = np.array([each.began_s for each in shown])
+    for name, field in (("donors fixed", "frozen_s"), ("last replacer applied", "applied_s"), ("over", "ended_s")):
+        took = 1e3 * (np.array([getattr(each, field) for each in shown], dtype=float) - began)
+        figure.add_scattergl(x=_times(began), y=took.astype(np.float32), mode="markers", name=name, text=texts)
+    note = (
+        f"{len(shown)} of {len(summary.rounds)} rounds, by the time of their decision; what has not come is not drawn."
+    )
+    return note, figure
+
+
+def _step_times(summary: Summary, is_simulated: bool) -> tuple[str, go.Figure]:
+    figure = _figure(420, "rank", "milliseconds")
+    ranks = np.arange(summary.size)
+    for fraction in _QUANTILES:
+        values = [1e3 * rank.intervals.quantile(fraction) for rank in summary.ranks]
+        name = f"{fraction:.0%} of steps are below"
+        figure.add_scatter(x=ranks, y=np.array(values, dtype=np.float32), mode="markers+lines", name=name)
+    own = [1e6 * rank.step_seconds.quantile(0.5) for rank in summary.ranks]
+    known = [value for value in own if not math.isnan(value)]
+    told = f" policy.step itself took {np.median(known):.0f} us in the median." if known and not is_simulated else ""
+    figure.update_yaxes(type="log")
+    _name_ranks(figure, summary.size, "x")
+    return f"From the end of one step to that of the next.{told}", figure
+
+
+def _over_time(summary: Summary, bins: str, what: str) -> tuple[str, go.Figure]:
+    figure = _figure(420, "seconds since the job began", "rank")
+    columns = COLUMN_COUNT
+    values = np.array([getattr(rank, bins).means(summary.duration_s, columns) for rank in summary.ranks])
+    middles = (np.arange(columns) + 0.5) * summary.duration_s / columns
+    for row in values:  # a value holds until the next one
+        known = np.flatnonzero(np.isfinite(row))
+        if len(known):
+            filled = np.maximum.accumulate(np.where(np.isfinite(row), np.arange(columns), -1))
+            held = (filled >= 0) & (np.arange(columns) <= known[-1])
+            row[held] = row[filled[held]]
+    highest = float(np.nanquantile(values, 0.99)) if np.isfinite(values).any() else 1.0
+    figure.add_heatmap(
+        x=_times(middles), z=values.astype(np.float32), zmin=0, zmax=highest, colorscale="Magma", colorbar_title="s"
+    )
+    _name_ranks(figure, summary.size, "y")
+    return f"{what[0].upper()}{what[1:]}, in {columns} columns. The brightest hundredth has one colour.", figure
+
+
+def _bytes(summary: Summary) -> tuple[str, go.Figure]:
+    figure = _figure(460, "to rank", "from rank")
+    with np.errstate(divide="ignore"):
+        exponents = np.log10(summary.nbytes)
+    exponents[~np.isfinite(exponents)] = np.nan
+    figure.add_heatmap(z=exponents.astype(np.float32), colorscale="Viridis", colorbar_title="log10 of bytes")
+    figure.update_yaxes(autorange="reversed")
+    _name_ranks(figure, summary.size, "xy")
+    return "All messages, those of coordination included.", figure
+
+
+def _news(summary: Summary) -> str:
+    title = "<h2>Losses, failovers and errors</h2>"
+    if not summary.news:
+        return f"{title}\n<p>None.</p>"
+    shown = summary.news[:_NEWS_COUNT_MAX]
+    rows = "\n".join(
+        f"<tr><td>{time_s:.3f} s</td><td>rank {rank}</td><td>{html.escape(text)}</td></tr>"
+        for time_s, rank, text in shown
+    )
+    more = f"<p>and {len(summary.news) - len(shown)} more</p>" if len(summary.news) > len(shown) else ""
+    return f"{title}\n<table><tr><th>when</th><th>told by</th><th>what</th></tr>{rows}</table>{more}"

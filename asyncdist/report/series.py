@@ -1,0 +1,118 @@
+"""Bounded summaries of long series: they are filled one value at a time, and need the same memory for any length."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+#: Of the logarithmic histogram: values from 100 ns to 10^6 s, each bin 5.9 % wider than the one before.
+_PER_DECADE: Final = 40
+_LOWEST_DECADE: Final = -7
+_BIN_COUNT: Final = 13 * _PER_DECADE
+
+
+class LogHistogram:
+    """Counts positive values in bins of equal ratio, for quantiles within 3 %.
+
+    Attributes:
+        count: of values.
+    """
+
+    __slots__ = ("_counts", "_largest", "count")
+
+    def __init__(self) -> None:
+        self._counts = [0] * _BIN_COUNT
+        self._largest = 0.0
+        self.count = 0
+
+    def add(self, value: float) -> None:
+        """Count a value."""
+        self.count += 1
+        self._largest = max(self._largest, value)
+        place = int((math.log10(value) - _LOWEST_DECADE) * _PER_DECADE) if value > 0 else 0
+        self._counts[min(max(place, 0), _BIN_COUNT - 1)] += 1
+
+    def quantile(self, fraction: float) -> float:
+        """Return the value below which that fraction lies; NaN where there are no values."""
+        if not self.count:
+            return math.nan
+        place = int(np.searchsorted(np.cumsum(self._counts), max(fraction * self.count, 1)))
+        return min(float(10 ** (_LOWEST_DECADE + (place + 0.5) / _PER_DECADE)), self._largest)
+
+
+class TimeBins:
+    """Adds up values by their times, in at most ``capacity`` bins, which double their width as time goes on."""
+
+    __slots__ = ("_capacity", "_counts", "_sums", "_width_s")
+
+    def __init__(self, capacity: int = 512) -> None:
+        self._capacity = capacity
+        self._counts: list[int] = []
+        self._sums: list[float] = []
+        self._width_s = 2.0**-13
+
+    def add(self, time_s: float, value: float) -> None:
+        """Add a value at a time of 0 or later, in seconds."""
+        place = max(int(time_s / self._width_s), 0)
+        while place >= self._capacity:
+            self._widen()
+            place = int(time_s / self._width_s)
+        missing = place + 1 - len(self._sums)
+        if missing > 0:
+            self._counts += [0] * missing
+            self._sums += [0.0] * missing
+        self._counts[place] += 1
+        self._sums[place] += value
+
+    def _widen(self) -> None:
+        self._width_s *= 2
+        if len(self._sums) % 2:
+            self._counts.append(0)
+            self._sums.append(0.0)
+        self._counts = [a + b for a, b in zip(self._counts[::2], self._counts[1::2], strict=True)]
+        self._sums = [a + b for a, b in zip(self._sums[::2], self._sums[1::2], strict=True)]
+
+    def means(self, duration_s: float, columns: int) -> NDArray[np.float64]:
+        """Return the means in equal columns from 0 to ``duration_s``; NaN where there are no values."""
+        counts, sums = np.zeros(columns), np.zeros(columns)
+        middles = (np.arange(len(self._sums)) + 0.5) * self._width_s
+        places = np.clip((middles / max(duration_s, 1e-12) * columns).astype(int), 0, columns - 1)
+        np.add.at(counts, places, self._counts)
+        np.add.at(sums, places, self._sums)
+        return np.divide(sums, counts, out=np.full(columns, np.nan), where=counts > 0)
+
+
+class Thinned:
+    """Keeps every n-th row of a series, n so small that at most ``capacity`` rows are kept; and always the last one.
+
+    Attributes:
+        count: of the rows that have come.
+    """
+
+    __slots__ = ("_capacity", "_every", "_last", "_rows", "count")
+
+    def __init__(self, capacity: int = 600) -> None:
+        self._capacity = capacity
+        self._every = 1
+        self._rows: list[tuple[float, ...]] = []
+        self._last: tuple[float, ...] | None = None
+        self.count = 0
+
+    def add(self, *row: float) -> None:
+        """Add a row."""
+        if self.count % self._every == 0:
+            self._rows.append(row)
+            if len(self._rows) > self._capacity:
+                del self._rows[1::2]
+                self._every *= 2
+        self._last = row
+        self.count += 1
+
+    def rows(self) -> list[tuple[float, ...]]:
+        """Return what is kept, oldest first."""
+        if self._last is None or self._rows[-1] == self._last:
+            return list(self._rows)
+        return [*self._rows, self._last]

@@ -1,0 +1,199 @@
+"""What a report shows of a job: the events of its recording, summed up in bounded memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncdist.recording.events import Event
+from asyncdist.recording.reader import Recording
+from asyncdist.report.clocks import Clocks
+from asyncdist.report.series import LogHistogram, Thinned, TimeBins
+
+#: Rows of a rank's metric that are kept. Where there are many ranks, fewer.
+_METRIC_COUNT: Final = 20_000
+
+
+class Applied(NamedTuple):
+    """A rank's weights were replaced."""
+
+    time_s: float
+    rank: int
+    policy: int
+    round: int
+    iteration: int
+    donors: tuple[int, ...]
+    weights: tuple[float, ...]
+    seconds: float
+
+
+@dataclass(slots=True)
+class Round:
+    """When the phases of a round were over, in seconds since the job began; NaN for what has not come.
+
+    Attributes:
+        number: of the round, with that of its policy before it.
+        began_s: it was decided.
+        frozen_s: its donors were fixed.
+        applied_s: the last replacer had its weights.
+        ended_s: the coordinator knew that.
+        donors, replacers, route: as decided.
+        reason: why it ended.
+    """
+
+    number: tuple[int, int]
+    began_s: float
+    donors: tuple[int, ...]
+    replacers: tuple[int, ...]
+    route: str
+    frozen_s: float = np.nan
+    applied_s: float = np.nan
+    ended_s: float = np.nan
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class RankSummary:
+    """What one rank did.
+
+    Attributes:
+        metric: time and value.
+        intervals: seconds between the ends of two steps.
+        interval_bins: the same over time.
+        step_seconds: what ``policy.step`` itself took.
+        lag_bins: how many seconds after the first rank this one gave the metric of an iteration, over time.
+    """
+
+    metric: Thinned
+    intervals: LogHistogram = field(default_factory=LogHistogram)
+    interval_bins: TimeBins = field(default_factory=TimeBins)
+    step_seconds: LogHistogram = field(default_factory=LogHistogram)
+    lag_bins: TimeBins = field(default_factory=TimeBins)
+
+
+@dataclass(slots=True)
+class Summary:
+    """What a job did.
+
+    Attributes:
+        size: the number of ranks.
+        duration_s: from the first event to the last.
+        ranks: by rank.
+        applied: all replacements, oldest first.
+        rounds: oldest first.
+        nbytes: bytes of messages, from row to column.
+        news: losses, failovers and ends with an error: the time, the rank that tells, and the text.
+        shares: the last weights of each rank (row), as shares of what the ranks (columns) had at first.
+    """
+
+    size: int
+    ranks: list[RankSummary]
+    nbytes: NDArray[np.float64]
+    shares: NDArray[np.float32]
+    duration_s: float = 0.0
+    applied: list[Applied] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
+    news: list[tuple[float, int, str]] = field(default_factory=list)
+
+
+def summarise(recording: Recording) -> Summary:
+    """Read a recording twice, and sum it up."""
+    size = recording.size
+    capacity = max(_METRIC_COUNT // size, 100)
+    summary = Summary(
+        size=size,
+        ranks=[RankSummary(Thinned(capacity)) for _ in range(size)],
+        nbytes=np.zeros((size, size)),
+        shares=np.eye(size, dtype=np.float32),
+    )
+    clocks = Clocks(recording)
+    rounds: dict[tuple[int, int], Round] = {}
+    first_at: dict[tuple[int, int], float] = {}
+    for each in recording.ranks:
+        offset = clocks.offset(each)
+        last_step_s: dict[int, float] = {}
+        for event in each.events():
+            time_s = event.time_s + offset
+            summary.duration_s = max(summary.duration_s, time_s)
+            _add(summary, rounds, last_step_s, each.rank, time_s, event)
+            if event.kind == "metric":
+                place = int(event.get("policy")), int(event.get("iteration"))
+                first_at[place] = min(time_s, first_at.get(place, time_s))
+    for each in recording.ranks:
+        offset = clocks.offset(each)
+        lags = summary.ranks[each.rank].lag_bins
+        for event in each.events():
+            if event.kind == "metric":
+                time_s = event.time_s + offset
+                lags.add(time_s, time_s - first_at[int(event.get("policy")), int(event.get("iteration"))])
+    summary.applied.sort()
+    summary.news.sort()
+    summary.rounds = sorted(rounds.values(), key=lambda each: each.began_s)
+    _follow(summary, rounds)
+    return summary
+
+
+def _add(
+    summary: Summary,
+    rounds: dict[tuple[int, int], Round],
+    last_step_s: dict[int, float],
+    rank: int,
+    time_s: float,
+    event: Event,
+) -> None:
+    """Add one event."""
+    of_rank = summary.ranks[rank]
+    match event.kind:
+        case "step":
+            policy = int(event.get("policy"))
+            if policy in last_step_s:
+                interval_s = time_s - last_step_s[policy]
+                of_rank.intervals.add(interval_s)
+                of_rank.interval_bins.add(time_s, interval_s)
+            last_step_s[policy] = time_s
+            of_rank.step_seconds.add(float(event.get("seconds")))
+        case "metric":
+            of_rank.metric.add(time_s, float(event.get("value")))
+        case "sent":
+            summary.nbytes[rank, int(event.get("dest"))] += int(event.get("nbytes"))
+        case "applied":
+            policy, number, iteration = (int(event.get(name)) for name in ("policy", "round", "iteration"))
+            donors, weights = tuple(event.get("donors") or ()), tuple(event.get("weights") or ())
+            seconds = float(event.get("seconds"))
+            summary.applied.append(Applied(time_s, rank, policy, number, iteration, donors, weights, seconds))
+        case "decided":
+            place = int(event.get("policy")), int(event.get("round"))
+            donors, replacers = tuple(event.get("donors")), tuple(event.get("replacers"))
+            rounds.setdefault(place, Round(place, time_s, donors, replacers, str(event.get("route"))))
+        case "frozen" | "ended":
+            found = rounds.get((int(event.get("policy")), int(event.get("round"))))
+            if found is not None and event.kind == "frozen":
+                found.frozen_s = time_s
+            elif found is not None:
+                found.ended_s, found.reason = time_s, str(event.get("reason"))
+        case "lost":
+            summary.news.append((time_s, rank, f"rank {event.get('rank')} is lost"))
+        case "returned":
+            summary.news.append((time_s, rank, f"rank {event.get('rank')} is there again"))
+        case "coordinator":
+            summary.news.append((time_s, rank, f"rank {event.get('rank')} coordinates (epoch {event.get('epoch')})"))
+        case "over" if event.get("error"):
+            summary.news.append((time_s, rank, f"main ended with {event.get('error')}"))
+
+
+def _follow(summary: Summary, rounds: dict[tuple[int, int], Round]) -> None:
+    """Follow whose weights live in whom, and when the last replacer of each round had its own.
+
+    The last replacement decides; what training adds is the rank's own, and counts as nobody's.
+    """
+    for applied in summary.applied:
+        found = rounds.get((applied.policy, applied.round))
+        if found is not None:
+            found.applied_s = np.fmax(found.applied_s, applied.time_s)
+        if applied.donors and all(0 <= donor < summary.size for donor in applied.donors):
+            weights = applied.weights if len(applied.weights) == len(applied.donors) else (1.0,) * len(applied.donors)
+            mixed = np.average(summary.shares[list(applied.donors)], axis=0, weights=weights)
+            summary.shares[applied.rank] = mixed
