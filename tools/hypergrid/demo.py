@@ -26,6 +26,9 @@ from history import RankHistory, first_time, summarise
 from rich.console import Console
 from verify import VerificationError, Verifier
 
+from asyncdist.recording.reader import RecordingError, read_recording
+from asyncdist.report.page import render
+
 HERE = Path(__file__).resolve().parent
 TOP = HERE.parent.parent
 POLL_PERIOD_S = 0.25
@@ -33,6 +36,8 @@ STOP_SIGNALS = ((signal.SIGINT, 20.0), (signal.SIGTERM, 5.0), (signal.SIGKILL, 5
 """What a job that must end is sent, and the seconds it then gets."""
 RANKS_MAX = 64
 ITERATIONS, AVERAGE_EVERY, SECONDS = 2000, 50, 120.0
+RECORDING = "recording"
+"""The folder's name, beside the diaries."""
 QUICK_ITERATIONS, QUICK_AVERAGE_EVERY, QUICK_SECONDS = 300, 20, 18.0
 
 
@@ -129,6 +134,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--chart", type=output_file(".png"), default=Path("hypergrid.png"), metavar="PATH", help="(hypergrid.png)"
     )
+    parser.add_argument(
+        "--report",
+        type=output_file(".html"),
+        default=Path("hypergrid.html"),
+        metavar="PATH",
+        help="what asyncdist report draws of the job's recording (hypergrid.html)",
+    )
     options = parser.parse_args(arguments)
     if options.slow_rank is not None and options.slow_rank[0] >= options.ranks:
         rank, last = options.slow_rank[0], options.ranks - 1
@@ -175,6 +187,7 @@ def training_command(options: argparse.Namespace, directory: Path) -> list[str]:
     command = [sys.executable, "-m", "asyncdist", "run", "--transport", options.transport, "-n", str(size)]
     command += ["--hosts", options.hosts] * bool(options.hosts)
     command += ["--survive"] * bool(options.kill)
+    command += ["--record", str(directory / RECORDING)]
     command += [str(HERE / "train.py"), "--buffer-ranks", str(options.buffer_ranks)]
     command += ["--policy", options.policy, "--iterations", str(options.iterations), "--seed", str(options.seed)]
     command += ["--average-every", str(QUICK_AVERAGE_EVERY if options.quick else AVERAGE_EVERY)]
@@ -355,6 +368,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
         job = stack.enter_context(Job(training_command(options, directory), here, directory / "output.txt"))
         display = stack.enter_context(Display(console, histories, options.iterations, buffers))
         watch(job, all_histories, display, verifier, Killer(histories, options.kill))
+        report = write_report(directory / RECORDING, options.report)
     verified_count = None if verifier is None else verifier.verified_count
     result = summarise(
         histories, policy=options.policy, seed=options.seed, verified_count=verified_count, buffers=buffers
@@ -365,9 +379,19 @@ def run(options: argparse.Namespace, console: Console) -> None:
     console.print(closing_line(result, options.verify), highlight=False, soft_wrap=True)
     draw(options.chart, histories, title=chart_title(result))
     console.print(f"chart: {options.chart}", highlight=False, soft_wrap=True)
+    console.print(f"report: {report}", highlight=False, soft_wrap=True)
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         console.print(f"results: {options.json}", highlight=False, soft_wrap=True)
+
+
+def write_report(folder: Path, path: Path) -> str:
+    """Draw the job's recording; where that is, or why there is none: of ranks elsewhere, for example."""
+    try:
+        path.write_text(render(read_recording(folder)), encoding="utf-8")
+    except (RecordingError, OSError) as error:
+        return f"none, {error}"
+    return str(path)
 
 
 def closing_line(result: dict[str, Any], verify: bool) -> str:
