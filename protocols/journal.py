@@ -49,21 +49,29 @@ class Journal:
         self._coordinator: int | None = None
         self._latest: StepInfo = NOTHING  # of the steps that changed weights
         self._events: EventLog | None = None
+        self._part: Journal | None = None
+        self._is_part = False
+
+    def include(self, part: Journal) -> None:
+        """Tell of what a policy inside this one does as of this one's own; that one is not listed by itself."""
+        self._part, part._is_part = part, True
 
     def begin(self, services: Services, class_name: str, average_every: int, nbytes: int, ranks: Sequence[int]) -> None:
         """Note that the policy has started on these ranks, with ``nbytes`` of weights on each."""
         self._events = services.events
         self._number = services.events.number_policy()
         self.add("policy", class_name, self._name, average_every, nbytes, len(ranks))
-        services.progress_probes.append(self.progress)
+        if not self._is_part:
+            services.progress_probes.append(self.progress)
 
     def end(self, services: Services, model: nn.Module) -> None:
         """Note that the policy has ended, with these weights."""
         if services.events.sink is not None:
             self.record("weights", checksum_of(model))
         self.add("closed", self._step_count)
-        services.progress_probes.remove(self.progress)
-        services.last_progress = self.progress()
+        if not self._is_part:
+            services.progress_probes.remove(self.progress)
+            services.last_progress = self.progress()
 
     def add(self, kind: str, *fields: Field) -> None:
         """Add an event of this policy; see :data:`asyncdist.recording.events.KINDS`."""
@@ -112,16 +120,16 @@ class Journal:
 
     def progress(self) -> PolicyCounters:
         """Return what the policy has done so far; it only reads, since another thread may ask."""
-        latest = self._latest
+        latest, member = self._latest, self._part or self
         return PolicyCounters(
             policy=self._name,
             step=self._step_count,
             metric=self.metric,
-            role=self._role,
-            round=self._round,
+            role=member._role,
+            round=member._round,
             replacement_count=self._replacement_count,
             abandoned_count=self._abandoned_count,
             staleness_steps=latest.staleness_steps if latest else None,
-            coordinator=self._coordinator,
+            coordinator=member._coordinator,
             latest=str(latest) if latest else "",
         )

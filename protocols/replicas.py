@@ -106,6 +106,7 @@ class ReplicaAveragingPolicy(SpawnPolicy):
                 validation.refuse(refused, options[refused], "none where replicas are averaged")
         self._given = {**options, "average_every": average_every // self.swap_every, "start_timeout_s": start_timeout_s}
         self._inner = _AmongLeaders(model, optimizer, name=f"leaders of {name}"[:200], **self._given)  # checks them
+        self._journal.include(self._inner._journal)
         self._replica: Group
         self._leaders: Group | None = None
 

@@ -147,3 +147,21 @@ def test_a_policy_that_goes_on_reports_at_the_same_iterations(resume_at: int) ->
 def test_ported_calls(numbers: list[int], expected: list[int]) -> None:
     results = ad.simulate(asked, 0, numbers, ranks=4, seed=2).results
     assert [found for found, _ in results] == [expected] * 4
+
+
+def test_each_rank_tells_of_one_policy_whose_role_is_that_of_its_replica() -> None:
+    """A leader told of two: of its own, and of that of the leaders inside it."""
+    told: dict[int, list[Any]] = {}
+
+    async def main(world: ad.World) -> None:
+        policy = ReplicaAveragingPolicy(*build(world.rank), replica_size=2, average_every=2, name="mine")
+        async with policy:
+            for step in range(10):
+                await policy.step(float(step))
+            told[world.rank] = [probe() for probe in world.services.progress_probes]
+        told[world.rank].append(world.services.last_progress)
+
+    ad.simulate(main, ranks=4, seed=0, strict=True)
+    for rank, policies in told.items():
+        assert [(each.policy, each.step) for each in policies] == [("mine", 10)] * 2
+        assert all(bool(each.role) == (rank % 2 == 0) for each in policies)
