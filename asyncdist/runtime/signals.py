@@ -138,8 +138,26 @@ def _restore_signals_in_child() -> None:
             signal.signal(number, handler)
 
 
+class _Held:
+    """Holds back signals while this thread forks: one that came before the child has its handlers would be lost."""
+
+    def __init__(self) -> None:
+        self._masks = threading.local()
+
+    def hold(self) -> None:
+        self._masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+    def release(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._masks.before)
+
+    def release_in_child(self) -> None:
+        _restore_signals_in_child()
+        self.release()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_restore_signals_in_child)
+    _held = _Held()
+    os.register_at_fork(before=_held.hold, after_in_parent=_held.release, after_in_child=_held.release_in_child)
 
 
 def interrupt_error(number: int) -> BaseException:

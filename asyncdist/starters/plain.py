@@ -10,7 +10,7 @@ import torch
 import asyncdist as ad
 from asyncdist.integrations.pytorch import SelectiveAveraging
 
-EPOCHS, BATCH = 5, 32
+EPOCHS, BATCH = 20, 32
 
 
 def main() -> None:

@@ -136,7 +136,7 @@ class _Engine:
 
 
 def _read_window(data: bytes) -> object:
-    services: Any = types.SimpleNamespace(engine=_Engine(), gone=set())
+    services: Any = types.SimpleNamespace(engine=_Engine(), gone=set(), read_nbytes=0)
     group = Group((0, 1), 0, 7100, None)
     window: Any = _Window(data)
     exposed = _OneSidedWindow(services, group, window, 8)

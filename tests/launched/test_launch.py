@@ -131,7 +131,7 @@ def is_alive(pid: int) -> bool:
     status = Path(f"/proc/{pid}/stat")
     try:
         return not status.parent.parent.is_dir() or status.read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
         return False
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,10 @@ def run(notebook: Any) -> list[str]:
     ]
 
 
+#: A rank's row of the table, after its last step.
+LAST = re.compile(r"^\W*\d\W+300\b", re.MULTILINE)
+
+
 def test_there_are_two() -> None:
     assert [path.stem for path in NOTEBOOKS] == ["blocking", "population"]
 
@@ -36,7 +41,7 @@ def test_it_runs(path: Path) -> None:
     told = run(notebook)
     if path.stem == "population":
         table, _ = notebook.cells[4].outputs
-        assert table.output_type == "display_data" and table.data["text/plain"].count("│ 300  │") == 4
+        assert table.output_type == "display_data" and len(LAST.findall(table.data["text/plain"])) == 4
         assert told[2].count("(") >= 4 and "of virtual time" in told[3] and told[-1] == "tensor([1.])"
     else:
         assert "rank 0 of 1" in told[4] and told[5] == "tensor([1., 1.])" and "a world is open here already" in told[6]
