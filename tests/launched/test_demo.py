@@ -84,7 +84,8 @@ def test_arguments_reach_the_training_script() -> None:
     options = demo.parse_arguments(["--ranks", "3", "--slow-rank", "1:2.5", "--seed", "7", "--quick", "--verify"])
     command = demo.training_command(options, Path("/diaries"))
     text = " ".join(command)
-    assert command[1:9] == ["-m", "asyncdist", "run", "--transport", "mpi", "-n", "3", str(HYPERGRID / "train.py")]
+    assert command[1:8] == ["-m", "asyncdist", "run", "--transport", "mpi", "-n", "3"]
+    assert command[8:11] == ["--record", "/diaries/recording", str(HYPERGRID / "train.py")]
     assert "--slow-rank 1 --slow-factor 2.5" in text
     assert "--seed 7" in text
     assert "--iterations 300" in text
@@ -103,7 +104,7 @@ def test_buffer_ranks_come_on_top_of_those_that_train() -> None:
     options = demo.parse_arguments(["--ranks", "3", "--buffer-ranks", "2", "--transport", "torch"])
     command = demo.training_command(options, Path("/diaries"))
     assert command[4:8] == ["--transport", "torch", "-n", "5"]
-    assert command[9:11] == ["--buffer-ranks", "2"]
+    assert command[11:13] == ["--buffer-ranks", "2"]
 
 
 def test_iterations_given_by_the_user_are_not_cut_short_by_time() -> None:
