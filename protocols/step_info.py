@@ -20,7 +20,8 @@ class StepInfo:
         weights: their weights, summing to one.
         staleness_steps: the oldest snapshot's age: this rank's iteration minus the donor's, in steps, at least 0.
         seconds: from the assignment to the new weights.
-        nbytes: received for it.
+        nbytes: received for it; what this rank received as a reducer is apart, so that it is 0 where this rank alone
+            added up.
         abandoned: why a round that this rank was to apply came to nothing, else "".
         recovered: what of this rank's own state was not finite, where the average was therefore taken whole and the
             optimizer's state reset, whatever the options say; else "".

@@ -119,7 +119,9 @@ class Leadership:
 
     def begin(self) -> None:
         """Take note of the ranks that have gone since the start was agreed on."""
-        for rank in sorted({*self._services.gone, *self._replaced}):
+        absent = sorted({*self._services.gone, *self._replaced})
+        self._unnoted.extend(absent)  # where this rank takes over from one of them, the others are no members either
+        for rank in absent:
             self._note_peer(rank)
 
     @property

@@ -253,7 +253,8 @@ class Member:
             check(bool(info) and (info.round, info.donors) == told, f"{self} says {info}, and told {told}")
             check(not info.weights or abs(sum(info.weights) - 1.0) < 1e-9, f"{self}: weights {info.weights}")
             check(info.staleness_steps >= 0 and info.seconds >= 0.0, f"{self} says {info!r}")
-            check(bool(info.nbytes) == bool(info.donors), f"{self} says {info!r}")
+            has_reduced = info.route == "sharded" and self._has_reduced()  # and may have added up all of it
+            check(bool(info.nbytes) == bool(info.donors) or has_reduced, f"{self} says {info!r}")
             watch.seen[f"applied on the {info.route or 'no'} route"] += bool(info.donors)
             self._check_optimizer(info, had_diverged=had_diverged, had_state=had_state)
         elif info or self.weights != before:
@@ -262,6 +263,9 @@ class Member:
             check(info.round > 0 and not info, f"{self}: {info!r}")
             watch.seen[f"abandoned: {reason_kind(info.abandoned)}"] += 1
         return info
+
+    def _has_reduced(self) -> bool:
+        return self.selective is not None and self.selective.statistics().reduction_count > 0
 
     def _check_optimizer(self, info: StepInfo, *, had_diverged: bool, had_state: bool) -> None:
         """What is reset, and that nothing of a rank that has diverged survives an average."""

@@ -88,6 +88,15 @@ FOUND: dict[int, tuple[str, tuple[str, ...]]] = {
         "a member that was lost in the moment of a start's verdict ended the coordinator with RankLostError",
         ("fault Kill", "starts that a loss ended"),
     ),
+    200656: (
+        "a rank that was absent at the start came as the coordinator was lost; who took over had not noted yet that it "
+        "was absent, and admitted it without a state",
+        ("fault Join", "fault Kill"),
+    ),
+    305921: (
+        "one of those that took the mean had added it up alone, and received nothing for it: no fault",
+        ("applied on the sharded route",),
+    ),
     2007362: (
         "the frame was spoiled that said that a rank had come to a start; it gave up, and came to its next one, and "
         "the others were told that they start policies in different orders: no fault of the policies, and allowed here",
