@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import functools
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 import asyncdist as ad
-from asyncdist.recording.reader import RecordingError, read_recording
-from asyncdist.simulation import DivergenceError, Kill, Restart, replay, replay_script, simulate
+from asyncdist.recording.events import Event
+from asyncdist.recording.reader import RankRecording, RecordingError, read_recording
+from asyncdist.recording.writer import RecordOptions, RecordWriter
+from asyncdist.simulation import (
+    DivergenceError,
+    Kill,
+    Restart,
+    replay,
+    replay_script,
+    simulate,
+    transport as sim_transport,
+)
+from asyncdist.tags import COLLECTIVE_FIRST, CONTROL
+from asyncdist.transports.base import Capabilities
 from protocols import AsyncSelectiveAveragingPolicy
 
 STEPS = 30
@@ -63,6 +78,67 @@ def test_one_who_fails_fails_again(tmp_path: Path) -> None:
     assert str(replayed.report.results[1]) == "as planned"
     with pytest.raises(DivergenceError, match=r"rank 1, .*its main ended with \[ValueError: as planned\]"):
         replay(train, recording=read_recording(tmp_path))
+
+
+def test_a_metric_that_is_no_number_is_so_again(tmp_path: Path) -> None:
+    simulate(train, float("nan"), ranks=3, seed=1, record=tmp_path)
+    assert replay(train, float("nan"), recording=read_recording(tmp_path)).decision_count > 50
+
+
+async def adds(world: ad.World) -> float:
+    total = torch.zeros(1)
+    for _ in range(3):
+        total += await ad.all_reduce(torch.tensor([float(world.rank)]))
+    await ad.barrier()
+    return total.item()
+
+
+def test_collectives_that_used_no_recorded_message_take_place(tmp_path: Path) -> None:
+    """As those of MPI, which carries them by itself."""
+    simulate(adds, ranks=4, seed=1, record=tmp_path)
+    for each in read_recording(tmp_path).ranks:
+        keep_events(each, lambda event: event.kind not in ("sent", "received") or event.get("tag") != COLLECTIVE_FIRST)
+    assert replay(adds, recording=read_recording(tmp_path)).report.results == (18.0,) * 4
+
+
+def test_ranks_that_come_to_their_end_in_another_order_return_what_they_did(tmp_path: Path) -> None:
+    simulate(adds, ranks=4, seed=1, record=tmp_path)
+    for each in read_recording(tmp_path).ranks:
+        ended = False
+
+        def wanted(event: Event) -> bool:
+            nonlocal ended
+            ended = ended or event.kind == "over"
+            return event.kind != "received" or not ended
+
+        never = Event(each.header["clock_s"] + 100.0, "received", ((each.rank + 1) % 4, CONTROL, 53, 1, 0))
+        keep_events(each, wanted, never)
+    assert replay(adds, recording=read_recording(tmp_path)).report.results == (18.0,) * 4
+
+
+def test_groups_of_mpi_are_agreed_on_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its members agree once more, with messages, before it makes a communicator."""
+
+    async def groups(world: ad.World) -> float:
+        if world.rank != 1:
+            await ad.new_group([0, 2])
+        return await train(world)
+
+    native = functools.partial(dataclasses.replace, native_collectives=True)
+    monkeypatch.setattr(sim_transport, "Capabilities", lambda **named: native(Capabilities(**named)))
+    recorded = simulate(groups, ranks=3, seed=1, record=tmp_path)
+    monkeypatch.undo()
+    assert replay(groups, recording=read_recording(tmp_path)).report.results == recorded.results
+
+
+def keep_events(each: RankRecording, wanted: Callable[[Event], bool], *more: Event) -> None:
+    """Write a rank's recording anew, with those of its events, and more of them."""
+    kept = [event for event in each.events() if wanted(event)]
+    to = RecordWriter(RecordOptions(each.path.parent), lambda: each.header["clock_s"], each.rank)
+    to.open(dict(each.header))
+    for event in (*kept, *more):
+        to.add(*event)
+    to.close()
 
 
 def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:

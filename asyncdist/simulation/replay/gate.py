@@ -68,6 +68,7 @@ class Gate:
         self._permitted: deque[Key] = deque()
         self._deadlines: list[tuple[str, asyncio.Future[None]]] = []
         self._point: SafePoint | None = None
+        self._has_ended = False
         self._timer: Handle | None = None
         self._patient_until = 0.0
         self._time = 0.0
@@ -118,9 +119,10 @@ class Gate:
             self._look_soon()
         return self._mailbox.pop(key)
 
-    def _on_arrival(self) -> None:
+    def _on_arrival(self, tag: int) -> None:
         self._look_soon()
-        if self._engine is None or self.is_done:
+        # A tag without recorded messages is one on which the run used no messages, but collectives of MPI: none waits.
+        if self._engine is None or self.is_done or tag not in self.log.tags:
             self._ring()
 
     def _ring(self) -> None:
@@ -186,16 +188,19 @@ class Gate:
             self._engine.ring()
             return
         group = self._group(self.log.entries)
-        if self._point is not None or self._permitted or not group:
+        if self._point is not None or ((self._permitted or not group) and not self._has_ended):
             return
-        if not self._is_possible(group):
-            if not self._is_possible(group[:1]):
+        if self._permitted or not self._is_possible(group):
+            if not self._has_ended and not self._is_possible(group[:1]):
                 return
             if self._loop.time() < self._patient_until:
                 return
             if not self._patient_until:
                 self._patient_until = self._loop.time() + _PATIENCE_S
                 self._look_soon(_PATIENCE_S + _PAUSE_S)
+                return
+            if self._permitted or not self._is_possible(group[:1]):
+                self._show_all()
                 return
             group = group[:1]
         self._patient_until = 0.0
@@ -204,6 +209,13 @@ class Gate:
             self.log.entries.popleft()
         self._engine.ring()
         self._look_soon()
+
+    def _show_all(self) -> None:
+        """Hold nothing back any more: main has ended, and ranks may come to their end in another order than then."""
+        assert self._engine is not None
+        self.log.entries.clear()
+        self._permitted.clear()
+        self._engine.ring()
 
     # -- what user code and protocols call --------------------------------------------------------------------------
 
@@ -339,7 +351,8 @@ class Gate:
         """Compare how main ended."""
         if isinstance(error, asyncio.CancelledError):  # since the simulation is over
             return
-        self.has_stopped = True
+        self.has_stopped = self._has_ended = True
+        self._look_soon()
         now, recorded = "" if error is None else type(error).__name__, self.log.error.partition(":")[0]
         came_late = recorded == RankLostError.__name__ and not now  # it failed elsewhere as this main returned
         if self.log.is_over and not self._found and now != recorded and not came_late:
@@ -356,7 +369,7 @@ class Gate:
 
 
 def _essence(event: Event) -> tuple[str, list[Any]]:
-    """Return what a replay must repeat of an event: all but how long something took."""
+    """Return what a replay must repeat of an event: all but how long something took. A NaN repeats a NaN."""
     named = zip(KINDS[event.kind], event.fields, strict=False)
     plain = ((name, list(field) if isinstance(field, (tuple, list)) else field) for name, field in named)
-    return event.kind, [field for name, field in plain if name != "seconds"]
+    return event.kind, [field if field == field else "nan" for name, field in plain if name != "seconds"]

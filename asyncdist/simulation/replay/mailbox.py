@@ -14,12 +14,12 @@ class Mailbox:
     """Keeps the messages that have come to a rank until it may see them.
 
     Attributes:
-        ring: called when one has come.
+        ring: called with the tag of one that has come.
         listen: called with a rank that is lost.
     """
 
     def __init__(self) -> None:
-        self.ring: Callable[[], None] | None = None
+        self.ring: Callable[[int], None] | None = None
         self.listen: Callable[[int], None] | None = None
         self.lost: set[int] = set()
         self._messages: defaultdict[Key, deque[tuple[int, bytes]]] = defaultdict(deque)
@@ -29,7 +29,7 @@ class Mailbox:
         """Add a message."""
         self._messages[source, tag].append((next(self._numbers), data))
         if self.ring is not None:
-            self.ring()
+            self.ring(tag)
 
     def pop(self, key: Key) -> bytes:
         """Take out the oldest message of a source and tag."""

@@ -41,7 +41,7 @@ class ReplayTransport(Transport):
         self.rank, self.size = inner.rank, inner.size
         self.job_nonce = header["nonce"]
         self.capabilities = Capabilities(
-            native_collectives=False,
+            native_collectives=capabilities["native_collectives"],  # before such a group is made its members agree
             survives_rank_loss=capabilities["survives_rank_loss"],
             wakes=True,
             misses_wakes=False,
