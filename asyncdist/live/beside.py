@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from typing import IO, Final
+from typing import IO, TYPE_CHECKING, Final
 
 from asyncdist.live import top
 from asyncdist.story import sockets
 from asyncdist.story.finding import job_of_process
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+#: A longer line is shown in parts.
+_LINE_LENGTH_MAX: Final = 1 << 16
 #: The terminal sends these to the child as well as to this process; who sends them to this one alone means the child.
 _PASSED_ON: Final = frozenset(
     {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
@@ -52,6 +58,7 @@ def _show(child: subprocess.Popen[bytes], *, is_on_stderr: bool) -> None:
     from rich.console import Console
     from rich.live import Live
 
+    top.allow_all_text()
     console, view = Console(stderr=is_on_stderr), top.JobView()
     with Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
         pipes = [pipe for pipe in (child.stdout, child.stderr) if pipe is not None]
@@ -71,17 +78,26 @@ def _show(child: subprocess.Popen[bytes], *, is_on_stderr: bool) -> None:
             copier.join(1.0)  # a process that lives on may hold the other end
 
 
-def _copy(pipe: IO[bytes], console: object) -> None:
-    """Print each line above the table, with its colours."""
-    from rich.console import Console
-    from rich.text import Text
+def _copy(pipe: IO[bytes], console: Console) -> None:
+    """Print each line above the table, with its colours; of a line that is written anew, as bars are, the last state.
 
-    assert isinstance(console, Console)
+    It reads to the end, whatever becomes of the terminal: the ranks would wait otherwise.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     begun = ""
     while data := os.read(pipe.fileno(), 1 << 16):
         *lines, begun = (begun + decoder.decode(data)).split("\n")
+        begun = begun[max(0, begun.rfind("\r", 0, -1)) :]
+        if len(begun) > _LINE_LENGTH_MAX:
+            lines, begun = [*lines, begun], ""
         if lines:
-            console.print(Text.from_ansi("\n".join(lines)), soft_wrap=True)
+            _print("\n".join(line.rstrip("\r") for line in lines), console)
     if begun:
-        console.print(Text.from_ansi(begun), soft_wrap=True)
+        _print(begun, console)
+
+
+def _print(text: str, console: Console) -> None:
+    from rich.text import Text
+
+    with contextlib.suppress(OSError, ValueError):  # the terminal is gone, or closed
+        console.print(Text.from_ansi(text), soft_wrap=True)

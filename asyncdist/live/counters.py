@@ -5,8 +5,9 @@ It only reads, so that another thread than the rank's may ask while the rank com
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import msgspec
@@ -23,7 +24,7 @@ class PolicyCounters:
     """Says what a policy has done so far on one rank.
 
     Attributes:
-        policy: its name, if it has one.
+        policy: its name, if it has one; of several open ones of one name the second is ``"name #2"``.
         step: how many steps it has done.
         metric: the last number that it was given; None before.
         role: what this rank does in the round: a state of ``protocols.selective.member``, in small letters; empty
@@ -96,7 +97,7 @@ def counters_of(services: Services) -> RankCounters:
 
 def _counters_of(services: Services) -> RankCounters:
     last = services.last_progress
-    policies = tuple(probe() for probe in tuple(services.progress_probes)) or (() if last is None else (last,))
+    policies = _told_apart(probe() for probe in tuple(services.progress_probes)) or (() if last is None else (last,))
     of_channels = services.channel_statistics()
     return RankCounters(
         rank=services.rank,
@@ -112,6 +113,17 @@ def _counters_of(services: Services) -> RankCounters:
         waited_s=services.waited_s,
         lost=tuple(sorted(services.lost_ranks() - services.engine.transport.vacant_ranks())),
     )
+
+
+def _told_apart(policies: Iterable[PolicyCounters]) -> tuple[PolicyCounters, ...]:
+    """Number those that have one name, or none: what is exported, and rates, go by the name."""
+    counts: Counter[str] = Counter()
+    found = []
+    for policy in policies:
+        name = policy.policy
+        counts[name] += 1
+        found.append(policy if counts[name] == 1 else replace(policy, policy=f"{name} #{counts[name]}".lstrip()))
+    return tuple(found)
 
 
 def per_second(now: float, before: float, seconds: float) -> float | None:

@@ -19,6 +19,8 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from asyncdist.live.counters import EXPORTED, RankCounters, samples
 
 _LABELS = ("rank", "policy", "role")
+#: Who has not asked, or not read the answer, after so many seconds is left: each holds a thread.
+_TIMEOUT_S = 10.0
 
 
 class RankCollector(Collector):
@@ -82,7 +84,8 @@ class PrometheusServer:
         registry.register(RankCollector(read))
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         server = type("_ServerOfFamily", (_Server,), {"address_family": family})
-        self._server: _Server = server((host, port), MetricsHandler.factory(registry))
+        handler = type("_HandlerInTime", (MetricsHandler.factory(registry),), {"timeout": _TIMEOUT_S})
+        self._server: _Server = server((host, port), handler)
         self._thread = threading.Thread(target=self._server.serve_forever, name="asyncdist prometheus", daemon=True)
         self._thread.start()
 

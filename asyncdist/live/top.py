@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import sys
 import time
 from collections.abc import Sequence
@@ -33,6 +34,13 @@ NEEDS_RICH: Final = "rich draws the table: pip install 'asyncdist[live]'"
 def has_rich() -> bool:
     """Return whether the table can be drawn."""
     return importlib.util.find_spec("rich") is not None
+
+
+def allow_all_text() -> None:
+    """Have what the terminal's encoding lacks replaced, and not refused: a job prints what it likes."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 class JobView:
@@ -89,6 +97,7 @@ def run(name: str | None) -> int:
     from rich.console import Console
     from rich.live import Live
 
+    allow_all_text()
     console, view = Console(), JobView()
     if not console.is_terminal:
         for _ in range(2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,19 @@ def test_an_answer_needs_no_library_of_names_and_its_server_ends_at_once() -> No
         server = PrometheusServer(lambda: AFTER, "localhost", port)
         assert 'asyncdist_role{policy="mine",rank="1",role="idle"} 1.0' in page(port)
         server.close()
+
+
+def test_who_never_completes_a_question_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
+    from asyncdist.live import prometheus
+
+    monkeypatch.setattr(prometheus, "_TIMEOUT_S", 0.05)
+    port = local_host.find_free_port()
+    server = prometheus.PrometheusServer(lambda: AFTER, "localhost", port)
+    with socket.create_connection(("localhost", port), timeout=5.0) as client:
+        client.sendall(b"GET /metrics HTTP/1.0\r\n")
+        assert client.recv(1) == b""
+    server.close()
 
 
 @pytest.mark.slow

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -10,9 +12,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from asyncdist.live import destinations as places, exporting
-from asyncdist.live.counters import EXPORTED, PolicyCounters, RankCounters, counters_of, per_second, samples
+from asyncdist.live import beside, destinations as places, exporting
+from asyncdist.live.counters import (
+    EXPORTED,
+    PolicyCounters,
+    RankCounters,
+    _told_apart,
+    counters_of,
+    per_second,
+    samples,
+)
 from asyncdist.live.destinations import Destination, destinations, missing
 from asyncdist.live.exporting import Exporter
 from asyncdist.live.table import Readings, Row, _amount, screen
@@ -103,6 +114,14 @@ def test_counters_are_read_again_where_a_dictionary_has_grown_meanwhile() -> Non
     with pytest.raises(RuntimeError):
         counters_of(Growing())  # type: ignore[arg-type]
     assert len(attempts) > 10
+
+
+def test_policies_of_one_name_are_told_apart() -> None:
+    named = [replace(POLICY, policy=name) for name in ("", "mine", "", "mine", "")]
+    told = _told_apart(named)
+    assert [each.policy for each in told] == ["", "mine", "#2", "mine #2", "#3"]
+    found = [(sample.name, *sample.labels.items()) for sample in samples(replace(COUNTERS, policies=told))]
+    assert len(found) == len(set(found))
 
 
 # -- the thread that writes them --------------------------------------------------------------------------------------
@@ -257,3 +276,38 @@ def test_of_many_ranks_that_stand_still_some_are_told_of() -> None:
 )
 def test_amounts_have_five_characters(nbytes: float, text: str) -> None:
     assert _amount(nbytes) == text
+
+
+# -- what a job prints above the table --------------------------------------------------------------------------------
+
+
+def copied(parts: list[bytes], to: Any) -> None:
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb") as pipe:
+        copier = threading.Thread(target=beside._copy, args=(pipe, Console(file=to, width=200)), daemon=True)
+        copier.start()
+        with os.fdopen(writer, "wb", buffering=0) as into:
+            for part in parts:
+                into.write(part)
+        copier.join(10.0)
+        assert not copier.is_alive(), "it has read to the end"
+
+
+def test_of_a_bar_the_last_state_is_kept() -> None:
+    to = io.StringIO()
+    copied([b"a\n", *(b"\r%5d |####" % n for n in range(100)), b"\r\n", b"\nb\r", b"\n", b"end"], to)
+    assert [line.strip() for line in to.getvalue().splitlines() if line.strip()] == ["a", "99 |####", "b", "end"]
+
+
+def test_a_line_without_an_end_is_shown_in_parts() -> None:
+    to = io.StringIO()
+    copied([b"x" * 65536] * 3, to)
+    assert to.getvalue().replace("\n", "") == "x" * 3 * 65536
+    assert to.getvalue().count("\n") > 1
+
+
+def test_a_terminal_that_is_gone_or_lacks_a_letter_holds_nobody_up() -> None:
+    to = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    copied([b"caf\xc3\xa9\n" * 12_000], to)
+    to.close()
+    copied([b"cafe\n" * 20_000], to)
