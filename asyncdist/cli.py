@@ -111,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="JOB|PID|DIR",
         help="which job, where there are several of this user; or the folder of a recording",
     )
+    story.add_argument("--job", dest="recorded", metavar="JOB", help="which job of a folder with recordings of several")
     init = commands.add_parser(
         "init",
         help="write a script to start from",
@@ -351,7 +352,7 @@ def _main(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.command == "story":
         from asyncdist.story import command  # imports msgspec
 
-        return command.run(options.job)
+        return command.run(options.job, options.recorded)
     if options.command == "doctor":
         from asyncdist.launch import doctor  # imports torch
 

@@ -113,10 +113,15 @@ def header_of(*, job: str, rank: int, size: int, incarnation: int, transport: st
         "asyncdist": __version__,
         "torch": str(torch.__version__),
         "python": platform.python_version(),
-        "script": os.path.abspath(script) if script else "",
+        "script": readable(os.path.abspath(script)) if script else "",
         "script_digest": _digest_of(script),
-        "arguments": sys.argv[1:],
+        "arguments": [readable(word) for word in sys.argv[1:]],
     }
+
+
+def readable(text: str) -> str:
+    """Return a text that UTF-8 can hold: bytes of a path or of an argument that were no UTF-8 become backslashes."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _digest_of(path: str) -> str:
@@ -181,7 +186,13 @@ class RecordWriter:
                 _encode_into((_SAFE_POINT, int((time_s - self._block_began_at) * 1e6), False), block, -1)
         if code == _SENT:
             self._has_sent = True
-        _encode_into((code, int((time_s - self._block_began_at) * 1e6), *fields), block, -1)
+        begin = len(block)
+        try:
+            _encode_into((code, int((time_s - self._block_began_at) * 1e6), *fields), block, -1)
+        except UnicodeEncodeError:  # the name of a file in an error's text, for example
+            del block[begin:]  # what was encoded of it
+            texts = (readable(field) if isinstance(field, str) else field for field in fields)
+            _encode_into((code, int((time_s - self._block_began_at) * 1e6), *texts), block, -1)
         if code == _STEP and self._has_sent:
             self.flush_sends()
         elif len(block) >= _BLOCK_NBYTES or time_s - self._block_began_at >= _BLOCK_AGE_S:

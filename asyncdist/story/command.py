@@ -10,15 +10,19 @@ from asyncdist.story.sockets import ask, jobs
 from asyncdist.story.telling import Silent, tell_job
 
 
-def run(name: str | None) -> int:
+def run(name: str | None, recorded: str | None = None) -> int:
     """Print the story of a job; return the exit code.
 
     Args:
         name: of the job, or the number of one of its processes, or of one that has started them; None for the only job.
             Or the folder of a recording.
+        recorded: which job, where that folder has recordings of several.
     """
     if name is not None and Path(name).is_dir():
-        return _tell_recording(name)
+        return _tell_recording(name, recorded)
+    if recorded is not None:
+        print("asyncdist story: --job names a job of a recording, whose folder is to be given", file=sys.stderr)
+        return 2
     try:
         job = find_job(name)
     except LookupError as error:
@@ -31,12 +35,12 @@ def run(name: str | None) -> int:
     return 0
 
 
-def _tell_recording(folder: str) -> int:
+def _tell_recording(folder: str, job: str | None) -> int:
     from asyncdist.recording.reader import RecordingError  # these import torch
     from asyncdist.story.recorded import tell_recording
 
     try:
-        print(tell_recording(folder))
+        print(tell_recording(folder, job))
     except RecordingError as error:
         print(f"asyncdist story: {error.message}", file=sys.stderr)
         return 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
@@ -133,8 +133,19 @@ _decoder: Final = msgspec.json.Decoder(RankStory)
 
 
 def to_bytes(story: RankStory) -> bytes:
-    """Return the story as JSON."""
-    return msgspec.json.encode(story)
+    """Return the story as JSON. What is not text, as the name of a script may be, is shown with question marks."""
+    try:
+        return msgspec.json.encode(story)
+    except UnicodeEncodeError:
+        return msgspec.json.encode(_as_text(msgspec.to_builtins(story)))
+
+
+def _as_text(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, dict):
+        return {_as_text(key): _as_text(item) for key, item in value.items()}
+    return [_as_text(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def from_bytes(data: bytes) -> RankStory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -88,7 +89,7 @@ def _groups(stories: Mapping[int, RankStory]) -> list[tuple[str, list[int]]]:
 
 
 def _plural(text: str) -> str:
-    verb, _, rest = text.partition(" ")
+    verb, rest = re.split(r"(?!\w)", text, maxsplit=1)
     plural = {
         "waits": "wait",
         "blocks": "block",
@@ -97,7 +98,7 @@ def _plural(text: str) -> str:
         "runs": "run",
         "is": "are",
     }
-    return f"{plural.get(verb, verb)} {rest}"
+    return f"{plural.get(verb, verb)}{rest}"
 
 
 def _what_main_does(story: RankStory, stories: Mapping[int, RankStory]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 import asyncdist as ad
 from asyncdist.recording.events import Event
 from asyncdist.recording.reader import read_recording
+from asyncdist.story import command
 from asyncdist.story.recorded import tell_recording
 from protocols import AsyncSelectiveAveragingPolicy
 
@@ -121,6 +123,17 @@ def test_the_story_of_a_recording_names_what_never_came_and_how_each_rank_ended(
     assert "  1 message of rank 1 on tag 101 never came to rank 0" in lines
     ended = [line for line in lines if " before that of the job" in line]
     assert len(ended) == 3 and all(": ended by CancelledError; its last event was " in line for line in ended)
+
+
+def test_of_several_recorded_jobs_the_story_of_one_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in (1, 2):
+        ad.simulate(train, ranks=2, seed=seed, record=tmp_path)
+    assert command.run(str(tmp_path)) == 2
+    job = re.findall(r"--job (\w+)", capsys.readouterr().err)[0]
+    assert command.run(str(tmp_path), job) == 0
+    assert capsys.readouterr().out.startswith(f"job {job}: ")
+    assert command.run(None, job) == 2
+    assert "a recording, whose folder is to be given" in capsys.readouterr().err
 
 
 def test_the_story_of_a_recording_says_what_a_rank_had_come_to(tmp_path: Path) -> None:

@@ -175,3 +175,17 @@ def test_wrong_options_are_named() -> None:
     with pytest.raises(ValueError, match="record_limit_nbytes is 0"):
         RecordOptions.of("somewhere", 0)
     assert RecordOptions.of(None) is None
+
+
+def test_what_is_no_text_is_written_with_backslashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an argument, or of a file's name in an error: bytes that are no UTF-8, which no run shall end by."""
+    monkeypatch.setattr("sys.argv", ["train.py", os.fsdecode(b"caf\xe9")])
+    to = RecordWriter(RecordOptions(tmp_path), Clock(), 0)
+    to.open(header())
+    to.note("step", 0, 1, 0.5)
+    to.note("over", f"FileNotFoundError: {os.fsdecode(bytes([0xE9])) * 3}")
+    to.note("step", 0, 2, 0.5)
+    to.close()
+    found = read_recording(tmp_path).ranks[0]
+    assert (found.header["arguments"], found.damage) == (["caf\\udce9"], "")
+    assert [event.fields[-1] for event in found.events()] == [0.5, "FileNotFoundError: " + 3 * "\\udce9", 0.5]

@@ -147,6 +147,10 @@ class TestWords:
         different = of(*(story(rank, replace(waits_for(0), line=f"line {rank}"), size=128) for rank in range(128)))
         assert len(tell_job(different).splitlines()) < 40
 
+    def test_several_that_run_are_told_as_several(self) -> None:
+        running = Wait("main", "", "main (x.py:3)")
+        assert "  ranks 0-2 run, in main (x.py:3)" in tell_job(of(*(story(rank, running) for rank in range(3))))
+
     def test_of_ranks_on_other_hosts_it_is_said_where_to_ask(self) -> None:
         assert "2 more are on other hosts, or have ended: asyncdist story 0123abcd" in tell_job(of(story(0)))
 
@@ -166,6 +170,7 @@ class TestWords:
 def test_stories_travel() -> None:
     told = replace(story(1, waits_for(0), collective(3)), started={7100: 2}, heard={0: 1.5})
     assert from_bytes(to_bytes(told)) == told
+    assert from_bytes(to_bytes(replace(told, program=os.fsdecode(b"caf\xe9.py")))) == replace(told, program="caf?.py")
     with pytest.raises(ValueError):
         from_bytes(b"{}")
 

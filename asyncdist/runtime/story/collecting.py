@@ -156,14 +156,11 @@ def _waiters(task: asyncio.Task[Any], engine: Any) -> Iterator[Any]:
 
 
 def _policies(services: Services) -> Iterator[PolicyState]:
-    roles: dict[int, tuple[int, str]] = {}
     coordinators: dict[int, int] = {}
     numbers: dict[str, int] = {}
     for event in services.events.latest():
         if event.kind == "policy":
             numbers[event.get("name")] = event.get("policy")
-        elif event.kind == "role":
-            roles[event.get("policy")] = (event.get("round"), event.get("state"))
         elif event.kind == "coordinator":
             coordinators[event.get("policy")] = event.get("rank")
         elif event.kind == "decided":
@@ -171,8 +168,7 @@ def _policies(services: Services) -> Iterator[PolicyState]:
     for probe in tuple(services.progress_probes):
         told = probe()
         number = numbers.get(told.policy, -1)
-        round_number, role = roles.get(number, (None, ""))
-        yield PolicyState(told.policy, told.step, told.metric, round_number, role, coordinators.get(number))
+        yield PolicyState(told.policy, told.step, told.metric, told.round, told.role, coordinators.get(number))
 
 
 def _channels(services: Services) -> Iterator[ChannelState]:
