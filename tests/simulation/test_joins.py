@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import asyncdist as ad
-from asyncdist.simulation import Fault, Join, Kill, Network, Restart, SimReport, Stall, simulate
+from asyncdist.simulation import Fault, Join, Kill, Network, Restart, SimReport, Stall, Uniform, simulate
 from protocols import AsyncSelectiveAveragingPolicy
 
 
@@ -61,6 +61,25 @@ def test_a_rank_is_alone_until_the_others_have_come() -> None:
     assert report.results[0] == (0, 0)
     firsts = [first for _, first in report.results[1:]]
     assert all(firsts) and firsts == sorted(firsts)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_ranks_that_find_each_other_late_lose_nobody(seed: int) -> None:
+    """Whichever of two newcomers finds the other first, the other one learns of it by that, and not once more."""
+
+    async def stays(world: ad.World) -> None:
+        await world.sleep(5.0)
+
+    network = Network(loss_detection_s=Uniform(0.0, 1.0))
+    faults = [Join(1, at_s=0.1), Join(2, at_s=0.1), Kill(0, at_s=0.15), Restart(0, at_s=0.2)]
+    report = simulate(stays, ranks=3, seed=seed, network=network, faults=faults)
+    met: set[tuple[int, int]] = set()
+    for event in report.trace:
+        pair = event.a, event.b  # and whom it concerns
+        if event.kind == "met" and event.tag == 1:
+            met.add(pair)
+        assert event.kind != "lost" or pair not in met, event
+    assert len(met) == 6
 
 
 def test_a_rank_that_has_joined_may_be_killed_and_come_again() -> None:

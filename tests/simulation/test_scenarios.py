@@ -97,6 +97,11 @@ FOUND: dict[int, tuple[str, tuple[str, ...]]] = {
         "one of those that took the mean had added it up alone, and received nothing for it: no fault",
         ("applied on the sharded route",),
     ),
+    326745: (
+        "two ranks that had met lost each other for a moment, when the one that was found first found the other one "
+        "too: a fault of the simulator",
+        ("fault Join", "fault Restart"),
+    ),
     2007362: (
         "the frame was spoiled that said that a rank had come to a start; it gave up, and came to its next one, and "
         "the others were told that they start policies in different orders: no fault of the policies, and allowed here",

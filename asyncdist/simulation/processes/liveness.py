@@ -162,8 +162,11 @@ class Liveness:
 
     def _meet(self, observer: int, other: int, incarnation: int) -> None:
         """Let ``observer`` find out that the process of ``other`` is a new one; its loss is found out before."""
+        known = self.connection(observer, other)[1]
+        if known == incarnation and other not in self.known_lost[observer]:
+            return  # that process has introduced itself
         if self._is_there(observer, other, incarnation):
-            self._detect(observer, other, self.connection(observer, other)[1])
+            self._detect(observer, other, known)
             self._introduce(observer, other, incarnation)
 
     def _introduce(self, observer: int, other: int, incarnation: int) -> None:
