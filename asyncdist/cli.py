@@ -30,7 +30,7 @@ _RUN_OPTIONS: Final = (
 )
 #: Those for ranks that join a world that runs.
 _NEWCOMER_OPTIONS: Final = ("restarts", "places", "join")
-_SIM_OPTIONS: Final = ("-n", "--ranks", "--seed", "--faults", "--explore", "--processes", "--until-s")
+_SIM_OPTIONS: Final = ("-n", "--ranks", "--seed", "--faults", "--explore", "--processes", "--until-s", "--record")
 _REPLAY_OPTIONS: Final = ("--job", "--rank", "--to-test")
 #: The scripts that ``asyncdist init`` writes.
 _STARTERS: Final = ("plain", "lightning", "transformers", "protocol")
@@ -210,7 +210,7 @@ def _add_sim(commands: argparse._SubParsersAction[_Parser]) -> None:
         help="run a script on simulated ranks, in virtual time, every interleaving from a seed",
         usage=(
             "asyncdist sim script.py --ranks RANKS [--seed SEED] [--faults FILE] [--until-s SECONDS] "
-            "[--explore COUNT [--processes P]] [arguments]"
+            "[--record DIR] [--explore COUNT [--processes P]] [arguments]"
         ),
         description="Run a script on simulated ranks of this process: its asyncdist.run becomes asyncdist.simulate.",
         epilog="The words from the first one that is no option here, or after --, are passed to the script unchanged.",
@@ -229,6 +229,12 @@ def _add_sim(commands: argparse._SubParsersAction[_Parser]) -> None:
         type=_seconds,
         metavar="SECONDS",
         help="a limit of virtual time: a run that reaches it fails and says where each rank is (default: none)",
+    )
+    sim.add_argument(
+        "--record",
+        metavar="DIR",
+        help="write down there what each rank does, for asyncdist report; with --explore what it does in the seed that "
+        "fails",
     )
     sim.add_argument("--explore", type=_count, metavar="COUNT", help="run COUNT seeds, from --seed on, until one fails")
     sim.add_argument(
@@ -535,17 +541,19 @@ def _sim(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _run_sim(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from asyncdist.simulation import run_script as scripts  # imports torch
+    from asyncdist.simulation import run_script as scripts  # these import torch
+    from asyncdist.simulation.exploration.fault_plans import ScriptError, read_faults
 
     try:
         if options.processes is not None and options.explore is None:
-            raise scripts.ScriptError("--processes is for --explore")
+            raise ScriptError("--processes is for --explore")
         local_host.check_script(options.script)
-        faults = () if options.faults is None else scripts.read_faults(options.faults, options.ranks)
-        script = scripts.Script(options.script, tuple(arguments), options.ranks, faults, options.until_s)
+        faults = () if options.faults is None else read_faults(options.faults, options.ranks)
+        record = None if options.record is None else os.path.abspath(options.record)
+        script = scripts.Script(options.script, tuple(arguments), options.ranks, faults, options.until_s, record)
         if options.explore is None:
             return scripts.run_once(script, options.seed)
         return scripts.run_many(script, range(options.seed, options.seed + options.explore), options.processes)
-    except (scripts.ScriptError, local_host.LaunchError) as error:
+    except (ScriptError, local_host.LaunchError) as error:
         print(f"asyncdist sim: {error}", file=sys.stderr)
         return 2

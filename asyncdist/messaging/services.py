@@ -101,6 +101,8 @@ class Services:
         read_nbytes: bytes that were read in the memory of other ranks.
         waited_s: how long the user's tasks have waited, all together, since :meth:`count_waits`; services of protocols
             wait all the time.
+        end_recording: ends what is written down of this rank, as the death of its process does; given a text and the
+            seconds for which main has waited for that, where it is to be told. A simulated rank dies alone.
         leftover_probes: functions that name what a protocol has not cleared away; they are asked at the end.
 
     Args:
@@ -129,6 +131,7 @@ class Services:
         self.last_progress: Any = None
         self.leftover_probes: list[Callable[[], Sequence[str]]] = []
         self.events = EventLog(self.time)
+        self.end_recording: Callable[[str, float], None] | None = None
         self.read_nbytes = 0
         self.waited_s = 0.0
         self._on_waited: Callable[[str, float], None] | None = None

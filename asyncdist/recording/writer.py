@@ -89,6 +89,14 @@ def file_name(job: str, rank: int, incarnation: int) -> str:
     return f"{job}-rank{rank:05d}{f'.{incarnation}' if incarnation else ''}{SUFFIX}"
 
 
+def remove_earlier(folder: Path, job: str, kept: str) -> None:
+    """Remove the files that another run of this name has left, but one. Simulations of one seed have one name."""
+    with contextlib.suppress(OSError):
+        for path in folder.glob(f"{job}-rank*{SUFFIX}"):
+            if path.name != kept:
+                path.unlink()
+
+
 def header_of(*, job: str, rank: int, size: int, incarnation: int, transport: str, hostname: str) -> dict[str, Any]:
     """Return what stands at the beginning of a rank's file; the runtime adds what replays need.
 

@@ -63,6 +63,7 @@ class Recording:
         services, engine = world.services, world.services.engine
         services.events.sink = writer.add
         services.count_waits(writer.note_wait)
+        services.end_recording = functools.partial(self._end, writer)
         engine.on_safe_point = functools.partial(self._note_safe_point, writer, engine)
         engine.on_deadline = functools.partial(writer.note, "deadline")
         services.time = world.time = functools.partial(self._read_clock, writer, services.time)
@@ -98,6 +99,12 @@ class Recording:
         writer.flush()
         if writer.is_recording:
             self._timer = self._loop.call_later(_FLUSH_PERIOD_S, functools.partial(self._tick, writer))
+
+    @staticmethod
+    def _end(writer: RecordWriter, what: str, seconds: float) -> None:
+        if what:
+            writer.note("waited", what, seconds)
+        writer.close()
 
     def note_end(self, error: BaseException | None) -> None:
         """Write down how main ended; what follows may end the process."""

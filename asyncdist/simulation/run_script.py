@@ -12,7 +12,6 @@ import contextlib
 import contextvars
 import io
 import itertools
-import json
 import os
 import random
 import reprlib
@@ -22,17 +21,17 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, Final
 
 import greenlet
-import msgspec
 import numpy as np
 import torch
 
 from asyncdist import rank_program
 from asyncdist.blocking.callers import SwitchingCaller, ask_for_world, find_caller
+from asyncdist.recording.writer import SUFFIX
 from asyncdist.runtime.failing.tracebacks import format_error
 from asyncdist.runtime.run import run_elsewhere
 from asyncdist.runtime.world import World
@@ -45,21 +44,19 @@ from asyncdist.simulation.exploration.explore import (
     is_end_by_signal,
     is_good_end,
 )
-from asyncdist.simulation.exploration.repro_command import expression_of, fields_of, hash_seed_prefix, python_command
-from asyncdist.simulation.faults import Fault, check_plan
+from asyncdist.simulation.exploration.fault_plans import ScriptError, format_faults
+from asyncdist.simulation.exploration.repro_command import expression_of, hash_seed_prefix, python_command
+from asyncdist.simulation.faults import Fault
 from asyncdist.simulation.report import SimReport
 from asyncdist.simulation.simulate import STOPPED, simulate
 
-_KINDS: Final = {kind.__name__: kind for kind in get_args(Fault)}
 #: Lines that the results of all ranks may take.
 _RESULT_LINE_COUNT: Final = 10
 _PROGRESS_LINE_EVERY_S: Final = 5.0
+#: By how much the times of files may lag behind the clock.
+_FILE_CLOCK_NS: Final = 20_000_000
 #: As tqdm has it, but always with seeds per second: it turns slow rates around.
 _BAR: Final = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}]"
-
-
-class ScriptError(Exception):
-    """``asyncdist sim`` cannot run it: the message is one line for the user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +69,7 @@ class Script:
         ranks: the number of ranks to simulate.
         faults: the plan, for every seed.
         until_s: see :func:`simulate`.
+        record: the folder for what each rank writes down, an absolute path; None for nothing.
     """
 
     path: str
@@ -79,6 +77,7 @@ class Script:
     ranks: int
     faults: tuple[Fault, ...] = ()
     until_s: float | None = None
+    record: str | None = None
 
     def __call__(self, seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
         """Run the script once, as a :class:`asyncdist.simulation.Scenario`.
@@ -113,6 +112,7 @@ class Script:
             strict=strict,
             until_s=self.until_s,
             inherited_random=inherited,
+            record=self.record,
         )
 
     def repeat_line(self, seed: int, faults: Sequence[Fault] | None = None) -> str:
@@ -121,6 +121,7 @@ class Script:
         options = ["--ranks", str(self.ranks), "--seed", str(seed)]
         options += ["--faults", format_faults(plan)] if plan else []
         options += ["--until-s", f"{self.until_s!r}"] if self.until_s is not None else []
+        options += ["--record", self.record] if self.record is not None else []
         if self.arguments and self.arguments[0].startswith("-"):  # it may be an option of asyncdist, too
             options.append("--")
         return f"{hash_seed_prefix(default='0')}{_command()} sim {shlex.join([self.path, *options, *self.arguments])}"
@@ -129,64 +130,6 @@ class Script:
 def _command() -> str:
     own = Path(sys.executable).with_name("asyncdist")
     return "asyncdist" if shutil.which("asyncdist") == str(own) else f"{python_command()} -m asyncdist"
-
-
-# -- fault plans ------------------------------------------------------------------------------------------------------
-
-
-def read_faults(given: str, ranks: int) -> tuple[Fault, ...]:
-    """Read the fault plan of ``--faults``.
-
-    Args:
-        given: a file, or what would be in it: a JSON list of ``{"kind": "Kill", "rank": 1, "at_s": 0.5}``.
-        ranks: how many there are.
-
-    Raises:
-        ScriptError: the file cannot be read, or the plan makes no sense; says where.
-    """
-    text, source = given, "the fault plan"
-    if not given.lstrip().startswith("["):
-        source = repr(given)
-        try:
-            text = Path(given).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise ScriptError(f"the fault plan {source} cannot be read: {reason}") from error
-    try:
-        plan = msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
-        raise ScriptError(f"{source} is no JSON: {error}") from error
-    if not isinstance(plan, list):
-        raise ScriptError(f"{source} holds no list of faults, but {type(plan).__name__} {reprlib.repr(plan)}")
-    faults = tuple(_fault(item, f"fault {number} of {source}") for number, item in enumerate(plan, 1))
-    try:
-        check_plan(faults, ranks)
-    except ValueError as error:
-        raise ScriptError(f"{source}: {error}") from error
-    return faults
-
-
-def _fault(item: Any, where: str) -> Fault:
-    if not isinstance(item, dict):
-        raise ScriptError(f'{where} is {reprlib.repr(item)}; needed is {{"kind": "Kill", "rank": 1, "at_s": 0.5}}')
-    if item.get("kind") not in list(_KINDS):
-        raise ScriptError(f"{where} is of kind {item.get('kind')!r}; allowed: {', '.join(sorted(_KINDS))}")
-    kind = _KINDS[item["kind"]]
-    fields = {name: value for name, value in item.items() if name != "kind"}
-    names = kind.__dataclass_fields__
-    for name in fields:
-        if name not in names:
-            raise ScriptError(f"{where}: {kind.__name__} has no field {name!r}; allowed: {', '.join(names)}")
-    try:
-        fault: Fault = msgspec.convert(fields, kind)
-    except msgspec.ValidationError as error:
-        raise ScriptError(f"{where}, {kind.__name__}: {error}") from error
-    return fault
-
-
-def format_faults(faults: Sequence[Fault]) -> str:
-    """Format a plan in the form that ``--faults`` takes."""
-    return json.dumps([{"kind": type(fault).__name__, **fields_of(fault)} for fault in faults])
 
 
 # -- one run ----------------------------------------------------------------------------------------------------------
@@ -369,7 +312,12 @@ def run_once(script: Script, seed: int) -> int:
         KeyboardInterrupt: after SIGINT.
     """
     torch.set_num_threads(1)
-    ended = execute(script, seed, script.faults)
+    began_ns = time.time_ns()
+    try:
+        ended = execute(script, seed, script.faults)
+    except KeyboardInterrupt:
+        print_out(*_how_to_see(script, began_ns))
+        raise
     report, error = ended.report, ended.error
     print_out()
     if not ended.has_run and (error is None or isinstance(error, SystemExit)):
@@ -382,8 +330,22 @@ def run_once(script: Script, seed: int) -> int:
         idle = [fault for fault, count in zip(report.faults, report.faults_fired, strict=True) if not count]
     if idle:
         print(f"asyncdist sim: did not fire: {', '.join(map(expression_of, idle))}", file=sys.stderr)
-    print_out(f"repeat it: {script.repeat_line(seed)}")
+    print_out(f"repeat it: {script.repeat_line(seed)}", *_how_to_see(script, began_ns))
     return 1 if failed or idle else 0
+
+
+def _how_to_see(script: Script, began_ns: int) -> list[str]:
+    """Return the line that makes a report of what was written down since then; none where nothing was."""
+    if script.record is None:
+        return []
+    found = {path: path.stat() for path in Path(script.record).glob(f"*{SUFFIX}")}
+    jobs = {path: path.name.rpartition("-rank")[0] for path in found}
+    new = [path for path, file in found.items() if file.st_size and file.st_mtime_ns >= began_ns - _FILE_CLOCK_NS]
+    if not new:
+        return []
+    job = jobs[max(new, key=lambda path: found[path].st_mtime_ns)]
+    option = f" --job {job}" if len(set(jobs.values())) > 1 else ""
+    return [f"see it: {_command()} report {shlex.quote(script.record)}{option}"]
 
 
 def print_out(*lines: str) -> None:
@@ -485,6 +447,8 @@ def _abbreviated(lines: list[str]) -> list[str]:
 def run_many(script: Script, seeds: range, processes: int | None) -> int:
     """``asyncdist sim --explore``: run the script once for each seed until one fails, with a progress bar.
 
+    Only the seed that fails is recorded: it runs once more for that, with the least plan of faults.
+
     Returns:
         The exit code: 0, or 1 when a seed failed.
 
@@ -496,13 +460,19 @@ def run_many(script: Script, seeds: range, processes: int | None) -> int:
     is_terminal = sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
     progress = _bar if is_terminal else _lines
     with progress(len(seeds)) as on_progress:
-        report = explore(script, seeds, processes=processes, on_progress=on_progress, quiet=True)
+        quick = replace(script, record=None)
+        report = explore(quick, seeds, processes=processes, on_progress=on_progress, quiet=True)
     if report.failure is not None and report.failure.kind == ScriptError.__qualname__:
         raise ScriptError(report.failure.message)
     print_out(str(report))
     if report.failure is None:
         return 0
     print(report.failure, file=sys.stderr)
+    if script.record is not None:
+        failure, began_ns = report.failure, time.time_ns()
+        with contextlib.suppress(Exception, SystemExit):
+            script(failure.seed, failure.faults if failure.minimal_faults is None else failure.minimal_faults)
+        print_out(*_how_to_see(script, began_ns))
     return 1
 
 

@@ -43,7 +43,7 @@ from asyncdist.simulation.distributions import check_number
 from asyncdist.simulation.fabric import Fabric
 from asyncdist.simulation.faults import Fault, Interrupt, Join, Kill, Restart, SlowRank, Stall
 from asyncdist.simulation.links import Network
-from asyncdist.simulation.processes.clearing import clear_away
+from asyncdist.simulation.processes.clearing import clear_away, end_recording, forget_earlier
 from asyncdist.simulation.processes.event_loop import RankLoop
 from asyncdist.simulation.report import SimReport
 from asyncdist.simulation.scheduler import EndlessLoopError, Scheduler
@@ -340,6 +340,8 @@ class _Simulation:
         loop, interrupts = self._loops[rank], self._interrupts[rank]
 
         def on_open(world: World) -> None:
+            if not self._worlds:
+                forget_earlier(world, options.record)
             self._worlds[rank] = world
             world.virtual_clock = _Clock(self, loop)
 
@@ -426,6 +428,7 @@ class _Simulation:
         self._fire(index)
         self._killed.add(rank)
         self._trace.add(self._scheduler.now, "kill", rank, 0, 0, 0)
+        end_recording(self._worlds.get(rank))
         self._fabric.kill(rank)
         self._loops[rank].die()
         self._stop_if_over()
@@ -467,6 +470,8 @@ class _Simulation:
 
     def _clear(self) -> None:
         """Cancel what killed ranks left unfinished, or all of them after a deadlock or an early end, in silence."""
+        for rank in self._unended_ranks():
+            end_recording(self._worlds.get(rank), self._hosts[rank])
         self._fabric.mute()
         self._trace.end()
         loops = [*self._earlier_loops, *self._loops]

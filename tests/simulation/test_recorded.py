@@ -121,8 +121,12 @@ def test_the_story_of_a_recording_names_what_never_came_and_how_each_rank_ended(
     title, *lines = tell_recording(str(tmp_path)).splitlines()
     assert "3 ranks, recorded for" in title
     assert "  1 message of rank 1 on tag 101 never came to rank 0" in lines
+    assert "  rank 2 has returned from main" in lines
     ended = [line for line in lines if " before that of the job" in line]
-    assert len(ended) == 3 and all(": ended by CancelledError; its last event was " in line for line in ended)
+    assert len(ended) == 2 and all(": its recording ends without an end of main; its last" in line for line in ended)
+    assert [re.sub(r" \(.*?\)", "", line).partition(",")[0] for line in lines if "waited last" in line] == [
+        "    waited last for a message on Word"
+    ] * 2
 
 
 def test_of_several_recorded_jobs_the_story_of_one_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,8 @@ import pytest
 
 from asyncdist import cli
 from asyncdist.simulation import Corrupt, Delay, Fault, Interrupt, Kill, Partition, Restart, SlowLink, SlowRank, Stall
-from asyncdist.simulation.run_script import Script, ScriptError, format_faults, read_faults
+from asyncdist.simulation.exploration.fault_plans import ScriptError, format_faults, read_faults
+from asyncdist.simulation.run_script import Script
 
 SCRIPT = """
 import asyncio, os, random, sys

@@ -1,13 +1,18 @@
-"""Clears away what killed ranks left unfinished: their ``finally`` blocks run, as far as they can."""
+"""Clears away what killed ranks left unfinished: their ``finally`` blocks run, as far as they can, unrecorded."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 import logging
 from collections.abc import Sequence
 from typing import Final
 
+from asyncdist.recording.writer import RecordOptions, file_name, remove_earlier
+from asyncdist.runtime.story.collecting import job_name
+from asyncdist.runtime.watchdogs import waiter_of, what_awaits
+from asyncdist.runtime.world import World
 from asyncdist.simulation.processes.event_loop import RankLoop
 from asyncdist.simulation.scheduler import Scheduler
 
@@ -49,3 +54,28 @@ def clear_away(loops: Sequence[RankLoop], scheduler: Scheduler) -> None:
             work = task.get_coro()
             if inspect.iscoroutine(work) and inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
                 work.close()  # made while being cancelled: it was never begun, and needs no warning
+
+
+def forget_earlier(world: World, options: RecordOptions | None) -> None:
+    """Remove the recording of an earlier simulation with the same seed; the file of ``world`` is a new one already."""
+    if options is not None:
+        job = job_name(world)
+        remove_earlier(options.folder, job, file_name(job, world.rank, world.incarnation))
+
+
+def end_recording(world: World | None, main: asyncio.Task[None] | None = None) -> None:
+    """End what is written down of a rank that runs no further: what happens as it is cleared away is not of its life.
+
+    Args:
+        world: the rank's; None where it has none yet.
+        main: the task of a rank that the simulation leaves; what it waits for is written down.
+    """
+    if world is None or world.services.end_recording is None:
+        return
+    what, seconds, task = "", None, main
+    if main is not None:
+        what, engine = what_awaits(main, world), world.services.engine
+        while task is not None and seconds is None:
+            waiter = waiter_of(task)
+            seconds, task = engine.awaited_s(waiter), engine.settler(waiter)
+    world.services.end_recording(what, seconds or 0.0)

@@ -16,12 +16,13 @@ from typing import Any
 
 from asyncdist.recording.reader import Recording, RecordingError, read_recording
 from asyncdist.runtime.world import World
+from asyncdist.simulation.exploration.fault_plans import ScriptError
 from asyncdist.simulation.faults import Fault
 from asyncdist.simulation.replay.debugger import RankDebugger
 from asyncdist.simulation.replay.gate import DivergenceError
 from asyncdist.simulation.replay.replay import Replayed, check_replayable, replay
 from asyncdist.simulation.report import SimReport
-from asyncdist.simulation.run_script import Script, ScriptError, execute, print_failures, print_out, results_of
+from asyncdist.simulation.run_script import Script, execute, print_failures, print_out, results_of
 
 logger = logging.getLogger("asyncdist.simulation.replay")
 
@@ -90,7 +91,7 @@ def _script_of(
     if header["script_digest"] != hashlib.sha256(Path(name).read_bytes()).hexdigest():
         logger.warning("%s is another script than the recorded one, or has changed since", name)
     words = tuple(arguments) or tuple(map(str, header["arguments"]))
-    return _ReplayedScript(name, words, recording.size, (), None, recording, debugger, [])
+    return _ReplayedScript(name, words, recording.size, recording=recording, debugger=debugger, ended=[])
 
 
 def replay_script(
