@@ -84,6 +84,8 @@ class Engine(Poller):
         on_safe_point: called with False when a safe point begins, and with True when it has ended; None as above.
         turn: of the safe point that is under way, how many passes and yields it has made: odd while it yields.
         on_deadline: called with what was waited for when a deadline has passed; None as above.
+        woken_count: how many waits have ended since the last safe point began.
+        on_woken: called as a wait ends, before that is counted; None as above.
 
     Args:
         transport: the rank's transport.
@@ -96,6 +98,8 @@ class Engine(Poller):
         self.on_waited: Callable[[str, float], None] | None = None
         self.on_safe_point: Callable[[bool], None] | None = None
         self.on_deadline: Callable[[str], None] | None = None
+        self.woken_count = 0
+        self.on_woken: Callable[[], None] | None = None
         self.turn = 0
         self._disowned: list[PendingRequest] = []
         self._abandoned: dict[tuple[int, int], deque[_Abandoned]] = {}
@@ -126,7 +130,7 @@ class Engine(Poller):
         on_safe_point = self.on_safe_point
         if on_safe_point is not None:
             on_safe_point(False)
-        self.turn = 0
+        self.turn = self.woken_count = 0
         completed = self.poll()
         self.turn = 1
         await yield_to_loop()
@@ -330,8 +334,14 @@ class Engine(Poller):
             await waiter
         finally:
             del self._waiters[waiter]
+            self._note_woken()
             if self.on_waited is not None and is_counted:
                 self.on_waited(str(what), self.loop.time() - began_at)
+
+    def _note_woken(self) -> None:
+        if self.on_woken is not None:
+            self.on_woken()
+        self.woken_count += 1
 
     # -- tasks that others count on ---------------------------------------------------------------------------------
 
@@ -367,6 +377,7 @@ class Engine(Poller):
             return await future
         finally:
             del self._settlers[future]
+            self._note_woken()
             if self.on_waited is not None and began_at is not None:
                 self.on_waited(what or task.get_name(), self.loop.time() - began_at)
 

@@ -43,8 +43,9 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     # k-th one that this rank receives from the sender on that tag.
     "sent": ("dest", "tag", "nbytes"),
     # The number of the pass, modulo 65536, tells which messages the rank took up together; -1 is for one that a task
-    # took by itself, -2 for one before the world was open. The turn is that of its safe point: passes and yields.
-    "received": ("source", "tag", "nbytes", "pass", "turn"),
+    # took by itself, -2 for one before the world was open. The turn is that of its safe point: passes and yields. So
+    # many waits had ended since that safe point began.
+    "received": ("source", "tag", "nbytes", "pass", "turn", "woken"),
     # A task has waited so many seconds, up to now; see :data:`asyncdist.recording.writer.WAIT_S_MIN`.
     "waited": ("what", "seconds"),
     # Of other ranks: one was lost, or is there again as a new process.

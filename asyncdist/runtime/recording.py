@@ -77,7 +77,8 @@ class Recording:
             if engine is None:
                 writer.note(kind, peer, tag, nbytes, -2, 0)
             else:
-                writer.note(kind, peer, tag, nbytes, engine._pass_count % 65536 if engine._in_pass else -1, engine.turn)
+                number = engine._pass_count % 65536 if engine._in_pass else -1
+                writer.note(kind, peer, tag, nbytes, number, engine.turn, engine.woken_count)
         else:
             writer.note(kind, peer, tag, nbytes)
 

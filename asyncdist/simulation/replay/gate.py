@@ -22,6 +22,10 @@ from asyncdist.transports.base import ANY_SOURCE
 _PAUSE_S = 1e-5
 #: Virtual seconds after which messages that were taken up one right after the other are shown one by one.
 _PATIENCE_S = 1.0
+#: Virtual seconds for which a rank whose main has ended waits for what it saw next, and then holds nothing back.
+_END_PATIENCE_S = 30.0
+#: Virtual seconds for which a safe point waits for what came to it without this rank's help: others may wait meanwhile.
+_POINT_PATIENCE_S = 1000.0
 #: So often.
 _TRY_COUNT = 30
 
@@ -70,8 +74,11 @@ class Gate:
         self._point: SafePoint | None = None
         self._has_ended = False
         self._timer: Handle | None = None
+        self._look_at_s = 0.0
         self._patient_until = 0.0
+        self._yielding = 0  # the turn, while tasks run in it
         self._time = 0.0
+        self._seen_count = 0
         self._engine: Engine | None = None
         self._world: World
         self._until: Callable[..., Coroutine[Any, Any, bool]]
@@ -83,6 +90,7 @@ class Gate:
         self._world, self._engine, self._until = world, engine, engine.until
         services.time = world.time = self.read_clock
         services.events.sink = self._on_event
+        engine.on_woken = self._on_woken
         replaced: Any = engine
         replaced.until = self._wait_until
         of_world: Any = world
@@ -152,6 +160,7 @@ class Gate:
         return next((place for place in places if not self._deadlines[place][1].done()), None)
 
     def _show(self, sight: Sight) -> None:
+        self._seen_count += sight.counts
         if isinstance(sight, Taken):
             self._permitted.extend(sight.keys)
         elif isinstance(sight, Lost):
@@ -176,8 +185,12 @@ class Gate:
     # -- outside of safe points -------------------------------------------------------------------------------------
 
     def _look_soon(self, after_s: float = _PAUSE_S) -> None:
-        if self._timer is None and self._engine is not None:
-            self._timer = self._loop.call_later(after_s, self._look)
+        at_s = self._loop.time() + after_s
+        if self._engine is None or (self._timer is not None and self._look_at_s <= at_s):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._look_at_s = self._loop.call_later(after_s, self._look), at_s
 
     def _look(self) -> None:
         """Show the next thing, unless user code has to come to a safe point first."""
@@ -194,10 +207,13 @@ class Gate:
             if not self._has_ended and not self._is_possible(group[:1]):
                 return
             if self._loop.time() < self._patient_until:
+                self._look_soon(self._patient_until - self._loop.time() + _PAUSE_S)
                 return
             if not self._patient_until:
-                self._patient_until = self._loop.time() + _PATIENCE_S
-                self._look_soon(_PATIENCE_S + _PAUSE_S)
+                is_first = not self._permitted and self._is_possible(group[:1])
+                patience_s = _PATIENCE_S if is_first else _END_PATIENCE_S
+                self._patient_until = self._loop.time() + patience_s
+                self._look_soon(patience_s + _PAUSE_S)
                 return
             if self._permitted or not self._is_possible(group[:1]):
                 self._show_all()
@@ -222,8 +238,10 @@ class Gate:
     def read_clock(self) -> float:
         """Return what the clock said then."""
         readings = self.log.clock[sys._getframe(1).f_lineno]
-        if readings:
-            self._time = readings.popleft()
+        while len(readings) > 1 and readings[0].seen_count < self._seen_count >= readings[1].seen_count:
+            readings.popleft()  # a task has not gone on then which did so in the recorded run, as it had nothing to do
+        if readings and readings[0].seen_count <= self._seen_count:
+            self._time = readings.popleft().seconds
         return self._time
 
     async def _progress(self, budget_s: float = 0.0) -> None:
@@ -241,19 +259,23 @@ class Gate:
         point = entries.popleft() if entries else SafePoint()
         assert isinstance(point, SafePoint)
         self._point = point
+        engine.woken_count = 0
         try:
             for turn in range(0, max(point.turn_count, 2), 2):
                 await self._show_turn(point, turn)
                 engine.turn = turn
                 engine.poll()
                 engine.turn = turn + 1
-                await self._show_turn(point, turn + 1)
-                await yield_to_loop()
+                await self._yield(point, turn + 1)
                 try_count = 0
                 while self._group(point.sights, turn + 1) or self._permitted:
                     await self._show_turn(point, turn + 1)
                     if not engine.poll():
                         engine.recheck()
+                    if not self._group(point.sights, turn + 1) and not self._permitted:
+                        break
+                    if self._permitted:
+                        await self._is_soon_possible([], try_count * _PATIENCE_S)
                     await yield_to_loop()
                     try_count += 1
                     if try_count > _TRY_COUNT:
@@ -264,6 +286,40 @@ class Gate:
             self._point = None
             self._look_soon()
         self._world.check()
+
+    async def _yield(self, point: SafePoint, turn: int) -> None:
+        """Let the rank's tasks run; what a pass took up between two of them it takes up there again."""
+        assert self._engine is not None
+        due = [sight for sight in point.sights if sight.turn <= turn]
+        while due and (is_deadline := isinstance(due[0], Passed)) | (due[0].counts and self._is_now(due[0])):
+            if not await self._is_soon_possible(due[:1], _POINT_PATIENCE_S) or not is_deadline:
+                break
+            self._show(due.pop(0))  # it was written down by the task that goes on in this turn
+            point.sights.popleft()
+            self._engine.recheck()
+        self._yielding = turn
+        try:
+            self._loop.call_soon(self._on_woken)  # tasks that it wakes go on after this one
+            await yield_to_loop()
+        finally:
+            self._yielding = 0
+
+    def _on_woken(self) -> None:
+        """Make the passes that were made before the task that goes on now."""
+        engine, point = self._engine, self._point
+        assert engine is not None
+        while self._yielding and point is not None and (group := self._group(point.sights, self._yielding)):
+            if not self._is_now(group[0]) or not self._is_possible(group[:1]):
+                return
+            for sight in group:
+                self._show(sight)
+                point.sights.popleft()
+            engine.poll()
+
+    def _is_now(self, sight: Sight) -> bool:
+        """Whether a sight of this turn was seen before any other task went on."""
+        assert self._engine is not None
+        return not isinstance(sight, Taken) or not sight.is_of_pass or sight.woken_count <= self._engine.woken_count
 
     async def _stop(self) -> None:
         """Go no further: the record of this rank, or of one that it needs, ends here."""
@@ -282,7 +338,7 @@ class Gate:
                 group = group[:1]
                 if turn % 2 and isinstance(group[0], Taken) and not group[0].is_of_pass:
                     pass  # what others do for it needs something of this rank: it stops when it has done that
-                elif not await self._is_soon_possible(group):
+                elif not await self._is_soon_possible(group, _POINT_PATIENCE_S):
                     return
             for sight in group:
                 self._show(sight)
@@ -293,14 +349,14 @@ class Gate:
                 if self._group(point.sights, turn):
                     self._engine.poll()
 
-    async def _is_soon_possible(self, group: list[Sight]) -> bool:
+    async def _is_soon_possible(self, group: list[Sight], patience_s: float = _PATIENCE_S) -> bool:
         pause_s, waited_s = _PAUSE_S, 0.0
         while not self._is_possible(group):
-            if waited_s > _PATIENCE_S:
+            if waited_s > patience_s:
                 return False
             await self._loop.be_busy(pause_s)
             waited_s += pause_s
-            pause_s *= 2.0
+            pause_s = min(2.0 * pause_s, _PATIENCE_S)
         return True
 
     def _is_waiting_for_permitted(self) -> bool:
@@ -308,7 +364,11 @@ class Gate:
 
     def note_sent(self) -> None:
         """Stop after the step of the task that has sent something, if what is to be seen next has not come yet."""
-        if self._point is not None and self._is_waiting_for_permitted():
+        point = self._point
+        if point is None:
+            return
+        due = self._group(point.sights, self._yielding)[:1] if self._yielding else []
+        if self._is_waiting_for_permitted() or (due and self._is_now(due[0]) and not self._is_possible(due)):
             self._loop.stall(3.0 * _PATIENCE_S)
 
     async def _wait_until(

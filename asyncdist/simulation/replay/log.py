@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias
 
 from asyncdist.recording.events import Event
 
@@ -30,11 +30,18 @@ class Taken:
         keys: their sources and tags.
         is_of_pass: which of both.
         turn: of the safe point.
+        woken_count: how many waits had ended by then in that safe point.
     """
 
     keys: list[Key]
     is_of_pass: bool
     turn: int
+    woken_count: int
+
+    @property
+    def counts(self) -> bool:
+        """Whether a clock reading tells its place by it: a task may be let to take its message early."""
+        return self.is_of_pass
 
 
 @dataclass(slots=True)
@@ -43,6 +50,7 @@ class Passed:
 
     what: str
     turn: int
+    counts: ClassVar[bool] = True
 
 
 @dataclass(slots=True)
@@ -51,9 +59,23 @@ class Lost:
 
     rank: int
     turn: int
+    counts: ClassVar[bool] = True
 
 
 Sight: TypeAlias = Taken | Passed | Lost
+
+
+@dataclass(slots=True)
+class Reading:
+    """What the clock said.
+
+    Attributes:
+        seconds: that.
+        seen_count: how many sights that count came before.
+    """
+
+    seconds: float
+    seen_count: int
 
 
 @dataclass(slots=True)
@@ -90,7 +112,7 @@ class RankLog:
 
     entries: deque[Entry]
     early: Counter[Key]
-    clock: Mapping[int, deque[float]]
+    clock: Mapping[int, deque[Reading]]
     decisions: Mapping[str, deque[Event]]
     tags: frozenset[int]
     is_over: bool
@@ -110,11 +132,11 @@ def log_of(events: Iterable[Event]) -> RankLog:
         events = events[: steps[-1] + 1] if steps else []
     entries: deque[Any] = deque()
     early: Counter[Key] = Counter()
-    clock: defaultdict[int, deque[float]] = defaultdict(deque)
+    clock: defaultdict[int, deque[Reading]] = defaultdict(deque)
     decisions: defaultdict[str, deque[Event]] = defaultdict(deque)
     tags = set()
     point: SafePoint | None = None
-    last_pass, is_over, error = -1, False, ""
+    last_pass, seen_count, is_over, error = -1, 0, False, ""
     for event in events:
         to = entries if point is None else point.sights
         match event.kind, event.fields:
@@ -127,22 +149,25 @@ def log_of(events: Iterable[Event]) -> RankLog:
                     entries.append(point)
                 point.turn_count, point.has_ended = turn_count, True
                 point = None
-            case "received", (int(source), int(tag), int(), -2, int()):
+            case "received", (int(source), int(tag), int(), -2, *_):
                 early[source, tag] += 1
                 tags.add(tag)
-            case "received", (int(source), int(tag), int(), int(number), int(turn)):
+            case "received", (int(source), int(tag), int(), int(number), int(turn), *_):
                 tags.add(tag)
                 if number >= 0 and to and isinstance(to[-1], Taken) and number == last_pass:
                     to[-1].keys.append((source, tag))
                 else:
-                    to.append(Taken([(source, tag)], number >= 0, turn))
+                    to.append(Taken([(source, tag)], number >= 0, turn, event.get("woken") or 0))
+                    seen_count += number >= 0
                 last_pass = number
             case "deadline", (str(what),):
                 to.append(Passed(what, to[-1].turn if to and point else 1))
+                seen_count += 1
             case "lost", (int(rank),):
                 to.append(Lost(rank, to[-1].turn if to and point else 1))
+                seen_count += 1
             case "clock", (float(seconds), int(line)):
-                clock[line].append(seconds)
+                clock[line].append(Reading(seconds, seen_count))
             case "over", (str(text),):
                 is_over, error = True, text
         if event.kind in DECISIONS:
