@@ -24,7 +24,7 @@ Key: TypeAlias = tuple[int, int]
 
 @dataclass(slots=True)
 class Taken:
-    """Messages that one pass took up together, or one that a task took by itself.
+    """Messages that one pass took up together, with nothing sent between them, or one that a task took by itself.
 
     Attributes:
         keys: their sources and tags.
@@ -160,6 +160,8 @@ def log_of(events: Iterable[Event]) -> RankLog:
                     to.append(Taken([(source, tag)], number >= 0, turn, event.get("woken") or 0))
                     seen_count += number >= 0
                 last_pass = number
+            case "sent", _:
+                last_pass = -1  # what the pass takes up after this may answer it
             case "deadline", (str(what),):
                 to.append(Passed(what, to[-1].turn if to and point else 1))
                 seen_count += 1
