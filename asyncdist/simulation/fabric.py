@@ -438,8 +438,10 @@ class Fabric:
         for queue in self._unexpected[observer].values():  # of the process before
             for message in queue.drop(other):
                 self.fail_send(message)
+        arrival = self._scheduler.now
         for message in self.liveness.take_held(other, observer):
-            self._scheduler.at(self._scheduler.now, self._take_in, (message,))
+            self._scheduler.at(arrival, self._take_in, (message,))
+            arrival = math.nextafter(arrival, math.inf)  # none overtakes another
         return True
 
     def mute(self) -> None:

@@ -82,6 +82,30 @@ def test_ranks_that_find_each_other_late_lose_nobody(seed: int) -> None:
     assert len(met) == 6
 
 
+def test_what_waits_for_a_connection_arrives_in_order() -> None:
+    count, tag = 20, 150
+
+    async def talks(world: ad.World) -> list[int]:
+        engine, other = world.services.engine, 3 - world.rank
+        if not world.rank:
+            await world.sleep(2.0)
+            return []
+        await engine.until(lambda: other not in engine.transport.lost_ranks(), "the other rank")
+        if world.rank == 1:
+            for number in range(count):
+                await engine.send(bytes([number]), other, tag)
+            return []
+        received = [bytearray(1) for _ in range(count)]
+        for buffer in received:
+            await engine.receive(buffer, other, tag)
+        return [buffer[0] for buffer in received]
+
+    # Rank 1 has met rank 2, and sends, before rank 2 has met it.
+    faults = [Join(1, at_s=0.1), Join(2, at_s=0.2), Stall(2, at_s=0.2005, duration_s=1.0)]
+    report = simulate(talks, ranks=3, network=Network(loss_detection_s=1e-3), faults=faults)
+    assert report.results[2] == list(range(count))
+
+
 def test_a_rank_that_has_joined_may_be_killed_and_come_again() -> None:
     report, _ = _population(3, [Join(2, at_s=0.02), Kill(2, at_s=0.05), Restart(2, at_s=0.06)])
     assert report.results[2][0] == 2

@@ -102,6 +102,11 @@ FOUND: dict[int, tuple[str, tuple[str, ...]]] = {
         "too: a fault of the simulator",
         ("fault Join", "fault Restart"),
     ),
+    344671: (
+        "what had waited for a connection was handed over in any order, and a cancel came before its grant: a fault of "
+        "the simulator",
+        ("fault Join", "parts of a mean added up"),
+    ),
     2007362: (
         "the frame was spoiled that said that a rank had come to a start; it gave up, and came to its next one, and "
         "the others were told that they start policies in different orders: no fault of the policies, and allowed here",
