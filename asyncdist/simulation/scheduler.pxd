@@ -22,6 +22,7 @@ cdef class Scheduler:
     cdef double _until_s
     cdef object _after_event
     cdef object _running_loop
+    cdef object _on_many
 
     @cython.locals(now=double)
     cpdef object at(self, double when, object action, tuple args=*)

@@ -27,6 +27,8 @@ EVENT_COUNT_MAX: Final = 1_000_000
 _COLLECT_EVERY: Final = 10_000
 #: So many collections of the youngest objects are followed by one of the middle generation.
 _MIDDLE_EVERY: Final = 16
+#: After so many collections the simulation is a long one.
+_MANY_COLLECTIONS: Final = 4
 #: Cancelled timers are dropped from the heap when they are more than this, and more than half of it, as in asyncio.
 _CANCELLED_COUNT_MIN: Final = 100
 
@@ -45,6 +47,7 @@ class Scheduler:
 
     Args:
         rng: draws the order of things that happen at the same time.
+        on_many: called when much has happened, and each time when that has doubled; None for nothing.
 
     Attributes:
         now: virtual seconds since the start.
@@ -57,7 +60,7 @@ class Scheduler:
         random: draws a number from 0 to 1.
     """
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, on_many: Callable[[], object] | None = None) -> None:
         self.now = 0.0
         self.ahead_s = 0.0
         self.event_count = 0
@@ -75,6 +78,7 @@ class Scheduler:
         self._until_s = math.inf
         self._after_event: Callable[[], object] | None = None
         self._running_loop: object = None
+        self._on_many = on_many
 
     def at(self, when: float, action: Callable[..., object], args: tuple[Any, ...] = ()) -> None:
         """Do ``action(*args)`` at ``when``, in seconds; at once if that time has passed."""
@@ -169,7 +173,10 @@ class Scheduler:
         while self._collect_at <= self.event_count:
             self._collect_at += _COLLECT_EVERY
         self.switch_loop(None)
-        is_power_of_four = number >= 64 and number & (number - 1) == 0 and number.bit_length() % 2 == 1
+        is_power_of_two = number & (number - 1) == 0
+        if self._on_many is not None and is_power_of_two and number >= _MANY_COLLECTIONS:
+            self._on_many()
+        is_power_of_four = number >= 64 and is_power_of_two and number.bit_length() % 2 == 1
         gc.collect(2 if is_power_of_four or number % 1024 == 0 else int(number % _MIDDLE_EVERY == 0))
 
     def _is_enough(self) -> bool:

@@ -34,7 +34,7 @@ from asyncdist.runtime.watchdogs import what_awaits
 from asyncdist.runtime.world import World, refuse_inside_a_world
 from asyncdist.simulation.arguments import OVERRUN_S, OVERRUN_STEP_COUNT, Arguments, Compute
 from asyncdist.simulation.determinism.clocks import virtual_clocks
-from asyncdist.simulation.determinism.generators import Generators, collecting_at_fixed_points
+from asyncdist.simulation.determinism.generators import Generators
 from asyncdist.simulation.determinism.one_at_a_time import one_at_a_time
 from asyncdist.simulation.determinism.rng import INHERITABLE, RandomStates
 from asyncdist.simulation.determinism.sandbox import refused_outside
@@ -45,6 +45,7 @@ from asyncdist.simulation.faults import Fault, Interrupt, Join, Kill, Restart, S
 from asyncdist.simulation.links import Network
 from asyncdist.simulation.processes.clearing import clear_away, end_recording, forget_earlier
 from asyncdist.simulation.processes.event_loop import RankLoop
+from asyncdist.simulation.processes.memory import MANY_RANKS, collecting_at_fixed_points, use_huge_pages
 from asyncdist.simulation.report import SimReport
 from asyncdist.simulation.scheduler import EndlessLoopError, Scheduler
 from asyncdist.simulation.trace import Trace
@@ -126,11 +127,10 @@ def simulate(
     if isinstance(inherited, str) or not isinstance(inherited, Collection) or not set(inherited) <= INHERITABLE:
         validation.refuse("inherited_random", inherited, f"a list of names among {', '.join(sorted(INHERITABLE))}")
     run = functools.partial(_Simulation.run, options=options, until_s=until_s, after_event=after_event)
-    with one_at_a_time():
+    with one_at_a_time(), collecting_at_fixed_points(arguments.size):  # it ends when the simulation is dead
         return _run_alone(arguments, inherited_random, lambda simulation: run(simulation, main, args))
 
 
-@collecting_at_fixed_points()  # around all of it: the collection that follows finds the simulation dead
 def _run_alone(
     arguments: Arguments,
     inherited_random: Collection[str],
@@ -202,7 +202,7 @@ class _Simulation:
         self._slowdowns = [1.0] * size
         self._overruns = random.Random(f"{seed} overruns")
         self._overrun_probability = compute.draw_overrun_probability(self._overruns)
-        self._scheduler = Scheduler(random.Random(f"{seed} ties"))
+        self._scheduler = Scheduler(random.Random(f"{seed} ties"), use_huge_pages if size >= MANY_RANKS else None)
         self._trace = Trace()
         self._fabric = Fabric(
             size,

@@ -2,23 +2,19 @@
 
 asyncio closes an abandoned generator, by a task on the loop that began it, when Python finds it unused. In a reference
 cycle the garbage collector finds it. So in a simulation the collector runs at fixed points (see
-:class:`asyncdist.simulation.scheduler.Scheduler`), while another rank has its turn or none has: hence the owners.
+:mod:`asyncdist.simulation.processes.memory`), while another rank has its turn or none has: hence the owners.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import sys
 import weakref
 from collections.abc import AsyncGenerator, Iterator
-from typing import Any, Final
+from typing import Any
 
 from asyncdist.simulation.processes.event_loop import RankLoop
-
-#: Objects made since the last fixed point that make Python collect all the same, lest memory run out before the next.
-_OBJECT_COUNT_MAX: Final = 2_000_000
 
 
 class Generators:
@@ -73,19 +69,3 @@ class Generators:
             for address in [address for address, reference in begun.items() if reference() is None]:
                 self._forget(address)
         self._swept_count = len(self._owners)
-
-
-@contextlib.contextmanager
-def collecting_at_fixed_points() -> Iterator[None]:
-    """Let Python collect no garbage by itself until the context ends, unless very many objects are made at a time.
-
-    Thousands of ranks are millions of objects that live to the end: looking through them as often as Python does takes
-    half of the time.
-    """
-    before = gc.get_threshold()
-    gc.collect(0)  # what counts is what is made from now on
-    gc.set_threshold(_OBJECT_COUNT_MAX, 50, 1000)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
