@@ -17,6 +17,7 @@ from torch import nn
 import asyncdist as ad
 from asyncdist.messaging.streams import WINDOW_COUNT
 from asyncdist.simulation import (
+    Corrupt,
     Kill,
 )
 from protocols import (
@@ -186,7 +187,7 @@ class Member:
             check(set(event.weights) == {1.0}, f"{self}: a mean with weights {event.weights}")
         given = {}
         for donor in event.donors:
-            found = self.watch.snapshots.get((self.number, event.round, donor))
+            found = self._given_by(donor, event.round)
             check(found is not None, f"{self}: donor {donor} took no snapshot in round {event.round}")
             given[donor] = found or {}
         check(event.best in given, f"{self}: the best donor {event.best} is not among {event.donors}")
@@ -203,6 +204,18 @@ class Member:
                     f"{self}, round {event.round}, {name}: {tensor.tolist()} is not {expected.tolist()}, the average "
                     f"of {event.donors} with weights {event.weights} and momentum {momentum}",
                 )
+
+    def _given_by(self, donor: int, round_number: int) -> State | None:
+        """Return what a donor gave to a round.
+
+        Where a frame is spoiled, a rank may miss a start that the others make; its next one, under another number,
+        makes it a member of the same population.
+        """
+        of_one, plan = len(self.watch.plan.policies), self.watch.plan
+        is_spoiled = any(isinstance(fault, Corrupt) for fault in plan.faults)
+        others = range(self.number % of_one, of_one * plan.phases, of_one) if is_spoiled else ()
+        keys = [(number, round_number, donor) for number in (self.number, *others)]
+        return next((self.watch.snapshots[key] for key in keys if key in self.watch.snapshots), None)
 
     def _verify_all(self, event: AverageApplied, state: State) -> None:
         """The weights are the average of what all members had when they entered this step, in the group's order."""

@@ -242,7 +242,7 @@ def test_a_simulation_that_does_not_end_is_told_with_its_report_and_without_the_
     error: Any = caught.value
     assert len(error.report.results) == 2
     modules = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(error.__traceback__)]
-    assert set(modules) == {__name__, "asyncdist.simulation.simulate", "contextlib"}
+    assert set(modules) == {__name__, "asyncdist.simulation.simulate"}
     assert modules.count("asyncdist.simulation.simulate") == 2
 
 

@@ -107,6 +107,11 @@ FOUND: dict[int, tuple[str, tuple[str, ...]]] = {
         "the simulator",
         ("fault Join", "parts of a mean added up"),
     ),
+    368025: (
+        "the frame was spoiled that said that a rank had come to a start; it gave up, and its next one made it a "
+        "member of the others' first: no fault, and known here",
+        ("fault Corrupt", "fault Kill"),
+    ),
     2007362: (
         "the frame was spoiled that said that a rank had come to a start; it gave up, and came to its next one, and "
         "the others were told that they start policies in different orders: no fault of the policies, and allowed here",
