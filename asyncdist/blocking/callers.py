@@ -15,20 +15,18 @@ import asyncio
 import atexit
 import contextlib
 import contextvars
-import inspect
 import logging
 import sys
 import threading
 from asyncio.tasks import _enter_task, _leave_task
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from types import CoroutineType
-from typing import Any, Generic, NoReturn, ParamSpec, Self, TypeVar, cast
+from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
 import greenlet
 
+from asyncdist.blocking.begun import BegunCall, Outcome, outcome_of
 from asyncdist.blocking.idle_loop import IdleLoop
 from asyncdist.errors import ClosedError, LocalProtocolError
 from asyncdist.runtime.notebooks import is_loop_running
@@ -96,28 +94,6 @@ def is_in_a_rank() -> bool:
         return False
 
 
-@dataclass(slots=True)
-class _Outcome(Generic[T]):
-    """Holds what came of a call: a value, or an error."""
-
-    value: T | None = None
-    error: BaseException | None = None
-
-    def result(self) -> T:
-        if self.error is not None:
-            raise self.error
-        return cast(T, self.value)
-
-
-async def _outcome_of(fn: Callable[[], Any]) -> _Outcome[Any]:
-    """Call ``fn``, and await what it returns where that can be awaited."""
-    try:
-        made = fn()
-        return _Outcome(await made if type(made) is CoroutineType or inspect.isawaitable(made) else made)
-    except BaseException as error:
-        return _Outcome(error=error)
-
-
 class Caller(abc.ABC):
     """Awaits coroutines in the task of a rank's main.
 
@@ -177,56 +153,8 @@ class Caller(abc.ABC):
         )
 
     @abc.abstractmethod
-    def _await_in_main(self, fn: Callable[[], Awaitable[T]]) -> _Outcome[T]:
+    def _await_in_main(self, fn: Callable[[], Awaitable[T]]) -> Outcome[T]:
         """Call ``fn`` in the task of main, and await what it returns."""
-
-
-class _Begun:
-    """Goes on, where it is awaited, with a coroutine that has been begun outside of any loop.
-
-    It looks like that coroutine to what reports where a task waits.
-
-    Args:
-        coroutine: has been sent its first None.
-        awaited: the future that it has yielded then; None if it let others run, which they have done meanwhile.
-
-    Attributes:
-        outcomes: where its outcome is put.
-        is_cancelled: whether it is cancelled, rather than sent None, when it goes on.
-    """
-
-    def __init__(self, coroutine: Coroutine[Any, Any, _Outcome[Any]], awaited: Any) -> None:
-        self.outcomes: list[_Outcome[Any]] = []
-        self.is_cancelled = False
-        self._coroutine: Any = coroutine
-        self._awaited = awaited
-
-    cr_frame = property(lambda self: self._coroutine.cr_frame)
-    cr_await = property(lambda self: self._coroutine.cr_await)
-
-    def __await__(self) -> Generator[Any, Any, _Outcome[Any]]:
-        return cast(Generator[Any, Any, Any], self)
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Any:
-        return self.send(None)
-
-    def send(self, value: Any) -> Any:
-        awaited, self._awaited = self._awaited, None
-        if self.is_cancelled:  # as asyncio does it: what is awaited is cancelled first, if it can be
-            self.is_cancelled = False
-            if awaited is None or not awaited.cancel():
-                return self._coroutine.throw(asyncio.CancelledError())
-        return awaited if awaited is not None else self._coroutine.send(value)
-
-    def throw(self, *error: Any) -> Any:
-        self._awaited = None
-        return self._coroutine.throw(*error)
-
-    def close(self) -> None:
-        self._coroutine.close()
 
 
 @contextlib.contextmanager
@@ -255,9 +183,9 @@ class LoopCaller(Caller):
         self._runner = asyncio.Runner(loop_factory=IdleLoop)
         self._context = contextvars.copy_context()  # main's
         self._loop: IdleLoop
-        self._host: asyncio.Task[_Outcome[None]]
-        self._next: _Begun | None = None  # handed to main
-        self._awaited: _Begun | None = None  # None after an interrupt, where main still runs the call
+        self._host: asyncio.Task[Outcome[None]]
+        self._next: BegunCall | None = None  # handed to main
+        self._awaited: BegunCall | None = None  # None after an interrupt, where main still runs the call
         self._waiter: asyncio.Future[None]  # main waits for it while there is no call
         self._is_ended = False  # there will be no call any more
         self._is_stopped = False  # main was cancelled while there was no call; the block hears of it in its next one
@@ -324,18 +252,18 @@ class LoopCaller(Caller):
         finally:
             self._interrupts.__exit__()
 
-    def _await_in_main(self, fn: Callable[[], Awaitable[T]]) -> _Outcome[T]:
+    def _await_in_main(self, fn: Callable[[], Awaitable[T]]) -> Outcome[T]:
         if self._is_stopped:
             self._is_stopped = False
-            return _Outcome(error=self._what_stops() or asyncio.CancelledError())
+            return Outcome(error=self._what_stops() or asyncio.CancelledError())
         interrupts = self._interrupts
         interrupts.raises_at_once = False
         running = asyncio._get_running_loop()
         if running is not None:
             asyncio._set_running_loop(None)
         try:
-            begun = self._begin(_outcome_of(fn))
-            if isinstance(begun, _Begun):
+            begun = self._begin(outcome_of(fn))
+            if isinstance(begun, BegunCall):
                 self._awaited = self._next = begun
                 self._wake_main()
                 # Main stops the loop. With a future to complete it turned once more: 20 us of 60, in cold caches.
@@ -349,7 +277,7 @@ class LoopCaller(Caller):
                 asyncio._set_running_loop(running)
             interrupts.raises_at_once = interrupts.received is None
 
-    def _begin(self, coroutine: Coroutine[Any, Any, _Outcome[T]]) -> _Outcome[T] | _Begun:
+    def _begin(self, coroutine: Coroutine[Any, Any, Outcome[T]]) -> Outcome[T] | BegunCall:
         """Run a call as main would, until it waits for something: most steps of a policy do not.
 
         Such a step lets other tasks run once. Where none has anything to do no turn of the loop is made for them: it
@@ -357,7 +285,7 @@ class LoopCaller(Caller):
         """
         loop = self._loop
         if self._waiter.done():  # main runs another call still, after an interrupt
-            return _Begun(coroutine, None)
+            return BegunCall(coroutine, None)
         run = self._context.run
         asyncio._set_running_loop(loop)
         _enter_task(loop, self._host)
@@ -370,13 +298,13 @@ class LoopCaller(Caller):
         finally:
             _leave_task(loop, self._host)
             asyncio._set_running_loop(None)
-        return _Begun(coroutine, awaited)
+        return BegunCall(coroutine, awaited)
 
     def _wake_main(self) -> None:
         if not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def _host_rank(self, opened: asyncio.Future[None]) -> _Outcome[None]:
+    async def _host_rank(self, opened: asyncio.Future[None]) -> Outcome[None]:
         """Be the main of the rank, until the block has ended."""
         task = asyncio.current_task()
         assert task is not None, "this is one"
@@ -388,7 +316,7 @@ class LoopCaller(Caller):
                 opened.set_result(None)
                 await self._serve()
 
-        return await _outcome_of(host)
+        return await outcome_of(host)
 
     async def _serve(self) -> None:
         """Await what the block calls, one after the other, until it ends; end with its error."""
@@ -407,7 +335,7 @@ class LoopCaller(Caller):
             begun.is_cancelled, self._is_stopped = self._is_stopped, False
             outcome = await begun
             if isinstance(outcome.error, asyncio.CancelledError):
-                outcome = _Outcome(error=self._what_stops() or outcome.error)
+                outcome = Outcome(error=self._what_stops() or outcome.error)
             begun.outcomes.append(outcome)
             if self._awaited is begun:
                 self._loop.stop()
@@ -468,12 +396,12 @@ class SwitchingCaller(Caller):
         try:
             asked = stack.switch(*args, **kwargs)
             while not stack.dead:
-                asked = stack.switch(await _outcome_of(asked))
+                asked = stack.switch(await outcome_of(asked))
             return asked
         finally:
             self.is_open = False
             _current.reset(token)
             del frame_of_caller[task]
 
-    def _await_in_main(self, fn: Callable[[], Awaitable[T]]) -> _Outcome[T]:
-        return cast(_Outcome[T], self._main.switch(fn))
+    def _await_in_main(self, fn: Callable[[], Awaitable[T]]) -> Outcome[T]:
+        return cast(Outcome[T], self._main.switch(fn))

@@ -1,0 +1,86 @@
+"""Holds what a blocking call comes to, and a call that has been begun beside the loop, until main goes on with it."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Coroutine, Generator
+from dataclasses import dataclass
+from types import CoroutineType
+from typing import Any, Generic, Self, TypeVar, cast
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Outcome(Generic[T]):
+    """Holds what came of a call: a value, or an error."""
+
+    value: T | None = None
+    error: BaseException | None = None
+
+    def result(self) -> T:
+        """Return the value, or raise the error."""
+        if self.error is not None:
+            raise self.error
+        return cast(T, self.value)
+
+
+async def outcome_of(fn: Callable[[], Any]) -> Outcome[Any]:
+    """Call ``fn``, and await what it returns where that can be awaited."""
+    try:
+        made = fn()
+        return Outcome(await made if type(made) is CoroutineType or inspect.isawaitable(made) else made)
+    except BaseException as error:
+        return Outcome(error=error)
+
+
+class BegunCall:
+    """Goes on, where it is awaited, with a coroutine that has been begun outside of any loop.
+
+    It looks like that coroutine to what reports where a task waits.
+
+    Args:
+        coroutine: has been sent its first None.
+        awaited: the future that it has yielded then; None if it let others run, which they have done meanwhile.
+
+    Attributes:
+        outcomes: where its outcome is put.
+        is_cancelled: whether it is cancelled, rather than sent None, when it goes on.
+    """
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Outcome[Any]], awaited: Any) -> None:
+        self.outcomes: list[Outcome[Any]] = []
+        self.is_cancelled = False
+        self._coroutine: Any = coroutine
+        self._awaited = awaited
+
+    cr_frame = property(lambda self: self._coroutine.cr_frame)
+    cr_await = property(lambda self: self._coroutine.cr_await)
+
+    def __await__(self) -> Generator[Any, Any, Outcome[Any]]:
+        return cast(Generator[Any, Any, Any], self)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        return self.send(None)
+
+    def send(self, value: Any) -> Any:
+        """Go on, as a coroutine does: return what it waits for."""
+        awaited, self._awaited = self._awaited, None
+        if self.is_cancelled:  # as asyncio does it: what is awaited is cancelled first, if it can be
+            self.is_cancelled = False
+            if awaited is None or not awaited.cancel():
+                return self._coroutine.throw(asyncio.CancelledError())
+        return awaited if awaited is not None else self._coroutine.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        """Raise ``error`` where it waits."""
+        self._awaited = None
+        return self._coroutine.throw(*error)
+
+    def close(self) -> None:
+        """End it where it waits."""
+        self._coroutine.close()
