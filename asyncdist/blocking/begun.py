@@ -72,6 +72,9 @@ class BegunCall:
         awaited, self._awaited = self._awaited, None
         if self.is_cancelled:  # as asyncio does it: what is awaited is cancelled first, if it can be
             self.is_cancelled = False
+            if inspect.getcoroutinestate(self._coroutine) == inspect.CORO_CREATED:  # it would not catch what is thrown
+                self._coroutine.close()
+                raise StopIteration(Outcome[Any](error=asyncio.CancelledError()))
             if awaited is None or not awaited.cancel():
                 return self._coroutine.throw(asyncio.CancelledError())
         return awaited if awaited is not None else self._coroutine.send(value)
@@ -84,3 +87,25 @@ class BegunCall:
     def close(self) -> None:
         """End it where it waits."""
         self._coroutine.close()
+
+
+class Pause(asyncio.Future[None]):
+    """Is what main waits for between two calls. A cancellation of main meanwhile is told at once, and wakes nobody.
+
+    If it woke main, that would be in the next turn of the loop: the call that is ending could not see it, and the next
+    one could not be begun.
+
+    Args:
+        loop: main's.
+        on_cancel: is called; returns whether main is to be cancelled nevertheless.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_cancel: Callable[[], bool]) -> None:
+        super().__init__(loop=loop)
+        self._on_cancel = on_cancel
+
+    def cancel(self, msg: Any = None) -> bool:
+        """Tell of the cancellation, unless main is to go on already."""
+        if self.done() or self._on_cancel():
+            return super().cancel(msg)
+        return True

@@ -26,7 +26,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
 import greenlet
 
-from asyncdist.blocking.begun import BegunCall, Outcome, outcome_of
+from asyncdist.blocking.begun import BegunCall, Outcome, Pause, outcome_of
 from asyncdist.blocking.idle_loop import IdleLoop
 from asyncdist.errors import ClosedError, LocalProtocolError
 from asyncdist.runtime.notebooks import is_loop_running
@@ -198,7 +198,7 @@ class LoopCaller(Caller):
         try:
             with aside():
                 self._loop = loop = cast(IdleLoop, self._runner.get_loop())
-                self._waiter = loop.create_future()
+                self._waiter = self._pause()
                 opened: asyncio.Future[None] = loop.create_future()
                 self._host = loop.create_task(self._host_rank(opened), name="main", context=self._context)
                 self._interrupts.cancel_on_first(loop, [self._host])
@@ -209,8 +209,13 @@ class LoopCaller(Caller):
             self._end()
             raise
         self.is_open = True
-        self._interrupts.raises_at_once = True
         atexit.register(self._close_at_exit)
+
+    def listen(self) -> None:
+        """Raise signals where the block is from now on, one that has come already included."""
+        self._interrupts.raises_at_once = True
+        if self._interrupts.withdraw():
+            self._interrupts.check()
 
     def _close_at_exit(self) -> None:
         logger.warning(
@@ -222,7 +227,6 @@ class LoopCaller(Caller):
 
     def close(self, error: BaseException | None) -> None:
         """Leave the world, or end it with the error of the block. Raises what main ends with, if it is another one."""
-        atexit.unregister(self._close_at_exit)
         given = error
         if error is None:
             try:
@@ -230,6 +234,7 @@ class LoopCaller(Caller):
             except BaseException as caught:
                 error = caught
         self._interrupts.raises_at_once = False
+        atexit.unregister(self._close_at_exit)
         self.is_open = False
         self._error = error
         try:
@@ -268,14 +273,31 @@ class LoopCaller(Caller):
                 self._wake_main()
                 # Main stops the loop. With a future to complete it turned once more: 20 us of 60, in cold caches.
                 while not begun.outcomes:
+                    if self._host.done():  # a second signal was raised inside the loop of a notebook's rank
+                        return Outcome(error=self._what_stops() or ClosedError("this world has ended"))
                     self._loop.run_forever()
                 begun = begun.outcomes[0]
-            return begun
         finally:
             self._awaited = None
             if running is not None:
                 asyncio._set_running_loop(running)
-            interrupts.raises_at_once = interrupts.received is None
+            interrupts.raises_at_once = True
+        if interrupts.received is None:
+            return begun
+        return self._unless_stopped(begun)
+
+    def _unless_stopped(self, outcome: Outcome[T]) -> Outcome[T]:
+        """Return the outcome of a call, or what a signal raises that has come too late to end the call by itself.
+
+        From here on signals are raised where the block is; the next call may be hours away, or wait for nothing.
+        """
+        if not (self._interrupts.withdraw() or self._is_stopped):
+            return outcome
+        self._is_stopped = False
+        error = self._what_stops()
+        if error is not None and outcome.error is not error:
+            error.__context__ = outcome.error
+        return Outcome(error=error)
 
     def _begin(self, coroutine: Coroutine[Any, Any, Outcome[T]]) -> Outcome[T] | BegunCall:
         """Run a call as main would, until it waits for something: most steps of a policy do not.
@@ -300,6 +322,13 @@ class LoopCaller(Caller):
             asyncio._set_running_loop(None)
         return BegunCall(coroutine, awaited)
 
+    def _pause(self) -> Pause:
+        return Pause(self._loop, self._note_cancellation)
+
+    def _note_cancellation(self) -> bool:
+        self._is_stopped = not self._is_over
+        return self._is_over
+
     def _wake_main(self) -> None:
         if not self._waiter.done():
             self._waiter.set_result(None)
@@ -322,7 +351,7 @@ class LoopCaller(Caller):
         """Await what the block calls, one after the other, until it ends; end with its error."""
         while True:
             while self._next is None and not self._is_ended:
-                self._waiter = self._loop.create_future()
+                self._waiter = self._pause()
                 try:
                     await self._waiter
                 except asyncio.CancelledError:

@@ -197,6 +197,7 @@ def open_world(
     tokens = _current.set(caller), _current_world.set(caller.world)
     error: BaseException | None = None
     try:
+        caller.listen()
         yield World(caller)
     except GeneratorExit:  # nobody went on with a generator whose block this is: that is no failure
         raise

@@ -44,6 +44,7 @@ class Interrupts:
         self.received: int | None = None
         self.raises_at_once = False
         self._is_pending = False  # it has come, and no task has been cancelled for it yet
+        self._stopping: asyncio.Handle | None = None  # which will cancel them
         self._previous: dict[int, Any] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: Sequence[asyncio.Task[Any]] = ()
@@ -84,6 +85,16 @@ class Interrupts:
         if self._is_pending:
             self.check()
 
+    def withdraw(self) -> bool:
+        """Cancel no task for the signal that has come; return whether there is one for which none has been cancelled.
+
+        Who withdraws it raises it.
+        """
+        is_pending, self._is_pending = self._is_pending, False
+        if is_pending and self._stopping is not None:
+            self._stopping.cancel()
+        return is_pending
+
     def __enter__(self) -> Interrupts:
         self._story_requests.__enter__()
         if threading.current_thread() is threading.main_thread():
@@ -114,7 +125,7 @@ class Interrupts:
     def _cancel(self, loop: asyncio.AbstractEventLoop) -> None:
         if loop.is_closed():  # everything has ended already
             return
-        loop.call_soon_threadsafe(self._stop)
+        self._stopping = loop.call_soon_threadsafe(self._stop)
 
     def _stop(self) -> None:
         self._is_pending = False

@@ -1,0 +1,160 @@
+"""Signals that come just as a blocking call ends: they are raised where it returns, and hang nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import dis
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import asyncdist as ad
+from asyncdist.blocking.idle_loop import IdleLoop
+
+#: The instructions after which Python runs handlers of signals.
+_CHECKING = {dis.opmap[name] for name in ("RESUME", "CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD")}
+
+KINDS = [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+
+
+async def quick() -> int:
+    return 1
+
+
+async def yielding() -> int:
+    await asyncio.sleep(0)
+    return 1
+
+
+async def waiting() -> int:
+    await asyncio.sleep(1e-4)
+    return 1
+
+
+@pytest.mark.parametrize(("number", "kind"), KINDS, ids=["SIGINT", "SIGTERM"])
+def test_a_signal_between_the_last_turn_of_the_loop_and_the_return_is_raised_there(
+    number: signal.Signals, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_forever = IdleLoop.run_forever
+    seen: list[str] = []
+
+    def then_signal(loop: IdleLoop) -> None:
+        run_forever(loop)
+        monkeypatch.undo()
+        signal.raise_signal(number)
+
+    with ad.blocking.open_world() as world:
+        monkeypatch.setattr(IdleLoop, "run_forever", then_signal)
+        with pytest.raises(kind):
+            world.call(waiting)
+            seen.append("went on")
+        assert [world.call(waiting), world.call(quick)] == [1, 1], "it has been raised, and cancels nothing else"
+    assert not seen
+
+
+def test_a_signal_in_a_call_that_lets_no_loop_run_is_raised_where_it_returns() -> None:
+    async def struck() -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    with ad.blocking.open_world() as world:
+        with pytest.raises(KeyboardInterrupt):
+            world.call(struck)
+        assert world.call(waiting) == 1
+
+
+def test_a_cancellation_of_main_as_a_call_ends_stops_the_next_one() -> None:
+    """It was thrown into a call that had not begun, which ended main: nobody was there to stop the loop."""
+
+    async def cancelled_at_the_end() -> int:
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+        future = loop.create_future()
+
+        def go_on_and_be_cancelled() -> None:
+            future.add_done_callback(lambda _: task.cancel())  # after main has gone on, in the same turn
+            future.set_result(None)
+
+        await asyncio.sleep(0.001)  # this is run by the loop from here on
+        loop.call_soon(go_on_and_be_cancelled)
+        await future
+        return 1
+
+    with ad.blocking.open_world() as world:
+        assert world.call(cancelled_at_the_end) == 1
+        with pytest.raises(asyncio.CancelledError):
+            world.call(quick)
+        assert world.call(waiting) == 1
+
+
+def test_a_signal_as_the_world_opens_is_raised_in_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = IdleLoop.run_until_complete
+    seen: list[str] = []
+
+    def then_signal(loop: IdleLoop, awaited: Any) -> Any:
+        result = run(loop, awaited)
+        monkeypatch.undo()
+        signal.raise_signal(signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(IdleLoop, "run_until_complete", then_signal)
+    with pytest.raises(KeyboardInterrupt), ad.blocking.open_world():
+        seen.append("entered")
+    assert not seen
+
+
+class Planted:
+    """Raises SIGINT at one of the moments at which Python runs handlers of signals, counted from the start.
+
+    Args:
+        at: which one, from 0.
+
+    Attributes:
+        count: of those that were reached.
+    """
+
+    def __init__(self, at: int) -> None:
+        self.count = 0
+        self._at = at
+        self._before: dict[FrameType, int] = {}
+
+    def enter_frame(self, frame: FrameType, _event: str, _arg: object) -> Any:
+        self._before.pop(frame.f_back, None)  # type: ignore[arg-type]  # no handler is run at the return to it
+        frame.f_trace_opcodes = True
+        return self._trace
+
+    def _trace(self, frame: FrameType, event: str, _arg: object) -> Any:
+        if event == "opcode":
+            before = self._before.get(frame)
+            self._before[frame] = frame.f_code.co_code[frame.f_lasti]
+            if before in _CHECKING:
+                self.count += 1
+                if self.count > self._at:
+                    sys.settrace(None)
+                    signal.raise_signal(signal.SIGINT)
+        return self._trace
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("called", [quick, yielding, waiting])
+def test_a_signal_at_any_moment_of_a_call_is_raised_by_it_and_once(called: Callable[[], Awaitable[int]]) -> None:
+    tracing, at, was_reached = sys.gettrace(), 0, True
+    while was_reached:
+        planted, outcome = Planted(at), "went on"
+        with ad.blocking.open_world() as world:
+            world.call(waiting)
+            try:
+                sys.settrace(planted.enter_frame)
+                world.call(called)
+            except KeyboardInterrupt:
+                outcome = "raised"
+            finally:
+                sys.settrace(tracing)
+            assert [world.call(waiting), world.call(quick)] == [1, 1]
+        was_reached = planted.count > at
+        assert outcome == ("raised" if was_reached else "went on"), f"moment {at}"
+        at += 1
+    assert at > 5
