@@ -131,15 +131,15 @@ def per_second(now: float, before: float, seconds: float) -> float | None:
     return (now - before) / seconds if seconds > 0 and now >= before else None
 
 
-def to_json(counters: RankCounters) -> bytes:
-    """Return the counters as JSON."""
-    return msgspec.json.encode(counters)
+def to_bytes(counters: RankCounters) -> bytes:
+    """Return the counters as MessagePack, which has NaN, as JSON has not."""
+    return msgspec.msgpack.encode(counters)
 
 
-_decoder: Final = msgspec.json.Decoder(RankCounters)
+_decoder: Final = msgspec.msgpack.Decoder(RankCounters)
 
 
-def from_json(data: bytes) -> RankCounters:
+def from_bytes(data: bytes) -> RankCounters:
     """Return the counters that are in these bytes. Raises ValueError where they are none."""
     return _decoder.decode(data)
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from asyncdist.live.counters import from_json
+from asyncdist.live.counters import from_bytes
 from asyncdist.live.table import Readings, Row, screen
 from asyncdist.story import sockets
 from asyncdist.story.finding import find_job
@@ -56,7 +56,7 @@ class JobView:
         answers = sockets.exchange(places, sockets.COUNTERS)
         for data in answers.values():
             with contextlib.suppress(ValueError):  # it has ended while it answered
-                self._readings.add(from_json(data))
+                self._readings.add(from_bytes(data))
         still = [place for place in places if place.rank in answers and self._is_still(place.rank)]
         stories = sockets.ask(still) if still else {}
         notes = {rank: in_short(story, stories) for rank, story in stories.items()}

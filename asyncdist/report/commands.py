@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -66,8 +67,7 @@ def run_report(folder: str, job: str | None, out: str | None) -> int:
         path.write_text(render(recording), encoding="utf-8")
     except (RecordingError, OSError) as error:
         return _refuse("report", error)
-    print(f"wrote {path}, {path.stat().st_size / 1e6:.1f} MB; open it in a browser")
-    return 0
+    return _say("report", f"wrote {path}, {path.stat().st_size / 1e6:.1f} MB; open it in a browser")
 
 
 def run_trace(folder: str, job: str | None, out: str | None, profiles: Sequence[str]) -> int:
@@ -81,8 +81,9 @@ def run_trace(folder: str, job: str | None, out: str | None, profiles: Sequence[
         count = write_trace(recording, path, [Path(each) for each in profiles])
     except (RecordingError, TraceError, OSError) as error:
         return _refuse("trace", error)
-    print(f"wrote {path}, {count} entries, {len(recording.ranks)} ranks; open it at https://ui.perfetto.dev")
-    return 0
+    return _say(
+        "trace", f"wrote {path}, {count} entries, {len(recording.ranks)} ranks; open it at https://ui.perfetto.dev"
+    )
 
 
 def run_export(folder: str, job: str | None, out: str | None, kind: str) -> int:
@@ -99,8 +100,7 @@ def run_export(folder: str, job: str | None, out: str | None, kind: str) -> int:
         return _refuse("export", f"--format parquet needs pyarrow (pip install pyarrow): {error}")
     except (RecordingError, OSError) as error:
         return _refuse("export", error)
-    print(f"wrote {len(files)} tables to {to}: {', '.join(file.name for file in files)}")
-    return 0
+    return _say("export", f"wrote {len(files)} tables to {to}: {', '.join(file.name for file in files)}")
 
 
 def run_query(folder: str, job: str | None, statement: str) -> int:
@@ -110,12 +110,33 @@ def run_query(folder: str, job: str | None, statement: str) -> int:
 
     try:
         names, found = tables.query(read_recording(folder, job), statement)
+        return _print_to("query", lambda: _print_rows(names, found))
     except (RecordingError, tables.QueryError) as error:
         return _refuse("query", error)
+
+
+def _print_rows(names: Sequence[str], found: Iterable[Sequence[object]]) -> None:
     if not _print_table(names, found):
         writer = csv.writer(sys.stdout, lineterminator="\n")
         writer.writerow(names)
         writer.writerows(found)
+
+
+def _say(command: str, text: str) -> int:
+    return _print_to(command, lambda: print(text))
+
+
+def _print_to(command: str, write: Callable[[], None]) -> int:
+    """Print what ``write`` does; return the exit code. What its reader does not want is dropped, as by ``head``."""
+    try:
+        write()
+        sys.stdout.flush()
+    except (OSError, UnicodeEncodeError) as error:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)  # Python flushes the rest when it ends, and would fail again
+        os.close(null)
+        if not isinstance(error, BrokenPipeError):
+            return _refuse(command, f"standard output cannot be written: {getattr(error, 'strerror', error)}")
     return 0
 
 

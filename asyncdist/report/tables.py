@@ -137,11 +137,12 @@ def query(recording: Recording, statement: str) -> tuple[list[str], Iterator[Seq
     Only the tables whose names are in the statement are read.
 
     Raises:
-        QueryError: SQLite refuses it.
+        QueryError: SQLite refuses it, perhaps as late as in a row; or it gives no rows.
     """
     words = set(re.findall(r"\w+", statement.lower()))
     wanted = [table for table in (*KINDS, "ranks") if table in words]
     connection = sqlite3.connect(":memory:")
+    connection.text_factory = lambda data: data.decode("utf-8", "backslashreplace")
     for table in (*KINDS, "ranks"):
         names = ", ".join(f'"{name}"' for name in columns_of(table))
         connection.execute(f'CREATE TABLE "{table}" ({names})')
@@ -152,7 +153,20 @@ def query(recording: Recording, statement: str) -> tuple[list[str], Iterator[Seq
     connection.execute("PRAGMA query_only = ON")
     try:
         cursor = connection.execute(statement)
+    except (sqlite3.Error, ValueError) as error:  # ValueError: it is no UTF-8, or has a NUL
+        raise _refusal(error) from error
+    if cursor.description is None:
+        raise QueryError("the query is refused: it asks for no rows, as SELECT does")
+    return [each[0] for each in cursor.description], _fetched(cursor)
+
+
+def _fetched(cursor: sqlite3.Cursor) -> Iterator[Sequence[Value]]:
+    try:
+        yield from cursor
     except sqlite3.Error as error:
-        tables = ", ".join((*KINDS, "ranks"))
-        raise QueryError(f"the query is refused: {error}; the tables: {tables}") from error
-    return [each[0] for each in cursor.description or ()], cursor
+        raise _refusal(error) from error
+
+
+def _refusal(error: Exception) -> QueryError:
+    why = "it is no UTF-8" if isinstance(error, UnicodeError) else str(error)
+    return QueryError(f"the query is refused: {why}; the tables: {', '.join((*KINDS, 'ranks'))}")

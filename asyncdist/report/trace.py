@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -66,10 +67,26 @@ def write_trace(recording: Recording, path: Path, profiles: Sequence[Path] = ())
         file.write('{"displayTimeUnit": "ms", "traceEvents": [')
         for entries in (_entries(recording), *extra):
             for entry in entries:
-                file.write(("," if count else "") + "\n" + json.dumps(entry, separators=(",", ":")))
+                file.write(("," if count else "") + "\n" + _as_json(entry))
                 count += 1
         file.write("\n]}\n")
     return count
+
+
+def _as_json(entry: Entry) -> str:
+    """Return an entry as JSON, which has no NaN and no infinity: they become texts."""
+    try:
+        return json.dumps(entry, separators=(",", ":"), allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(entry), separators=(",", ":"), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _entries(recording: Recording) -> Iterator[Entry]:
@@ -126,8 +143,11 @@ def _entries_of(rank: int, event: Event, at_us: float, numbers: defaultdict[tupl
             took_us = 1e6 * float(event.get("seconds"))
             yield _span(rank, STEPS, "policy.step", at_us - took_us, took_us, {"iteration": event.get("iteration")})
         case "metric":
-            value = {"metric": event.get("value")}
-            yield {"ph": "C", "name": "metric", "pid": rank, "tid": STEPS, "ts": round(at_us, 3), "args": value}
+            value, at = float(event.get("value")), {"pid": rank, "tid": STEPS, "ts": round(at_us, 3)}
+            if math.isfinite(value):
+                yield {"ph": "C", "name": "metric", **at, "args": {"metric": value}}
+            else:  # a counter has numbers alone
+                yield {"ph": "i", "s": "t", "name": f"metric {value}", **at}
         case "waited":
             took_us = 1e6 * float(event.get("seconds"))
             yield _span(rank, WAITS, str(event.get("what")), at_us - took_us, took_us, {})

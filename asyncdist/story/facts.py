@@ -129,15 +129,15 @@ class RankStory:
     events: tuple[str, ...] = ()
 
 
-_decoder: Final = msgspec.json.Decoder(RankStory)
+_decoder: Final = msgspec.msgpack.Decoder(RankStory)
 
 
 def to_bytes(story: RankStory) -> bytes:
-    """Return the story as JSON. What is not text, as the name of a script may be, is shown with question marks."""
+    """Return the story as MessagePack, which has NaN; what is not text, as a script's name, has question marks."""
     try:
-        return msgspec.json.encode(story)
+        return msgspec.msgpack.encode(story)
     except UnicodeEncodeError:
-        return msgspec.json.encode(_as_text(msgspec.to_builtins(story)))
+        return msgspec.msgpack.encode(_as_text(msgspec.to_builtins(story)))
 
 
 def _as_text(value: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import math
 import re
 from collections import Counter
 from pathlib import Path
@@ -109,6 +110,26 @@ def test_a_trace_has_a_track_for_each_rank_and_an_arrow_for_each_message(recordi
     assert all((end["pid"], end["tid"], end["ts"]) in spans for end in ends.values()), "arrows end at spans"
 
 
+async def train_to_nan(world: ad.World) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=5) as policy:
+        for step in range(20):
+            await policy.step((0.5, math.nan, math.inf, -math.inf)[(world.rank + step // 5) % 4])
+
+
+def refuse_constant(name: str) -> None:
+    raise ValueError(f"JSON has no {name}")
+
+
+def test_a_trace_of_metrics_that_are_no_finite_numbers_is_json(tmp_path: Path) -> None:
+    ad.simulate(train_to_nan, ranks=2, seed=1, record=tmp_path)
+    write_trace(read_recording(tmp_path), tmp_path / "trace.json")
+    read = json.loads((tmp_path / "trace.json").read_text(), parse_constant=refuse_constant)["traceEvents"]
+    assert {entry["name"] for entry in read} >= {"metric nan", "metric inf", "metric -inf"}
+    assert {entry["args"]["metric"] for entry in read if entry["name"] == "metric"} == {0.5}
+
+
 def test_traces_of_torchs_profiler_are_added_with_processes_and_times_of_their_own(
     recording: Recording, tmp_path: Path
 ) -> None:
@@ -176,6 +197,42 @@ def test_the_commands(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert code == 0 and "open it in a browser" in out and "<h1>Job " in (tmp_path / "r.html").read_text()
     code, out, _ = run(capsys, "export", str(folder), "-o", str(tmp_path / "tables"))
     assert code == 0 and "step.csv" in out
+
+
+#: Fails in its second row.
+OVERFLOW = "SELECT abs(-9223372036854775807 - value) FROM json_each('[0, 1]')"
+
+
+@pytest.mark.parametrize(
+    ("statement", "why"),
+    [
+        ("SELECT lacking", "no such column: lacking"),
+        (OVERFLOW, "integer overflow"),
+        ("SELECT '\udcff'", "it is no UTF-8"),
+        ("SELECT 1; SELECT 2", "You can only execute one statement at a time"),
+        ("", "it asks for no rows"),
+    ],
+)
+def test_a_query_that_is_refused_is_one_line(
+    statement: str, why: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run(capsys, "query", str(folder), statement)
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith(f"asyncdist query: the query is refused: {why}")
+
+
+def test_text_of_an_answer_that_is_no_utf8_is_shown_with_backslashes(recording: Recording) -> None:
+    assert list(tables.query(recording, "SELECT CAST(x'61ff' AS TEXT)")[1]) == [("a\\xff",)]
+
+
+@pytest.mark.parametrize("command", ["report", "trace", "export"])
+def test_a_path_that_cannot_be_written_is_one_line(
+    command: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    code, out, err = run(capsys, command, str(folder), "-o", str(tmp_path / "file" / "x"))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"asyncdist {command}: ") and "Not a directory" in err
 
 
 @pytest.mark.parametrize("words", [("report",), ("trace",), ("export",), ("query", "SELECT 1")])

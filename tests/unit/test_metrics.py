@@ -21,8 +21,10 @@ from asyncdist.live.counters import (
     RankCounters,
     _told_apart,
     counters_of,
+    from_bytes,
     per_second,
     samples,
+    to_bytes,
 )
 from asyncdist.live.destinations import Destination, destinations, missing
 from asyncdist.live.exporting import Exporter
@@ -220,6 +222,14 @@ def test_the_table_says_what_each_rank_does_and_what_all_do() -> None:
     assert line.split()[:13] == ["1", "mine", "40", "5.0", "0.5", "3", "giving", "2", "7", "2.0k", "1.0k", "25%", "1"]
     assert line.endswith(POLICY.latest)
     assert (silent.strip(), note) == ("2", "rank 2 does not answer")
+
+
+@pytest.mark.parametrize("metric", [float("nan"), float("inf"), -float("inf")])
+def test_a_metric_that_is_no_finite_number_is_shown(metric: float) -> None:
+    told = replace(COUNTERS, policies=(replace(POLICY, metric=metric),))
+    readings = Readings()
+    readings.add(from_bytes(to_bytes(told)))
+    assert str(metric) in drawn(readings.rows())[2].split()
 
 
 def test_a_rank_that_was_started_again_counts_anew() -> None:

@@ -175,6 +175,13 @@ def test_stories_travel() -> None:
         from_bytes(b"{}")
 
 
+@pytest.mark.parametrize("metric", [float("nan"), float("inf"), -float("inf")])
+def test_a_metric_that_is_no_finite_number_is_told(metric: float) -> None:
+    policy = PolicyState("averaging", 7, metric, 0, "", None)
+    read = from_bytes(to_bytes(replace(story(1), policies=(policy,))))
+    assert f"  policy 'averaging': 7 steps, metric {metric}" in tell_rank(read).splitlines()
+
+
 class TestSockets:
     @pytest.fixture(autouse=True)
     def base(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

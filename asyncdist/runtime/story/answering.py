@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from asyncdist.live.counters import counters_of, to_json
+from asyncdist.live import counters
 from asyncdist.runtime.story.collecting import collect, job_name
 from asyncdist.runtime.story.signs import Signs
 from asyncdist.runtime.world import World
@@ -136,7 +136,7 @@ class Teller:
                 client.sendall(to_bytes(self._story()))
             elif question == sockets.COUNTERS:
                 self._world.services.count_waits()
-                client.sendall(to_json(counters_of(self._world.services)))
+                client.sendall(counters.to_bytes(counters.counters_of(self._world.services)))
             elif question == sockets.TOLD:
                 self._note_told()
             elif question == sockets.PULSE:
