@@ -112,6 +112,11 @@ FOUND: dict[int, tuple[str, tuple[str, ...]]] = {
         "member of the others' first: no fault, and known here",
         ("fault Corrupt", "fault Kill"),
     ),
+    369097: (
+        "a rank left while it still waited for the verdict of a large agreement; its leader took no notice of what it "
+        "asked then, and all waited for ever",
+        ("fault Corrupt", "fault SlowRank"),
+    ),
     2007362: (
         "the frame was spoiled that said that a rank had come to a start; it gave up, and came to its next one, and "
         "the others were told that they start policies in different orders: no fault of the policies, and allowed here",

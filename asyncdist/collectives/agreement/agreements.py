@@ -103,7 +103,9 @@ class Agreements:
         self._absences = Absences(self.incarnations)
         self.relays = Relays(engine, rank, self._send, self._absences.gone)
         self.comings = Comings(self.relays, self._absences, self._send_anyway)
-        self.led = LedAgreements(rank, self._send, self._deliver, self._has_come, self._absences, self.relays)
+        self.led = LedAgreements(
+            rank, self._send, self._send_anyway, self._deliver, self._has_come, self._absences, self.relays
+        )
         self.rivals = Rivals(engine, rank, self.led.joins, self._send, self._object)
         self.termination = Termination(engine, rank, self._send)
         self._forsaken: set[AgreementKey] = set()

@@ -40,7 +40,8 @@ class LedAgreements:
 
     Args:
         rank: this rank.
-        send: sends a message to another rank.
+        send: sends a message to another rank, unless that one is gone.
+        send_anyway: sends one also to a rank that has left.
         deliver: takes a verdict that this rank gets from itself.
         has_come: whether this rank has come to an agreement, or gone on from it.
         absences: the ranks that come to none.
@@ -56,6 +57,7 @@ class LedAgreements:
         self,
         rank: int,
         send: Callable[[Any, int], None],
+        send_anyway: Callable[[Any, int], None],
         deliver: Callable[[Verdict], None],
         has_come: Callable[[AgreementKey], bool],
         absences: Absences,
@@ -63,6 +65,7 @@ class LedAgreements:
     ) -> None:
         self._rank = rank
         self._send = send
+        self._send_anyway = send_anyway
         self._deliver = deliver
         self._has_come = has_come
         self._absences = absences
@@ -98,9 +101,12 @@ class LedAgreements:
 
     def on_join(self, join: Join, source: int) -> None:
         """Note that a member has come to a meeting that this rank leads, or will lead."""
-        if source in self._absences.gone:
-            return  # lost since it sent this
         key = join.key
+        if source in self._absences.gone:
+            if source not in self._absences.lost and self._relays.carry(key):  # it has left, and still waits for this
+                over = self.over.hear(key, source) or self._decided(key)
+                self._send_anyway(over or Verdict(key.text, gone=(source,)), source)
+            return
         over = self.over.hear(key, source)
         if self._relays.carry(key):
             over = over or self._decided(key)
