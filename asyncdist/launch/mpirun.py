@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -123,8 +124,21 @@ def run(
         flavour, mpirun, script, arguments, ranks=count, hosts=hosts, variables=travelling, survives=survives
     )
     if not (survives and hosts):
+        _clear_remains()
         os.execve(mpirun, command, environ)
     return _run_watched(mpirun, command, environ)
+
+
+def _clear_remains() -> None:
+    """Remove what an mpirun that was killed has left under the number of this process, which becomes mpirun.
+
+    Open MPI's keeps its files in a folder named by its process number, and does not start where it finds some there:
+    "The PMIx server's listener thread failed to start", exit code 213.
+    """
+    folder = Path(tempfile.gettempdir(), f"ompi.{os.getpid()}")
+    with contextlib.suppress(OSError):
+        if folder.lstat().st_uid == os.getuid():
+            shutil.rmtree(folder)
 
 
 def _run_watched(mpirun: str, command: list[str], environ: Mapping[str, str]) -> int:
@@ -137,6 +151,7 @@ def _run_watched(mpirun: str, command: list[str], environ: Mapping[str, str]) ->
 
     def begin() -> None:
         guardians.die_with_parent(own)
+        _clear_remains()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     # Not in a "with", which would close a pipe that the thread reads, and wait for it.

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -329,6 +330,34 @@ def test_no_child_of_a_rank_stays_behind_when_a_process_of_the_job_is_killed(tmp
     code, _, _ = finish(process)
     assert code != 0
     assert wait_until(lambda: not any(is_alive(pid) for pid in pids))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("by", ["asyncdist run", "mpirun"])
+def test_what_a_killed_mpirun_has_left_under_this_process_number_hinders_no_other(tmp_path: Path, by: str) -> None:
+    """Process numbers come again. Of mpirun itself it is seen here that it does not start then."""
+    if mpi.flavour() != "openmpi":
+        pytest.skip("the other MPI's mpirun keeps no such files")
+    installation = mpirun.find_installation(os.environ)
+    becomes = {
+        "asyncdist run": [sys.executable, "-m", "asyncdist", "run", "-n", "1", str(tmp_path / "main.py")],
+        "mpirun": [installation.launchers["openmpi"], "--oversubscribe", "-n", "1", "true"],
+    }[by]
+    (tmp_path / "main.py").write_text("print('it runs')\n")
+    remains = f"""
+        import os, socket, sys
+        folder = {str(tmp_path)!r} + f"/ompi.{{os.getpid()}}"
+        os.mkdir(folder)
+        open(folder + f"/pmix.{{socket.gethostname()}}.tool", "w").close()
+        os.execv(sys.argv[1], sys.argv[1:])
+    """
+    environ = {**base_environment(), "TMPDIR": str(tmp_path), **dict.fromkeys(mpirun.ROOT_VARIABLES, "1")}
+    command = [sys.executable, "-c", textwrap.dedent(remains), *becomes]
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100)
+    if by == "mpirun":
+        assert ended.returncode == 213 and "listener thread failed to start" in ended.stderr
+    else:
+        assert (ended.returncode, ended.stdout) == (0, "it runs\n"), ended.stderr
 
 
 @pytest.mark.mpi
