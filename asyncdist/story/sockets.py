@@ -35,8 +35,8 @@ _BEGINNING_S: Final = 10.0
 _TRY_COUNT: Final = 10
 #: A path of a Unix socket has 108 bytes, the last one 0.
 _PATH_NBYTES_MAX: Final = 107
-#: A rank's own name in the directory: its number and its process.
-_NAME_NBYTES: Final = len("/0123abcd/1000000.4194304")
+#: A rank's own name in the directory: its number and its process; until it listens there, with a tilde.
+_NAME_NBYTES: Final = len("/0123abcd/1000000.4194304~")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +93,12 @@ def listen(job: str, rank: int) -> tuple[socket.socket, Path] | None:
                 path = folder / f"{rank}.{os.getpid()}"
                 listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 try:
-                    path.unlink(missing_ok=True)
-                    listener.bind(str(path))
+                    begun = path.with_name(f"{path.name}~")  # no place yet: one at which nobody listens is cleared away
+                    begun.unlink(missing_ok=True)
+                    listener.bind(str(begun))
                     listener.listen(64)
                     listener.setblocking(False)
+                    begun.replace(path)
                 except OSError:
                     listener.close()
                     raise
@@ -137,6 +139,8 @@ def _clear_job(folder: Path) -> None:
                 place.path.unlink(missing_ok=True)
             # A rank that begins has made the directory, and is about to make its socket.
             if found or time.time() - folder.stat().st_mtime > _BEGINNING_S:
+                for begun in folder.glob("*~"):  # of one that was killed before it listened
+                    begun.unlink()
                 folder.rmdir()
 
 

@@ -224,6 +224,30 @@ class TestSockets:
         assert opened[1].exists()
         assert "job" not in sockets.jobs() and not base.exists()
 
+    def test_a_rank_that_begins_keeps_its_socket_while_others_clear(
+        self, base: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class Begun(socket.socket):
+            def listen(self, backlog: int = 64) -> None:
+                assert sockets.jobs() == {}, "it is no rank that could be asked yet"
+                super().listen(backlog)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(socket, "socket", Begun)
+            opened = sockets.listen("job", 0)
+        assert opened is not None
+        assert [(place.rank, place.is_served) for place in sockets.jobs()["job"]] == [(0, True)]
+        opened[0].close()
+        sockets.withdraw(opened[1])
+        assert not base.exists()
+
+    def test_what_was_left_before_it_listened_is_cleared_away(self, base: Path) -> None:
+        (base / "job").mkdir(parents=True, mode=0o700)
+        (base / "job" / "0.1~").touch()
+        os.utime(base / "job", (0, 0))
+        sockets.clear(base)
+        assert not base.exists()
+
     def test_a_directory_that_others_may_write_is_not_used(self, base: Path) -> None:
         base.mkdir()
         base.chmod(0o777)
