@@ -136,7 +136,8 @@ FORKED = """
     from asyncdist.story import sockets
 
     def listens(pid, path):
-        [inode] = [line.split()[6] for line in open("/proc/net/unix") if line.rstrip().endswith(str(path))]
+        bound = f"{path}~"  # it is renamed once it listens, and the kernel keeps the first name
+        [inode] = [line.split()[6] for line in open("/proc/net/unix") if line.rstrip().endswith(bound)]
         links = [os.path.realpath(each) for each in pathlib.Path(f"/proc/{pid}/fd").iterdir()]
         return any(link.endswith(f"socket:[{inode}]") for link in links)
 
