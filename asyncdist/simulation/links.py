@@ -111,6 +111,10 @@ class Network:
         """Return the number of the host that ``rank`` is on, counted from 0."""
         return 0 if self.ranks_per_host is None else rank // self.ranks_per_host
 
+    def local_rank_of(self, rank: int) -> int:
+        """Return the number of ``rank`` among the ranks of its host, counted from 0."""
+        return rank if self.ranks_per_host is None else rank % self.ranks_per_host
+
 
 class Interfaces:
     """Shares the bandwidth of each host's network interface among all that its ranks send and receive.

@@ -56,8 +56,7 @@ class SimTransport(Transport):
 
     @property
     def local_rank(self) -> int:
-        host_of = self._fabric.network.host_of
-        return sum(host_of(rank) == host_of(self.rank) for rank in range(self.rank))
+        return self._fabric.network.local_rank_of(self.rank)
 
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
         return self._fabric.send(buffer, self.rank, dest, tag)

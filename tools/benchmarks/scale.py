@@ -21,15 +21,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import resource
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from harness import Results, Row, model_of, optimizer_of, state_nbytes
+from sim import pass_on
 
 import asyncdist as ad
 from asyncdist.simulation import Compute, Link, LogNormal, Network
@@ -60,6 +63,9 @@ _POPULATION_ROUNDS: Final = 5
 ISLAND_SIZE: Final = 32
 TARGET_MESSAGES: Final = 64
 ISLAND_ROUNDS: Final = 5
+#: CPU time of an empty main on 10,000 ranks, and messages per second of many ranks against those of eight.
+TARGET_EMPTY_CPU_S: Final = 60.0
+TARGET_RATE: Final = 0.5
 #: Steps in which so many rounds have their place, and when, in virtual seconds, all ranks leave: a policy's start takes
 #: some of it.
 _ISLAND_STEPS: Final = 60
@@ -76,12 +82,23 @@ class Settings:
     timed_steps: int
     population: int
     island_counts: tuple[int, ...]
+    empty: int
+    passed_count: int
 
 
 FULL: Final = Settings(
-    (8, 16, 32, 64, 128), 1 << 18, steps=40, timed_steps=800, population=1000, island_counts=(32, 313)
+    (8, 16, 32, 64, 128),
+    1 << 18,
+    steps=40,
+    timed_steps=800,
+    population=1000,
+    island_counts=(32, 313),
+    empty=10_000,
+    passed_count=200_000,
 )
-QUICK: Final = Settings((8, 12), 1 << 16, steps=40, timed_steps=100, population=40, island_counts=(2,))
+QUICK: Final = Settings(
+    (8, 12), 1 << 16, steps=40, timed_steps=100, population=40, island_counts=(2,), empty=40, passed_count=800
+)
 
 
 async def _train(
@@ -220,6 +237,31 @@ def _measure_islands(count: int) -> dict[str, float]:
     }
 
 
+async def _nothing(world: ad.World) -> None:
+    """Start and end."""
+
+
+def _empty_main(size: int) -> dict[str, float]:
+    """What start and end of a world cost."""
+    began_s = time.process_time()
+    report = ad.simulate(_nothing, ranks=size, seed=size, strict=True)
+    return {"ranks": size, "messages": report.message_count / size, "cpu_s": time.process_time() - began_s}
+
+
+def _passed_per_s(ranks: int, count: int) -> float:
+    """Messages per second of CPU time that ``ranks`` ranks pass on, some ``count`` of them, start and end included."""
+    began_s = time.process_time()
+    report = ad.simulate(pass_on, count // ranks, ranks=ranks, seed=ranks)
+    report.value()
+    return report.message_count / (time.process_time() - began_s)
+
+
+def _rates(many: int, count: int) -> dict[str, float]:
+    """The rates of many ranks, and of eight ranks before and after."""
+    before, of_many, after = (_passed_per_s(ranks, count) for ranks in (8, many, 8))
+    return {"ranks": many, "per_s": of_many, "of_8_per_s": (before + after) / 2}
+
+
 def _check_applied(seconds: Sequence[float], replacer_count: int) -> None:
     applied_count = sum(each >= 0 for each in seconds)
     assert applied_count == replacer_count, f"{applied_count} of {replacer_count} replacers have applied an average"
@@ -268,8 +310,32 @@ def rows(results: Results) -> list[Row]:
                 figures["messages"] <= TARGET_MESSAGES,
             )
         )
+    empty, rates = results["empty"], results["rates"]
+    limit = 4 * math.ceil(math.log2(empty["ranks"])) + 16
+    ratio = rates["per_s"] / rates["of_8_per_s"]
     return [
         *found,
+        Row(
+            f"empty main of {empty['ranks']} ranks: messages of a rank",
+            f"{empty['messages']:.1f}",
+            "",
+            f"<= {limit}",
+            empty["messages"] <= limit,
+        ),
+        Row(
+            f"empty main of {empty['ranks']} ranks: CPU",
+            f"{empty['cpu_s']:.1f} s",
+            "",
+            f"<= {TARGET_EMPTY_CPU_S:g} s",
+            empty["cpu_s"] <= TARGET_EMPTY_CPU_S,
+        ),
+        Row(
+            f"messages per second, {rates['ranks']} ranks",
+            f"{rates['per_s']:,.0f}",
+            f"x{ratio:.2f} of {rates['of_8_per_s']:,.0f}: 8 ranks",
+            f">= x{TARGET_RATE:g}",
+            ratio >= TARGET_RATE,
+        ),
         Row(f"{name}: CPU", f"{large['cpu_s']:.1f} s", "", f"<= {TARGET_CPU_S:g} s", large["cpu_s"] <= TARGET_CPU_S),
         Row(f"{name}: memory", f"{large['gib']:.2f} GiB", "", f"<= {TARGET_GIB:g} GiB", large["gib"] <= TARGET_GIB),
         Row(f"{name}: messages of a rank", f"{large['messages']:.0f}", "", "", None),
@@ -277,7 +343,7 @@ def rows(results: Results) -> list[Row]:
 
 
 def _by_size(results: Results) -> Results:
-    return {size: figures for size, figures in results.items() if size not in ("population", "islands")}
+    return {size: figures for size, figures in results.items() if size.isdecimal()}
 
 
 def _time_target(seconds: float, of_8: Mapping[str, Mapping[str, float]]) -> tuple[str, bool]:
@@ -327,15 +393,20 @@ def main() -> None:
     given = parser.parse_args()
     settings = QUICK if given.quick else FULL
     torch.set_num_threads(1)
-    began_at = time.perf_counter()
-    population = _population(settings.population)  # first: peak memory is that of the process so far
-    results: Results = {
-        str(size): {route: _measure(size, route, settings) for route in ROUTES} for size in settings.sizes
-    }
-    results["population"] = population
-    results["islands"] = {str(count): _measure_islands(count) for count in settings.island_counts}
+    results: Results = {}
+
+    def measure(name: str, function: Callable[..., Any], *args: Any) -> None:
+        began_at = time.perf_counter()
+        results[name] = function(*args)
+        print(f"{name}: {time.perf_counter() - began_at:.0f} s", file=sys.stderr, flush=True)
+
+    measure("population", _population, settings.population)  # first: peak memory is that of the process so far
+    measure("rates", _rates, settings.population, settings.passed_count)
+    for size in settings.sizes:
+        measure(str(size), lambda size: {route: _measure(size, route, settings) for route in ROUTES}, size)
+    measure("empty", _empty_main, settings.empty)
+    measure("islands", lambda counts: {str(count): _measure_islands(count) for count in counts}, settings.island_counts)
     given.out.write_text(json.dumps(results))
-    print(f"{time.perf_counter() - began_at:.0f} s")
 
 
 if __name__ == "__main__":

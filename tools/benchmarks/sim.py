@@ -76,7 +76,8 @@ class Ping:
     value: float
 
 
-async def _pass_on(world: ad.World, count: int) -> None:
+async def pass_on(world: ad.World, count: int) -> None:
+    """Send messages to the right-hand neighbour, and receive as many."""
     channel = world.channel(Ping, tag=100)
     right = (world.rank + 1) % world.size
     message = Ping(1000, 0.5)
@@ -87,7 +88,7 @@ async def _pass_on(world: ad.World, count: int) -> None:
 
 def _ours_per_s(count: int, seed: int) -> float:
     began_at = time.process_time()
-    ad.simulate(_pass_on, count, ranks=_RANK_COUNT, seed=seed).value()
+    ad.simulate(pass_on, count, ranks=_RANK_COUNT, seed=seed).value()
     return _RANK_COUNT * count / (time.process_time() - began_at)
 
 
