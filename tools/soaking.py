@@ -9,7 +9,9 @@ With ``--islands`` the populations live on islands, whose ranks are killed, stal
 With ``--kills`` it starts real jobs on MPI in place of simulations, and kills ranks of them at moments that follow from
 the seed (``tests/scripts/killed_members.py``). With ``--restarts`` one real job on torch trains for as long as it is
 told, while its ranks are stalled, killed and started again (``tests/scripts/long_job.py``). With ``--lies`` one rank of
-each simulation sends well-formed messages that are not true (``tests/simulation/hostile_scenarios.py``).
+each simulation sends well-formed messages that are not true (``tests/simulation/hostile_scenarios.py``). With
+``--replays`` real jobs are recorded, a third of them on torch, and happen again in the simulator, where all decisions
+and weights must be the same (``tests/scripts/replayed_jobs.py``).
 
 With ``--starts`` it kills ranks while a policy starts, the one that decides first of all, and looks whether the others
 go on in one policy (``tests/simulation/killed_start_scenarios.py``).
@@ -45,7 +47,7 @@ TESTS: Final = Path(__file__).resolve().parents[1] / "tests"
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
 from fuzzing import decoders, frames, memory, sequences  # noqa: E402 the path is set above
-from scripts import killed_members, long_job  # noqa: E402 the path is set above
+from scripts import killed_members, long_job, replayed_jobs  # noqa: E402 the path is set above
 from simulation import island_scenarios, killed_start_scenarios, long_run  # noqa: E402 as above
 from simulation.hostile_scenarios import run_hostile  # noqa: E402 as above
 from simulation.scenarios import Recorder  # noqa: E402 as above
@@ -86,6 +88,9 @@ def main() -> int:
         return _watch_memory(options.seed_start)
     if options.kills:
         killed_members.hunt(seeds())
+        return 0
+    if options.replays:
+        replayed_jobs.hunt(seeds())
         return 0
     if options.restarts:
         return long_job.run(options.minutes, options.seed_start)
@@ -271,6 +276,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--lies", action="store_true", help="let a rank of each simulation say what is not true")
     parser.add_argument("--starts", action="store_true", help="kill ranks of simulated jobs while a policy starts")
     parser.add_argument("--kills", action="store_true", help="kill ranks of real jobs on MPI that go on without them")
+    parser.add_argument("--replays", action="store_true", help="record real jobs, and let them happen again")
     parser.add_argument(
         "--restarts", action="store_true", help="stall, kill and start again ranks of one real job on torch"
     )
