@@ -121,10 +121,12 @@ def _leave_world(error: BaseException) -> None:
 def heed_story_requests() -> None:
     """Let SIGUSR1, which asks a rank what it does, be no end of one that still imports or has no world any more.
 
-    Not in a job of Slurm, where Lightning saves and requeues at that signal if nobody else has a handler for it.
+    Not in a job of Slurm, where Lightning saves and requeues at that signal if nobody else has a handler for it. What
+    starts a rank blocks the signal, so one that comes earlier is heeded here.
     """
     if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL and "SLURM_JOB_ID" not in os.environ:
         signal.signal(signal.SIGUSR1, tell_no_world)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
 
 
 def tell_no_world(_number: int, frame: types.FrameType | None) -> None:

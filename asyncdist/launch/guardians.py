@@ -141,7 +141,7 @@ def main(parent: int, started: int, command: list[str]) -> NoReturn:
     with contextlib.suppress(OSError):  # the outer one has been killed, and so will this process be
         os.setpgid(0, group)
     die_with_parent(inner)
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    signal.pthread_sigmask(signal.SIG_SETMASK, {*mask, signal.SIGUSR1})  # asked before it can answer, it would end
     os.execv(command[0], command)
 
 

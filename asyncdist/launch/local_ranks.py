@@ -320,10 +320,13 @@ def _popen(
     command: Sequence[str], variables: Mapping[str, str], what: str, *, stdin: int = subprocess.DEVNULL
 ) -> RankProcess:
     guarded = guardians.guarded(list(command), parent=os.getpid())
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # it answers that one when it can
     try:
         return RankProcess(guarded, env=variables, stdin=stdin, process_group=0)
     except OSError as error:
         raise local_host.LaunchError(f"{what} cannot be started: {error}") from error
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

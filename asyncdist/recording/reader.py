@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -67,9 +67,7 @@ class RankRecording:
         with self.path.open("rb") as file:
             unpacker = _unpacker(file)
             next(unpacker)
-            for event in _events(unpacker, list(self.header["kinds"])):
-                if isinstance(event, Event):
-                    yield event
+            yield from _events(unpacker, list(self.header["kinds"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +95,15 @@ class Recording:
 def read_recording(folder: str | os.PathLike[str], job: str | None = None) -> Recording:
     """Open the recording of one job.
 
-    Files that end too early, or that are damaged, count as far as they can be read; a warning says so.
+    Files that end too early, or that are damaged, count as far as they can be read; those that are no recordings at all
+    are left out. Warnings say so.
 
     Args:
         folder: that of ``record=``.
         job: which one, where the folder has recordings of several.
 
     Raises:
-        RecordingError: there is none; or it is of several jobs, of another version or no recording at all.
+        RecordingError: there is none that can be read; or it is of several jobs.
     """
     root = Path(folder)
     if not root.is_dir():
@@ -112,7 +111,9 @@ def read_recording(folder: str | os.PathLike[str], job: str | None = None) -> Re
     paths = sorted(root.glob(f"*{SUFFIX}"))
     if not paths:
         raise RecordingError(f"{root} has no recording: no file that ends with {SUFFIX}")
-    found = [each for path in paths if (each := _open(path)) is not None]
+    found, refused = _open_all(paths)
+    if not found and refused:
+        raise refused[0]
     if not found:
         raise RecordingError(f"{root} has no recording that was begun: all {len(paths)} files are empty")
     jobs = sorted({each.header["job"]: each.header["unix_s"] for each in found}.items(), key=lambda item: item[1])
@@ -129,9 +130,24 @@ def read_recording(folder: str | os.PathLike[str], job: str | None = None) -> Re
     for each in ranks:
         if each.damage:
             logger.warning("%s: %s", each.path, each.damage)
+    for error in refused:
+        logger.warning("%s; it is left out", error)
     size = max(each.header["size"] for each in ranks)
     missing = sorted(set(range(size)) - {each.rank for each in ranks})
     return Recording(chosen, size, ranks, tuple(missing))
+
+
+def _open_all(paths: Sequence[Path]) -> tuple[list[RankRecording], list[RecordingError]]:
+    """Return the files that can be read and hold something, and why others cannot be read."""
+    found, refused = [], []
+    for path in paths:
+        try:
+            each = _open(path)
+        except RecordingError as error:
+            refused.append(error)
+        else:
+            found += [each] if each is not None else []
+    return found, refused
 
 
 def _place(each: RankRecording) -> tuple[int, int]:
@@ -151,7 +167,7 @@ def _open(path: Path) -> RankRecording | None:
             unpacker = _unpacker(file)
             header = _checked(path, next(unpacker))
             damage = ""
-            for event in _blocks(unpacker):
+            for event in _blocks(unpacker, os.fstat(file.fileno()).st_size):
                 if isinstance(event, str):
                     damage = event
     except StopIteration:
@@ -180,14 +196,16 @@ def _checked(path: Path, header: Any) -> Mapping[str, Any]:
     return header
 
 
-def _blocks(unpacker: msgpack.Unpacker) -> Iterator[tuple[float, bytes] | str]:
-    """Yield each block's time and content; at the end what is wrong, if something is."""
+def _blocks(unpacker: msgpack.Unpacker, nbytes: int) -> Iterator[tuple[float, bytes] | str]:
+    """Yield each block's time and content; at the end what is wrong with the file's ``nbytes`` bytes, if it is."""
     count = 0
     while True:
         place = unpacker.tell()
         try:
             block = unpacker.unpack()
         except msgpack.exceptions.OutOfData:
+            if place < nbytes:
+                yield f"ends within a block, at byte {place}, after {count} blocks"
             return
         except (ValueError, msgpack.exceptions.UnpackException):
             yield f"damaged at byte {place}, after {count} blocks"
@@ -201,10 +219,9 @@ def _blocks(unpacker: msgpack.Unpacker) -> Iterator[tuple[float, bytes] | str]:
                 return
 
 
-def _events(unpacker: msgpack.Unpacker, kinds: list[str]) -> Iterator[Event | str]:
-    for block in _blocks(unpacker):
+def _events(unpacker: msgpack.Unpacker, kinds: list[str]) -> Iterator[Event]:
+    for block in _blocks(unpacker, 0):
         if isinstance(block, str):
-            yield block
             return
         time_s, content = block
         inner = msgpack.Unpacker(max_buffer_size=len(content) or 1, use_list=False)

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support import mpi, torchrun
+
+from asyncdist import rank_program
+from asyncdist.launch import local_ranks
 
 STARTS = pytest.mark.parametrize(
     "start",
@@ -110,6 +116,17 @@ def test_before_the_world_is_open(tmp_path: Any) -> None:
     said, _, after = result.stderr.partition("over\n")
     assert re.search(r"asyncdist: rank 0 has no open world yet, or none any more; it stands in [^ ]+:\d+", said), said
     assert after == ""
+
+
+def test_a_rank_that_is_asked_before_it_can_answer_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It had ended by the signal, and the job with it."""
+    script, ended = tmp_path / "train.py", threading.Event()
+    script.write_text("")
+    process = local_ranks.start(rank_program.rank_command(str(script), ()), dict(os.environ), rank=0, ended=ended.set)
+    process.send_signal(signal.SIGUSR1)
+    assert ended.wait(60) and process.returncode == 0
+    assert "has no open world yet" in capfd.readouterr().err
+    assert signal.SIGUSR1 not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 OWN = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from pathlib import Path
 
 import msgpack
@@ -69,6 +70,24 @@ def test_a_torn_file_is_read_up_to_its_last_whole_block(
     path = next(tmp_path.iterdir())
     os.truncate(path, path.stat().st_size - cut)
     assert list(read_recording(tmp_path).ranks[0].events()) == events[: -1 if cut < 20 else -2]
+    assert re.search(r"ends within a block, at byte \d+, after [12] blocks", caplog.text)
+
+
+def test_a_file_that_ends_between_two_blocks_is_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recorded(tmp_path)
+    read_recording(tmp_path)
+    assert caplog.text == ""
+
+
+def test_what_is_no_recording_is_left_out_of_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    events = recorded(tmp_path, size=2)
+    torn, foreign = tmp_path / f"0000abcd-rank00001{writer.SUFFIX}", tmp_path / f"a{writer.SUFFIX}"
+    torn.write_bytes(next(tmp_path.glob("*rank00000*")).read_bytes()[:100])
+    foreign.write_bytes(b"a text that somebody has put there")
+    found = read_recording(tmp_path)
+    assert (list(found.ranks[0].events()), found.missing) == (events, (1,))
+    assert f"{torn} ends within its header: its rank was killed as it began; it is left out" in caplog.text
+    assert f"{foreign} is no recording of asyncdist; it is left out" in caplog.text
 
 
 def test_a_damaged_block_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
