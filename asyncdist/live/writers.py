@@ -64,12 +64,13 @@ class WandbWriter:
     def __init__(self, project: str, counters: RankCounters) -> None:
         import wandb
 
+        mode: Any = environment.VARIABLES.get("WANDB_MODE", "offline")  # it names the ones that it knows
         self._run: Any = wandb.init(
             project=project or "asyncdist",
             group=f"asyncdist-{counters.job}",
             name=f"rank {counters.rank}",
             config={"rank": counters.rank, "size": counters.size, "incarnation": counters.incarnation},
-            mode=environment.VARIABLES.get("WANDB_MODE", "offline"),
+            mode=mode,
             reinit="create_new",  # beside a run of the user's own
             settings=wandb.Settings(silent=True),
         )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import csv
-import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+
+from asyncdist.recording.command_output import print_to, refuse
 
 
 def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
@@ -60,13 +61,13 @@ def run_report(folder: str, job: str | None, out: str | None) -> int:
     try:
         from asyncdist.report.page import render
     except ImportError as error:
-        return _refuse("report", f"it needs plotly, as pip install 'asyncdist[report]' brings it: {error}")
+        return refuse("report", f"it needs plotly, as pip install 'asyncdist[report]' brings it: {error}")
     try:
         recording = read_recording(folder, job)
         path = Path(out or f"{recording.job}.html")
         path.write_text(render(recording), encoding="utf-8")
     except (RecordingError, OSError) as error:
-        return _refuse("report", error)
+        return refuse("report", error)
     return _say("report", f"wrote {path}, {path.stat().st_size / 1e6:.1f} MB; open it in a browser")
 
 
@@ -80,7 +81,7 @@ def run_trace(folder: str, job: str | None, out: str | None, profiles: Sequence[
         path = Path(out or f"{recording.job}.trace.json.gz")
         count = write_trace(recording, path, [Path(each) for each in profiles])
     except (RecordingError, TraceError, OSError) as error:
-        return _refuse("trace", error)
+        return refuse("trace", error)
     return _say(
         "trace", f"wrote {path}, {count} entries, {len(recording.ranks)} ranks; open it at https://ui.perfetto.dev"
     )
@@ -97,9 +98,9 @@ def run_export(folder: str, job: str | None, out: str | None, kind: str) -> int:
         write = tables.export_csv if kind == "csv" else tables.export_parquet
         files = write(recording, to)
     except ImportError as error:  # pyarrow is not there, or refuses the numpy that is
-        return _refuse("export", f"--format parquet needs pyarrow (pip install pyarrow): {error}")
+        return refuse("export", f"--format parquet needs pyarrow (pip install 'asyncdist[parquet]'): {error}")
     except (RecordingError, OSError) as error:
-        return _refuse("export", error)
+        return refuse("export", error)
     return _say("export", f"wrote {len(files)} tables to {to}: {', '.join(file.name for file in files)}")
 
 
@@ -110,9 +111,9 @@ def run_query(folder: str, job: str | None, statement: str) -> int:
 
     try:
         names, found = tables.query(read_recording(folder, job), statement)
-        return _print_to("query", lambda: _print_rows(names, found))
+        return print_to("query", lambda: _print_rows(names, found))
     except (RecordingError, tables.QueryError) as error:
-        return _refuse("query", error)
+        return refuse("query", error)
 
 
 def _print_rows(names: Sequence[str], found: Iterable[Sequence[object]]) -> None:
@@ -123,21 +124,7 @@ def _print_rows(names: Sequence[str], found: Iterable[Sequence[object]]) -> None
 
 
 def _say(command: str, text: str) -> int:
-    return _print_to(command, lambda: print(text))
-
-
-def _print_to(command: str, write: Callable[[], None]) -> int:
-    """Print what ``write`` does; return the exit code. What its reader does not want is dropped, as by ``head``."""
-    try:
-        write()
-        sys.stdout.flush()
-    except (OSError, UnicodeEncodeError) as error:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, 1)  # Python flushes the rest when it ends, and would fail again
-        os.close(null)
-        if not isinstance(error, BrokenPipeError):
-            return _refuse(command, f"standard output cannot be written: {getattr(error, 'strerror', error)}")
-    return 0
+    return print_to(command, lambda: print(text))
 
 
 def _print_table(names: Sequence[str], found: Iterable[Sequence[object]]) -> bool:
@@ -154,8 +141,3 @@ def _print_table(names: Sequence[str], found: Iterable[Sequence[object]]) -> boo
         table.add_row(*("" if value is None else str(value) for value in row))
     Console().print(table)
     return True
-
-
-def _refuse(command: str, error: object) -> int:
-    print(f"asyncdist {command}: {error}", file=sys.stderr)
-    return 2

@@ -214,8 +214,10 @@ def _step_times(summary: Summary, is_simulated: bool) -> tuple[str, go.Figure]:
 def _over_time(summary: Summary, bins: str, what: str) -> tuple[str, go.Figure]:
     figure = _figure(420, "seconds since the job began", "rank")
     columns = COLUMN_COUNT
-    values = np.array([getattr(rank, bins).means(summary.duration_s, columns) for rank in summary.ranks])
-    middles = (np.arange(columns) + 0.5) * summary.duration_s / columns
+    series = [getattr(rank, bins) for rank in summary.ranks]
+    begin_s = min((each.first_s for each in series if each.first_s < summary.duration_s), default=0.0)
+    values = np.array([each.means(begin_s, summary.duration_s, columns) for each in series])
+    middles = begin_s + (np.arange(columns) + 0.5) * (summary.duration_s - begin_s) / columns
     for row in values:  # a value holds until the next one
         known = np.flatnonzero(np.isfinite(row))
         if len(known):
@@ -235,10 +237,27 @@ def _bytes(summary: Summary) -> tuple[str, go.Figure]:
     with np.errstate(divide="ignore"):
         exponents = np.log10(summary.nbytes)
     exponents[~np.isfinite(exponents)] = np.nan
-    figure.add_heatmap(z=exponents.astype(np.float32), colorscale="Viridis", colorbar_title="log10 of bytes")
+    known = exponents[np.isfinite(exponents)]
+    least, most = (known.min(), known.max()) if len(known) else (0.0, 0.0)
+    powers = sorted({least, most, *np.arange(math.ceil(least), most)})
+    figure.add_heatmap(
+        z=exponents.astype(np.float32),
+        text=[[_size(nbytes) for nbytes in row] for row in summary.nbytes] if summary.size <= LINE_COUNT_MAX else None,
+        hovertemplate="from %{y} to %{x}: %{text}<extra></extra>" if summary.size <= LINE_COUNT_MAX else None,
+        colorscale="Viridis",
+        colorbar={"title": "bytes", "tickvals": powers, "ticktext": [_size(10.0**power) for power in powers]},
+    )
     figure.update_yaxes(autorange="reversed")
     _name_ranks(figure, summary.size, "xy")
     return "All messages, those of coordination included.", figure
+
+
+def _size(nbytes: float) -> str:
+    """Return a number of bytes with three digits, such as ``"1.25 MB"``."""
+    for unit, count in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= count:
+            return f"{nbytes / count:.3g} {unit}"
+    return f"{nbytes:.0f} B"
 
 
 def _news(summary: Summary) -> str:

@@ -75,11 +75,16 @@ class TimeBins:
         self._counts = [a + b for a, b in zip(self._counts[::2], self._counts[1::2], strict=True)]
         self._sums = [a + b for a, b in zip(self._sums[::2], self._sums[1::2], strict=True)]
 
-    def means(self, duration_s: float, columns: int) -> NDArray[np.float64]:
-        """Return the means in equal columns from 0 to ``duration_s``; NaN where there are no values."""
+    @property
+    def first_s(self) -> float:
+        """The time at which the first bin begins that has a value; infinity where none has."""
+        return next((place * self._width_s for place, count in enumerate(self._counts) if count), math.inf)
+
+    def means(self, begin_s: float, end_s: float, columns: int) -> NDArray[np.float64]:
+        """Return the means in equal columns from ``begin_s`` to ``end_s``; NaN where there are no values."""
         counts, sums = np.zeros(columns), np.zeros(columns)
-        middles = (np.arange(len(self._sums)) + 0.5) * self._width_s
-        places = np.clip((middles / max(duration_s, 1e-12) * columns).astype(int), 0, columns - 1)
+        middles = (np.arange(len(self._sums)) + 0.5) * self._width_s - begin_s
+        places = np.clip((middles / max(end_s - begin_s, 1e-12) * columns).astype(int), 0, columns - 1)
         np.add.at(counts, places, self._counts)
         np.add.at(sums, places, self._sums)
         return np.divide(sums, counts, out=np.full(columns, np.nan), where=counts > 0)

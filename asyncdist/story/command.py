@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
+from asyncdist.recording.command_output import print_to, refuse
 from asyncdist.story.finding import find_job
 from asyncdist.story.sockets import ask, jobs
 from asyncdist.story.telling import Silent, tell_job
@@ -21,18 +21,15 @@ def run(name: str | None, recorded: str | None = None) -> int:
     if name is not None and Path(name).is_dir():
         return _tell_recording(name, recorded)
     if recorded is not None:
-        print("asyncdist story: --job names a job of a recording, whose folder is to be given", file=sys.stderr)
-        return 2
+        return refuse("story", "--job names a job of a recording, whose folder is to be given")
     try:
         job = find_job(name)
     except LookupError as error:
-        print(f"asyncdist story: {error}", file=sys.stderr)
-        return 2
+        return refuse("story", error)
     places = jobs().get(job, ())
     stories = ask(places)
     silent = [Silent(each.rank, each.pid, each.is_alive) for each in places if each.rank not in stories]
-    print(tell_job(stories, silent))
-    return 0
+    return print_to("story", lambda: print(tell_job(stories, silent)))
 
 
 def _tell_recording(folder: str, job: str | None) -> int:
@@ -40,8 +37,7 @@ def _tell_recording(folder: str, job: str | None) -> int:
     from asyncdist.story.recorded import tell_recording
 
     try:
-        print(tell_recording(folder, job))
+        told = tell_recording(folder, job)
     except RecordingError as error:
-        print(f"asyncdist story: {error.message}", file=sys.stderr)
-        return 2
-    return 0
+        return refuse("story", error.message)
+    return print_to("story", lambda: print(told))

@@ -5,8 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
+from asyncdist.rank_program import PROGRAM
 from asyncdist.story.sockets import Place, jobs
+
+#: Letters of a command that tell one job from another.
+_COMMAND_LENGTH_MAX: Final = 60
 
 
 def find_job(name: str | None) -> str:
@@ -35,10 +40,23 @@ def job_of_process(pid: int, found: Mapping[str, Sequence[Place]]) -> str | None
 
 
 def _refusal(name: str | None, found: Mapping[str, Sequence[Place]]) -> str:
-    known = "; ".join(f"{job} ({len(places)} ranks, pid {places[0].pid} first)" for job, places in found.items())
+    known = "; ".join(f"{job} ({_described(places)})" for job, places in found.items())
     if not known:
         return "no job of this user runs on this host; ask on each of its hosts"
     return f"{'several jobs run here' if name is None else f'no job {name!r} runs here'}; name one: {known}"
+
+
+def _described(places: Sequence[Place]) -> str:
+    """Return how many ranks a job has here and what one of them runs."""
+    first = places[0].pid
+    words: list[str] = []
+    with contextlib.suppress(OSError):
+        line = Path(f"/proc/{first}/cmdline").read_text(encoding="utf-8", errors="replace")
+        words = [word for word in line.split("\0")[1:] if word != PROGRAM]
+    what = " ".join(words).strip()
+    if len(what) > _COMMAND_LENGTH_MAX:
+        what = f"{what[:_COMMAND_LENGTH_MAX]}..."
+    return f"{what + ', ' if what else ''}{len(places)} ranks, pid {first} first"
 
 
 def _line_of(pid: int) -> Iterator[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import threading
 from dataclasses import replace
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from asyncdist.recording.events import Event
-from asyncdist.story import sockets
+from asyncdist.story import finding, sockets
 from asyncdist.story.facts import ChannelState, Collective, PolicyState, RankStory, Wait, from_bytes, to_bytes
 from asyncdist.story.happenings import events_in_words, ranks_in_words, seconds_in_words
 from asyncdist.story.telling import Silent, tell_job, tell_rank
@@ -265,3 +266,16 @@ class TestSockets:
         long.mkdir()
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
         assert all(long not in each.parents for each in sockets.directories())
+
+
+def test_jobs_that_run_here_are_told_apart_by_what_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = sockets.Place(Path("socket"), 0, os.getpid())
+    monkeypatch.setattr(finding, "jobs", lambda: {"0000abcd": [place], "0000ffff": [place, place]})
+    with pytest.raises(LookupError) as caught:
+        finding.find_job(None)
+    words = Path("/proc/self/cmdline").read_text().split("\0")[1:]
+    told = rf"{re.escape(' '.join(words).strip()[:60])}(\.\.\.)?, 1 ranks, pid {os.getpid()} first"
+    assert re.fullmatch(
+        rf"several jobs run here; name one: 0000abcd \({told}\); 0000ffff \({told.replace('1 r', '2 r')}\)",
+        str(caught.value),
+    )
