@@ -198,6 +198,9 @@ def test_scale(bench: Bench, tmp_path: Path) -> None:
     assert population["rounds"] >= 5 and population["messages"] < 110
     (islands,) = results.pop("islands").values()
     assert islands["ranks"] == 64 and islands["rounds"] >= 5 and islands["messages"] < 40 and islands["guests"] >= 1
+    empty, rates = results.pop("empty"), results.pop("rates")
+    assert empty["ranks"] == 40 and 2 < empty["messages"] < 4
+    assert rates["per_s"] > 0 and rates["of_8_per_s"] > 0
     assert list(results) == ["8", "12"]
     assert results["12"]["sharded"]["seconds"] < 0.7 * results["12"]["direct"]["seconds"]
     for by_route in results.values():
@@ -207,6 +210,15 @@ def test_scale(bench: Bench, tmp_path: Path) -> None:
         for figures in by_route.values():
             assert figures["streams"] < figures["total"] < 1.1 * figures["streams"]
             assert 1.0 <= max(figures["out"], figures["in"]) <= donors
+
+
+@pytest.mark.mpi
+def test_routes(bench: Bench) -> None:
+    """Between hosts where such can be made; elsewhere that part is left out, and the bench says why."""
+    results = bench("routes")
+    assert results.keys() in ({"8"}, {"8", "4"})
+    assert all(figures["direct_s"] > 0 and figures["sharded_s"] > 0 for figures in results.values())
+    assert results["8"]["rounds"] >= 1
 
 
 @pytest.mark.mpi

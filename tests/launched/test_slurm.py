@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import shlex
 import sys
 from pathlib import Path
@@ -39,6 +40,15 @@ def program(tmp_path: Path) -> list[str]:
     return [sys.executable, *warm.command(path, (), base_environment(), {})]
 
 
+def require_plugin(name: str) -> None:
+    """Skip where Slurm's plugin cannot run: that for PMIx loads a library of another package."""
+    if name == "pmix":
+        try:
+            ctypes.CDLL("libpmix.so")
+        except OSError as error:
+            pytest.skip(f"srun --mpi=pmix needs libpmix-dev: {error}")
+
+
 def by_rank(transport: str) -> dict[int, list[object]]:
     """What three ranks on two nodes report: the first node has two."""
     hosts = ["host1", "host1", "host2"]
@@ -52,7 +62,9 @@ def test_srun_without_a_plugin_runs_on_torch(program: list[str]) -> None:
 @pytest.mark.mpi
 def test_srun_with_the_plugin_of_the_mpi_runs_on_it(program: list[str]) -> None:
     mpi.require_mpi()
-    plugin = f"--mpi={PLUGINS[mpi.flavour()]}"
+    name = PLUGINS[mpi.flavour()]
+    require_plugin(name)
+    plugin = f"--mpi={name}"
     reports = slurm.run(2, ["srun", plugin, "-N", "2", "-n", "3", *program]).check().reports
     assert reports == by_rank("mpi")
 
@@ -66,7 +78,7 @@ def test_worlds_of_one_rank_name_the_plugin_and_what_there_is(program: list[str]
     assert "srun started 2 ranks, but the MPI library sees a world of 1" in result.stderr
     way = f"Start with srun --mpi={PLUGINS[mpi.flavour()]} -n 2 python script.py (srun --mpi=list offers "
     offered = result.stderr.partition(way)[2].partition(")")[0].split(", ")
-    assert {"none", "pmi2", "pmix"} <= set(offered)
+    assert {"none", "pmi2"} <= set(offered)
 
 
 def test_two_steps_at_once_do_not_meet(program: list[str]) -> None:

@@ -12,6 +12,7 @@ figure was missed.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import json
 import os
@@ -21,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from harness import Results, Row
 from rich.console import Console
@@ -36,6 +37,7 @@ NAMES: Final = (
     "one-sided",
     "round",
     "scale",
+    "routes",
     "average",
     "straggler",
     "idle",
@@ -49,6 +51,9 @@ NAMES: Final = (
 #: Those that can draw what they have found.
 CHARTS: Final = ("goodput", "scale")
 _HERE: Final = Path(__file__).resolve().parent
+#: Makes hosts of namespaces; its exit code where it cannot.
+HOSTS: Final = _HERE.parent / "namespaces" / "hosts.py"
+UNAVAILABLE: Final = 77
 #: Generous: most take a minute or less, scale ten.
 _TIMEOUT_S: Final = 3600.0
 
@@ -61,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in NAMES if options.name == "all" else (options.name,):
         benchmark = importlib.import_module(_module(name))
         began_at = time.perf_counter()
-        results = _measure(name, benchmark.RANKS, transport=options.transport, quick=options.quick)
+        results = _measure(name, benchmark, transport=options.transport, quick=options.quick)
         if results is None:
             return 1
         found[name] = results
@@ -95,16 +100,20 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _measure(name: str, rank_counts: Sequence[int], *, transport: str, quick: bool) -> Results | None:
+def _measure(name: str, benchmark: Any, *, transport: str, quick: bool) -> Results | None:
     """The results of all launches of a benchmark together; None when one of them failed."""
+    launches = [functools.partial(start, rank_count=count, transport=transport) for count in benchmark.RANKS or (0,)]
+    if hasattr(benchmark, "HOSTS"):
+        launches.append(functools.partial(_start_on_hosts, hosts=benchmark.HOSTS, transport=transport))
     results: Results = {}
-    with tempfile.TemporaryDirectory() as directory:
-        for rank_count in rank_counts or (0,):
-            out = Path(directory, f"{rank_count}.json")
-            program = [str(_HERE / f"{_module(name)}.py"), str(out), *(["--quick"] if quick else [])]
-            code = start(program, rank_count, transport)
+    for launch in launches:
+        with tempfile.TemporaryDirectory() as directory:
+            out = Path(directory, "results.json")
+            code = launch([str(_HERE / f"{_module(name)}.py"), str(out), *(["--quick"] if quick else [])])
+            if code == UNAVAILABLE:
+                continue  # the program that makes hosts has said why
             if code != 0 or not out.exists():
-                print(f"{name} on {rank_count or 'simulated'} ranks failed (exit code {code})", file=sys.stderr)
+                print(f"{name} failed (exit code {code})", file=sys.stderr)
                 return None
             results |= json.loads(out.read_text())
     return results
@@ -112,8 +121,21 @@ def _measure(name: str, rank_counts: Sequence[int], *, transport: str, quick: bo
 
 def start(program: Sequence[str], rank_count: int, transport: str) -> int:
     """Run a script with its arguments on so many ranks, or alone where it simulates them (0); the exit code."""
-    launcher = ["-m", "asyncdist", "run", "--transport", transport, "-n", str(rank_count)] if rank_count else []
+    launcher = _launcher(transport, "-n", str(rank_count)) if rank_count else []
     return subprocess.run([sys.executable, *launcher, *program], check=False, timeout=_TIMEOUT_S).returncode
+
+
+def _start_on_hosts(program: Sequence[str], *, hosts: tuple[int, int, int], transport: str) -> int:
+    """Run a script on hosts made of namespaces: their number, ranks of each, and Mbit/s; the exit code."""
+    count, rank_count, rate = hosts
+    names = ",".join(f"host{number}:{rank_count}" for number in range(1, count + 1))
+    made = [sys.executable, str(HOSTS), str(count), "--rate", str(rate)]
+    command = [*made, sys.executable, *_launcher(transport, "--hosts", names), *program]
+    return subprocess.run(command, check=False, timeout=_TIMEOUT_S).returncode
+
+
+def _launcher(transport: str, *where: str) -> list[str]:
+    return ["-m", "asyncdist", "run", "--transport", transport, *where]
 
 
 def _module(name: str) -> str:
