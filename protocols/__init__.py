@@ -8,7 +8,7 @@ from protocols.policy import SpawnPolicy
 from protocols.replay.client import ReplayBuffer
 from protocols.replay.server import serve_replay_buffer
 from protocols.replay.values import ReplayStatistics, Sample
-from protocols.replicas import ReplicaAveragingPolicy
+from protocols.replicas.policy import ReplicaAveragingPolicy
 from protocols.selective.policy import AsyncSelectiveAveragingPolicy
 from protocols.selective.reserved import coordinate
 from protocols.selective.rules import SelectiveRules
