@@ -59,17 +59,20 @@ class Applier:
         self._snapshots = snapshots
         self._on_event = on_event
 
-    def apply(self, new: NewWeights, iteration: int, clock: Callable[[], float]) -> StepInfo:
+    def apply(
+        self, new: NewWeights, iteration: int, clock: Callable[[], float], trouble: str | None = None
+    ) -> StepInfo:
         """Change the weights in place, and return what the step reports.
 
         Args:
             new: the new weights.
             iteration: this rank's, 0-based.
             clock: the world's, read when the new weights are in place.
+            trouble: as for :meth:`OwnState.take`.
         """
         if new.donors:
             assert new.average is not None, f"round {new.round} is complete without an average"
-            recovered = self._own.take(new.average)
+            recovered = self._own.take(new.average, trouble)
         else:
             self._own.take_fresh()
             recovered = ""

@@ -12,6 +12,7 @@ from torch import nn
 from asyncdist.live.counters import PolicyCounters
 from asyncdist.messaging.services import Services
 from asyncdist.recording.events import EventLog, Field
+from asyncdist.tensors.model_tensors import local_part
 from protocols.step_info import NOTHING, StepInfo
 
 #: Of larger weights no checksum is made: a gigabyte takes about a second.
@@ -19,8 +20,11 @@ _CHECKED_NBYTES_MAX: Final = 1 << 30
 
 
 def checksum_of(model: nn.Module) -> int | None:
-    """Return a CRC-32 of a model's parameters and buffers, byte for byte; None where they are too many."""
-    tensors = [tensor for tensor in model.state_dict().values() if isinstance(tensor, torch.Tensor)]
+    """Return a CRC-32 of a model's parameters and buffers, byte for byte; None where they are too many.
+
+    Of what is divided among ranks it is that of this rank's part.
+    """
+    tensors = [local_part(tensor) for tensor in model.state_dict().values() if isinstance(tensor, torch.Tensor)]
     if sum(tensor.nbytes for tensor in tensors) > _CHECKED_NBYTES_MAX:
         return None
     checksum = 0

@@ -63,14 +63,28 @@ class OwnState:
         """Name an entry of a mean that holds what is neither finite nor known here."""
         return self._infinities.unsound_entry(mean)
 
-    def take(self, average: FlatBuffers) -> str:
+    def trouble(self) -> str:
+        """Say what of this rank's own is not finite, if some of it is to be kept; "" if nothing is."""
+        keeps_state = not self._resets_optimizer and bool(self._optimizer.state)
+        if (self._momentum or keeps_state) and (name := self._infinities.unsound_entry_of_model()) is not None:
+            return f"{name!r} was not finite"
+        if keeps_state and not all_finite(dict(self._optimizer.state)):
+            return "the optimizer's state was not finite"
+        return ""
+
+    def take(self, average: FlatBuffers, trouble: str | None = None) -> str:
         """Put an average in place of the weights.
+
+        Args:
+            average: it.
+            trouble: what :meth:`trouble` has said, of this rank or of another one that holds a part of the model; None
+                to look now.
 
         Returns:
             Which part of this rank's own state was not finite. Then neither a part of the weights nor the optimizer's
             state was kept, whatever the options say. "" if all was finite.
         """
-        trouble = self._own_trouble()
+        trouble = self.trouble() if trouble is None else trouble
         self._flat.load(average, momentum=0.0 if trouble else self._momentum)
         if self._resets_optimizer or trouble:
             reset_optimizer_state(self._optimizer)
@@ -89,15 +103,6 @@ class OwnState:
     def _infinities(self) -> KnownInfinities:
         assert self._known is not None, "a policy that has not started"
         return self._known
-
-    def _own_trouble(self) -> str:
-        """Say what of this rank's own is not finite, if some of it is to be kept; "" if nothing is."""
-        keeps_state = not self._resets_optimizer and bool(self._optimizer.state)
-        if (self._momentum or keeps_state) and (name := self._infinities.unsound_entry_of_model()) is not None:
-            return f"{name!r} was not finite"
-        if keeps_state and not all_finite(dict(self._optimizer.state)):
-            return "the optimizer's state was not finite"
-        return ""
 
     def _build(self, model_builder: ModelBuilder) -> FlatState:
         built = model_builder()

@@ -76,7 +76,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
     #: Whether a rank that was started again may join (:meth:`_join`). A policy on all ranks then starts without those
     #: that are lost, also where no launcher starts them again.
     admits_restarted: ClassVar[bool] = False
-    #: Whether the ranks that hold a replica together, as under DDP, stay equal: then the model may be inside a wrapper.
+    #: Whether several ranks hold a replica together, as under DDP: then the model may be inside a wrapper, or divided.
     keeps_replicas: ClassVar[bool] = False
 
     def __init__(
@@ -112,8 +112,8 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self._first_call: tuple[str, int] | None = None
         self._journal = Journal(name)
         self._metric = metric
-        self._flat = FlatState(model)  # which refuses what is no module
-        check_not_wrapped(model)
+        self._flat = FlatState(model, takes_shards=self.keeps_replicas)  # which refuses what is no module
+        check_not_wrapped(model, takes_shards=self.keeps_replicas)
         self._flat.check_optimizer(optimizer)
         self._given_group = group
         self._given_world = world

@@ -1,7 +1,8 @@
 """Finds wrappers that keep a model equal to its replicas on other ranks, and so work against a policy.
 
 DDP averages gradients on the assumption that all replicas hold equal weights, and FSDP keeps a part of each weight per
-rank. A policy that gives one rank other weights breaks both without an error: the replicas diverge.
+rank. A policy that gives one rank other weights breaks both without an error: the replicas diverge. A policy whose
+members are replicas of several ranks may change a model that `fully_shard` has divided among these.
 """
 
 from __future__ import annotations
@@ -17,21 +18,39 @@ from asyncdist import LocalProtocolError
 
 #: Modules of torch that define such wrappers; those of FSDP also stand among the bases of what `fully_shard` is given.
 _WRAPPERS: Final = ("torch.nn.parallel.distributed", "torch.distributed.fsdp", "torch.distributed._composable")
+#: What `fully_shard` makes of a module: its parameters are DTensors between two steps.
+_SHARDED: Final = "torch.distributed.fsdp._fully_shard"
 _WHY: Final = (
     "it keeps its replicas equal, which a policy that gives ranks weights of their own breaks; "
     "allowed: a model that no such wrapper synchronises"
 )
 
 
-def check_not_wrapped(model: nn.Module) -> None:
+def check_not_wrapped(model: nn.Module, *, takes_shards: bool = False) -> None:
     """Refuse a model that is, or contains, DDP or FSDP.
+
+    Args:
+        model: it.
+        takes_shards: whether what `fully_shard` has divided is allowed.
 
     Raises:
         ValueError: it does.
     """
-    found = next((name for module in model.modules() if (name := _wrapper_name(type(module)))), None)
+    kinds = [type(each) for each in model.modules() if not (takes_shards and _is_divided(type(each)))]
+    found = next((name for kind in kinds if (name := _wrapper_name(kind))), None)
     if found is not None:
         raise ValueError(f"model is wrapped in {found}: {_WHY}")
+
+
+def reshard(model: nn.Module) -> None:
+    """Let each rank hold its own part of the parameters alone again, as after a backward pass.
+
+    After a forward pass without one the outermost parameters are whole, and would stay so, and as they are, until the
+    next one. Nothing is sent.
+    """
+    for module in model.modules():
+        if _is_divided(type(module)):
+            module.reshard()  # type: ignore[operator]
 
 
 def check_not_inside(model: nn.Module) -> None:
@@ -82,6 +101,10 @@ def _modules_of(outer: nn.Module) -> Iterator[nn.Module]:
             seen.add(id(module))
             yield module
             waiting += [child for child in getattr(module, "_modules", {}).values() if child is not None]
+
+
+def _is_divided(kind: type) -> bool:
+    return any(base.__module__.startswith(_SHARDED) for base in kind.__mro__)
 
 
 def _wrapper_name(kind: type) -> str:

@@ -21,7 +21,16 @@ import torch
 from torch import Tensor, nn
 
 from asyncdist.tensors.device_copy import DeviceCopy, copy_stream
-from asyncdist.tensors.model_tensors import check_overlap, check_supported, gather, identity_of, names_of
+from asyncdist.tensors.model_tensors import (
+    check_overlap,
+    check_supported,
+    gather,
+    identity_of,
+    local_part,
+    names_of,
+    take_local_parts,
+    trained_names,
+)
 
 _PIECE_COUNT: Final = 1 << 16  # elements per temporary: 256 KiB of float32 took half the time of 1 MiB pieces
 _CHANGED: Final = (
@@ -148,13 +157,19 @@ class FlatState:
 
     Args:
         model: Any module. It is not changed.
+        takes_shards: Whether DTensors are allowed; the state is the part of each that this rank holds then.
+
+    Attributes:
+        entries: The layout.
+        fingerprint: Identifies it; of a DTensor it holds the placement and the shape of the whole, too.
+        mesh_ranks: The ranks, as torch.distributed numbers them, among which some entry is divided; empty if none is.
 
     Raises:
         TypeError: It is not an `nn.Module`.
         ValueError: It has no state, or an entry that cannot be averaged; the entry and what is allowed are named.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, takes_shards: bool = False) -> None:
         """Find, check and lay out the entries."""
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}; allowed: a torch.nn.Module")
@@ -165,6 +180,8 @@ class FlatState:
         tensors: list[Tensor] = []
         gather(model, self._keys, tensors)
         self._names = names_of(self._keys)
+        shardings, meshes = take_local_parts(self._names, tensors) if takes_shards else ({}, set())
+        self.mesh_ranks = tuple(sorted(meshes))
         shared: dict[tuple[Any, ...], list[tuple[str, Tensor]]] = {}
         places: dict[tuple[Any, ...], list[int]] = {}
         for place, (name, tensor) in enumerate(zip(self._names, tensors, strict=True)):
@@ -191,7 +208,9 @@ class FlatState:
         self._dtypes = [tensors[place].dtype for place in self._firsts]
         self._sizes = {dtype: sizes[dtype] for dtype in sorted(sizes, key=_dtype_name)}
         self._devices = {group[0][1].device for group in shared.values() if group[0][1].is_cuda}
-        self.fingerprint = Fingerprint(tuple((e.names, e.shape, _dtype_name(e.dtype)) for e in self.entries))
+        self.fingerprint = Fingerprint(
+            tuple((e.names, e.shape, _dtype_name(e.dtype) + shardings.get(e.names[0], "")) for e in self.entries)
+        )
 
     @property
     def nbytes(self) -> int:
@@ -343,6 +362,8 @@ class FlatState:
     def tensors(self, buffers: FlatBuffers) -> list[Tensor]:
         """Return each entry's present tensor in the model, in the order of the entries and of their views.
 
+        Of a DTensor it is the part that this rank holds, which requires no gradient.
+
         Raises:
             ValueError: The buffers were made for another layout, or the model has changed its layout since.
         """
@@ -351,6 +372,8 @@ class FlatState:
         keys: list[str | None] = []
         found: list[Tensor] = []
         gather(self._model, keys, found)
+        if self.mesh_ranks:
+            found = [local_part(tensor) for tensor in found]
         if keys != self._keys:
             now = dict(zip(names_of(keys), found, strict=True))
             changed = sorted(now.keys() ^ set(self._names))
@@ -368,6 +391,10 @@ class FlatState:
                 if tensor.numel() and other is not tensor and identity_of(other) != identity_of(tensor):
                     raise ValueError(f"{name!r} and {entry.names[0]!r} no longer share their memory: {_CHANGED}")
         return tensors
+
+    def trained(self) -> set[str]:
+        """Return the names of the entries that require a gradient now."""
+        return trained_names(self._model)
 
     def _refuse_changed(self, tensors: Sequence[Tensor]) -> None:
         """Raise an error that names the first entry whose shape or dtype has changed."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from asyncdist.tensors.flat_state import Entry, FlatBuffers, FlatState, is_finite
+from asyncdist.tensors.model_tensors import local_part
 
 
 class KnownInfinities:
@@ -28,10 +29,11 @@ class KnownInfinities:
     def __init__(self, state: FlatState) -> None:
         self._state = state
         self._layout = state.new_buffers(device="meta")
+        trained = state.trained()  # a shard does not say so itself
         self._known = {
             entry.names: _infinities(tensor)
             for entry, tensor in self._own()
-            if entry.averaged and not tensor.requires_grad and not is_finite(tensor) and not tensor.isnan().any()
+            if entry.averaged and entry.names[0] not in trained and not is_finite(tensor) and not tensor.isnan().any()
         }
 
     def unsound_entry(self, buffers: FlatBuffers) -> str | None:
@@ -63,6 +65,7 @@ def all_finite(values: Any) -> bool:
     Anything that is not a tensor passes. Momentum of a sparse gradient is a sparse tensor: what it stores is looked at.
     """
     if isinstance(values, Tensor):
+        values = local_part(values)  # torch would look at all parts of a DTensor, together with the other ranks
         if not (values.is_floating_point() or values.is_complex()) or values.is_meta:
             return True
         return all(map(is_finite, _stored(values)))

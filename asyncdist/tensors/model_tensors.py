@@ -5,6 +5,7 @@ What :mod:`asyncdist.tensors.flat_state` copies between, found by one walk over 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -59,6 +60,57 @@ def names_of(keys: Sequence[str | None]) -> list[str]:
             path.append(f"{path[-1]}{key}.")
             among_tensors = True
     return names
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Tell whether a tensor is a DTensor, of which several ranks hold a part each.
+
+    Its module is looked up, not imported: importing it takes most of a second, and without it there is no DTensor.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_part(tensor: Any) -> Any:
+    """Return the memory that this rank holds of a tensor: of a DTensor its part, which may be empty, of others all.
+
+    The part is the same object at each call, as that of ``to_local()`` is not.
+    """
+    return tensor._local_tensor if is_sharded(tensor) else tensor
+
+
+def take_local_parts(names: Sequence[str], tensors: list[Tensor]) -> tuple[dict[str, str], set[int]]:
+    """Put this rank's parts in place of DTensors.
+
+    Returns:
+        How each DTensor is divided, by name; and the ranks, as torch.distributed numbers them, among which.
+
+    Raises:
+        ValueError: ranks hold the terms of a sum that has not been made.
+    """
+    shardings: dict[str, str] = {}
+    meshes: set[int] = set()
+    for place, (name, tensor) in enumerate(zip(names, tensors, strict=True)):
+        if is_sharded(tensor):
+            shardings[name] = f" as {_sharding_of(name, tensor)}"
+            meshes.update(tensor.device_mesh.mesh.flatten().tolist())  # type: ignore[attr-defined]
+            tensors[place] = local_part(tensor)
+    return shardings, meshes
+
+
+def trained_names(module: nn.Module) -> set[str]:
+    """Return all names of the parameters that require a gradient now."""
+    return {name for name, each in module.named_parameters(remove_duplicate=False) if each.requires_grad}
+
+
+def _sharding_of(name: str, tensor: Any) -> str:
+    """Describe how a DTensor is divided among ranks, in words that are equal where it is."""
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise ValueError(
+            f"{name!r} is placed as {tensor.placements}, a sum whose terms lie on several ranks; allowed: shards and "
+            "replicas"
+        )
+    return f"{tuple(tensor.placements)} of {tuple(tensor.shape)} over {tuple(tensor.device_mesh.shape)}"
 
 
 def check_supported(name: str, tensor: Tensor) -> None:

@@ -4,10 +4,14 @@ The first rank of each replica leads it: leaders report, donate and take average
 weights that it has taken to its replica, at the same iteration on all of its ranks. So that few steps wait for a
 message, this is so at every ``swap_every``-th iteration alone: the ranks of a replica then exchange a few bytes, and
 the weights if they have changed. In between, they go on as without a policy.
+
+Where a replica's ranks hold a part of the model each, as under `fully_shard`, each of them takes averages of its own
+part: :mod:`protocols.replicas.shards`.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -17,11 +21,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from asyncdist import Group, World, compute_and_broadcast, validation
+from asyncdist import Group, World, compute_and_broadcast, reduce_and_broadcast, validation
 from asyncdist.collectives.groups import free_all
 from asyncdist.tensors.optimizer_state import reset_optimizer_state
 from protocols.metrics import MetricSource
 from protocols.policy import SpawnPolicy
+from protocols.replicas.shards import ShardAveraging
 from protocols.selective.policy import AsyncSelectiveAveragingPolicy
 from protocols.step_info import NOTHING, StepInfo
 
@@ -104,18 +109,33 @@ class ReplicaAveragingPolicy(SpawnPolicy):
         for refused in ("islands", "island_size", "coordinator", "successors"):
             if options.get(refused):
                 validation.refuse(refused, options[refused], "none where replicas are averaged")
-        self._given = {**options, "average_every": average_every // self.swap_every, "start_timeout_s": start_timeout_s}
-        self._inner = _AmongLeaders(model, optimizer, name=f"leaders of {name}"[:200], **self._given)  # checks them
+        self.is_sharded = self._holds_shards()
+        if self.is_sharded and options.get("averaging_strategy") == "reset_weights":
+            validation.refuse("averaging_strategy", "reset_weights", "an average, where replicas are sharded")
+        given = {**options, "average_every": average_every // self.swap_every, "start_timeout_s": start_timeout_s}
+        kind = ShardAveraging if self.is_sharded else _AmongLeaders
+        self._inner = kind(model, optimizer, name=f"leaders of {name}"[:200], **given)  # which checks the options
         self._journal.include(self._inner._journal)
         self._replica: Group
-        self._leaders: Group | None = None
+        self._others: Group | None = None  # those in other replicas with which this rank takes averages
 
     def statistics(self) -> Any:
         """Return what this replica has done so far, on its first rank: see :class:`SelectiveStatistics`."""
         return self._inner.statistics()
 
+    def _holds_shards(self) -> bool:
+        """Whether this rank holds a part of the model, which no other rank of its replica holds."""
+        return bool(self._flat.mesh_ranks)
+
     def _options(self) -> Mapping[str, Any]:
-        return {**self._inner._options(), "replica_size": self.replica_size, "swap_every": self.swap_every}
+        own = {"replica_size": self.replica_size, "swap_every": self.swap_every}
+        given = {**self._inner._options(), **own}
+        if self.is_sharded:
+            del given["model_nbytes"]
+        return given
+
+    def _agreed_values(self) -> dict[str, str]:
+        return {**super()._agreed_values(), **({"model": "sharded"} if self.is_sharded else {})}
 
     def _own_state(self) -> dict[str, Any]:
         return {"leader_iteration": self._inner.iteration}
@@ -138,19 +158,40 @@ class ReplicaAveragingPolicy(SpawnPolicy):
         left_s = self._joint_start.left_s(self._start_timeout_s)
         new_group = self._world.peers.groups.new_group
         self._replica = await new_group(ranks[first : first + size], left_s, part_of=self._joint_start)
+        if isinstance(self._inner, ShardAveraging):
+            await self._check_shards()
+            self._others = await new_group(ranks[own % size :: size], left_s, part_of=self._joint_start)
+            self._inner.place(self._world, self._replica, self._others, ranks[::size])
+            await self._inner.__aenter__()
+            return
         self._buffers = self._flat.new_buffers()
         await self._copy_from_leader()
         if own == first:
-            self._leaders = await new_group(ranks[::size], left_s, part_of=self._joint_start)
-            self._inner._given_group, self._inner._given_world = self._leaders, self._world
+            self._others = await new_group(ranks[::size], left_s, part_of=self._joint_start)
+            self._inner._given_group, self._inner._given_world = self._others, self._world
             await self._inner.__aenter__()
+
+    async def _check_shards(self) -> None:
+        """Refuse parameters that are sharded over other ranks than those of a replica, and ranks in another order."""
+        if list(self._group.ranks) != sorted(self._group.ranks):
+            validation.refuse("group", list(self._group.ranks), "ranks in ascending order, where replicas are sharded")
+
+        def compare(meshes: list[tuple[int, ...]]) -> None:
+            for rank, mesh in zip(self._replica.ranks, meshes, strict=True):
+                if mesh and (mesh != meshes[0] or len(mesh) != self.replica_size):
+                    raise ValueError(
+                        f"the parameters of rank {rank} are sharded over the ranks {list(mesh)}; allowed: over the "
+                        f"{self.replica_size} ranks of its replica, {list(self._replica.ranks)}"
+                    )
+
+        await reduce_and_broadcast(lambda: self._flat.mesh_ranks, compare, group=self._replica, world=self._world)
 
     async def _stop(self, error: BaseException | None) -> None:
         try:
-            if self._leaders is not None:
+            if self._others is not None:
                 await self._inner.__aexit__(None if error is None else type(error), error, None)
         finally:
-            await free_all([group for group in (self._leaders, self._replica) if group is not None])
+            await free_all([group for group in (self._others, self._replica) if group is not None])
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
@@ -159,6 +200,9 @@ class ReplicaAveragingPolicy(SpawnPolicy):
         if self.is_alone or not (is_due or (self.iteration - self._restarted_at + 1) % self.swap_every == 0):
             await self._world.safe_point()
             return NOTHING
+        if isinstance(self._inner, ShardAveraging):
+            self._inner.has_come = is_due
+            return await self._inner.step(functools.partial(self._read_metric, local_metric))
         metric = await self._metric_of_replica(local_metric) if is_due else None
         self._inner.has_come = is_due
 
@@ -168,7 +212,7 @@ class ReplicaAveragingPolicy(SpawnPolicy):
         info = StepInfo(**await compute_and_broadcast(step_of_leader, group=self._replica, world=self._world))
         if info:
             await self._copy_from_leader()
-            if self._leaders is None and (self._inner._averaging.resets_optimizer or info.recovered):
+            if self._others is None and (self._inner._averaging.resets_optimizer or info.recovered):
                 reset_optimizer_state(self.optimizer)
         return info
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
 from asyncdist.messaging.services import Services
 from asyncdist.tensors.flat_state import FlatBuffers, FlatState, SnapshotPool
@@ -21,6 +22,19 @@ from protocols.selective.member import Instructions, RoundMember, State
 from protocols.step_info import PolicyEvent, SnapshotTaken
 
 logger = logging.getLogger("protocols.selective.roles.donor")
+
+_UNSOUND: Final = "weights are not finite"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Copy:
+    """Describes a copy of this rank's weights: of which round and iteration it is, and when it was begun."""
+
+    round: int
+    snapshot: FlatBuffers
+    iteration: int
+    began_at: float
+    state_safe_points: int
 
 
 class Donor:
@@ -39,6 +53,7 @@ class Donor:
         timing: collects the seconds that a snapshot takes.
 
     Attributes:
+        is_held: whether a copy waits for :meth:`conclude` before it is given, since other ranks make a part of it.
         offer: the snapshot on offer; None where there is none.
         snapshot_count: of those that have been offered.
     """
@@ -70,6 +85,8 @@ class Donor:
         self._on_event = on_event
         self._timing = timing
         self._copied: tuple[FlatBuffers, float] | None = None  # a snapshot that is whole, and when it was begun
+        self._held: _Copy | None = None
+        self.is_held = False
         self.offer: Offer | None = None
         self.snapshot_count = 0
 
@@ -83,8 +100,14 @@ class Donor:
         snapshot = self._snapshots.acquire()
         state_safe_points = self._copy_whole_state(round) if round == self._member.admitting else 0
 
+        copied = _Copy(round, snapshot, iteration, began_at, state_safe_points)
+
         def on_copied(_: object = None) -> None:
-            self._on_copied(round, snapshot, iteration, began_at, state_safe_points)
+            if self.is_held:
+                self._held = copied
+                self._services.engine.recheck()
+            else:
+                self._on_copied(copied)
 
         try:
             copy = self._flat.start_snapshot(snapshot)
@@ -97,6 +120,18 @@ class Donor:
         else:
             self._services.engine.watch(copy, f"a snapshot for round {round}", on_copied)
 
+    async def fault_of_copy(self) -> str:
+        """Wait for the copy that is held, and say why it cannot be given; "" where it can."""
+        await self._services.engine.until(lambda: self._held is not None, "the copy of the weights")
+        assert self._held is not None, "no copy is held"
+        return "" if self._own.may_be_given(self._held.snapshot) else _UNSOUND
+
+    def conclude(self, fault: str) -> None:
+        """Give the copy that is held, if there is one; with ``fault``, which may be another rank's, do not."""
+        held, self._held = self._held, None
+        if held is not None:
+            self._on_copied(held, fault)
+
     def _copy_whole_state(self, round: int) -> int:
         """Copy what a newcomer needs besides the weights, and return the safe points that its stream needs."""
         try:
@@ -108,21 +143,21 @@ class Donor:
         self._states.offer(round, state)
         return safe_point_count(state.numel())
 
-    def _on_copied(
-        self, round: int, snapshot: FlatBuffers, iteration: int, began_at: float, state_safe_points: int
-    ) -> None:
-        """Give the snapshot to the round, if that goes on and if all values are finite."""
+    def _on_copied(self, copy: _Copy, fault: str | None = None) -> None:
+        """Give the copy to the round, if that goes on and if all values are finite, as ``fault`` says if it is known."""
         member = self._member
-        is_wanted = member.state is State.COPYING and member.round == round
-        is_sound = is_wanted and self._own.may_be_given(snapshot)
-        if is_sound:
-            self._copied = snapshot, began_at
+        is_wanted = member.state is State.COPYING and member.round == copy.round
+        if fault is None:
+            fault = "" if is_wanted and self._own.may_be_given(copy.snapshot) else _UNSOUND
+        is_given = is_wanted and not fault
+        if is_given:
+            self._copied = copy.snapshot, copy.began_at
         else:
-            self._give_nothing(round, snapshot)
-        fault = "" if is_sound else "weights are not finite"
-        self._carry_out(member.on_copied(round, iteration, fault=fault, state_safe_points=state_safe_points))
-        if is_sound and self._on_event is not None:  # it may raise, so the coordinator has been told before
-            self._on_event(SnapshotTaken(round, iteration, snapshot.by_name()))
+            self._give_nothing(copy.round, copy.snapshot)
+        facts = copy.round, copy.iteration
+        self._carry_out(member.on_copied(*facts, fault=fault, state_safe_points=copy.state_safe_points))
+        if is_given and self._on_event is not None:  # it may raise, so the coordinator has been told before
+            self._on_event(SnapshotTaken(*facts, copy.snapshot.by_name()))
 
     def _give_nothing(self, round: int, snapshot: FlatBuffers) -> None:
         self._snapshots.release(snapshot)

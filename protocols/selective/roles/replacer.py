@@ -70,6 +70,7 @@ class Replacer:
         self._applier = applier
         self._timing = timing
         self._given_up = NOTHING
+        self._announced: tuple[NewWeights, int] | None = None
         self.exchange: Exchange | None = None
         self.replacement_count = 0
 
@@ -128,7 +129,13 @@ class Replacer:
         return given_up
 
     def apply(self, frozen: Frozen, iteration: int) -> StepInfo:
-        """Put the new weights in place."""
+        """Put the new weights in place, and tell the user of them if the policy is to."""
+        info = self.put_in_place(frozen, iteration)
+        self.announce()
+        return info
+
+    def put_in_place(self, frozen: Frozen, iteration: int, trouble: str | None = None) -> StepInfo:
+        """Put the new weights in place; ``trouble`` is as for :meth:`OwnState.take`."""
         exchange = self.exchange
         assert exchange is not None, "weights to be replaced without an exchange"
         began_at = self._services.time()
@@ -144,15 +151,21 @@ class Replacer:
             coordinator=exchange.coordinator,
             route=exchange.route if frozen.donors else "",
         )
-        info = self._applier.apply(new, iteration, self._services.time)
+        info = self._applier.apply(new, iteration, self._services.time, trouble)
         if exchange.average is not None:
             exchange.average.release()
         self._timing.add("apply", self._services.time() - began_at)
         self.exchange = None
         self.replacement_count += 1
         self._carry_out(self._member.on_applied(iteration))
-        self._applier.announce(new, iteration)
+        self._announced = new, iteration
         return info
+
+    def announce(self) -> None:
+        """Tell the user of the weights that have been put in place, once, if the policy is to."""
+        announced, self._announced = self._announced, None
+        if announced is not None:
+            self._applier.announce(*announced)
 
     def load(self, exchange: Exchange) -> None:
         """Put all that the only donor of ``exchange`` has given in place, and nothing of this rank's own remains."""

@@ -1,0 +1,302 @@
+"""Selective averaging of shards: each rank of a replica exchanges its part of the model with its counterparts.
+
+The k-th rank of each replica is a counterpart of the k-th ranks of the others, and holds the same shards of the model as
+they do. Shards travel between counterparts alone, so no rank ever holds, sends or receives more of the model than its
+own part, whatever the number of ranks in a replica.
+
+The first rank of a replica leads it. It alone reports to the coordinator, and hears of rounds. The others hear of them
+from their leader, at *swap points*, which are iterations at which all ranks of a replica are in ``step``:
+
+1. each rank says whether its part of an average is whole, or why it has given it up;
+2. the leader decides. It passes on what the coordinator has said since the last swap point. It may take its snapshot.
+   It applies an average if that is whole on all ranks of the replica; one that a rank has given up it gives up;
+3. all ranks do what the leader has done. Of a snapshot they say whether it is finite, and give it only if all are.
+
+Between two swap points nothing is exchanged inside a replica, while streams between counterparts go on.
+
+Invariants: the ranks of a replica take their snapshots for a round at one iteration, and apply its average at one
+iteration or not at all; on each of them it is that of the same donors with the same weights; nothing is awaited between
+the leader's decision and what it does about it, so that no message of the coordinator comes between.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, ClassVar, Final, NamedTuple
+
+from asyncdist import AsyncdistError, Envelope, Group, World, reduce_and_broadcast, tags
+from asyncdist.messaging import wire
+from asyncdist.messaging.channels import Channel
+from protocols.metrics import MetricSource
+from protocols.replicas.members import FollowingMember, Happening, LeadingMember
+from protocols.selective.coordinator import PolicyScopes
+from protocols.selective.joining.state_transfer import StateTransfer
+from protocols.selective.leadership import Leadership
+from protocols.selective.member import Apply, State, TakeSnapshot
+from protocols.selective.messages import ControlMessage, Leave
+from protocols.selective.policy import AsyncSelectiveAveragingPolicy
+from protocols.selective.roles.member_channels import MemberChannels
+from protocols.selective.roles.reporter import Reporter
+from protocols.step_info import NOTHING, StepInfo
+from protocols.wrappers import reshard
+
+#: What a leader does at a swap point, beside passing on what it has heard.
+NOTHING_MORE: Final = 0
+SNAPSHOT: Final = 1
+APPLICATION: Final = 2
+
+
+class Status(NamedTuple):
+    """Says how far a rank is, at a swap point.
+
+    Attributes:
+        metric: where a report is due.
+        assignment_count: of rounds that the rank has heard of; the rest is about the last one.
+        is_complete: whether its part of the average is whole.
+        failure: why it has given its part up; "" if it has not.
+        trouble: what of its own state is not finite, where its part is whole; "" if nothing is.
+    """
+
+    metric: float | None
+    assignment_count: int
+    is_complete: bool
+    failure: str
+    trouble: str
+
+
+class Decision(NamedTuple):
+    """Says what a leader has done at a swap point.
+
+    Attributes:
+        happenings: what it has heard before.
+        action: one of the three.
+        iteration: of the leader.
+        trouble: what of the replica's own state was not finite, where an average was applied.
+        info: what its step returns.
+        coordinator: the rank that coordinates, as far as it knows.
+        epoch: of that one.
+    """
+
+    happenings: tuple[Happening, ...]
+    action: int
+    iteration: int
+    trouble: str
+    info: dict[str, Any]
+    coordinator: int | None
+    epoch: int
+
+
+class Followed:
+    """Stands where a follower's policy has its :class:`Leadership`: it knows what the leader has said.
+
+    Attributes:
+        coordinator, epoch: as of that.
+    """
+
+    def __init__(self) -> None:
+        self.coordinator: int | None = None
+        self.epoch = 0
+
+    def statistics(self) -> None:
+        """Return nothing: a follower never coordinates."""
+
+    def leave(self) -> None:
+        """Do nothing: the leader leaves."""
+
+
+class CounterpartChannels(MemberChannels):
+    """Are the channels of a follower, which tells the coordinator nothing."""
+
+    def tell(self, message: ControlMessage, coordinator: int, round: int) -> None:
+        """Do nothing: the leader hears of it at the next swap point."""
+
+
+class ShardAveraging(AsyncSelectiveAveragingPolicy):
+    """Is the policy of counterparts: of those that lead their replicas, or of others that follow.
+
+    Its group holds the counterparts. :meth:`place` comes before ``async with``.
+
+    Attributes:
+        has_come: whether a report is due at this step; the policy of the replicas counts their iterations.
+    """
+
+    keeps_replicas: ClassVar[bool] = True
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.has_come = False
+        self._leading: LeadingMember | None = None
+        self._following: FollowingMember | None = None
+        self._replica: Group
+        self._counterparts: Mapping[int, int]
+        self._ending: Channel[Leave]
+        self._has_leader_left = False
+
+    def place(self, world: World, replica: Group, counterparts: Group, leaders: Sequence[int]) -> None:
+        """Say which ranks this one averages with, and which of them lead.
+
+        Args:
+            world: the policy's.
+            replica: the ranks of this replica; the first one leads.
+            counterparts: this rank's in all replicas.
+            leaders: of all replicas, in the same order.
+        """
+        self._given_group, self._given_world, self._replica = counterparts, world, replica
+        self._counterparts = dict(zip(leaders, counterparts.ranks, strict=True))
+        if world.rank == replica.ranks[0]:
+            self._member = self._leading = LeadingMember()
+        else:
+            self._member = self._following = FollowingMember()
+
+    # -- starting and leaving ---------------------------------------------------------------------------------------
+
+    def _open(
+        self, scopes: PolicyScopes, coordinator: int, epoch: int | None = None, replaced: Sequence[int] = ()
+    ) -> None:
+        self._ending = self._services.open_channel(
+            Leave,
+            tag=tags.CONTROL,
+            scope=wire.scope_of(self._replica.ranks, f"end of replica {self._replica.number}", 0),
+            name="the end of a replica's policy",
+            handler=self._on_leader_left,
+        )
+        if self._leading is not None:
+            super()._open(scopes, coordinator, epoch, replaced)
+        else:
+            services = self._services
+            self._states = StateTransfer(services, wire.scope_of((), f"states of policy {scopes.policy}", 0))
+            self._channels = CounterpartChannels(services, scopes)
+            self._leadership = Followed()  # type: ignore[assignment]  # it is asked for no more
+            self._open_roles()
+            self._reporter = Reporter(services, self._channels, self._leadership, 0, hostname=self._world.hostname)
+            services.leftover_probes.append(self._leftovers)
+            self._is_open = True
+        self._roles.donor.is_held = True
+
+    async def _stop(self, error: BaseException | None) -> None:
+        self._roles.donor.conclude("leaving")
+        if self._leading is None:
+            self._listener = None
+        try:
+            await super()._stop(error)
+        finally:
+            if self._leading is not None and self._services.engine.failure is None:
+                for rank in self._replica.ranks[1:]:
+                    self._tell_follower(rank)
+            self._ending.close()
+
+    def _tell_follower(self, rank: int) -> None:
+        """Let a follower leave: what it gives is asked for no more."""
+        try:
+            self._ending.send_nowait(Leave(), rank)
+        except AsyncdistError:  # it is gone, or is leaving by itself
+            return
+
+    def _on_leader_left(self, _: Envelope[Leave]) -> None:
+        self._has_leader_left = True
+        self._services.engine.recheck()
+
+    def _is_quiet(self) -> bool:
+        return self._has_leader_left or super()._is_quiet()
+
+    def _on_new_coordinator(self, epoch: int, rank: int) -> None:
+        super()._on_new_coordinator(epoch, rank)
+        assert self._leading is not None, "a follower hears of the coordinator from its leader"
+        self._leading.on_epoch(epoch)
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    async def _step(self, local_metric: MetricSource) -> StepInfo:
+        assert callable(local_metric), "the policy of the replicas reads the metric"
+        if self.is_alone:
+            if self.has_come:
+                local_metric()
+            await self._world.safe_point()
+            return NOTHING
+        reshard(self.model)
+        said = await self._exchange(functools.partial(self._status, local_metric), self._decide)
+        decision = Decision(*said)
+        info = StepInfo(**decision.info)
+        if self._following is not None:
+            info = self._follow(decision, info)
+        self._roles.replacer.announce()
+        if decision.action == SNAPSHOT:
+            fault = await self._exchange(functools.partial(self._copy, decision.iteration), self._first_fault)
+            self._roles.donor.conclude(fault)
+        return info
+
+    async def _exchange(self, fn: Callable[[], Any], decide: Callable[[list[Any]], Any]) -> Any:
+        """Compute a value on every rank of the replica, decide on the leader, and return the decision on all."""
+        return await reduce_and_broadcast(fn, decide, group=self._replica, world=self._world)
+
+    def _status(self, local_metric: Callable[[], Any]) -> tuple[Any, ...]:
+        metric = local_metric() if self.has_come else None
+        following = self._following
+        if following is None:
+            return tuple(Status(metric, 0, False, "", ""))
+        is_complete = following.state is State.COMPLETE
+        trouble = self._own.trouble() if is_complete else ""
+        return tuple(Status(metric, following.assignment_count, is_complete, following.failure, trouble))
+
+    async def _decide(self, said: list[tuple[Any, ...]]) -> tuple[Any, ...]:
+        """Do what is to be done at this swap point, on the leader; from the first line after the await on at once."""
+        member = self._leading
+        assert member is not None, "a follower decides nothing"
+        await self._world.progress()
+        statuses = [Status(*each) for each in said]
+        followers = [each for each in statuses[1:] if each.assignment_count == member.assignment_count]
+        self._give_up_with(followers)
+        action, trouble, info = NOTHING_MORE, "", self._roles.replacer.take_given_up()
+        if member.state is State.CHOSEN:
+            action, snapshot = SNAPSHOT, member.on_step()
+            assert isinstance(snapshot, TakeSnapshot), f"{snapshot} of a member that is chosen"
+            self._roles.donor.take_snapshot(snapshot.round, self.iteration)
+        elif member.state is State.COMPLETE and self._are_complete(followers):
+            action, application = APPLICATION, member.on_step()
+            assert isinstance(application, Apply), f"{application} of a member that is complete"
+            trouble = next(filter(None, [self._own.trouble(), *(each.trouble for each in followers)]), "")
+            info = self._roles.replacer.put_in_place(application.frozen, self.iteration, trouble)
+        if self.has_come:
+            mean = self._read_metric(math.fsum(float(each.metric or 0.0) for each in statuses) / len(statuses))
+            self._reporter.report(self.iteration, self.iteration - self._skipped_count, mean)
+        now = self._leadership.coordinator, self._leadership.epoch
+        return tuple(Decision(member.take_happenings(), action, self.iteration, trouble, asdict(info), *now))
+
+    def _are_complete(self, followers: Sequence[Status]) -> bool:
+        return len(followers) == self._replica.size - 1 and all(each.is_complete for each in followers)
+
+    def _give_up_with(self, followers: Sequence[Status]) -> None:
+        """Give the round up on the leader if a follower has done so."""
+        member = self._member
+        for failure in [each.failure for each in followers if each.failure][:1]:
+            self._carry_out(member.on_failed(member.round, failure) or member.on_refused(member.round, failure))
+
+    def _follow(self, decision: Decision, info: StepInfo) -> StepInfo:
+        """Do what the leader has done, on another rank of its replica, and return what the step says."""
+        member = self._following
+        assert member is not None, "the leader follows nobody"
+        self.iteration = decision.iteration
+        self._leadership.coordinator, self._leadership.epoch = decision.coordinator, decision.epoch  # type: ignore[misc]
+        member.repeat(decision.happenings, self._counterparts, self._carry_out, self._channels.enter_epoch)
+        self._roles.replacer.take_given_up()  # the leader's own reason is told
+        if decision.action == APPLICATION:
+            application = member.on_step()
+            assert isinstance(application, Apply), f"{application} where the leader applied round {info.round}"
+            own = self._roles.replacer.put_in_place(application.frozen, self.iteration, decision.trouble)
+            assert own.round == info.round, f"round {own.round} where the leader applied round {info.round}"
+            return replace(info, nbytes=own.nbytes)
+        return info
+
+    async def _copy(self, iteration: int) -> str:
+        """Take the snapshot that the leader has taken, and say why it cannot be given; "" if it can."""
+        if self._following is not None:
+            snapshot = self._following.on_step()
+            assert isinstance(snapshot, TakeSnapshot), f"{snapshot} where the leader took a snapshot"
+            self._roles.donor.take_snapshot(snapshot.round, iteration)
+        return await self._roles.donor.fault_of_copy()
+
+    def _first_fault(self, faults: list[str]) -> str:
+        return next(filter(None, faults), "")
