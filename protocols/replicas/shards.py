@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, ClassVar, Final, NamedTuple
 
-from asyncdist import AsyncdistError, Envelope, Group, World, reduce_and_broadcast, tags
+from asyncdist import AsyncdistError, ClosedError, Envelope, Group, World, reduce_and_broadcast, tags
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from protocols.metrics import MetricSource
@@ -134,6 +134,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         self._counterparts: Mapping[int, int]
         self._ending: Channel[Leave]
         self._has_leader_left = False
+        self._is_torn = False  # a step has ended between what the leader did and what this rank was to do about it
 
     def place(self, world: World, replica: Group, counterparts: Group, leaders: Sequence[int]) -> None:
         """Say which ranks this one averages with, and which of them lead.
@@ -178,8 +179,6 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
 
     async def _stop(self, error: BaseException | None) -> None:
         self._roles.donor.conclude("leaving")
-        if self._leading is None:
-            self._listener = None
         try:
             await super()._stop(error)
         finally:
@@ -216,6 +215,15 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
                 local_metric()
             await self._world.safe_point()
             return NOTHING
+        if self._is_torn:
+            raise ClosedError("an earlier step was cancelled, or failed, so that the ranks of this replica may differ")
+        self._is_torn = True
+        info = await self._swap(local_metric)
+        self._is_torn = False
+        return info
+
+    async def _swap(self, local_metric: Callable[[], Any]) -> StepInfo:
+        """Do what is to be done at a swap point."""
         reshard(self.model)
         said = await self._exchange(functools.partial(self._status, local_metric), self._decide)
         decision = Decision(*said)
