@@ -1,8 +1,8 @@
 """Selective averaging of shards: each rank of a replica exchanges its part of the model with its counterparts.
 
-The k-th rank of each replica is a counterpart of the k-th ranks of the others, and holds the same shards of the model as
-they do. Shards travel between counterparts alone, so no rank ever holds, sends or receives more of the model than its
-own part, whatever the number of ranks in a replica.
+The k-th rank of each replica is a counterpart of the k-th ranks of the others, and holds the same shards of the model.
+Shards travel between counterparts alone, so no rank ever holds, sends or receives more of the model than its own part,
+whatever the number of ranks in a replica.
 
 The first rank of a replica leads it. It alone reports to the coordinator, and hears of rounds. The others hear of them
 from their leader, at *swap points*, which are iterations at which all ranks of a replica are in ``step``:
@@ -34,7 +34,6 @@ from protocols.metrics import MetricSource
 from protocols.replicas.members import FollowingMember, Happening, LeadingMember
 from protocols.selective.coordinator import PolicyScopes
 from protocols.selective.joining.state_transfer import StateTransfer
-from protocols.selective.leadership import Leadership
 from protocols.selective.member import Apply, State, TakeSnapshot
 from protocols.selective.messages import ControlMessage, Leave
 from protocols.selective.policy import AsyncSelectiveAveragingPolicy

@@ -7,6 +7,7 @@ Values tell the replica, the iteration and the place of a rank, so that a mixtur
 from __future__ import annotations
 
 import math
+import operator
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -189,8 +190,8 @@ class Watch:
     def verify(self) -> None:
         """Every application is exact, whole over all ranks of a replica, and at one iteration."""
         size = self.plan.size
-        for (round, rank), (iteration, _) in self.snapshots.items():
-            of_leader = self.snapshots.get((round, rank - rank % size))
+        for (number, rank), (iteration, _) in self.snapshots.items():
+            of_leader = self.snapshots.get((number, rank - rank % size))
             assert of_leader is None or of_leader[0] == iteration, f"rank {rank} took its part at another iteration"
         for first in range(0, self.plan.replicas * size, size):
             ranks = range(first, first + size)
@@ -215,8 +216,8 @@ class Watch:
         given = [self.snapshots[event.round, donor] for donor in event.donors]
         assert [taken_at for taken_at, _ in given] == [self.snapshots[event.round, donor][0] for donor in first.donors]
         momentum = 0.0 if each.info.recovered else plan.options["momentum"]
-        terms = [weight * floats.astype(np.float64) for weight, (_, (floats, _)) in zip(event.weights, given, strict=True)]
-        expected = sum(terms) / sum(event.weights)
+        floats = [values.astype(np.float64) for _, (values, _) in given]
+        expected = sum(map(operator.mul, event.weights, floats)) / sum(event.weights)
         if momentum:
             expected = momentum * each.own[0].astype(np.float64) + (1 - momentum) * expected
         assert np.allclose(each.state[0], expected, rtol=1e-6, atol=1e-2), f"rank {rank}, round {event.round}"

@@ -144,7 +144,7 @@ class Donor:
         return safe_point_count(state.numel())
 
     def _on_copied(self, copy: _Copy, fault: str | None = None) -> None:
-        """Give the copy to the round, if that goes on and if all values are finite, as ``fault`` says if it is known."""
+        """Give the copy to the round, if that goes on and all values are finite; ``fault`` says so if it is known."""
         member = self._member
         is_wanted = member.state is State.COPYING and member.round == copy.round
         if fault is None:
