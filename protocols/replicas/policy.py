@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, ClassVar
 
@@ -118,6 +118,7 @@ class ReplicaAveragingPolicy(SpawnPolicy):
         self._journal.include(self._inner._journal)
         self._replica: Group
         self._others: Group | None = None  # those in other replicas with which this rank takes averages
+        self._groups: list[Group] = []
 
     def statistics(self) -> Any:
         """Return what this replica has done so far, on its first rank: see :class:`SelectiveStatistics`."""
@@ -153,23 +154,34 @@ class ReplicaAveragingPolicy(SpawnPolicy):
 
     async def _start(self) -> None:
         await self._agree()
+        try:
+            await self._start_among_groups()
+        except BaseException:
+            await self._free_groups()
+            raise
+
+    async def _start_among_groups(self) -> None:
+        """Make the groups, in which replicas become one, and averages are taken."""
         ranks, size, own = self._group.ranks, self.replica_size, self._group.index
         first = own - own % size
-        left_s = self._joint_start.left_s(self._start_timeout_s)
-        new_group = self._world.peers.groups.new_group
-        self._replica = await new_group(ranks[first : first + size], left_s, part_of=self._joint_start)
+        self._replica = await self._new_group(ranks[first : first + size])
         if isinstance(self._inner, ShardAveraging):
             await self._check_shards()
-            self._others = await new_group(ranks[own % size :: size], left_s, part_of=self._joint_start)
+            self._others = await self._new_group(ranks[own % size :: size])
             self._inner.place(self._world, self._replica, self._others, ranks[::size])
             await self._inner.__aenter__()
             return
         self._buffers = self._flat.new_buffers()
         await self._copy_from_leader()
         if own == first:
-            self._others = await new_group(ranks[::size], left_s, part_of=self._joint_start)
+            self._others = await self._new_group(ranks[::size])
             self._inner._given_group, self._inner._given_world = self._others, self._world
             await self._inner.__aenter__()
+
+    async def _new_group(self, ranks: Sequence[int]) -> Group:
+        left_s = self._joint_start.left_s(self._start_timeout_s)
+        self._groups.append(await self._world.peers.groups.new_group(ranks, left_s, part_of=self._joint_start))
+        return self._groups[-1]
 
     async def _check_shards(self) -> None:
         """Refuse parameters that are sharded over other ranks than those of a replica, and ranks in another order."""
@@ -191,7 +203,11 @@ class ReplicaAveragingPolicy(SpawnPolicy):
             if self._others is not None:
                 await self._inner.__aexit__(None if error is None else type(error), error, None)
         finally:
-            await free_all([group for group in (self._others, self._replica) if group is not None])
+            await self._free_groups()
+
+    async def _free_groups(self) -> None:
+        groups, self._groups = self._groups[::-1], []
+        await free_all(groups)
 
     # -- steps ------------------------------------------------------------------------------------------------------
 

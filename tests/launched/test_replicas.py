@@ -1,11 +1,12 @@
-"""Replicas under DDP average as one member each, in processes, and to the bit as by hand with plain torch."""
+"""Replicas under DDP, or sharded, average as one member each, in processes, and to the bit as with plain torch."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support import torchrun
+from support import mpi, torchrun
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "ddp_replicas.py"
 
@@ -22,3 +23,30 @@ def test_two_replicas_of_two_ranks_under_ddp() -> None:
     for rank, step in taken:  # one donor: its weights of an earlier swap, to the bit
         assert reports[rank]["digests"][step] in reports[2 - rank]["digests"][: step + 50]
     assert reports[0]["digests"][-1] != reports[2]["digests"][-1], "two replicas are two models"
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("run", [mpi.run_ranks, torchrun.run_ranks], ids=["mpi", "torch"])
+def test_two_replicas_of_two_ranks_under_fully_shard(run: Any) -> None:
+    reports = run(4, SCRIPT.parent / "sharded_replicas.py", timeout_s=240).check().reports
+    taken = []
+    for first in (0, 2):
+        own, other = reports[first], reports[first + 1]
+        assert own["digests"] == other["digests"], "a replica is one model at every iteration"
+        assert own["snapshots"] == other["snapshots"], "for a round, all parts are of one iteration"
+        assert [each["step"] for each in own["applied"]] == [each["step"] for each in other["applied"]]
+        taken += own["applied"] + other["applied"]
+    assert len(taken) >= 4 and all((each["step"] + 1) % 5 == 0 for each in taken)
+    for each in taken:
+        assert each["equal"], "to the bit what plain torch makes of the whole tensors"
+        assert each["state_count"] == 0, "the optimizer's state is cleared on all ranks of a replica"
+    for rank, report in reports.items():
+        shard_nbytes = report["shard_nbytes"]
+        assert report["received_nbytes"] == shard_nbytes * report["replacement_count"], "no more than its shards"
+        assert report["sent_nbytes"] == shard_nbytes * report["snapshot_count"]
+        assert report["buffers_nbytes"] <= shard_nbytes < report["whole_nbytes"]
+        over_all, in_another_way = report["refused"]
+        assert "are sharded over the ranks [0, 1, 2, 3]; allowed: over the 2 ranks of its replica, [" in over_all
+        told = f"'weight' has shape (4, 2) here and (2, 4) there (here: rank {rank % 2 + 2}, there: rank {rank % 2})"
+        assert in_another_way.startswith("DisagreementError: the models differ: ") and told in in_another_way

@@ -1,8 +1,9 @@
 """Four ranks as two replicas of two under ``fully_shard``, which average; each average is made by plain torch, too.
 
-What is reported of each rank: its whole model after each iteration as a digest, what the policy did, the bytes that it
-moved, and whether plain torch came to the same bits. It computes from whole tensors, which are gathered inside a
-replica at every swap point: momentum * own + (1 - momentum) * donor's.
+Before that, what must be refused: parameters sharded over all four ranks, and replicas that are sharded differently.
+What is reported of each rank: what it was refused for, its whole model after each iteration as a digest, what the
+policy did, the bytes it moved, and whether plain torch came to the same bits. It computes from whole tensors, which
+are gathered inside a replica at every swap point: momentum * own + (1 - momentum) * donor's.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from support.mpi import report
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 
 import asyncdist as ad
 from asyncdist import local_host
@@ -73,8 +75,19 @@ def mixed(own: dict[str, torch.Tensor], average: dict[str, torch.Tensor]) -> dic
     return {name: both[name].clamp(low[name], high[name]) for name in own}
 
 
-def state_count(optimizer: torch.optim.Optimizer) -> int:
-    return len(optimizer.state)
+def refusal(mesh: DeviceMesh, dim: int) -> str:
+    """What is said to a model of one layer that is sharded over a mesh, along one of its dimensions."""
+    model = nn.Linear(4, 4, bias=False)
+    fully_shard(model, mesh=mesh, shard_placement_fn=lambda _: Shard(dim))
+    try:
+        with ad.blocking.policy(
+            ReplicaAveragingPolicy(
+                model, torch.optim.SGD(model.parameters(), 0.1), replica_size=SIZE, average_every=EVERY
+            )
+        ):
+            return ""
+    except (ValueError, ad.AsyncdistError) as error:
+        return f"{type(error).__name__}: {error}"
 
 
 with ad.blocking.open_world() as world:
@@ -85,6 +98,7 @@ with ad.blocking.open_world() as world:
     dist.init_process_group("gloo", rank=world.rank, world_size=world.size)
     replica = world.rank // SIZE
     meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
+    refused = [refusal(DeviceMesh("cpu", [0, 1, 2, 3]), 0), refusal(meshes[replica], replica)]
     model, optimizer = build(replica, meshes[replica])
     snapshots: dict[int, int] = {}
 
@@ -121,7 +135,7 @@ with ad.blocking.open_world() as world:
             if info:
                 applied.append(
                     {"step": step, "round": info.round, "donors": info.donors, "own": own, "after": after}
-                    | {"state_count": state_count(optimizer), "nbytes": info.nbytes}
+                    | {"state_count": len(optimizer.state), "nbytes": info.nbytes}
                 )
             digests.append(digest(after))
             is_over = torch.tensor(float(len(applied) >= 2))
@@ -136,12 +150,12 @@ with ad.blocking.open_world() as world:
         average = at[taken[each["round"]]]
         expected = mixed(each["own"], average)
         each["equal"] = digest(expected) == digest(each.pop("after")) != digest(each.pop("own"))
-        each["lanes"] = taken[each["round"]] == everything[each["donors"][0] + world.rank % SIZE][0][each["round"]]
     statistics = policy.statistics()
     shard_nbytes = sum(each.to_local().nbytes for each in model.parameters()) + sum(b.nbytes for b in model.buffers())  # type: ignore[attr-defined]
     report(
         world.rank,
         {
+            "refused": refused,
             "digests": digests,
             "applied": applied,
             "snapshots": snapshots,
@@ -151,7 +165,7 @@ with ad.blocking.open_world() as world:
             "received_nbytes": statistics.received_nbytes,
             "snapshot_count": statistics.snapshot_count,
             "replacement_count": statistics.replacement_count,
-            "buffers_nbytes": policy._inner._snapshots.allocated * policy._flat.nbytes,
+            "buffers_nbytes": policy._inner._snapshots.allocated * policy._flat.nbytes,  # on top of the model
         },
     )
     dist.barrier()

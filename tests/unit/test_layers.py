@@ -45,6 +45,7 @@ PURE = {
     "one_sided.rules",
     "ranking",
     "replay.store",
+    "replicas.members",
     "selective.islands.layout",
     "selective.islands.messages",
     "selective.islands.migrants",

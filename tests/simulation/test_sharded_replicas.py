@@ -1,0 +1,125 @@
+"""Replicas whose ranks hold a part of the model each: an average is whole over all parts, or is not applied."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+import asyncdist as ad
+from asyncdist.simulation import Kill, simulate
+from protocols import StepInfo
+from simulation import sharded_replica_scenarios as scenarios
+from simulation.sharded_replica_scenarios import OfPlainShards, Part
+
+SIZES = (4, 7)
+OPTIONS: dict[str, Any] = {"replica_size": 2, "swap_every": 2, "average_every": 4, "replacement_ratio": 0.5}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 60, 10))
+def test_seeds(first: int) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(first, first + 10):
+        seen += scenarios.run(seed)[1].seen
+    assert seen["applied"] > 100 and seen["calm populations"] > 1, seen
+
+
+def test_a_few_seeds() -> None:
+    for seed in (1, 4):
+        scenarios.scenario(seed)
+
+
+def train(parts: list[Part], steps: int = 40, **options: Any) -> Any:
+    """A main whose ranks hold ``parts``, the first replica's being worst."""
+
+    async def main(world: ad.World) -> list[StepInfo]:
+        model = parts[world.rank]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        infos = []
+        async with OfPlainShards(model, optimizer, **{**OPTIONS, **options}) as policy:
+            for _ in range(steps):
+                info = await policy.step(float(world.rank))
+                if info or info.abandoned:
+                    infos.append(info)
+        statistics = policy.statistics()
+        assert statistics.replacement_count == sum(map(bool, infos)) and statistics.iteration == steps // 2
+        return infos
+
+    return main
+
+
+def parts_of(values: list[float]) -> list[Part]:
+    parts = [Part(rank % 2, SIZES) for rank in range(len(values))]
+    for part, value in zip(parts, values, strict=True):
+        part.fill(value)
+    return parts
+
+
+def test_a_part_that_is_not_finite_keeps_its_replica_from_giving_and_no_other_rank_of_it_gives() -> None:
+    parts = parts_of([1.0, 2.0, 3.0, 4.0, 5.0, float("nan")])
+    results = simulate(train(parts, replacement_ratio=0.3), ranks=6, seed=3, strict=True).results
+    donors = {info.donors for infos in results for info in infos if info}
+    assert donors == {(2,)}, "the third replica is the best one, and one of its parts is not finite"
+
+
+def test_what_is_not_finite_on_one_rank_is_taken_whole_on_all() -> None:
+    parts = parts_of([float("nan"), 2.0, 3.0, 4.0])
+    results = simulate(train(parts, momentum=0.5), ranks=4, seed=3, strict=True).results
+    recovered = [[info.recovered for info in infos if info] for infos in results]
+    assert recovered[0] == recovered[1] and recovered[0][0] == "'weight' was not finite"
+    assert parts[1].weight.tolist() == [4.0] * 7, "no half of its own weights, which the other part has lost"
+
+
+def test_one_replica_alone_averages_nothing() -> None:
+    results = simulate(train(parts_of([1.0, 2.0])), ranks=2, seed=1, strict=True).results
+    assert list(results) == [[], []]
+
+
+def test_a_lost_rank_ends_its_replica_and_no_other() -> None:
+    """The others average among each other; what its counterparts were taking from it is abandoned on all of them."""
+    steps = 400
+    parts = parts_of([float(rank) for rank in range(6)])
+    train_all = train(parts, steps)
+
+    async def main(world: ad.World) -> Any:
+        try:
+            return await train_all(world)
+        except (ad.RankLostError, ad.RemoteError) as error:
+            return repr(error)
+
+    for seed in range(3):
+        report = simulate(main, ranks=6, seed=seed, faults=[Kill(5, at_turn=900)])
+        report.check_faults()
+        results = report.results
+        assert "RankLostError" in results[4], "the leader of its replica"
+        assert all(isinstance(each, list) for each in results[:4])
+
+
+def test_fresh_weights_are_refused_and_ranks_out_of_order_too() -> None:
+    (part,) = parts_of([1.0])
+    optimizer = torch.optim.SGD(part.parameters(), lr=0.0)
+    with pytest.raises(ValueError, match="averaging_strategy is 'reset_weights'; allowed: an average"):
+        OfPlainShards(part, optimizer, averaging_strategy="reset_weights", model_builder=lambda: part, **OPTIONS)
+
+    async def main(world: ad.World) -> None:
+        group = await ad.new_group([0, 3, 2, 1])
+        model = Part(group.index % 2, SIZES)
+        policy = OfPlainShards(model, torch.optim.SGD(model.parameters(), lr=0.0), group=group, **OPTIONS)
+        async with policy:
+            pass
+
+    with pytest.raises(ValueError, match=r"group is \[0, 3, 2, 1\]; allowed: ranks in ascending order"):
+        ad.run_local(main, ranks=4)
+
+
+def test_parts_of_other_sizes_are_refused_with_the_first_difference() -> None:
+    async def main(world: ad.World) -> None:
+        model = Part(world.rank % 2, SIZES if world.rank < 2 else (4, 8))
+        async with OfPlainShards(model, torch.optim.SGD(model.parameters(), lr=0.0), **OPTIONS):
+            pass
+
+    with pytest.raises(ad.DisagreementError, match=r"'weight' has shape \(8,\) here and \(7,\) there"):
+        ad.run_local(main, ranks=4)
