@@ -57,21 +57,32 @@ class ReplicaAveragingPolicy(SpawnPolicy):
                 info = await policy.step(-loss)
 
     All ranks of a replica must call ``step`` equally often, as the synchronisation of their gradients makes them do
-    anyway. The loss of any rank is the job's.
+    anyway. A replica that loses a rank is lost: its others get RankLostError in ``step``, and with that, unless they
+    leave the policy, the job ends.
+
+    A model that ``fully_shard`` has sharded over the ranks of its replica stays so: each rank exchanges its shards with
+    the ranks of the other replicas that hold the same ones, and no rank receives more of the model than its own part.
+    Events, ``nbytes`` and statistics are about that part then, on each rank.
 
     Args:
-        model: the module, or DDP around it. At the start a replica's first rank copies its weights to the others.
+        model: the module, or DDP around it, or what ``fully_shard`` has sharded over all ranks of the replica and no
+            others, in the same way in all replicas. At the start a replica's first rank copies its weights to the
+            others; of a sharded model nothing is copied.
         optimizer: of that model, on each rank.
         replica_size: how many ranks make a replica: the first so many of the group, the next, and so on.
         average_every: the cadence of reports, in steps. A replica's metric is the mean of its ranks'.
         swap_every: at every so many steps weights may change; a divisor of ``average_every``, by default the largest
             one up to a tenth of it.
         options: others of :class:`AsyncSelectiveAveragingPolicy`, but those that name ranks or divide the population.
+            A sharded replica takes no fresh weights (``"reset_weights"``).
         metric, name, group, world, start_timeout_s: see :class:`SpawnPolicy`.
+
+    Attributes:
+        is_sharded: whether each rank holds a part of its replica's model.
 
     Raises:
         TypeError, ValueError: an argument is not what it should be; the ranks cannot be divided so; parameters are
-            sharded over ranks.
+            sharded over other ranks than those of the replica.
     """
 
     keeps_replicas: ClassVar[bool] = True
@@ -121,7 +132,10 @@ class ReplicaAveragingPolicy(SpawnPolicy):
         self._groups: list[Group] = []
 
     def statistics(self) -> Any:
-        """Return what this replica has done so far, on its first rank: see :class:`SelectiveStatistics`."""
+        """Return what this replica has done so far: see :class:`SelectiveStatistics`.
+
+        On its first rank; where the replica is sharded, on each rank what that one has done.
+        """
         return self._inner.statistics()
 
     def _holds_shards(self) -> bool:

@@ -24,6 +24,7 @@ AVERAGES: Final = "simulation.deadline_scenarios:averages"
 ONE_SIDED: Final = "simulation.one_sided_scenarios:scenario"
 ISLANDS: Final = "simulation.island_scenarios:scenario"
 READING: Final = "simulation.read_scenarios:scenario"
+SHARDED: Final = "simulation.sharded_replica_scenarios:scenario"
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,6 +417,33 @@ MUTANTS: Final = (
         "self._tensors[number] + first * into.itemsize,",
         "self._tensors[0] + first * into.itemsize,",
         READING,
+    ),
+    Mutant(
+        "part-applied-before-the-rest",
+        "sharded replica",
+        "a leader applies its part of an average before the other parts are whole",
+        "protocols/replicas/shards.py",
+        "        elif member.state is State.COMPLETE and self._are_complete(followers):\n",
+        "        elif member.state is State.COMPLETE:\n",
+        SHARDED,
+    ),
+    Mutant(
+        "part-given-without-the-rest",
+        "sharded replica",
+        "a rank gives its part of a snapshot though another part of it is not finite",
+        "protocols/replicas/shards.py",
+        "            self._roles.donor.conclude(fault)\n",
+        "            self._roles.donor.conclude(await self._roles.donor.fault_of_copy())\n",
+        SHARDED,
+    ),
+    Mutant(
+        "part-recovered-alone",
+        "sharded replica",
+        "what is not finite on one rank of a replica is made good there alone",
+        "protocols/replicas/shards.py",
+        "put_in_place(application.frozen, self.iteration, decision.trouble)",
+        "put_in_place(application.frozen, self.iteration)",
+        SHARDED,
     ),
 )
 
