@@ -193,6 +193,9 @@ class Watch:
         for (number, rank), (iteration, _) in self.snapshots.items():
             of_leader = self.snapshots.get((number, rank - rank % size))
             assert of_leader is None or of_leader[0] == iteration, f"rank {rank} took its part at another iteration"
+            if rank % size == 0 and not self.lost.intersection(range(rank, rank + size)):
+                missing = [each for each in range(rank, rank + size) if (number, each) not in self.snapshots]
+                assert not missing, f"in round {number} rank {rank} gave its part, and ranks {missing} did not"
         for first in range(0, self.plan.replicas * size, size):
             ranks = range(first, first + size)
             applied = [self.applied.get(rank, []) for rank in ranks]
