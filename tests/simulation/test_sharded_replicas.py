@@ -27,11 +27,6 @@ def test_seeds(first: int) -> None:
     assert seen["applied"] > 100 and seen["calm populations"] > 1, seen
 
 
-def test_a_few_seeds() -> None:
-    for seed in (1, 4):
-        scenarios.scenario(seed)
-
-
 def train(parts: list[Part], steps: int = 40, **options: Any) -> Any:
     """A main whose ranks hold ``parts``, the first replica's being worst."""
 
@@ -78,6 +73,7 @@ def test_one_replica_alone_averages_nothing() -> None:
     assert list(results) == [[], []]
 
 
+@pytest.mark.slow
 def test_a_lost_rank_ends_its_replica_and_no_other() -> None:
     """The others average among each other; what its counterparts were taking from it is abandoned on all of them."""
     steps = 400
