@@ -24,7 +24,7 @@ def test_seeds(first: int) -> None:
     seen: Counter[str] = Counter()
     for seed in range(first, first + 10):
         seen += scenarios.run(seed)[1].seen
-    assert seen["applied"] > 100 and seen["calm populations"] > 1, seen
+    assert seen["applied"] > 30 and seen["calm populations"] > 1, seen
 
 
 def train(parts: list[Part], steps: int = 40, **options: Any) -> Any:

@@ -191,9 +191,8 @@ MUTANTS: Final = (
         10,
         "a donor's iteration travels as float32",
         "protocols/selective/roles/donor.py",
-        "        self._carry_out(member.on_copied(round, iteration, fault=fault, state",
-        '        iteration = int(__import__("torch").tensor(float(iteration)))\n'
-        "        self._carry_out(member.on_copied(round, iteration, fault=fault, state",
+        "        facts = copy.round, copy.iteration\n",
+        '        facts = copy.round, int(__import__("torch").tensor(float(copy.iteration)))\n',
     ),
     Mutant(
         "ratio-zero-replaces",
