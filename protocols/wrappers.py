@@ -2,19 +2,20 @@
 
 DDP averages gradients on the assumption that all replicas hold equal weights, and FSDP keeps a part of each weight per
 rank. A policy that gives one rank other weights breaks both without an error: the replicas diverge. A policy whose
-members are replicas of several ranks may change a model that `fully_shard` has divided among these.
+members are replicas of several ranks may change a model that `fully_shard` has divided among these, or that DDP keeps
+equal on these, and on no others: over more ranks DDP averages the gradients of replicas whose weights differ.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
 
 import torch
 from torch import nn
 
-from asyncdist import LocalProtocolError
+from asyncdist import LocalProtocolError, World
 
 #: Modules of torch that define such wrappers; those of FSDP also stand among the bases of what `fully_shard` is given.
 _WRAPPERS: Final = ("torch.nn.parallel.distributed", "torch.distributed.fsdp", "torch.distributed._composable")
@@ -62,26 +63,64 @@ def check_not_inside(model: nn.Module) -> None:
     Raises:
         LocalProtocolError: such a wrapper exists.
     """
+    for wrapper in _wrappers_around(model):
+        raise LocalProtocolError(f"model is inside {_wrapper_name(type(wrapper))}: {_WHY}")
+
+
+def check_replica_group(model: nn.Module, ranks: Sequence[int], world: World) -> None:
+    """Refuse DDP around the model that synchronises other ranks than these, which hold this rank's replica.
+
+    Where torch.distributed counts other ranks than the world, as in a job that has one process group for each replica,
+    only the number of ranks is compared.
+
+    Raises:
+        ValueError: it does; both lists are named, or both numbers.
+    """
+    for wrapper in _wrappers_around(model):
+        if isinstance(wrapper, nn.parallel.DistributedDataParallel):
+            _check_group(getattr(wrapper, "process_group", None), list(ranks), world)
+
+
+def _check_group(group: Any, ranks: list[int], world: World) -> None:
+    if group is None:  # its constructor has not run
+        return
+    found = sorted(torch.distributed.get_process_group_ranks(group))
+    if (torch.distributed.get_rank(), torch.distributed.get_world_size()) == (world.rank, world.size):
+        if found != ranks:
+            raise ValueError(
+                f"DDP synchronises the ranks {found}, and this rank's replica is {ranks}: replica_size is "
+                f"{len(ranks)}; allowed: DDP(..., process_group=) of the replica's ranks, as "
+                "asyncdist.integrations.pytorch.new_replica_group returns it"
+            )
+    elif len(found) != len(ranks):
+        raise ValueError(
+            f"DDP synchronises {len(found)} ranks, {found} as torch.distributed counts them, and this rank's replica "
+            f"is {ranks}; allowed: DDP over a process group of {len(ranks)} ranks"
+        )
+
+
+def _wrappers_around(model: nn.Module) -> list[nn.Module]:
+    """Return the wrappers in this process that hold the model, or a part of it."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return
+        return []
+    # A launched rank has frozen what is older than its world, a wrapper too, and there the collector does not look.
+    # Frozen anew, what is dropped later would be kept for ever.
+    gc.unfreeze()
     own = set(map(id, model.modules()))
-    if not _wrapper_around(own):
-        return
+    if not any(True for _ in _search(own)):
+        return []
     gc.collect()
-    if found := _wrapper_around(own):
-        raise LocalProtocolError(f"model is inside {found}: {_WHY}")
+    return list(_search(own))
 
 
-def _wrapper_around(own: set[int]) -> str:
-    """Return the name of a wrapper in this process that holds one of the modules with these ids, or ""."""
+def _search(own: set[int]) -> Iterator[nn.Module]:
+    """Yield the wrappers that hold one of the modules with these ids."""
     # Instances refer to their class. With five million objects the collector finds them in 0.10 s, where a look at each
     # object took 0.69 s and a list of 40 MB.
     kinds = [kind for kind in _subclasses(nn.Module) if _wrapper_name(kind)]
     for thing in gc.get_referrers(*kinds):
-        found = _wrapper_name(type(thing))
-        if found and any(id(module) in own for module in _modules_of(thing)):
-            return found
-    return ""
+        if _wrapper_name(type(thing)) and any(id(module) in own for module in _modules_of(thing)):
+            yield thing
 
 
 def _subclasses(kind: type) -> Iterator[type]:

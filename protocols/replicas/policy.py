@@ -29,6 +29,7 @@ from protocols.policy import SpawnPolicy
 from protocols.replicas.shards import ShardAveraging
 from protocols.selective.policy import AsyncSelectiveAveragingPolicy
 from protocols.step_info import NOTHING, StepInfo
+from protocols.wrappers import check_replica_group
 
 
 class _AmongLeaders(AsyncSelectiveAveragingPolicy):
@@ -82,7 +83,7 @@ class ReplicaAveragingPolicy(SpawnPolicy):
 
     Raises:
         TypeError, ValueError: an argument is not what it should be; the ranks cannot be divided so; parameters are
-            sharded over other ranks than those of the replica.
+            sharded over other ranks than those of the replica, or DDP is over others.
     """
 
     keeps_replicas: ClassVar[bool] = True
@@ -167,6 +168,8 @@ class ReplicaAveragingPolicy(SpawnPolicy):
     # -- starting and leaving ---------------------------------------------------------------------------------------
 
     async def _start(self) -> None:
+        ranks, first = self._group.ranks, self._group.index - self._group.index % self.replica_size
+        check_replica_group(self.model, ranks[first : first + self.replica_size], self._world)
         await self._agree()
         try:
             await self._start_among_groups()

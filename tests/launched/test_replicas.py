@@ -15,6 +15,9 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "ddp_replicas.py"
 def test_two_replicas_of_two_ranks_under_ddp() -> None:
     reports = torchrun.run_ranks(4, SCRIPT, timeout_s=240).check().reports
     assert [reports[rank]["equal"] for rank in range(4)] == [True] * 4, "as by hand"
+    for rank in range(4):
+        own = [0, 1] if rank < 2 else [2, 3]
+        assert f"DDP synchronises the ranks [0, 1, 2, 3], and this rank's replica is {own}" in reports[rank]["refused"]
     for first in (0, 2):
         assert reports[first]["digests"] == reports[first + 1]["digests"], "a replica is one model at every iteration"
         assert reports[first]["applied"] == reports[first + 1]["applied"]

@@ -246,6 +246,20 @@ def test_a_model_whose_trainer_was_deleted_is_no_longer_inside_a_wrapper(monkeyp
         gc.enable()
 
 
+def test_a_wrapper_that_is_older_than_the_world_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launched rank takes what exists out of garbage collection, where the search saw nothing any more."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    model = nn.Linear(2, 2)
+    wrapped = Wrapped(model)
+    gc.freeze()
+    try:
+        with pytest.raises(ad.LocalProtocolError, match="model is inside DistributedDataParallel"):
+            start_beside(model)
+    finally:
+        gc.unfreeze()
+    assert wrapped.module is model
+
+
 @pytest.mark.slow
 def test_wrappers_whose_constructor_has_not_run_are_looked_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """They have no modules yet, and every start of a policy raised AttributeError beside them."""

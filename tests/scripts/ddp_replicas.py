@@ -2,7 +2,8 @@
 
 What is reported of each rank: its weights after each iteration as a digest, what the policy did, and whether by hand
 came to the same bits. By hand: DDP without a policy, and where the policy took an average, the weights that
-``on_event`` has shown, which with two replicas are those of the other one at an earlier iteration.
+``on_event`` has shown, which with two replicas are those of the other one at an earlier iteration. Before, DDP over all
+ranks is refused.
 """
 
 from __future__ import annotations
@@ -56,6 +57,14 @@ with ad.blocking.open_world() as world:
         if isinstance(event, AverageApplied):
             averages.append(event.state["float32"].clone())
 
+    refused = ""
+    try:
+        over_all = DistributedDataParallel(nn.Linear(1, 1))
+        its_own = torch.optim.SGD(over_all.parameters())
+        with ad.blocking.policy(ReplicaAveragingPolicy(over_all, its_own, replica_size=SIZE, average_every=EVERY)):
+            pass
+    except ValueError as error:
+        refused = str(error)
     policy = ReplicaAveragingPolicy(
         wrapped,
         optimizer,
@@ -85,6 +94,6 @@ with ad.blocking.open_world() as world:
             if is_over:  # on all ranks at the same step
                 break
             world.sleep(0.002)  # ranks share cores
-    report(world.rank, {"digests": digests, "applied": applied, "equal": equal, "final": digest(model)})
+    report(world.rank, {"digests": digests, "applied": applied, "equal": equal, "refused": refused})
     dist.barrier()
     dist.destroy_process_group()

@@ -1,0 +1,69 @@
+"""DDP over other ranks than those of a replica is refused, in whatever way torch.distributed counts ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from scripts.population import sgd
+from torch import nn
+
+import asyncdist as ad
+from protocols import ReplicaAveragingPolicy
+
+
+class Wrapped(nn.parallel.DistributedDataParallel):
+    """DDP without communication, over these ranks."""
+
+    def __init__(self, module: nn.Module, ranks: list[int] | None) -> None:
+        nn.Module.__init__(self)
+        self.module, self.process_group = module, ranks
+
+
+def start(monkeypatch: pytest.MonkeyPatch, groups: list[list[int] | None], size: int = 4, **options: Any) -> None:
+    """Start on four ranks, whose DDP is over ``groups``, where torch.distributed has ``size`` ranks."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: ad.current_world().rank % size)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: size)
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", list)
+
+    async def main(world: ad.World) -> None:
+        model = nn.Linear(2, 2)
+        wrapped = Wrapped(model, groups[world.rank])
+        given = wrapped if world.rank % 2 else model  # the module inside is known to be inside
+        async with ReplicaAveragingPolicy(given, sgd(model), replica_size=2, average_every=2, **options) as policy:
+            await policy.step(1.0)
+        assert wrapped.module is model
+
+    ad.run_local(main, ranks=4)
+
+
+@pytest.mark.parametrize("given", [[[0, 1], [1, 0], [2, 3], [2, 3]], [None] * 4])
+def test_the_groups_of_the_replicas_are_right(given: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    start(monkeypatch, given)
+
+
+def test_ddp_over_all_ranks_is_refused_with_both_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four ranks trained as two replicas, and DDP mixed the gradients of weights that differed, without a word."""
+    told = r"DDP synchronises the ranks \[0, 1, 2, 3\], and this rank's replica is \[(0, 1|2, 3)\]"
+    with pytest.raises(ValueError, match=told):
+        start(monkeypatch, [[0, 1, 2, 3]] * 4)
+
+
+def test_a_group_of_other_ranks_of_the_same_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"ranks \[0, 2\], and this rank's replica is \[0, 1\]"):
+        start(monkeypatch, [[0, 2], [1, 3], [0, 2], [1, 3]])
+
+
+def test_ranks_that_are_right_do_not_wait_for_one_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"ranks \[1, 3\], and this rank's replica is \[2, 3\]"):
+        start(monkeypatch, [[0, 1], [0, 1], [2, 3], [1, 3]], start_timeout_s=50.0)
+
+
+def test_where_each_replica_has_a_process_group_of_its_own_the_numbers_are_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start(monkeypatch, [[0, 1]] * 4, size=2)
+    with pytest.raises(ValueError, match=r"DDP synchronises 1 ranks, \[0\] as torch.distributed counts them"):
+        start(monkeypatch, [[0]] * 4, size=2)
