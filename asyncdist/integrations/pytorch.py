@@ -18,7 +18,8 @@ from typing import Any, Literal, Self
 import torch
 from torch import nn
 
-from asyncdist.integrations.joining import selective_averaging
+from asyncdist.integrations import replicas
+from asyncdist.integrations.joining import join, selective_averaging
 from asyncdist.integrations.metrics import RunningLoss
 from protocols import StepInfo
 
@@ -82,3 +83,26 @@ class SelectiveAveraging:
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
         self._training.end(error)
+
+
+def new_replica_group(replica_size: int, backend: str | None = None) -> torch.distributed.ProcessGroup:
+    """Return a process group of the ranks of this rank's replica, over which DDP synchronises it.
+
+    ::
+
+        model = DistributedDataParallel(model, process_group=new_replica_group(2))
+        averaging = SelectiveAveraging(model, optimizer, average_every=100, replica_size=2)
+
+    All ranks call it together, under MPI too. Where torch.distributed runs already, with all ranks, it is one more
+    group there; else torch.distributed is started with the replica's ranks alone, and its ``destroy_process_group()``
+    ends it.
+
+    Args:
+        replica_size: how many ranks make a replica: the first so many, the next, and so on.
+        backend: of torch.distributed; by default those of the devices that torch has.
+
+    Raises:
+        TypeError, ValueError: the ranks cannot be divided so.
+        LocalProtocolError: torch.distributed was started with other ranks than the world's.
+    """
+    return replicas.new_process_group(join(), replica_size, backend)

@@ -177,7 +177,13 @@ def test_torch_distributed_is_imported_where_processes_meet_alone() -> None:
         f"transports.torch_distributed.{name}"
         for name in ("backends", "meeting.connecting", "meeting.newcomers", "meeting.rendezvous", "transport")
     }
-    others = {"launch.process_groups", "launch.place_claims", "launch.store_server", "bench.rivals"}
+    others = {
+        "launch.process_groups",
+        "launch.place_claims",
+        "launch.store_server",
+        "bench.rivals",
+        "integrations.replicas",
+    }
     assert users == others | transport
     assert not any(uses(tree, "torch.distributed") for tree in PROTOCOLS.values())
 
