@@ -11,20 +11,52 @@
         averaging.step(loss)                          # asyncdist run -n 4 train.py
 
 Importing this module hides the variables by which launchers tell of ranks: each rank's ``Accelerator`` prepares one
-process, with mixed precision and gradient accumulation as usual, and nobody waits in its loaders.
+process, with mixed precision and gradient accumulation as usual, and nobody waits in its loaders. Of several ranks each
+has a ``project_dir`` and a ``logging_dir`` of its own, the folder ``rank0``, ``rank1``, ... below the one that it was
+given: there go the logs, and the states that ``save_state()`` names by itself. A path that is given to a call, as
+``save_state("saved")`` or ``save_model(model, "saved")``, is taken as it is: name one for each rank.
 """
 
 from __future__ import annotations
 
+import functools
+from pathlib import Path
 from typing import Any
 
+import accelerate  # type: ignore[import-untyped]
 import torch
 from torch import nn
 
+from asyncdist import current_world
+from asyncdist.blocking.callers import is_in_a_rank
 from asyncdist.integrations import pytorch
-from asyncdist.integrations.joining import hide_ranks
+from asyncdist.integrations.joining import hide_ranks, join
 
 hide_ranks()
+
+
+def _give_ranks_folders(kind: Any) -> None:
+    """Let each ``Accelerator`` that is made from now on write to a folder of its rank."""
+    make = kind.__init__
+
+    @functools.wraps(make)
+    def make_for_rank(self: Any, *args: Any, **options: Any) -> None:
+        make(self, *args, **options)
+        directories = self.project_configuration
+        for name in ("project_dir", "logging_dir"):
+            if (given := getattr(directories, name)) is not None:
+                setattr(directories, name, _below(given))
+
+    kind.__init__ = make_for_rank
+
+
+def _below(path: Any) -> str:
+    world = current_world() if is_in_a_rank() else join()
+    parent, folder = Path(path), f"rank{world.rank}"
+    return str(parent if world.size == 1 or folder in parent.parts else parent / folder)
+
+
+_give_ranks_folders(accelerate.Accelerator)
 
 
 class SelectiveAveraging(pytorch.SelectiveAveraging):

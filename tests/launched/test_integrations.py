@@ -16,7 +16,7 @@ SCRIPT = Path(integrations.__file__)
 #: What each library is to have seen: one process, and a folder for each rank.
 SEEN: dict[str, dict[str, Any]] = {
     "plain": {},
-    "accelerate": {"processes": 1},
+    "accelerate": {"processes": 1, "saved": ["checkpoints/checkpoint_0", "checkpoints/checkpoint_1"]},
     "lightning": {"processes": 1, "folders": True},
     "transformers": {"processes": 1, "folders": True, "seed": 42},
     "torchgfn": {},
@@ -32,6 +32,9 @@ def check(reports: Any, ranks: int, library: str) -> None:
             assert f"rank{rank}" in report["folders"] and set(report["folders"]) <= {f"rank{r}" for r in range(ranks)}
             expected["folders"] = report["folders"]
             expected["replacements"] = int(rank == ranks - 1 > 0)
+        if "saved" in expected:
+            folders = [f"rank{rank}/{name}" for name in expected["saved"]]
+            expected["saved"] = [*folders, f"logs/rank{rank}"]
         if "seed" in expected:
             expected["seed"] += rank
         weight = sum(range(ranks - 1)) / (ranks - 1) if rank == ranks - 1 else float(rank)

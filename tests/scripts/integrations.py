@@ -80,11 +80,15 @@ def plain(_: Path) -> None:
     model.end()
 
 
-def accelerate(_: Path) -> None:
+def accelerate(folder: Path) -> None:
     from asyncdist.integrations.accelerate import SelectiveAveraging  # isort: skip
     from accelerate import Accelerator
+    from accelerate.utils import ProjectConfiguration
 
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    naming = ProjectConfiguration(automatic_checkpoint_naming=True, logging_dir=str(folder / "logs"))
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, project_dir=folder, project_config=naming)
+    again = Accelerator(project_config=naming)  # another one, of the same configuration
+    assert again.project_dir == accelerator.project_dir and Accelerator().project_dir is None
     inner = Model()
     model, optimizer, data = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=0.0), loader())
     try:
@@ -104,7 +108,12 @@ def accelerate(_: Path) -> None:
                 optimizer.zero_grad()
                 if accelerator.sync_gradients and not is_over:
                     is_over = inner.is_over(averaging.step(loss))
-    inner.end(processes=accelerator.num_processes)
+    saved = [accelerator.save_state() for _ in range(2)]
+    assert [Path(path).name for path in saved] == ["checkpoint_0", "checkpoint_1"] and all(map(os.path.isdir, saved))
+    inner.end(
+        processes=accelerator.num_processes,
+        saved=[os.path.relpath(path, folder) for path in (*saved, accelerator.logging_dir)],
+    )
 
 
 def lightning(folder: Path) -> None:
