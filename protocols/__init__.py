@@ -13,7 +13,16 @@ from protocols.selective.policy import AsyncSelectiveAveragingPolicy
 from protocols.selective.reserved import coordinate
 from protocols.selective.rules import SelectiveRules
 from protocols.selective.statistics import CoordinatorStatistics, SelectiveStatistics
-from protocols.step_info import AverageApplied, PolicyEvent, SnapshotTaken, StepInfo
+from protocols.step_info import (
+    AverageApplied,
+    CoordinatorChanged,
+    PolicyEvent,
+    RoleAssigned,
+    RoundAbandoned,
+    RoundEnded,
+    SnapshotTaken,
+    StepInfo,
+)
 
 #: Other names of the same, as torchgfn has them.
 AverageAllPolicympi4py = AverageAllPolicy
@@ -27,6 +36,7 @@ __all__ = [
     "AverageAllPolicy",
     "AverageAllPolicympi4py",
     "AverageApplied",
+    "CoordinatorChanged",
     "CoordinatorStatistics",
     "Durations",
     "OneSidedRules",
@@ -36,6 +46,9 @@ __all__ = [
     "ReplayBuffer",
     "ReplayStatistics",
     "ReplicaAveragingPolicy",
+    "RoleAssigned",
+    "RoundAbandoned",
+    "RoundEnded",
     "Sample",
     "SelectiveRules",
     "SelectiveStatistics",

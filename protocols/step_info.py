@@ -1,4 +1,7 @@
-"""Defines what a policy tells its user: the result of each step, and the events for ``on_event``."""
+"""Defines what a policy tells its user: the result of each step, and the events for ``on_event``.
+
+Events are told inside ``step``, on the thread that calls it, in the order in which they happened.
+"""
 
 from __future__ import annotations
 
@@ -116,4 +119,71 @@ class AverageApplied:
     versions: tuple[int, ...] = ()
 
 
-PolicyEvent: TypeAlias = SnapshotTaken | AverageApplied
+@dataclass(frozen=True, slots=True)
+class RoleAssigned:
+    """Announces to ``on_event`` that a round has given this rank a role.
+
+    :class:`AverageApplied`, :class:`RoundEnded` or :class:`RoundAbandoned` of the same round follows, unless the policy
+    is left before. For a donor :class:`SnapshotTaken` comes between, if the round still goes on at its next step.
+
+    Attributes:
+        round: the round.
+        role: ``"donor"`` or ``"replacer"``.
+        donors: the ranks that are asked to give, ascending; empty for fresh weights of ``model_builder``.
+        replacers: those that are to take, ascending.
+        island: the other island whose round it is; -1 where it is this rank's own, or there are none.
+    """
+
+    round: int
+    role: str
+    donors: tuple[int, ...]
+    replacers: tuple[int, ...]
+    island: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class RoundEnded:
+    """Announces to ``on_event`` that a donor's part in a round is over: its snapshot is sent, and not kept any more.
+
+    Attributes:
+        round: the round.
+        reason: why, as ``"every replacer has answered"``.
+        island: as in :class:`RoleAssigned`.
+    """
+
+    round: int
+    reason: str
+    island: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class RoundAbandoned:
+    """Announces to ``on_event`` that this rank's part in a round came to nothing.
+
+    Attributes:
+        round: the round.
+        reason: why a replacer keeps its weights, or a donor gives no snapshot.
+        island: as in :class:`RoleAssigned`.
+    """
+
+    round: int
+    reason: str
+    island: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorChanged:
+    """Announces to ``on_event`` that another rank coordinates the rounds from now on.
+
+    Attributes:
+        rank: that rank.
+        epoch: grows with each change.
+    """
+
+    rank: int
+    epoch: int
+
+
+PolicyEvent: TypeAlias = (
+    SnapshotTaken | AverageApplied | RoleAssigned | RoundEnded | RoundAbandoned | CoordinatorChanged
+)

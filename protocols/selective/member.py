@@ -90,7 +90,7 @@ class Event(Enum):
     LEFT = auto()
 
 
-_GIVING_STATES: Final = frozenset({State.CHOSEN, State.COPYING, State.GIVING, State.LASTING})
+GIVING_STATES: Final = frozenset({State.CHOSEN, State.COPYING, State.GIVING, State.LASTING})
 _TAKING_STATES: Final = frozenset({State.ASKING, State.READING, State.COMPLETE})
 
 #: From state and event to the next state. A pair that is not listed does not happen, or is a late message.
@@ -106,7 +106,7 @@ TRANSITIONS: Final[Mapping[tuple[State, Event], State]] = {
     (State.READING, Event.FAILED): State.IDLE,
     (State.COMPLETE, Event.APPLIED): State.IDLE,
     (State.COMPLETE, Event.FAILED): State.IDLE,
-    **{(state, Event.ROLE_ENDED): State.IDLE for state in (_GIVING_STATES | _TAKING_STATES) - {State.LASTING}},
+    **{(state, Event.ROLE_ENDED): State.IDLE for state in (GIVING_STATES | _TAKING_STATES) - {State.LASTING}},
     (State.LASTING, Event.ROLE_ENDED): State.LEAVING,
     **{(state, Event.LEAVE): State.LEAVING for state in (State.IDLE, State.CHOSEN, State.COPYING)},
     (State.GIVING, Event.LEAVE): State.LASTING,
@@ -427,7 +427,7 @@ class RoundMember:
 
     def _end_giving(self) -> Instructions:
         """End a donor's role, if there is one."""
-        if self.state not in _GIVING_STATES:
+        if self.state not in GIVING_STATES:
             return ()
         withdraw = (Withdraw(),) if self.state in (State.GIVING, State.LASTING) else ()
         refuse = RefuseUpTo(self.round)

@@ -49,10 +49,11 @@ from protocols.selective.roles.exchange_buffers import ExchangeBuffers
 from protocols.selective.roles.member_channels import MemberChannels
 from protocols.selective.roles.member_roles import MemberRoles
 from protocols.selective.roles.reporter import Reporter
+from protocols.selective.round_events import PendingEvents
 from protocols.selective.rules import SelectiveRules
 from protocols.selective.statistics import SelectiveStatistics
 from protocols.start_without_lost import lost_members
-from protocols.step_info import NOTHING, PolicyEvent, StepInfo
+from protocols.step_info import NOTHING, CoordinatorChanged, PolicyEvent, StepInfo
 
 logger = logging.getLogger("protocols.selective.policy")
 
@@ -112,8 +113,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         start_timeout_s: how long the start waits for the last member.
         coordinator: the rank that runs :func:`protocols.coordinate`; the group's first member by default.
         successors: members that take over when the coordinator is lost or stops, in this order; then the other members.
-        on_event: told of each snapshot and each application, inside ``step``; of the snapshot of a model in CUDA memory
-            when it has been copied, at one of the next safe points.
+        on_event: told of each event of a round on this rank (:data:`protocols.PolicyEvent`), inside ``step``; of the
+            snapshot of a model in CUDA memory when it has been copied, at one of the next safe points.
         timing: collects seconds by name (``snapshot``, ``apply``), in the form of torchgfn's option.
         metric, name, group, world: see :class:`SpawnPolicy`.
 
@@ -199,8 +200,9 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self._timing = Timing(timing)
         self._snapshots = SnapshotPool(self._flat)
         self._applier = Applier(self._flat, self._own, self._snapshots, on_event)
+        self._events = PendingEvents(on_event)
         self._visits = Visits(
-            self._flat, self._own, self._snapshots, on_event, self._timing, lambda: self._reporter.newest
+            self._flat, self._own, self._snapshots, on_event, self._events, self._timing, lambda: self._reporter.newest
         )
         self._buffers = ExchangeBuffers(self._flat)
         self._parts = PartPool(self._flat)
@@ -312,9 +314,9 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             self._rules,
             scopes,
             model_nbytes=self._flat.nbytes,
-            on_gone=lambda why: self._carry_out(self._member.on_coordinator_gone(why)),
+            on_gone=self._roles.lose_coordinator,
             on_new=self._on_new_coordinator,
-            on_admitted=self._admit,
+            on_admitted=self._roles.admit,
             epoch=epoch,
             replaced=replaced,
             migration=migration,
@@ -346,6 +348,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             on_event=self._averaging.on_event,
             timing=self._timing,
             journal=self._journal,
+            events=self._events,
         )
         self._carry_out = roles.carry_out
 
@@ -435,6 +438,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             await self._world.safe_point()
             return NOTHING
         await self._world.progress()
+        self._events.tell()
         info = self._act() if self._member.wants_step else NOTHING
         if self._visits.wants_step:
             self._visits.on_step(self.iteration)
@@ -453,35 +457,26 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
                 return self._visits.located(self._roles.replacer.apply(frozen, self.iteration))
         return self._visits.located(given_up)
 
-    def _admit(self, rank: int, incarnation: int) -> None:
-        """Exchange messages with a process that was started again, and has been admitted, if it still has its place."""
-        if self._services.restarted.get(rank, 0) == incarnation:
-            self._channels.admit(rank)
-            self._states.admit(rank)
-
     # -- events, and what they lead to ------------------------------------------------------------------------------
 
     async def _listen(self) -> None:
         """Hand the coordinator's messages to the state machine."""
-        member = self._member
         async for envelope in self._channels.control:
             if envelope.source != self._leadership.coordinator:
                 continue  # its loss was known before its last messages were read
             match envelope.message:
                 case Assign() as assign if assign.is_among(self._members, self._visits.population):
-                    for restarted in assign.restarted:
-                        self._admit(*restarted)
-                    self._carry_out(member.on_assign(assign, envelope.round))
+                    self._roles.take(assign, envelope.round)
                 case Frozen() as frozen if frozen.is_among(self._members, self._visits.population):
-                    self._carry_out(member.on_frozen(frozen, envelope.round))
-                case End(reason):
-                    self._carry_out(member.on_end(reason, envelope.round))
+                    self._roles.take(frozen, envelope.round)
+                case End() as end:
+                    self._roles.take(end, envelope.round)
                 case Leave():
                     self._leadership.note_stopped(envelope.source)
                 case Heard():
                     self._leadership.note_answer(self.iteration - self._skipped_count)
                 case Rejoin() if not self._is_joining:
-                    self._carry_out((member.joined(self._reporter.newest, self._world.incarnation),))
+                    self._carry_out((self._member.joined(self._reporter.newest, self._world.incarnation),))
                 case Admitted(rank, incarnation):
                     self._leadership.note_admitted(rank, incarnation)
                     if (rank, incarnation) == (self._world.rank, self._world.incarnation):
@@ -493,7 +488,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
     def _on_new_coordinator(self, epoch: int, rank: int) -> None:
         """End what an earlier coordinator has begun, and take part in what the new one decides."""
         self._journal.note_coordinator(epoch, rank)
-        self._carry_out(self._member.on_coordinator_gone("is replaced"))
+        self._events.add(CoordinatorChanged(rank, epoch))
+        self._roles.lose_coordinator("is replaced")
         self._channels.enter_epoch(epoch)
         if not self._is_joining:
             self._carry_out((self._member.joined(self._reporter.newest, self._world.incarnation),))

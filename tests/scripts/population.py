@@ -14,7 +14,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from protocols import AverageApplied, PolicyEvent, SnapshotTaken
+from protocols import (
+    AverageApplied,
+    CoordinatorChanged,
+    PolicyEvent,
+    RoleAssigned,
+    RoundAbandoned,
+    RoundEnded,
+    SnapshotTaken,
+)
 
 State = dict[str, torch.Tensor]
 
@@ -76,22 +84,66 @@ def sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
 
 
 @dataclass(slots=True)
+class Roles:
+    """The roles of one rank, as ``on_event`` told them of selective averaging, and the check that they fit together.
+
+    Attributes:
+        told: all events but those with a state, in order.
+        current: the round and the role that have not come to their end, by island.
+    """
+
+    rank: int
+    told: list[PolicyEvent] = field(default_factory=list)
+    current: dict[int, tuple[int, str]] = field(default_factory=dict)
+    epoch: int = -1
+
+    def see(self, event: PolicyEvent) -> None:
+        """Check an event."""
+        if isinstance(event, SnapshotTaken):
+            assert self.current.get(event.island) == (event.round, "donor"), f"rank {self.rank}: {event}, {self}"
+        elif isinstance(event, AverageApplied):
+            assert self.current.pop(-1, None) == (event.round, "replacer"), f"rank {self.rank}: {event}, {self}"
+        else:
+            self.told.append(event)
+            self._see_role(event)
+
+    def _see_role(self, event: RoleAssigned | RoundEnded | RoundAbandoned | CoordinatorChanged) -> None:
+        if isinstance(event, CoordinatorChanged):
+            assert event.epoch > self.epoch, f"rank {self.rank}: {event} after epoch {self.epoch}"
+            self.epoch = event.epoch
+        elif isinstance(event, RoleAssigned):
+            assert event.island not in self.current, f"rank {self.rank}: {event}, {self}"
+            assert self.rank in (event.donors if event.role == "donor" else event.replacers)
+            self.current[event.island] = event.round, event.role
+        else:
+            number, role = self.current.pop(event.island)
+            assert event.reason and number == event.round, f"rank {self.rank}: {event} in round {number}"
+            assert role == "donor" or isinstance(event, RoundAbandoned), f"rank {self.rank}: {event} of a replacer"
+
+
+@dataclass(slots=True)
 class Story:
     """What ``on_event`` told on all ranks of one policy, and the check of it.
 
     Attributes:
         snapshots: flat state of the donor, by (round, rank).
         applications: (rank, event, the rank's flat state before it or None), in order.
+        roles: by rank.
     """
 
     snapshots: dict[tuple[int, int], State] = field(default_factory=dict)
     applications: list[tuple[int, AverageApplied, State | None]] = field(default_factory=list)
     before: dict[int, State] = field(default_factory=dict)
+    roles: dict[int, Roles] = field(default_factory=dict)
 
     def listener(self, rank: int) -> Callable[[PolicyEvent], None]:
         """The callback for one rank."""
+        roles = self.roles[rank] = Roles(rank)
 
         def on_event(event: PolicyEvent) -> None:
+            roles.see(event)
+            if not isinstance(event, SnapshotTaken | AverageApplied):
+                return
             state = {name: tensor.clone() for name, tensor in event.state.items()}
             if isinstance(event, SnapshotTaken):
                 assert (event.round, rank) not in self.snapshots, f"rank {rank}: two snapshots in round {event.round}"

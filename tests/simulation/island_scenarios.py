@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import pytest
 import torch
+from scripts.population import Roles
 from support.steady_network import quiet
 from torch import nn
 
@@ -65,14 +66,19 @@ async def train(world: ad.World, given: Given, steps: int, island: int, **option
     nn.init.constant_(model.weight, float(world.rank))
     ended = Ended(0.0)
 
+    roles = Roles(world.rank)
+
     def listen(event: PolicyEvent) -> None:
+        roles.see(event)
+        if not isinstance(event, SnapshotTaken | AverageApplied):
+            return
         value = float(event.state["float32"][0])
         assert (event.state["float32"] == value).all()
         if isinstance(event, SnapshotTaken):
             where = island if event.island < 0 else event.island
             assert (where, event.round, world.rank) not in given or world.incarnation
             given[where, event.round, world.rank] = value
-        elif isinstance(event, AverageApplied):
+        else:
             ended.applied.append(event)
             mean = sum(
                 given[island, event.round, rank] * weight

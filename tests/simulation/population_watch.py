@@ -7,11 +7,11 @@ import bisect
 import math
 import random
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
-from scripts.population import State, expected_average, kept_part, same_bits
+from scripts.population import Roles, State, expected_average, kept_part, same_bits
 from torch import nn
 
 import asyncdist as ad
@@ -136,6 +136,10 @@ class Member:
     weights: bytes = b""
     trained_count: int = 0
     fresh_count: int = 0
+    roles: Roles = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.roles = Roles(self.rank)
 
     def __str__(self) -> str:
         return f"rank {self.rank}, policy {self.number} ({self.plan.kind} on {list(self.plan.members)})"
@@ -144,6 +148,14 @@ class Member:
         """Told by the policy, inside its step."""
         check, watch = self.watch.check, self.watch
         check(self.in_step, f"{self} told of {type(event).__name__} outside its step")
+        if self.plan.kind == "selective":
+            self.roles.see(event)
+        watch.seen[f"told of {type(event).__name__}"] += 1
+        if isinstance(event, SnapshotTaken | AverageApplied):
+            self._check_state(event)
+
+    def _check_state(self, event: SnapshotTaken | AverageApplied) -> None:
+        check, watch = self.watch.check, self.watch
         state = {name: tensor.clone() for name, tensor in event.state.items()}
         now = self.replica.flat()
         key = (self.number, event.round, self.rank)

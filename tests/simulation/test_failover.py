@@ -16,12 +16,20 @@ from typing import Any
 
 import pytest
 import torch
+from scripts.population import Roles
 from torch import nn
 
 import asyncdist as ad
 import protocols
 from asyncdist.simulation import Fault, Kill, Network, Partition, SimReport, Stall, simulate
-from protocols import AsyncSelectiveAveragingPolicy, AverageApplied, PolicyEvent, SelectiveStatistics, SnapshotTaken
+from protocols import (
+    AsyncSelectiveAveragingPolicy,
+    AverageApplied,
+    CoordinatorChanged,
+    PolicyEvent,
+    SelectiveStatistics,
+    SnapshotTaken,
+)
 from protocols.selective import board, succession
 from protocols.selective.leadership import Leadership
 from protocols.selective.messages import REPLACER, Assign, Joined
@@ -38,14 +46,20 @@ class Story:
 
     rounds: list[tuple[float, int]] = field(default_factory=list)
     snapshots: list[tuple[int, int]] = field(default_factory=list)
+    coordinators: list[CoordinatorChanged] = field(default_factory=list)
     statistics: SelectiveStatistics | None = None
 
     def note(self, world: ad.World) -> Callable[[PolicyEvent], None]:
+        roles = Roles(world.rank)
+
         def listen(event: PolicyEvent) -> None:
+            roles.see(event)
             if isinstance(event, AverageApplied):
                 self.rounds.append((world.time(), event.round))
             elif isinstance(event, SnapshotTaken):
                 self.snapshots.append((event.round, event.iteration))
+            elif isinstance(event, CoordinatorChanged):
+                self.coordinators.append(event)
 
         return listen
 
@@ -127,6 +141,7 @@ def test_the_next_member_takes_over_when_the_coordinator_is_killed(
         assert story.statistics is not None
         assert (story.statistics.coordinator_rank, story.statistics.epoch) == (1, 2)
         assert (story.statistics.coordinator is None) == (story is not stories[1])
+        assert story.coordinators == [CoordinatorChanged(rank=1, epoch=2)]
     told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert told == ["this rank coordinates now, after rank 0, which is gone"], "one line, on one rank"
 

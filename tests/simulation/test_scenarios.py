@@ -17,6 +17,7 @@ from types import ModuleType
 import pytest
 
 from asyncdist.simulation import Fault, Interrupt, SimReport, explore
+from protocols import PolicyEvent
 from protocols.ranking import STRATEGIES
 from simulation.population_plan import draw_plan
 from simulation.scenarios import Recorder, examine, scenario
@@ -127,6 +128,7 @@ FOUND: dict[int, tuple[str, tuple[str, ...]]] = {
 #: What must have happened in some seed: a part of the suite that finds nothing any more would die unnoticed.
 FAULTS = tuple(f"fault {kind.__name__}" for kind in Fault.__args__ if kind is not Interrupt)  # which ends a job
 GATES = tuple(f"gate {name}" for name in ("threshold", "cooldown", "quorum", "grace_s", "max_report_age_s"))
+TOLD = tuple(f"told of {kind.__name__}" for kind in PolicyEvent.__args__)
 ABANDONED = (
     "abandoned: the policy ended",
     "abandoned: the coordinator is gone",
@@ -197,7 +199,7 @@ def test_every_seed_keeps_every_invariant(
 
 @pytest.mark.slow
 @pytest.mark.workers
-@pytest.mark.parametrize("what", [*FAULTS, *GATES, *ABANDONED, *DECLINED, *LEFT_OUT, *KILLED, *OTHER])
+@pytest.mark.parametrize("what", [*FAULTS, *GATES, *ABANDONED, *DECLINED, *LEFT_OUT, *KILLED, *TOLD, *OTHER])
 def test_it_happened_in_some_seed(seen: Counter[str], what: str) -> None:
     assert seen[what] >= 1, f"only these did: {', '.join(sorted(+seen))}"
 

@@ -179,13 +179,13 @@ class Watch:
         """The policy's ``on_event`` on one rank. The states are the model's own, not those of the event."""
 
         def on_event(event: PolicyEvent) -> None:
-            assert rank in self.stepping, f"rank {rank}: round {event.round} touched the model outside step()"
+            assert rank in self.stepping, f"rank {rank}: {type(event).__name__} is told outside step()"
             if isinstance(event, SnapshotTaken):
                 key = (event.round, rank)
                 assert key not in self.snapshots, f"rank {rank}: two snapshots in round {event.round}"
                 self.snapshots[key] = flat_state(model)
                 self.snapshot_iterations[key] = event.iteration
-            else:
+            elif isinstance(event, AverageApplied):
                 self._check_application(rank, event, flat_state(model))
 
         return on_event

@@ -23,6 +23,7 @@ from protocols.selective.member import Give, Instructions, RefuseUpTo, RoundMemb
 from protocols.selective.messages import DONOR, Assign, End, Leave, Report
 from protocols.selective.roles.donor import Donor
 from protocols.selective.roles.member_channels import MemberChannels
+from protocols.selective.round_events import PendingEvents, RoundEvents
 from protocols.step_info import NOTHING, PolicyEvent, SnapshotTaken, StepInfo
 
 logger = logging.getLogger("protocols.selective.islands.visit")
@@ -38,6 +39,7 @@ class Visit:
         newest: returns this rank's newest report.
         on_assigned: called when the next step has something to do.
         make_donor: makes the role, given the state machine, what carries out its answers, and the channels.
+        make_events: makes the events of its rounds, given the state machine.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Visit:
         newest: Callable[[], Report | None],
         on_assigned: Callable[[], None],
         make_donor: Callable[[RoundMember, Callable[[Instructions], None], MemberChannels], Donor],
+        make_events: Callable[[RoundMember], RoundEvents],
     ) -> None:
         self._services = services
         self._channels = MemberChannels(services, scopes)
@@ -57,6 +60,7 @@ class Visit:
         self._coordinator: int | None = None
         self._epoch = 0
         self._member = RoundMember()
+        self._events = make_events(self._member)
         self.donor = make_donor(self._member, self._carry_out, self._channels)
         services.on_gone(self._on_gone)
         services.spawn_service(self._listen(), name="visit to another island")
@@ -66,7 +70,7 @@ class Visit:
         if invitation.epoch < self._epoch or coordinator in self._services.gone:
             return
         if invitation.epoch > self._epoch or coordinator != self._coordinator:
-            self._carry_out(self._member.on_coordinator_gone("is replaced"))
+            self._lose_coordinator("is replaced")
         if invitation.epoch > self._epoch:
             self._epoch = invitation.epoch
             self._channels.enter_epoch(self._epoch)
@@ -116,7 +120,12 @@ class Visit:
         """End the round of a coordinator that is gone; another one knows nothing of it."""
         if rank == self._coordinator:
             self._coordinator = None
-            self._carry_out(self._member.on_coordinator_gone("is gone"))
+            self._lose_coordinator("is gone")
+
+    def _lose_coordinator(self, why: str) -> None:
+        instructions = self._member.on_coordinator_gone(why)
+        self._events.note(instructions, reason=f"the coordinator {why}")
+        self._do(instructions)
 
     async def _listen(self) -> None:
         async for envelope in self._channels.control:
@@ -127,16 +136,24 @@ class Visit:
                     for rank, incarnation in assign.restarted:
                         if self._services.restarted.get(rank, 0) == incarnation:
                             self._channels.admit(rank)
-                    self._carry_out(self._member.on_assign(replace(assign, part=-1), envelope.round))
+                    instructions = self._member.on_assign(replace(assign, part=-1), envelope.round)
+                    self._events.note(instructions, assign, envelope.round)
+                    self._do(instructions)
                     self._on_assigned()
                 case End(reason):
-                    self._carry_out(self._member.on_end(reason, envelope.round))
+                    instructions = self._member.on_end(reason, envelope.round)
+                    self._events.note(instructions, reason=reason)
+                    self._do(instructions)
                 case Leave():
                     self._lose(envelope.source)
                 case other:
                     logger.debug("a coordinator of another island sent a %s", type(other).__name__)
 
     def _carry_out(self, instructions: Instructions) -> None:
+        self._events.note(instructions)
+        self._do(instructions)
+
+    def _do(self, instructions: Instructions) -> None:
         for instruction in instructions:
             match instruction:
                 case Tell(message, round):
@@ -157,6 +174,7 @@ class Visits:
 
     Args:
         flat, own, snapshots, on_event, timing: as for :class:`Donor`.
+        events: keep what ``on_event`` is told in the next step.
         newest: returns this rank's newest report.
 
     Attributes:
@@ -169,12 +187,14 @@ class Visits:
         own: OwnState,
         snapshots: SnapshotPool,
         on_event: Callable[[PolicyEvent], None] | None,
+        events: PendingEvents,
         timing: Timing,
         newest: Callable[[], Report | None],
     ) -> None:
         self._newest = newest
         self._shared: dict[str, Any] = {"flat": flat, "own": own, "snapshots": snapshots, "timing": timing}
         self._on_event = on_event
+        self._events = events
         self._services: Services
         self._island: Island | None = None
         self._is_leaving = False
@@ -221,6 +241,7 @@ class Visits:
             newest=self._newest,
             on_assigned=wake,
             make_donor=self._make_donor_for(index),
+            make_events=lambda member: RoundEvents(member, self._events, index),
         )
 
     def _make_donor_for(self, index: int) -> Callable[..., Donor]:

@@ -31,12 +31,14 @@ from protocols.selective.member import (
     Tell,
     Withdraw,
 )
+from protocols.selective.messages import Assign, End, Frozen
 from protocols.selective.roles.donor import Donor
 from protocols.selective.roles.exchange_buffers import ExchangeBuffers
 from protocols.selective.roles.member_channels import MemberChannels
 from protocols.selective.roles.reducer import Reducer
 from protocols.selective.roles.relay import Relay
 from protocols.selective.roles.replacer import Replacer
+from protocols.selective.round_events import PendingEvents, RoundEvents
 from protocols.step_info import PolicyEvent
 
 
@@ -53,6 +55,7 @@ class MemberRoles:
         applier: changes the weights.
         states, whole_state, on_event, timing: as for :class:`Donor`.
         journal: is told each state of the member.
+        events: keep what ``on_event`` is told in the next step.
 
     Attributes:
         donor, replacer, reducer, relay: the roles.
@@ -76,9 +79,13 @@ class MemberRoles:
         on_event: Callable[[PolicyEvent], None] | None,
         timing: Timing,
         journal: Journal,
+        events: PendingEvents,
     ) -> None:
+        self._services = services
         self._member = member
+        self._states = states
         self._journal = journal
+        self._events = RoundEvents(member, events)
         self._told_state = member.state
         self._channels = channels
         self._leadership = leadership
@@ -112,8 +119,41 @@ class MemberRoles:
             timing=timing,
         )
 
+    def take(self, message: Assign | Frozen | End, round: int) -> None:
+        """Hand a message of the coordinator to the state machine, and do what it answers."""
+        match message:
+            case Assign():
+                for restarted in message.restarted:
+                    self.admit(*restarted)
+                instructions = self._member.on_assign(message, round)
+                self._events.note(instructions, message, round)
+            case Frozen():
+                instructions = self._member.on_frozen(message, round)
+            case End(reason):
+                instructions = self._member.on_end(reason, round)
+                self._events.note(instructions, reason=reason)
+            case unknown:
+                assert_never(unknown)
+        self._do(instructions)
+
+    def admit(self, rank: int, incarnation: int) -> None:
+        """Exchange messages with a process that was started again, and has been admitted, if it still has its place."""
+        if self._services.restarted.get(rank, 0) == incarnation:
+            self._channels.admit(rank)
+            self._states.admit(rank)
+
+    def lose_coordinator(self, why: str) -> None:
+        """End what a coordinator has begun that is gone, or is replaced, as ``why`` says."""
+        instructions = self._member.on_coordinator_gone(why)
+        self._events.note(instructions, reason=f"the coordinator {why}")
+        self._do(instructions)
+
     def carry_out(self, instructions: Instructions) -> None:
         """Do what the state machine says, in that order."""
+        self._events.note(instructions)
+        self._do(instructions)
+
+    def _do(self, instructions: Instructions) -> None:
         for instruction in instructions:
             match instruction:
                 case Tell(message, round):
