@@ -4,10 +4,13 @@ asyncdist run -n 4 train.py     each rank has a Trainer of its own; logs and che
 python train.py                 one rank, alone
 """
 
+from typing import Any
+
 import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+import asyncdist as ad
 from asyncdist.integrations.lightning import SelectiveAveraging
 
 
@@ -30,13 +33,26 @@ class Classifier(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
+class TellReplacements(pl.Callback):
+    """Prints a line where this rank has taken an average."""
+
+    def __init__(self, averaging: SelectiveAveraging) -> None:
+        self.averaging = averaging
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Look at what the batch's step of the policy did."""
+        if info := self.averaging.last_info:
+            world = ad.blocking.process_world()
+            print(f"rank {world.rank}, epoch {trainer.current_epoch}, {info}")
+
+
 def main() -> None:
     inputs = torch.randn(2048, 20)
     labels = (inputs[:, 0] * inputs[:, 1] > 0).long()
     loader = DataLoader(TensorDataset(inputs, labels), batch_size=32, shuffle=True)
     # Ranks are judged by their mean training loss; monitor="val_loss" judges them by what validation logs.
     averaging = SelectiveAveraging(average_every=100, replacement_ratio=0.25)
-    trainer = pl.Trainer(max_epochs=5, callbacks=[averaging])
+    trainer = pl.Trainer(max_epochs=5, callbacks=[averaging, TellReplacements(averaging)])
     trainer.fit(Classifier(), loader)
 
 

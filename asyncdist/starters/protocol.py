@@ -53,8 +53,10 @@ async def main(world: ad.World) -> float:
     total = await ad.reduce_and_broadcast(lambda: number, sum)
     assert abs(total - sum(range(world.size))) < 1e-9, f"the sum has become {total}"
     channel.close()
-    return number / weight
+    mean = number / weight
+    print(f"rank {world.rank}: {mean:.3f}")
+    return mean
 
 
 if __name__ == "__main__":
-    print(f"{ad.run(main):.3f} on rank 0")
+    ad.run(main)

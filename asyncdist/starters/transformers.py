@@ -4,10 +4,26 @@ asyncdist run -n 4 train.py     each rank has a Trainer of its own; output_dir g
 python train.py                 one rank, alone
 """
 
-import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from typing import Any
 
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+import asyncdist as ad
 from asyncdist.integrations.transformers import SelectiveAveraging  # before TrainingArguments are made
+
+
+class TellReplacements(TrainerCallback):
+    """Prints a line where this rank has taken an average."""
+
+    def __init__(self, averaging: SelectiveAveraging) -> None:
+        self.averaging = averaging
+
+    def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
+        """Look at what this step of the policy did."""
+        if info := self.averaging.last_info:
+            world = ad.blocking.process_world()
+            print(f"rank {world.rank}, step {state.global_step}, {info}")
 
 
 def main() -> None:
@@ -19,7 +35,8 @@ def main() -> None:
     arguments = TrainingArguments(output_dir="trained", num_train_epochs=5, per_device_train_batch_size=8, report_to=[])
     # Ranks are judged by their mean training loss; monitor="eval_loss" judges them by evaluation.
     averaging = SelectiveAveraging(average_every=100, replacement_ratio=0.25)
-    trainer = Trainer(GPT2LMHeadModel(config), arguments, train_dataset=dataset, callbacks=[averaging])
+    callbacks = [averaging, TellReplacements(averaging)]
+    trainer = Trainer(GPT2LMHeadModel(config), arguments, train_dataset=dataset, callbacks=callbacks)
     trainer.train()
 
 
