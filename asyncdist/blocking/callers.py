@@ -71,15 +71,19 @@ def current_caller(what: str) -> Caller:
 
     Raises:
         LocalProtocolError: a coroutine of a rank calls; it can await.
-        RuntimeError: there is no world here.
+        RuntimeError: there is no world here; the thread is named, where it is not the main one.
     """
     caller = find_caller()
     if caller is not None:
         return caller
     if is_in_a_rank():
         raise LocalProtocolError(f"{what} blocks, and this is a coroutine: await asyncdist.{what} here")
+    thread = threading.current_thread()
+    where = ""
+    if thread is not threading.main_thread():
+        where = f", in thread {thread.name!r} (a rank's calls are made in the thread that opened its world)"
     raise RuntimeError(
-        f"no world here for {what}: call it inside with asyncdist.blocking.open_world(), or in what "
+        f"no world here for {what}{where}: call it inside with asyncdist.blocking.open_world(), or in what "
         "asyncdist.blocking.run calls"
     )
 

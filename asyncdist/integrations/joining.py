@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -66,20 +68,46 @@ def join() -> World:
     return world
 
 
-def selective_averaging(average_every: int, mode: str, options: Mapping[str, Any]) -> Training:
+def selective_averaging(
+    average_every: int, mode: str, options: Mapping[str, Any], *, named: Sequence[str] = ()
+) -> Training:
     """Return a training under :class:`protocols.AsyncSelectiveAveragingPolicy`; ``mode`` is its ``metric_mode``.
 
     With the option ``replica_size`` it is :class:`protocols.ReplicaAveragingPolicy`.
 
+    Args:
+        average_every, mode: as of the caller.
+        options: of the policy.
+        named: the caller's further options, which a misspelled one may mean.
+
     Raises:
-        TypeError, ValueError: one of the first two is not what it should be; the options are checked when it begins.
+        TypeError, ValueError: one of the first two is not what it should be, or there is no such option; the values of
+            the others are checked when it begins.
     """
+    replicas = ("replica_size", "swap_every") if "replica_size" in options else ("replica_size",)
+    check_options("SelectiveAveraging", options, AsyncSelectiveAveragingPolicy, (*replicas, "mode", *named))
     validation.count("average_every", average_every)
     if mode not in ("min", "max"):
         validation.refuse("mode", mode, "'min' if a smaller metric is better, 'max' if a larger one is")
     given: dict[str, Any] = {"average_every": average_every, "metric_mode": mode, **options}
     policy: Any = ReplicaAveragingPolicy if "replica_size" in given else AsyncSelectiveAveragingPolicy
     return Training(lambda model, optimizer: policy(model, optimizer, **given))
+
+
+def check_options(
+    called: str, options: Mapping[str, Any], policy: Callable[..., SpawnPolicy], named: Sequence[str]
+) -> None:
+    """Refuse what is no option of a policy, nor one of ``named``: its constructor, far below, would.
+
+    Raises:
+        TypeError: one is unknown; the nearest option there is, or all, are named.
+    """
+    allowed = {*inspect.signature(policy).parameters, *named} - {"model", "optimizer"}
+    for name in options:
+        if name not in allowed:
+            near = difflib.get_close_matches(name, allowed, n=1)
+            meant = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(allowed))}"
+            raise TypeError(f"{called} has no option {name!r}; {meant}")
 
 
 class Training:

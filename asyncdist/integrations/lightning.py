@@ -78,7 +78,7 @@ class SelectiveAveraging(Callback):
         self._trainer: pl.Trainer
         self._log: Any = None
         self._step_count = 0
-        self._training = selective_averaging(average_every, mode, options)
+        self._training = selective_averaging(average_every, mode, options, named=("monitor", "optimizer_index"))
         self._world = join()
         self._replica_size: int = options.get("replica_size", 1)
         self._folder = f"rank{self._world.rank}"

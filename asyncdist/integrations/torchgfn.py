@@ -25,7 +25,7 @@ from torch import nn
 
 from asyncdist import validation
 from asyncdist.blocking.policies import Policy
-from asyncdist.integrations.joining import Training
+from asyncdist.integrations.joining import Training, check_options
 from protocols import AsyncSelectiveAveragingPolicy as _Selective, AverageAllPolicy as _All, SpawnPolicy
 
 
@@ -89,6 +89,7 @@ class AverageAllPolicy(_Called):
     """
 
     def __init__(self, average_every: int, **options: Any) -> None:
+        check_options("AverageAllPolicy", options, _All, ())
         super().__init__(lambda model, optimizer: _All(model, optimizer, average_every=average_every, **options))
 
 
@@ -118,6 +119,7 @@ class AsyncSelectiveAveragingPolicy(_Called):
         **options: Any,
     ) -> None:
         del poll_interval_s
+        check_options("AsyncSelectiveAveragingPolicy", options, _Selective, ("poll_interval_s",))
         chosen = {
             "average_every": average_every,
             "replacement_ratio": replacement_ratio,

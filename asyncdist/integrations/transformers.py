@@ -69,7 +69,7 @@ class SelectiveAveraging(TrainerCallback):
         self._has_losses = False
         self._newest = float("nan")
         self._hook: Any = None
-        self._training = selective_averaging(average_every, mode, options)
+        self._training = selective_averaging(average_every, mode, options, named=("monitor",))
         self._world = join()
         self._folder, self._number = f"rank{self._world.rank}", self._world.rank
         if "replica_size" in options:
