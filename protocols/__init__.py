@@ -1,6 +1,6 @@
 """Policies for a population of training ranks, one file or folder for each algorithm, on top of :mod:`asyncdist`."""
 
-from protocols.average_all import AverageAllPolicy
+from protocols.average_all import AverageAllPolicy, AverageAllStatistics
 from protocols.one_sided.policy import OneSidedSelectiveAveragingPolicy
 from protocols.one_sided.rules import OneSidedRules
 from protocols.one_sided.statistics import Durations, OneSidedStatistics
@@ -35,6 +35,7 @@ __all__ = [
     "AsyncSelectiveAveragingPolicympi4pyGeneral",
     "AverageAllPolicy",
     "AverageAllPolicympi4py",
+    "AverageAllStatistics",
     "AverageApplied",
     "CoordinatorChanged",
     "CoordinatorStatistics",

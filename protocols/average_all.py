@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -27,10 +28,40 @@ from asyncdist import Group, World, average_models, validation
 from asyncdist.collectives.agreed_start import Start, start_together
 from asyncdist.tensors.flat_state import SnapshotPool
 from asyncdist.tensors.optimizer_state import reset_optimizer_state
+from protocols.journal import format_table, size_text
 from protocols.metrics import MetricSource
 from protocols.options import AveragingOptions
 from protocols.policy import SpawnPolicy
 from protocols.step_info import NOTHING, AverageApplied, PolicyEvent, StepInfo
+
+
+@dataclass(frozen=True, slots=True)
+class AverageAllStatistics:
+    """Counts what a member has done so far.
+
+    Attributes:
+        iteration: steps taken.
+        average_count: averages taken.
+        seconds: spent in them, with the waits for the slowest member.
+        nbytes: of weights that were averaged.
+        title: which policy it is, and on which rank.
+    """
+
+    iteration: int
+    average_count: int
+    seconds: float
+    nbytes: int
+    title: str = ""
+
+    def __str__(self) -> str:
+        """Return a table: ``print(policy.statistics())``."""
+        rows = [
+            ("iteration", self.iteration),
+            ("averages applied", self.average_count),
+            ("spent in them", f"{self.seconds:.2f} s"),
+            ("averaged", size_text(self.nbytes)),
+        ]
+        return format_table(self.title, rows)
 
 
 class AverageAllPolicy(SpawnPolicy):
@@ -79,6 +110,12 @@ class AverageAllPolicy(SpawnPolicy):
         self._snapshots = SnapshotPool(self._flat)
         self._layout = self._flat.new_buffers(accumulate=True, device="meta")
         self._round = 0
+        self._average_count, self._average_s = 0, 0.0
+
+    def statistics(self) -> AverageAllStatistics:
+        """Return what this member has done so far."""
+        count, nbytes = self._average_count, self._average_count * self._layout.nbytes
+        return AverageAllStatistics(self.iteration, count, self._average_s, nbytes, self._journal.title())
 
     def _options(self) -> Mapping[str, Any]:
         return {"average_every": self.average_every, "resets_optimizer": self._resets_optimizer}
@@ -136,13 +173,14 @@ class AverageAllPolicy(SpawnPolicy):
         await start.agree({}, timeout_s=None)
         self._round += 1
         nbytes = await self._average()
-        size = self._group.size
+        size, seconds = self._group.size, self._world.time() - began_at
+        self._average_count, self._average_s = self._average_count + 1, self._average_s + seconds
         return StepInfo(
             averaged_this_iteration=True,
             round=self._round,
             donors=self._group.ranks,
             weights=(1.0 / size,) * size,
-            seconds=self._world.time() - began_at,
+            seconds=seconds,
             nbytes=nbytes,
         )
 

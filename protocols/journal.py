@@ -1,4 +1,4 @@
-"""Tells what a policy does on this rank: as events, and to those who ask for its progress."""
+"""Tells what a policy does on this rank: as events, to those who ask for its progress, and in tables."""
 
 from __future__ import annotations
 
@@ -33,19 +33,36 @@ def checksum_of(model: nn.Module) -> int | None:
     return checksum
 
 
+def format_table(title: str, rows: Sequence[tuple[str, object]]) -> str:
+    """Return a table of two columns, below its title if it has one."""
+    width = max((len(name) for name, _ in rows), default=0)
+    return "\n".join([*([title] if title else []), *(f"{name:<{width}}  {value}" for name, value in rows)])
+
+
+def size_text(nbytes: int) -> str:
+    """Return a number of bytes in the largest unit of which there is one."""
+    size, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        del units[0]
+    return f"{nbytes} B" if units[0] == "B" else f"{size:.1f} {units[0]}"
+
+
 class Journal:
     """Keeps what one policy has done on this rank.
 
     Args:
         name: the policy's.
+        class_name: of the policy; "" where it is not known before it begins.
 
     Attributes:
         metric: the last number that was given; None before.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, class_name: str = "") -> None:
         self.metric: float | None = None
-        self._name = name
+        self._name, self._class_name = name, class_name
+        self._rank: int | None = None
         self._number = -1
         self._step_count = 0  # as the policy counts: its iteration
         self._replacement_count = self._abandoned_count = 0
@@ -62,7 +79,7 @@ class Journal:
 
     def begin(self, services: Services, class_name: str, average_every: int, nbytes: int, ranks: Sequence[int]) -> None:
         """Note that the policy has started on these ranks, with ``nbytes`` of weights on each."""
-        self._events = services.events
+        self._events, self._rank = services.events, services.rank
         self._number = services.events.number_policy()
         self.add("policy", class_name, self._name, average_every, nbytes, len(ranks))
         if not self._is_part:
@@ -76,6 +93,18 @@ class Journal:
         if not self._is_part:
             services.progress_probes.remove(self.progress)
             services.last_progress = self.progress()
+
+    def title(self) -> str:
+        """Return which policy it is, and on which rank."""
+        name = f" {self._name!r}" if self._name else ""
+        where = "not started" if self._rank is None else f"rank {self._rank}"
+        return f"{self._class_name}{name}, {where}"
+
+    def describe(self, iteration: int) -> str:
+        """Return that, and what the policy does at the moment; the iteration is its own."""
+        member = self._part or self
+        role = "" if member._round is None or member._role == "idle" else f", {member._role} in round {member._round}"
+        return f"{self.title()}, iteration {iteration}{role}"
 
     def add(self, kind: str, *fields: Field) -> None:
         """Add an event of this policy; see :data:`asyncdist.recording.events.KINDS`."""

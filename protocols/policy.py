@@ -110,7 +110,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self._is_overdue = False
         self._has_stepped = False
         self._first_call: tuple[str, int] | None = None
-        self._journal = Journal(name)
+        self._journal = Journal(name, type(self).__name__)
         self._metric = metric
         self._flat = FlatState(model, takes_shards=self.keeps_replicas)  # which refuses what is no module
         check_not_wrapped(model, takes_shards=self.keeps_replicas)
@@ -127,6 +127,9 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self._members: tuple[int, ...]  # of the group, those with whom this rank starts and agrees
         self._joint_start: Start[None]
         self.is_alone: bool
+
+    def __repr__(self) -> str:
+        return f"<{self._journal.describe(self.iteration)}>"
 
     # -- the user's calls -------------------------------------------------------------------------------------------
 

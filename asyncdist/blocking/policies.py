@@ -41,7 +41,7 @@ class Policy(Generic[InfoT]):
         self._exits = ExitStack()
 
     def __repr__(self) -> str:
-        return f"<{self.awaited!r}, blocking>"
+        return f"<{repr(self.awaited).strip('<>')}, blocking>"
 
     def __enter__(self) -> Self:
         """Start, together with all members.

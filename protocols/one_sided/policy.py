@@ -199,18 +199,16 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
             abandoned=dict(self._abandoned),
             received_nbytes=self._counts["received"],
             timing=dict(self._durations),
+            title=self._journal.title(),
         )
 
     def print_stats(self) -> None:
         """Print what this member has done so far, as a table."""
-        print(f"{self._title()}\n{self.statistics().format_counts()}", flush=True)
+        print(f"{self._journal.title()}\n{self.statistics().format_counts()}", flush=True)
 
     def print_time(self) -> None:
         """Print how long the work of this member took, as a table."""
-        print(f"{self._title()}\n{self.statistics().format_times()}", flush=True)
-
-    def _title(self) -> str:
-        return "not started" if self._stage == "new" else f"rank {self._world.rank}"
+        print(f"{self._journal.title()}\n{self.statistics().format_times()}", flush=True)
 
     # -- starting and leaving ---------------------------------------------------------------------------------------
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Final
+
+from protocols.journal import format_table, size_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,7 @@ class OneSidedStatistics:
         abandoned: replacements that came to nothing, by reason.
         received_nbytes: read from donors, discarded reads included.
         timing: ``"publish"``, ``"read"`` (from the judgement to the whole average) and ``"apply"``.
+        title: which policy it is, and on which rank; "" if it is not known.
     """
 
     total_iterations: int
@@ -58,18 +62,21 @@ class OneSidedStatistics:
     abandoned: Mapping[str, int]
     received_nbytes: int
     timing: Mapping[str, Durations] = field(default_factory=dict)
+    title: str = ""
 
     def __str__(self) -> str:
-        """Return the table of counts and the table of times."""
-        return f"{self.format_counts()}\n{self.format_times()}"
+        """Return the table of counts and the table of times, below their title."""
+        return "\n".join(part for part in (self.title, self.format_counts(), self.format_times()) if part)
 
     def format_counts(self) -> str:
-        """Return one line per count."""
-        rows = [(name.replace("_", " "), f"{value}") for name, value in self._counts()]
-        rows += [(f"abandoned: {reason}", f"{count}") for reason, count in sorted(self.abandoned.items())]
-        rows += [(f"not published: {reason}", f"{count}") for reason, count in sorted(self.unpublished.items())]
-        rows += [("received", f"{self.received_nbytes / 2**20:.1f} MiB")]
-        return _format(rows)
+        """Return one line for each count that is not 0, and for the first six in any case."""
+        rows: list[tuple[str, object]] = [
+            (name.replace("_", " "), value) for name, value in self._counts() if value or name in _ALWAYS
+        ]
+        rows += [(f"abandoned: {reason}", count) for reason, count in sorted(self.abandoned.items())]
+        rows += [(f"not published: {reason}", count) for reason, count in sorted(self.unpublished.items())]
+        rows += [("received", size_text(self.received_nbytes))]
+        return format_table("", rows)
 
     def format_times(self) -> str:
         """Return one line for each kind of work that is timed."""
@@ -77,15 +84,14 @@ class OneSidedStatistics:
             (name, f"{found.total_s:.4f} s in {found.count}, {1e3 * found.largest_s:.2f} ms at most")
             for name, found in self.timing.items()
         ]
-        return _format(rows)
+        return format_table("", rows)
 
     def _counts(self) -> Iterator[tuple[str, int]]:
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
             if isinstance(value, int) and name != "received_nbytes":
-                yield name, value
+                yield name.replace("_count", "s"), value
 
 
-def _format(rows: list[tuple[str, str]]) -> str:
-    width = max((len(name) for name, _ in rows), default=0)
-    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+#: Names that torchgfn's tables have.
+_ALWAYS: Final = ("total_iterations", "agents_killed", "num_replacements", "averaging_ranks", "age", "version")

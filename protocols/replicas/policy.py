@@ -12,9 +12,10 @@ part: :mod:`protocols.replicas.shards`.
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
 import torch
@@ -30,6 +31,8 @@ from protocols.replicas.shards import ShardAveraging
 from protocols.selective.policy import AsyncSelectiveAveragingPolicy
 from protocols.step_info import NOTHING, StepInfo
 from protocols.wrappers import check_replica_group
+
+logger = logging.getLogger("protocols.replicas.policy")
 
 
 class _AmongLeaders(AsyncSelectiveAveragingPolicy):
@@ -137,7 +140,7 @@ class ReplicaAveragingPolicy(SpawnPolicy):
 
         On its first rank; where the replica is sharded, on each rank what that one has done.
         """
-        return self._inner.statistics()
+        return replace(self._inner.statistics(), title=self._journal.title())
 
     def _holds_shards(self) -> bool:
         """Whether this rank holds a part of the model, which no other rank of its replica holds."""
@@ -181,6 +184,8 @@ class ReplicaAveragingPolicy(SpawnPolicy):
         """Make the groups, in which replicas become one, and averages are taken."""
         ranks, size, own = self._group.ranks, self.replica_size, self._group.index
         first = own - own % size
+        if size == len(ranks) and own == 0:
+            logger.warning("all %d ranks are one replica, so nothing is averaged; %d are two replicas", size, 2 * size)
         self._replica = await self._new_group(ranks[first : first + size])
         if isinstance(self._inner, ShardAveraging):
             await self._check_shards()

@@ -229,6 +229,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         info = StepInfo(**decision.info)
         if self._following is not None:
             info = self._follow(decision, info)
+        self._events.tell()
         self._roles.replacer.announce()
         if decision.action == SNAPSHOT:
             fault = await self._exchange(functools.partial(self._copy, decision.iteration), self._first_fault)

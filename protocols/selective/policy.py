@@ -240,6 +240,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             coordinator=self._leadership.statistics() if has_started else None,
             island=None if self._island is None else self._island.index,
             migration_count=self._visits.snapshot_count,
+            title=self._journal.title(),
         )
 
     # -- starting and leaving ---------------------------------------------------------------------------------------

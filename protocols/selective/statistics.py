@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
+from protocols.journal import format_table, size_text
 from protocols.selective.messages import count_reason
 
 
@@ -159,6 +160,7 @@ class SelectiveStatistics:
         coordinator: on a rank that coordinates, or has coordinated, what it has decided there; else None.
         island: the number of this rank's island, from 0; None without islands.
         migration_count: snapshots that this rank has given to rounds of other islands.
+        title: which policy it is, and on which rank; "" if it is not known.
     """
 
     iteration: int
@@ -180,22 +182,48 @@ class SelectiveStatistics:
     coordinator: CoordinatorStatistics | None
     island: int | None = None
     migration_count: int = 0
+    title: str = ""
 
     def __str__(self) -> str:
-        """Return one line per count: ``print(policy.statistics())``."""
-        rows: list[tuple[str, object]] = []
-        for name in self.__dataclass_fields__:
-            value = getattr(self, name)
-            if isinstance(value, Mapping):
-                rows += [(f"{name}: {reason}", count) for reason, count in sorted(value.items())]
-            elif name.endswith("_nbytes"):
-                rows.append((name.removesuffix("_nbytes"), f"{value / 2**20:.1f} MiB"))
-            elif isinstance(value, int):
-                rows.append((name.removesuffix("_count").replace("_", " "), value))
+        """Return a table of what has happened: ``print(policy.statistics())``."""
+        rows: list[tuple[str, object]] = [(_LABELS[name], getattr(self, name)) for name in _ALWAYS]
+        others = {label: self._shown(name) for name, label in _LABELS.items() if name not in _ALWAYS}
+        rows += [(label, value) for label, value in others.items() if value]
+        rows += [(f"abandoned: {reason}", count) for reason, count in sorted(self.abandoned.items())]
+        rows += [(f"declined: {reason}", count) for reason, count in sorted(self.declined.items())]
+        if self.coordinator_rank is not None:
+            rows.append(("coordinator", f"rank {self.coordinator_rank}"))
         if self.coordinator is not None:
             rows.append(("rounds decided here", self.coordinator.rounds_decided))
             rows += [
                 (f"straggler: rank {late.rank}", f"decision {late.decision}") for late in self.coordinator.stragglers
             ]
-        width = max(len(name) for name, _ in rows)
-        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+        return format_table(self.title, rows)
+
+    def _shown(self, name: str) -> object:
+        """Return what the table says of a count, false where that is nothing."""
+        value = getattr(self, name)
+        if name == "island":
+            return None if value is None else str(value)
+        return size_text(value) if name.endswith("_nbytes") and value else value
+
+
+_ALWAYS: Final = ("iteration", "report_count", "snapshot_count", "replacement_count")
+#: How the table calls the counts, in its order.
+_LABELS: Final = {
+    "iteration": "iteration",
+    "report_count": "metrics reported",
+    "snapshot_count": "snapshots given",
+    "replacement_count": "averages applied",
+    "nonfinite_metric_count": "metrics not finite",
+    "unapplied_count": "averages not applied",
+    "last_round": "last round",
+    "reduction_count": "parts added up for others",
+    "reasked_count": "parts asked for anew",
+    "sent_nbytes": "sent",
+    "received_nbytes": "received",
+    "read_nbytes": "read in memory of this host",
+    "epoch": "epoch",
+    "island": "island",
+    "migration_count": "snapshots given to other islands",
+}

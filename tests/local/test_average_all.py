@@ -52,6 +52,24 @@ def test_average_all_gives_everybody_the_mean_and_the_first_ones_integers() -> N
     assert [event.round for event in events] == [1, 2, 3] and events[0].best == 0
 
 
+def test_its_statistics_count_averages_and_are_printed_as_a_table() -> None:
+    async def main(world: ad.World) -> str:
+        model = Mixed(float(world.rank))
+        async with AverageAllPolicy(model, sgd(model), average_every=3, name="all") as policy:
+            for _ in range(7):
+                await policy.step()
+        statistics = policy.statistics()
+        assert (statistics.iteration, statistics.average_count) == (7, 2)
+        assert statistics.nbytes > 0 and statistics.nbytes % 2 == 0
+        assert statistics.seconds >= 0.0
+        return str(statistics)
+
+    for rank, text in enumerate(run(main, 2)):
+        title, *lines = text.splitlines()
+        assert title == f"AverageAllPolicy 'all', rank {rank}"
+        assert lines[:2] == ["iteration         7", "averages applied  2"] and lines[3].startswith("averaged")
+
+
 def test_average_all_on_a_sub_group_divides_by_its_size() -> None:
     async def main(world: ad.World) -> set[float]:
         model = Mixed(float(world.rank))

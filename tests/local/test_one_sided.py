@@ -381,7 +381,11 @@ def test_statistics_are_printed_as_tables(capsys: pytest.CaptureFixture[str]) ->
     printed = capsys.readouterr().out
     for words in ("agents killed", "averaging ranks", "num replacements", "total iterations", "received"):
         assert words in printed and words in text, printed
-    assert "publish" in printed and " ms at most" in printed and printed.startswith("rank 0\n")
+    assert (
+        "publish" in printed
+        and " ms at most" in printed
+        and printed.startswith("OneSidedSelectiveAveragingPolicy, rank 0\n")
+    )
 
 
 def test_the_porting_face_has_the_seeds_form() -> None:

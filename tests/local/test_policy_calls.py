@@ -180,6 +180,27 @@ def test_a_policy_that_has_been_left_keeps_neither_model_nor_buffers(policy: str
     assert ad.run_local(main, ranks=2, strict=True) == [[True] * 3] * 2
 
 
+def test_what_a_policy_prints() -> None:
+    """A blocking one printed the address of an object in brackets of brackets."""
+
+    async def main(world: ad.World) -> list[str]:
+        model = Mixed(float(world.rank))
+        policy = AsyncSelectiveAveragingPolicy(
+            model, sgd(model), average_every=2, quorum=1.0, grace_s=30.0, name="mine"
+        )
+        printed = [repr(policy)]
+        async with policy:
+            for _ in range(3):
+                await policy.step(float(world.rank))
+            printed.append(repr(policy))
+        return [*printed, repr(ad.blocking.policy(AverageAllPolicy(model, sgd(model), average_every=2)))]
+
+    for rank, (first, then, blocking) in enumerate(ad.run_local(main, ranks=2)):
+        assert first == "<AsyncSelectiveAveragingPolicy 'mine', not started, iteration 0>"
+        assert then.startswith(f"<AsyncSelectiveAveragingPolicy 'mine', rank {rank}, iteration 3")
+        assert blocking == "<AverageAllPolicy, not started, iteration 0, blocking>"
+
+
 class Wrapped(nn.parallel.DistributedDataParallel):
     """DDP without the process group that it needs."""
 

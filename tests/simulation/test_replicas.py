@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -94,6 +95,26 @@ def test_what_cannot_be_divided_or_is_refused_is_told() -> None:
 
     with pytest.raises(ValueError, match="replica_size is 2; allowed: a divisor of the number of ranks, 3"):
         ad.run_local(main, ranks=3)
+
+
+def test_one_replica_alone_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """It trained, nothing was averaged, and nobody said so."""
+
+    async def main(world: ad.World) -> None:
+        async with ReplicaAveragingPolicy(*build(0), replica_size=2, average_every=2, name="few") as policy:
+            for _ in range(4):
+                await policy.step(1.0)
+            if world.rank == 0:
+                assert str(policy.statistics()).startswith("ReplicaAveragingPolicy 'few', rank 0\n")
+
+    with caplog.at_level(logging.WARNING, "protocols.replicas.policy"):
+        ad.run_local(main, ranks=2)
+        assert [record.getMessage() for record in caplog.records] == [
+            "all 2 ranks are one replica, so nothing is averaged; 4 are two replicas"
+        ]
+        caplog.clear()
+        ad.run_local(main, ranks=4)
+        assert not caplog.records
 
 
 def test_a_mistake_of_one_rank_ends_the_job_with_its_words() -> None:
