@@ -1,9 +1,10 @@
 """Nonblocking collectives over a group: every member awaits the same ones in the same order, while its loop runs on.
 
 Where the backend has collectives of its own they are started nonblocking and polled like any request (MPI-4.1 section
-6.12); even a barrier, since a blocking one burns a core while it waits. Elsewhere they are made of messages through
-the group's first or root rank (:mod:`asyncdist.collectives.algorithms.by_messages`), and reductions happen there in
-rank order, so their result does not depend on which rank came first. (A native reduction keeps the backend's order.)
+6.12); even a barrier, since a blocking one burns a core while it waits. Elsewhere they are made of messages
+(:mod:`asyncdist.collectives.algorithms.by_messages`), through the group's first or root rank, or in a large group along
+a tree. Reductions run in rank order there, so their result does not depend on which rank came first. (A native
+reduction keeps the backend's order.)
 
 Tensors are dense, of any dtype, layout and device: they travel as bytes through CPU memory.
 :mod:`asyncdist.collectives.algorithms.reductions` says what a reduction means for each dtype. Members must pass equal
@@ -31,12 +32,12 @@ import functools
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
 from asyncdist.collectives.algorithms import in_pieces, reductions
 from asyncdist.collectives.algorithms.by_messages import MessageCollectives
 from asyncdist.collectives.algorithms.in_pieces import PiecewiseCollectives
+from asyncdist.collectives.algorithms.left_folds import MEAN, OrderedReduction
 from asyncdist.collectives.algorithms.ordered_reduce import BufferPool, Into, Reduction, fold_in_shares
 from asyncdist.collectives.algorithms.shared_memory_reduce import fold_on_host, is_worth_sharing, map_shared_buffers
 from asyncdist.collectives.call_checker import HELPER, CollectiveCall
@@ -89,9 +90,7 @@ class Collectives:
         if group.native is not None:
             await self._native(group, group.native.barrier, "barrier")
         elif group.size > 1:
-            await self._finish(
-                group, self._by_messages.all_gather, group, torch.zeros(1, dtype=torch.uint8, device="cpu")
-            )
+            await self._finish(group, self._by_messages.barrier, group)
 
     async def broadcast(self, tensor: torch.Tensor, group: Group, root: int) -> torch.Tensor:
         """Write ``root``'s values into every member's ``tensor``; return it."""
@@ -161,10 +160,10 @@ class Collectives:
         if group.size == 1 or not len(flat):
             await self.all_reduce(tensor, group, "sum")
         elif group.native is not None:
-            await self._finish(group, fold_in_shares, self._engine, self._buffers, group, flat, _mean, Into(flat))
+            await self._finish(group, fold_in_shares, self._engine, self._buffers, group, flat, MEAN, Into(flat))
         else:
             self._note(group, "all_reduce", tensor, reduction="mean")
-            flat.copy_(await self._finish(group, self._by_messages.fold_on_first, group, flat, _mean))
+            flat.copy_(await self._finish(group, self._by_messages.fold, group, flat, MEAN))
         return tensor
 
     async def all_mean_bucket(self, bucket: Bucket, group: Group) -> None:
@@ -185,7 +184,7 @@ class Collectives:
             barrier = functools.partial(self.barrier, group)
             await fold_on_host(group, bucket, views, mean_into, barrier)
         elif group.native is not None and group.size > 1 and count:
-            await fold_in_shares(self._engine, self._buffers, group, bucket.flat, _mean, bucket)
+            await fold_in_shares(self._engine, self._buffers, group, bucket.flat, MEAN, bucket)
         else:
             bucket.copy_in(0, count)
             bucket.copy_out(0, await self.all_mean(bucket.flat.clone(), group))
@@ -228,9 +227,7 @@ class Collectives:
             return tensor
         work, how = reductions.to_numbers(tensor, op)
         if group.native is None:
-            work = await self._finish(
-                group, self._by_messages.fold_on_first, group, work, functools.partial(_reduce, how)
-            )
+            work = await self._finish(group, self._by_messages.fold, group, work, OrderedReduction(how))
         elif work.nbytes > in_pieces.PIECE_NBYTES:
             await self._finish(group, self._in_pieces.all_reduce, group.native, work, how)
         else:
@@ -421,21 +418,6 @@ class Collectives:
                     raise
                 raise participation.error from None
         return result
-
-
-def _reduce(op: ReduceOp, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Reduce in order, in the memory of the first part."""
-    total, *others = (part.numpy() for part in parts)
-    with np.errstate(all="ignore"):  # integers wrap, and infinities make NaN
-        for other in others:
-            reductions.OPERATIONS[op](total, other, out=total)
-    return parts[0]
-
-
-def _mean(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    total = torch.empty_like(parts[0])
-    mean_into(total, parts)
-    return total
 
 
 def _cancel(task: asyncio.Task[Any]) -> None:

@@ -37,6 +37,7 @@ from asyncdist.collectives.agreement.messages import (
     is_in,
     runs_of,
 )
+from asyncdist.collectives.agreement.tree_shape import DIRECT_COUNT_MAX
 from asyncdist.collectives.group_ledger import Freed
 from asyncdist.collectives.groups import Group
 from asyncdist.collectives.membership import MembershipLog
@@ -52,7 +53,7 @@ from asyncdist.runtime.group_creation import GroupCreation
 from asyncdist.transports.rank_sets import RankSet
 
 #: In a world of more ranks these tell few others by themselves. Where ranks are started again, each tells all others.
-FLAT_SIZE_MAX: Final = 16
+FLAT_SIZE_MAX: Final = DIRECT_COUNT_MAX
 
 
 @dataclass(frozen=True, slots=True)

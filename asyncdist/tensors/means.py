@@ -191,11 +191,27 @@ def mean_into(result: Tensor, parts: Sequence[Tensor]) -> None:
     torch.add(parts[0], parts[1], out=result)
     for part in parts[2:]:
         result += part
-    if not _is_within(result, _LARGEST[result.dtype]):
+    if not mean_of_sum(result, parts[-1], len(parts)):
         _mean_one_by_one(result, parts, [1.0] * len(parts), WeightedMean())
-        return
-    divide(result, len(parts))
-    _prefer_last(result, parts[-1], [1.0] * len(parts), is_careful=False)
+
+
+def mean_of_sum(total: Tensor, last: Tensor, count: int) -> bool:
+    """Turn a sum in the order of the tensors into the mean that :func:`mean_into` gives, to the bit.
+
+    Args:
+        total: a contiguous 1-D tensor of float32, complex64 or wider: the sum of two tensors or more.
+        last: the last one of them.
+        count: how many there were.
+
+    Returns:
+        Whether it has. False where the sum is not finite: then all tensors are needed, and it is left as it is.
+    """
+    total, last = _real(total), _real(last)
+    if not _is_within(total, _LARGEST[total.dtype]):
+        return False
+    divide(total, count)
+    _prefer_last(total, last, [1.0] * count, is_careful=False)
+    return True
 
 
 def divide(total: Tensor, divisor: float) -> None:

@@ -26,10 +26,10 @@ from torch import nn
 import asyncdist as ad
 from asyncdist.collectives import nonblocking
 from asyncdist.collectives.algorithms import shared_memory_reduce
+from asyncdist.collectives.algorithms.left_folds import MEAN
 from asyncdist.collectives.algorithms.ordered_reduce import BufferPool, fold_in_shares
 from asyncdist.collectives.algorithms.shared_memory_reduce import SharedFlatBuffers
 from asyncdist.collectives.groups import Group
-from asyncdist.collectives.nonblocking import _mean
 from asyncdist.tensors import shared_memory
 from asyncdist.tensors.bucket import Bucket
 from asyncdist.tensors.flat_state import accumulate_dtype
@@ -131,7 +131,7 @@ def test_the_same_bits_as_by_messages(size: int, shapes: list[tuple[int, ...]], 
                 rivals = [spread_of(line, SharedFlatBuffers(False)) for line in by_messages]
                 await asyncio.gather(
                     *(
-                        fold_in_shares(world.services.engine, BufferPool(), world.group, rival.flat, _mean, rival)
+                        fold_in_shares(world.services.engine, BufferPool(), world.group, rival.flat, MEAN, rival)
                         for world, rival in zip(made, rivals, strict=True)
                     )
                 )
@@ -183,7 +183,7 @@ async def test_no_rank_reads_too_early_and_none_writes_too_early(seed: int) -> N
     rng = random.Random(seed)
     size, count = rng.randint(2, 4), rng.choice([20, 48, 96, 300])
     lines = [[numbers(rank, count, torch.float32)] for rank in range(size)]
-    expected = _mean([line[0].clone() for line in lines])
+    expected = MEAN([line[0].clone() for line in lines])
     spreads = [spread_of(line, SharedFlatBuffers(True)) for line in lines]
     memories = [spread.memory.tensor for spread in spreads if spread.memory is not None]
     barrier = Barrier(size, rng)
@@ -225,7 +225,7 @@ async def test_a_few_bytes_are_sent_without_asking(monkeypatch: pytest.MonkeyPat
     async with sharing(2) as made:
         for count, gather_count in ((0, 0), (19, 0), (20, 2)):
             lines = [[numbers(rank, count, torch.float32)] for rank in range(2)]
-            expected = _mean([line[0].clone() for line in lines])
+            expected = MEAN([line[0].clone() for line in lines])
             spreads = [spread_of(line, SharedFlatBuffers(True)) for line in lines]
             assert [spread.memory is not None for spread in spreads] == [gather_count > 0] * 2
             assert await counted_mean(made, spreads, monkeypatch) == gather_count
@@ -256,7 +256,7 @@ async def test_where_one_member_cannot_all_use_messages(how: str, monkeypatch: p
     """And find that out once."""
     async with sharing(3) as made:
         lines = [[numbers(rank, 50, torch.float32)] for rank in range(3)]
-        expected = _mean([line[0].clone() for line in lines])
+        expected = MEAN([line[0].clone() for line in lines])
         spreads = [
             spread_of(line, SharedFlatBuffers(rank != 1 or how == "cannot be found")) for rank, line in enumerate(lines)
         ]

@@ -32,7 +32,7 @@ from asyncdist.collectives.agreement.messages import (
     merged,
     runs_of,
 )
-from asyncdist.collectives.agreement.tree_shape import halves, path_to
+from asyncdist.collectives.agreement.tree_shape import DIRECT_COUNT_MAX, halves, path_to
 from asyncdist.errors import AsyncdistError, BusyError, RemoteProtocolError
 from asyncdist.transports.rank_sets import RankSet
 
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Up to so many members each one talks to the leader.
-DIRECT_COUNT_MAX: Final = 16
 #: How long a rank waits for those that are late below it before it passes on who has come, for each level below it;
 #: doubled each time, up to a limit.
 _LATE_S: Final = 0.05

@@ -7,6 +7,10 @@ of N numbers has about log2 N levels.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
+
+#: Up to so many ranks talk to one of them directly; more than these form a tree.
+DIRECT_COUNT_MAX: Final = 16
 
 
 def halves(rank: int, last: int) -> Iterator[tuple[int, int]]:

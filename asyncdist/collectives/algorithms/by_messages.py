@@ -1,4 +1,10 @@
-"""Collectives made of messages through one of the members, for backends that have none of their own."""
+"""Collectives made of messages, for backends that have none of their own.
+
+In a small group they go through one of the members: its first one, or the root. In a larger one that member would have
+as many messages as there are members, so they go along a tree (:mod:`asyncdist.collectives.algorithms.over_tree`). Two
+stay direct there: a gather of rows so large that their bytes cost more than their messages, and an exchange of each
+member with each other one.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +16,14 @@ from typing import Any, Final
 
 import torch
 
-from asyncdist.collectives.algorithms.ordered_reduce import Reduction
+from asyncdist.collectives.agreement.tree_shape import DIRECT_COUNT_MAX
+from asyncdist.collectives.algorithms.left_folds import LeftFold
+from asyncdist.collectives.algorithms.ordered_reduce import BufferPool, Into, fold_in_shares
+from asyncdist.collectives.algorithms.over_tree import ROW_NBYTES_MAX, TreeCollectives
 from asyncdist.collectives.groups import Group
 from asyncdist.errors import LocalProtocolError, RankLostError
 from asyncdist.messaging.engine import Engine
-from asyncdist.tensors.byte_views import byte_view, empty_stack
+from asyncdist.tensors.byte_views import byte_view, empty_stack, flat_bytes
 
 #: What follows a message without bytes: the rank that is lost.
 _LOST: Final = struct.Struct("<q")
@@ -31,16 +40,35 @@ class MessageCollectives:
     def __init__(self, engine: Engine, rank: int) -> None:
         self._engine = engine
         self._rank = rank
+        self._tree = TreeCollectives(engine)
+
+    async def barrier(self, group: Group) -> None:
+        """Return once every member has entered."""
+        if _is_large(group):
+            await self._tree.barrier(group)
+        else:
+            await self.all_gather(group, torch.zeros(1, dtype=torch.uint8, device="cpu"))
 
     async def broadcast(self, group: Group, view: memoryview, root: int) -> None:
         """Send ``root``'s bytes to all."""
-        if self._rank == root:
+        if _is_large(group):
+            await self._tree.broadcast(group, view, root)
+        elif self._rank == root:
             await _all_of([self._send(view, rank, group.tag) for rank in group.ranks if rank != root])
         else:
             await self._receive_exactly(view, root, group.tag, may_be_notice=True)
 
     async def gather(self, group: Group, send: memoryview, receive: torch.Tensor | None, root: int) -> None:
         """Bring equally many bytes of every member to ``root``, which alone passes ``receive``, with a row for each."""
+        if _is_large(group):
+            if 0 < len(send) <= ROW_NBYTES_MAX:
+                flat = None if receive is None else flat_bytes(receive)
+                await self._tree.gather(group, send, [len(send)] * group.size, flat, root)
+                return
+            await self._tree.meet(group, root)  # the root finds out who takes part with few bytes
+        await self._gather_directly(group, send, receive, root)
+
+    async def _gather_directly(self, group: Group, send: memoryview, receive: torch.Tensor | None, root: int) -> None:
         if receive is None:
             await self._send(send, root, group.tag)
             return
@@ -60,6 +88,9 @@ class MessageCollectives:
         self, group: Group, send: memoryview, sizes: Sequence[int], receive: torch.Tensor | None, root: int
     ) -> None:
         """Bring every member's bytes to ``root``, one after the other; ``sizes`` says how many each has."""
+        if _is_large(group) and sum(sizes) <= ROW_NBYTES_MAX * group.size:
+            await self._tree.gather(group, send, sizes, receive, root)
+            return
         if receive is None:
             if len(send):
                 await self._send(send, root, group.tag)
@@ -80,7 +111,7 @@ class MessageCollectives:
     async def _gather_or_tell(self, group: Group, send: memoryview, receive: torch.Tensor | None, root: int) -> None:
         """Gather; where a member is lost, the root tells the others: no bytes in place of the result, then its rank."""
         try:
-            await self.gather(group, send, receive, root)
+            await self._gather_directly(group, send, receive, root)
         except RankLostError as error:
             if receive is not None:
                 for notice in (b"", _LOST.pack(error.rank)):
@@ -90,14 +121,28 @@ class MessageCollectives:
 
     async def all_gather(self, group: Group, send: torch.Tensor) -> torch.Tensor:
         """Bring every member's tensor to all, stacked in the group's order."""
+        if _is_large(group):
+            return await self._tree.all_gather(group, send)
         root = group.ranks[0]
         receive = empty_stack(send, group.size)
         await self._gather_or_tell(group, byte_view(send), receive if self._rank == root else None, root)
         await self.broadcast(group, byte_view(receive), root)
         return receive
 
-    async def fold_on_first(self, group: Group, work: torch.Tensor, fold: Reduction) -> torch.Tensor:
-        """Reduce on the first member, in rank order, and send the result to all."""
+    async def fold(self, group: Group, work: torch.Tensor, fold: LeftFold) -> torch.Tensor:
+        """Reduce in rank order, and give the result to all."""
+        if not _is_large(group):
+            return await self._fold_on_first(group, work, fold)
+        if work.nbytes <= ROW_NBYTES_MAX:
+            return await self._tree.fold_rows(group, work, fold)
+        flat = work.detach().view(-1)
+        result = await self._tree.fold_along_ranks(group, flat, fold)
+        if result is None:
+            result = torch.empty_like(flat)
+            await fold_in_shares(self._engine, BufferPool(), group, flat, fold, Into(result))
+        return result.view(work.shape)
+
+    async def _fold_on_first(self, group: Group, work: torch.Tensor, fold: LeftFold) -> torch.Tensor:
         root = group.ranks[0]
         receive = empty_stack(work, group.size) if self._rank == root else None
         await self._gather_or_tell(group, byte_view(work), receive, root)
@@ -135,3 +180,7 @@ async def _all_of(work: Sequence[Awaitable[Any]]) -> None:
     for outcome in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(outcome, BaseException):
             raise outcome
+
+
+def _is_large(group: Group) -> bool:
+    return group.size > DIRECT_COUNT_MAX
