@@ -85,6 +85,8 @@ class Services:
         is_admitted: whether the others count on this rank, so that its failure ends the job. A rank that was started
             again is admitted by the first policy or group that takes it.
         nonce: identifies the job.
+        hosts: for each rank the first one on its host; None where that is not known, or all are on one host. It is the
+            same on all ranks, unless one was lost while they met.
         time: a function without arguments that returns seconds on the loop's clock, from an arbitrary start.
         engine: polls the requests of this rank.
         slots: the slots of the bulk streams that this rank receives, and the bytes of all its streams.
@@ -118,6 +120,7 @@ class Services:
         self.may_return = engine.transport.may_return
         self.survives_loss = engine.transport.capabilities.survives_rank_loss
         self.is_admitted = not self.incarnation
+        self.hosts: Sequence[int] | None = engine.transport.hosts
         self.time: Callable[[], float] = clock_of(loop)
         self.engine = engine
         self.gone = RankSet()

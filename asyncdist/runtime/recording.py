@@ -127,6 +127,7 @@ def _conditions(world: World) -> dict[str, Any]:
     numpy_state: Any = numpy.random.get_state()
     return {
         "nonce": world.services.nonce,
+        "hosts": None if world.services.hosts is None else list(world.services.hosts),
         "capabilities": asdict(world.services.engine.transport.capabilities),
         "thread_count": torch.get_num_threads(),
         "random": {

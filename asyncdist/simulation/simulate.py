@@ -27,6 +27,7 @@ from asyncdist import validation
 from asyncdist.errors import DeadlockError, TimeLimitError
 from asyncdist.messaging.engine import Engine
 from asyncdist.recording.writer import LIMIT_NBYTES, RecordOptions
+from asyncdist.runtime.handshake import first_ranks
 from asyncdist.runtime.hosting import RankOptions, RankResult, host_rank
 from asyncdist.runtime.notebooks import call_beside_loop, is_loop_running
 from asyncdist.runtime.signals import Interrupts
@@ -214,6 +215,7 @@ class _Simulation:
             self._fire,
             self._kill,
         )
+        self._first_ranks = first_ranks([self._fabric.network.host_of(rank) for rank in range(size)])
         self._states = states
         self._turn_counts: Counter[int] = Counter()
         self._turn_kills = {
@@ -277,6 +279,7 @@ class _Simulation:
         loop.generators = self._generators.of
         call_soon = functools.partial(loop.call_soon, context=context)
         transport = SimTransport(self._fabric, rank, call_soon)
+        transport.hosts = self._first_ranks
         host = self._host(transport, main, args, options)
         return loop.create_task(host, name=f"main of rank {rank}", context=context)
 

@@ -179,6 +179,8 @@ class Transport(abc.ABC):
         call_book: where the collectives that its ranks call are compared, if they are.
         job_nonce: where the ranks are known to be of one job and version, the number that they share; they need not
             agree on it then.
+        hosts: for each rank the first one on its host, where that is known before the ranks meet; None where it is not,
+            or all are on one host.
         launch_nonce: a number that all ranks have from their launcher, and which they take where one is lost while they
             meet; None where they have none.
     """
@@ -191,6 +193,7 @@ class Transport(abc.ABC):
     may_return: bool = False
     collective_checker: CollectiveCheckerProtocol | None = None
     job_nonce: int | None = None
+    hosts: Sequence[int] | None = None
     launch_nonce: int | None = None
 
     @abc.abstractmethod

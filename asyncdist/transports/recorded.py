@@ -36,6 +36,7 @@ class RecordedTransport(Transport):
         self.capabilities = inner.capabilities
         self.collective_checker = inner.collective_checker
         self.job_nonce, self.launch_nonce = inner.job_nonce, inner.launch_nonce
+        self.hosts = inner.hosts
 
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
         self._tell("sent", dest, tag, as_bytes(buffer).nbytes)

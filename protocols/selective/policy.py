@@ -104,8 +104,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             that are more, each add up a part and send its mean to the replacers, so that no rank sends or receives more
             than two models, with the same bits; ``"auto"``, sharded, with few of them for a small model, where that
             spares the busiest rank 64 MiB, or all ranks 128 streams.
-        islands, island_size: divides the ranks, in the group's order, into so many populations, or those of so many
-            ranks (some dozens are best), with a coordinator each: of equal size always, and 2 ranks or more.
+        islands, island_size: divides the ranks, host by host, into so many populations, or those of so many ranks (some
+            dozens are best), with a coordinator each: of equal size always, and 2 ranks or more.
         migrate_every: after so many decisions in an island its best rank is one more donor of a round in another
             island, if it is better there than those that are replaced. It stays where it is, and goes on.
         migration: that is the next island (``"ring"``), or one drawn at random (``"random"``).
@@ -269,7 +269,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
     def _choose_members(self) -> tuple[int, ...]:
         """Return the ranks of this rank's island. Raises ValueError where the ranks cannot be divided so."""
         population = range(self._world.size) if self._group is self._world.group else self._group.ranks
-        self._island = self._islands.island_of(self._world.rank, population)
+        self._island = self._islands.island_of(self._world.rank, population, self._services.hosts)
         return self._group.ranks if self._island is None else self._island.ranks
 
     def _has_company(self) -> bool:

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from asyncdist.errors import ClosedError, LocalProtocolError, RankLostError
 from asyncdist.runtime import run
 from asyncdist.runtime.hosting import host_rank
 from asyncdist.runtime.signals import Interrupts
-from asyncdist.transports.local import LocalHub
+from asyncdist.transports.local import LocalHub, LocalTransport
 
 NO_UVLOOP = importlib.util.find_spec("uvloop") is None
 LOOPS = ["asyncio", pytest.param("uvloop", marks=pytest.mark.skipif(NO_UVLOOP, reason="uvloop is not installed"))]
@@ -556,3 +557,15 @@ def test_time_passes_within_a_millisecond() -> None:
         return times == sorted(set(times))
 
     assert all(ad.run_local(main, ranks=2))
+
+
+@pytest.mark.parametrize(("ranks", "host_count"), [(3, 1), (5, 2), (20, 3)])
+def test_ranks_know_who_shares_a_host(ranks: int, host_count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks learn it when they meet; where there is one host there is nothing to know."""
+
+    async def main(world: ad.World) -> Sequence[int] | None:
+        return world.services.hosts
+
+    monkeypatch.setattr(LocalTransport, "hostname", property(lambda transport: f"h{transport.rank % host_count}"))
+    expected = None if host_count == 1 else tuple(rank % host_count for rank in range(ranks))
+    assert ad.run_local(main, ranks=ranks) == [expected] * ranks

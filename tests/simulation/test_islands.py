@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import asyncdist as ad
-from asyncdist.simulation import Kill, Restart, simulate
+from asyncdist.recording.reader import read_recording
+from asyncdist.simulation import Kill, Network, Restart, replay, simulate
 from protocols import (
     AsyncSelectiveAveragingPolicy,
     StepInfo,
@@ -31,6 +33,42 @@ def test_the_best_weights_spread_over_all_islands(migration: str) -> None:
     apart = population(16, **{**options, "migrate_every": 10**6}).results
     assert [max(one.value for one in apart[first : first + 4]) for first in range(0, 16, 4)] == [3.0, 7.0, 11.0, 15.0]
     assert not any(one.migrants for one in apart)
+
+
+class _Scattered(Network):
+    """A network in which ranks go to the hosts in turn, as ``mpirun --map-by node`` places them."""
+
+    def host_of(self, rank: int) -> int:
+        return rank % 2
+
+
+async def _islands_of(world: ad.World) -> tuple[int | None, set[int]]:
+    """Return the number of this rank's island, and its ranks."""
+    model = nn.Linear(2, 1)
+    policy = AsyncSelectiveAveragingPolicy(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), average_every=2, replacement_ratio=0.5,
+        island_size=4, migrate_every=10**6,
+    )  # fmt: skip
+    async with policy:
+        for _ in range(40):
+            await policy.step(float(world.rank))
+        return policy.statistics().island, set(policy._members)
+
+
+def test_an_island_holds_ranks_of_one_host_where_hosts_have_ranks_in_turn(tmp_path: Path) -> None:
+    """A replay knows the hosts, too."""
+    network = _Scattered(ranks_per_host=1)
+    recorded = simulate(_islands_of, ranks=8, network=network, strict=True, record=tmp_path)
+    assert recorded.results == tuple(
+        (rank % 2, {rank % 2, 2 + rank % 2, 4 + rank % 2, 6 + rank % 2}) for rank in range(8)
+    )
+    assert replay(_islands_of, recording=read_recording(tmp_path)).report.results == recorded.results
+
+
+@pytest.mark.parametrize("ranks_per_host", [None, 1, 2, 3, 4])
+def test_ranks_that_lie_host_by_host_are_divided_in_their_order(ranks_per_host: int | None) -> None:
+    found = simulate(_islands_of, ranks=8, network=Network(ranks_per_host=ranks_per_host), strict=True).results
+    assert found == tuple((rank // 4, {*range(4 * (rank // 4), 4 * (rank // 4) + 4)}) for rank in range(8))
 
 
 @pytest.mark.slow

@@ -1,13 +1,16 @@
 """Islands without a loop: how ranks are divided, who emigrates, and what a round makes of a guest."""
 
+import itertools
 import math
+import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
 from support.selective import rules
 
-from protocols.selective.islands.layout import Island, IslandOptions
+from protocols.selective.islands.layout import Island, IslandOptions, by_host
 from protocols.selective.islands.migrants import GUEST_COUNT_MAX
 from protocols.selective.messages import Assign, End, Frozen, Joined
 from protocols.selective.round.state import Send
@@ -34,6 +37,40 @@ def test_every_rank_is_in_one_island_and_all_agree_which(size: int, count: int, 
         assert elsewhere == [other for other in population if other not in island.ranks]
         assert not island.is_elsewhere(first + 1)
     assert sorted(rank for index in range(count) for rank in islands[0].ranks_of(index)) == population  # type: ignore[union-attr]
+
+
+@LAWS
+@given(
+    hosts=st.lists(st.integers(0, 4), min_size=4, max_size=24).filter(lambda found: len(found) % 4 == 0),
+    seed=st.integers(0, 9),
+)
+def test_the_ranks_of_a_host_are_together(hosts: list[int], seed: int) -> None:
+    population = random.Random(seed).sample(range(len(hosts)), len(hosts))
+    ordered = by_host(population, hosts)
+    assert sorted(ordered) == sorted(population)
+    names = [name for name, _ in itertools.groupby(hosts[rank] for rank in ordered)]
+    assert len(names) == len(set(names)), "a host's ranks follow each other"
+    assert names == list(dict.fromkeys(hosts[rank] for rank in population))
+    for name in names:
+        of_host = [rank for rank in ordered if hosts[rank] == name]
+        assert of_host == [rank for rank in population if hosts[rank] == name]
+    islands = [IslandOptions(island_size=2).island_of(rank, population, hosts) for rank in population]
+    assert len({island.ranks for island in islands if island is not None}) == len(hosts) // 2
+    assert all(island is not None and rank in island.ranks for rank, island in zip(population, islands, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "ordered"),
+    [
+        (None, range(6)),
+        ((0, 0, 0, 3, 3, 3), range(6)),
+        ((0, 1, 0, 1, 0, 1), (0, 2, 4, 1, 3, 5)),
+        ((0, 1, 1, 0, 4, 0), (0, 3, 5, 1, 2, 4)),
+    ],
+)
+def test_block_wise_ranks_stay_a_range(hosts: tuple[int, ...] | None, ordered: Sequence[int]) -> None:
+    found = by_host(range(6), hosts)
+    assert found == ordered and type(found) is type(ordered)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ class ReplayTransport(Transport):
         self.name = inner.name
         self.rank, self.size = inner.rank, inner.size
         self.job_nonce = header["nonce"]
+        self.hosts = header.get("hosts")
         self.capabilities = Capabilities(
             native_collectives=capabilities["native_collectives"],  # before such a group is made its members agree
             survives_rank_loss=capabilities["survives_rank_loss"],

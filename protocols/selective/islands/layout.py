@@ -1,4 +1,8 @@
-"""Divides the ranks of a population into islands of equal size, by arithmetic: no rank holds a list of all islands."""
+"""Divides the ranks of a population into islands of equal size, by arithmetic: no rank holds a list of all islands.
+
+Where the ranks of a host do not follow each other, they are put together before that, so that an island has ranks of as
+few hosts as possible: what its members send each other seldom leaves one.
+"""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -70,12 +74,13 @@ class IslandOptions:
         """Return what must be equal on all members, as JSON values; nothing without islands."""
         return asdict(self) if self.are_on else {}
 
-    def island_of(self, rank: int, population: Sequence[int]) -> "Island | None":
+    def island_of(self, rank: int, population: Sequence[int], hosts: Sequence[int] | None = None) -> "Island | None":
         """Return the island of a rank; None without islands, and for a rank that is alone.
 
         Args:
             rank: One of `population`.
-            population: The ranks, in the order in which islands are cut from it.
+            population: The ranks in their order; `by_host` puts those of a host together.
+            hosts: As `by_host` takes them.
 
         Raises:
             ValueError: They cannot be divided so; the numbers that are allowed are named.
@@ -93,7 +98,27 @@ class IslandOptions:
                 self.islands if is_count else self.island_size,
                 f"{', '.join(map(str, allowed))}, which divide {count} ranks into equal islands of 2 or more",
             )
-        return Island.at(rank, size, population)
+        return Island.at(rank, size, by_host(population, hosts))
+
+
+def by_host(population: Sequence[int], hosts: Sequence[int] | None) -> Sequence[int]:
+    """Return the ranks with those of each host together, hosts and the ranks of each in their order.
+
+    Args:
+        population: The ranks.
+        hosts: For each rank of the world something that the ranks of its host have in common; None where all are on one
+            host, or that is not known.
+
+    Returns:
+        `population` itself where that is its order: of a whole world it is a `range`, which takes no memory.
+    """
+    if hosts is None:
+        return population
+    firsts: dict[int, int] = {}
+    for place, rank in enumerate(population):
+        firsts.setdefault(hosts[rank], place)
+    found = sorted(population, key=lambda rank: firsts[hosts[rank]])
+    return population if found == list(population) else tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
