@@ -9,9 +9,11 @@ version by its number: it gets that version whole, or :class:`OutdatedError`.
   A reader copies the slot and looks at the owner's words again: if version k + 2 has not been begun, nobody has written
   into slot k mod 2 meanwhile. (A sequence lock, after Lameter 2005, over two buffers.) The owner takes no part, and may
   be computing or have left.
-- Elsewhere records are reports, the latest one wins, and the owner answers at its safe points: a read is a grant of
-  :mod:`asyncdist.messaging.streams`, answered by the stream of that version or by the abort. A slot from which a stream
-  is under way is not written; that version is left out.
+- Elsewhere the owner answers at its safe points: a read is a grant of :mod:`asyncdist.messaging.streams`, answered by
+  the stream of that version or by the abort. A slot from which a stream is under way is not written; that version is
+  left out. With up to :data:`TOLD_COUNT_MAX` other members an owner tells its records to all, and the latest one wins;
+  with more a reader asks for them (:mod:`asyncdist.collectives.version_desk`), so that what a rank sends does not grow
+  with the group.
 
 Only the caller knows what the exposed bytes mean.
 """
@@ -34,6 +36,7 @@ from asyncdist.collectives.agreed_start import Start, assemble, start_together
 from asyncdist.collectives.agreement.agreements import Agreements
 from asyncdist.collectives.groups import Group
 from asyncdist.collectives.turns import Turns
+from asyncdist.collectives.version_desk import VersionDesk, VersionRecord as VersionRecord
 from asyncdist.errors import AsyncdistError, BusyError, RankLostError
 from asyncdist.messaging.channels import Channel, Envelope
 from asyncdist.messaging.outbound_streams import OutboundStream
@@ -47,23 +50,11 @@ logger = logging.getLogger("asyncdist.collectives.one_sided")
 Targets: TypeAlias = Sequence[memoryview]
 Take: TypeAlias = Callable[[int], None]
 
+#: With so many others at most an owner tells each version to all, and readers know it without asking.
+TOLD_COUNT_MAX: Final = 32
+
 _SUBJECT: Final = "new window"
 _BLOCKING_PART: Final = "new window, all are here"
-
-
-@dataclass(frozen=True, slots=True)
-class VersionRecord:
-    """Describes one version.
-
-    Attributes:
-        version: its number, counted from 1 by its owner.
-        iteration: the owner's iteration, at which it was taken.
-        metric: how good it is; NaN if it is not to be used.
-    """
-
-    version: int
-    iteration: int
-    metric: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +89,18 @@ class VersionedWindow(abc.ABC):
     def publish(self, iteration: int, metric: float) -> VersionRecord:
         """Publish the version that was begun: it is whole, and readers may have it from now on."""
 
+    async def published_by(self, rank: int, *, deadline: float = math.inf) -> VersionRecord | None:
+        """Return the newest record of another member; None if it has published nothing, has retired or is gone.
+
+        Args:
+            rank: another member.
+            deadline: on the loop's clock. Where the owner has to answer, and has not by then, the result is None, too.
+        """
+        return (await self.published_by_each((rank,), deadline=deadline)).get(rank)
+
     @abc.abstractmethod
-    async def published_by(self, rank: int) -> VersionRecord | None:
-        """Return the newest record of another member; None if it has published nothing, has retired or is gone."""
+    async def published_by_each(self, ranks: Sequence[int], *, deadline: float = math.inf) -> dict[int, VersionRecord]:
+        """Return the newest record of each of these members that has one, as ``published_by``, in their order."""
 
     @abc.abstractmethod
     async def read(self, rank: int, record: VersionRecord, targets: Targets, take: Take, *, deadline: float) -> None:
@@ -233,7 +233,12 @@ class _OneSidedWindow(VersionedWindow):
         self.version = record.version
         return record
 
-    async def published_by(self, rank: int) -> VersionRecord | None:
+    async def published_by_each(self, ranks: Sequence[int], *, deadline: float = math.inf) -> dict[int, VersionRecord]:
+        del deadline  # a copy in memory waits for no answer
+        found = {rank: await self._newest_of(rank) for rank in ranks}
+        return {rank: record for rank, record in found.items() if record is not None}
+
+    async def _newest_of(self, rank: int) -> VersionRecord | None:
         if rank in self._services.gone:
             return None
         writing, records = await self._look(rank)
@@ -314,6 +319,11 @@ class _StreamedWindow(VersionedWindow):
         self._begun = False
         self._closed = False
         self._answers: list[_Answer] = []
+        self._scope = scope
+        self._desk = services.shared(VersionDesk) if len(self._others) > TOLD_COUNT_MAX else None
+        self._record: VersionRecord | None = None  # of the newest version
+        if self._desk is not None:
+            self._desk.open(scope, lambda: self._record)
         self._newest: dict[int, VersionRecord] = {}
         self._retired: set[int] = set()  # also those that are gone: a new process in the place of one has no window
         self._retired.update(services.gone)
@@ -335,12 +345,13 @@ class _StreamedWindow(VersionedWindow):
     def publish(self, iteration: int, metric: float) -> VersionRecord:
         self.version += 1
         self._begun = False
-        record = VersionRecord(self.version, iteration, metric)
+        self._record = record = VersionRecord(self.version, iteration, metric)
         self._tell(record)
         return record
 
     def _tell(self, message: VersionRecord | Retired) -> None:
-        for rank in self._others:
+        """Tell all others, where they are few."""
+        for rank in self._others if self._desk is None else ():
             if rank not in self._retired:
                 try:
                     self._reports.send_nowait(message, rank)
@@ -355,10 +366,11 @@ class _StreamedWindow(VersionedWindow):
         else:
             self._retired.add(envelope.source)
 
-    async def published_by(self, rank: int) -> VersionRecord | None:
-        if rank in self._retired:
-            return None
-        return self._newest.get(rank)
+    async def published_by_each(self, ranks: Sequence[int], *, deadline: float = math.inf) -> dict[int, VersionRecord]:
+        known = [rank for rank in ranks if rank not in self._retired]
+        if self._desk is not None:
+            return await self._desk.ask(self._scope, known, deadline=deadline)
+        return {rank: self._newest[rank] for rank in known if rank in self._newest}
 
     async def read(self, rank: int, record: VersionRecord, targets: Targets, take: Take, *, deadline: float) -> None:
         services, version = self._services, record.version
@@ -421,6 +433,8 @@ class _StreamedWindow(VersionedWindow):
             return
         self._closed = True
         self._tell(Retired())
+        if self._desk is not None:
+            self._desk.close(self._scope)
         self._services.off_gone(self._retired.add)
         self._reports.close()
         try:

@@ -35,7 +35,7 @@ from asyncdist.tensors.flat_state import FlatBuffers, SnapshotPool
 from protocols.applier import Applier, NewWeights
 from protocols.metrics import Metric, MetricSource
 from protocols.one_sided.reader import DonorReader, Replacement, UnreadableError
-from protocols.one_sided.rules import OneSidedRules, choose, is_dying
+from protocols.one_sided.rules import OneSidedRules, choose, is_dying, sample_count
 from protocols.one_sided.statistics import Durations, OneSidedStatistics
 from protocols.options import AveragingOptions, AveragingStrategy, ModelBuilder, Timing
 from protocols.own_state import OwnState
@@ -67,7 +67,8 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
             step that replaces the weights does neither: its metric is that of the old ones.
         replacement_mode: when a rank is replaced. ``"age"``: when it has lived for a number of steps, drawn anew for
             each life. ``"threshold"``: when its metric is worse than ``threshold_metric``. ``"worst_ratio"``: when its
-            metric is among the worst of its own and the newest that the others have published.
+            metric is among the worst of its own and the newest that the others have published. In a group of more
+            than 33 ranks it looks at 32 others, drawn anew each time, or as many as it draws donors.
         age_range: the shortest and the longest life, in steps.
         threshold_metric: see ``replacement_mode``.
         replacement_ratio: for ``"worst_ratio"``, 0 to 1: round-half-up(ratio * n) of n ranks with a metric, at least 1
@@ -78,7 +79,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         donor_count: how many donors are drawn, at most; as many as there are, if they are fewer. A rank is no donor if
             its metric is not finite, or would have the rank itself replaced.
         donor_ratio: the same as a part of the group, this rank included; rounded down, at least one. Counts where
-            ``donor_count`` is None.
+            ``donor_count`` is None; where both are, half of the group, and at most 8, are drawn.
         momentum: 0 to 1: new = momentum * own + (1 - momentum) * average, own being the weights at that moment. Where
             these or the optimizer's state are not finite, nothing of both is kept (``StepInfo.recovered``).
         model_builder: for ``"reset_weights"``: returns a model of the same layout, or the pair (model, optimizer).
@@ -112,7 +113,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         replacement_ratio: float = 0.2,
         averaging_strategy: AveragingStrategy = "mean",
         donor_count: int | None = None,
-        donor_ratio: float = 0.5,
+        donor_ratio: float | None = None,
         momentum: float = 0.0,
         model_builder: ModelBuilder | None = None,
         metric: Callable[[], Metric] | None = None,
@@ -450,14 +451,17 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         Raises:
             UnreadableError: another attempt may succeed.
         """
-        metrics = await self._reader.metrics(self._own_metric)
-        rank = self._world.rank
+        rank, count_max = self._world.rank, sample_count(self._group.size, self._rules)
+        answered_by = min(deadline, self._world.time() + self._read_timeout_s / 4)
+        metrics = await self._reader.metrics(self._own_metric, count_max, self._random.sample, answered_by)
         if self._rules.replacement_mode == "worst_ratio" and not is_dying(rank, metrics, self._rules):
             if self._replacement is replacement:
                 self._replacement = None  # it lives on
             return ""
         self._counts["killed"] = replacement.number
         choice = choose(rank, metrics, self._group.size, self._rules, self._random.sample)
+        if choice is None and self._group.size - 1 > count_max:
+            raise UnreadableError(f"nobody of {count_max} that were drawn has anything to give")
         if choice is None:
             return "nobody has anything to give"
         mean = await self._reader.read(replacement, choice, deadline)

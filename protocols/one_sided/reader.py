@@ -13,7 +13,7 @@ from asyncdist.tensors.byte_layout import Packing
 from asyncdist.tensors.byte_views import byte_view
 from asyncdist.tensors.flat_state import FlatBuffers, FlatState, SnapshotPool
 from asyncdist.tensors.means import WeightedMean
-from protocols.one_sided.rules import Choice
+from protocols.one_sided.rules import Choice, Sample
 from protocols.parameter_stream.landing import ChunkRing
 
 
@@ -76,7 +76,7 @@ class DonorReader:
         chunk_nbytes: int,
     ) -> None:
         self._rank = rank
-        self._group = group
+        self._others = [member for member in group.ranks if member != rank]
         self._window = window
         self._packing = packing
         self._counts = counts
@@ -84,18 +84,21 @@ class DonorReader:
         self._ring = ChunkRing(chunk_nbytes)
         self.accumulators = SnapshotPool(flat, accumulate=True)
 
-    async def metrics(self, own_metric: float | None) -> dict[int, float]:
-        """Return the newest metric that each member has published, and this rank's own; a member may have none."""
-        metrics = {}
-        for rank in self._group.ranks:
-            if rank == self._rank:
-                if own_metric is not None:
-                    metrics[rank] = own_metric
-            else:
-                record = await self._window.published_by(rank)
-                if record is not None:
-                    metrics[rank] = record.metric
-        return metrics
+    async def metrics(
+        self, own_metric: float | None, count_max: int, sample: Sample, deadline: float
+    ) -> dict[int, float]:
+        """Return the newest metric of each member that is looked at, and this rank's own; a member may have none.
+
+        Args:
+            own_metric: this rank's.
+            count_max: how many others are looked at. Where there are more, so many of them are drawn.
+            sample: draws them.
+            deadline: on the loop's clock. Those that have to answer, and have not by then, have none.
+        """
+        asked = self._others if len(self._others) <= count_max else sorted(sample(self._others, count_max))
+        records = await self._window.published_by_each(asked, deadline=deadline)
+        metrics = {rank: record.metric for rank, record in records.items()}
+        return metrics if own_metric is None else {**metrics, self._rank: own_metric}
 
     async def read(self, replacement: Replacement, choice: Choice, deadline: float) -> WeightedMean:
         """Average the newest snapshots of the chosen donors into ``replacement``, in rank order.
@@ -124,7 +127,7 @@ class DonorReader:
 
         So a slow rank succeeds, however often its donors have published since it chose.
         """
-        record = await self._window.published_by(donor)
+        record = await self._window.published_by(donor, deadline=deadline)
         if record is None:
             raise UnreadableError(f"rank {donor} left")
         weight = choice.weight(record.metric)

@@ -1,8 +1,9 @@
 """Decides who is replaced, and by whom, when each rank decides for itself.
 
 Pure functions on plain values, as in `protocols.selective.rules`: no asyncio, no transport, no clock, no torch. Chance
-is an argument. There is no coordinator: a rank knows its own metric and the newest ones that the others have published,
-and what two ranks know need not agree.
+is an argument. There is no coordinator: a rank knows its own metric and the newest ones that others have published,
+and what two ranks know need not agree. In a group of more than `SAMPLE_COUNT` others a rank looks at so many of them,
+drawn anew each time, so that a replacement costs it the same in a group of any size.
 """
 
 import math
@@ -24,6 +25,15 @@ from protocols.ranking import (
 
 REPLACEMENT_MODES: Final = ("age", "threshold", "worst_ratio")
 
+#: Others whose newest metrics a rank looks at when it judges and chooses; more only where it draws more donors.
+SAMPLE_COUNT: Final = 32
+#: In a larger group one that is not judged by metrics looks at twice as many as it draws, or so many: some of them may
+#: have nothing to give.
+AGE_SAMPLE_COUNT: Final = 8
+#: Donors that are drawn at most where neither their number nor their part was given.
+DEFAULT_DONOR_COUNT_MAX: Final = 8
+DEFAULT_DONOR_RATIO: Final = 0.5
+
 #: Draws so many of the ranks, without repetition, as `random.Random.sample` does.
 Sample = Callable[[Sequence[int], int], list[int]]
 
@@ -41,7 +51,8 @@ class OneSidedRules:
         averaging_strategy: One of `protocols.ranking.STRATEGIES`.
         metric_mode: `"max"` when a larger metric is better, `"min"` when a smaller one is.
         donor_count: How many are drawn; None for `donor_ratio`.
-        donor_ratio: Part of the members, this rank included, that is drawn: rounded down, and at least one.
+        donor_ratio: Part of the members, this rank included, that is drawn: rounded down, and at least one. None for
+            `DEFAULT_DONOR_RATIO`, and no more than `DEFAULT_DONOR_COUNT_MAX`.
 
     Raises:
         ValueError: An option is of the wrong type or outside what is allowed; it names option, value and range.
@@ -54,7 +65,7 @@ class OneSidedRules:
     averaging_strategy: str = "mean"
     metric_mode: str = "max"
     donor_count: int | None = None
-    donor_ratio: float = 0.5
+    donor_ratio: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse bad options here, before any rank is judged by them."""
@@ -67,7 +78,10 @@ class OneSidedRules:
                 validation.refuse(name, getattr(self, name), ", ".join(map(repr, allowed)))
         low, least = -validation.LARGEST, validation.SMALLEST
         threshold_metric = validation.real("threshold_metric", self.threshold_metric, "a finite number", low=low)
-        donor_ratio = validation.real("donor_ratio", self.donor_ratio, "a number above 0, up to 1", low=least, high=1.0)
+        donor_ratio = self.donor_ratio
+        if donor_ratio is not None:
+            words = "None or a number above 0, up to 1"
+            donor_ratio = validation.real("donor_ratio", donor_ratio, words, low=least, high=1.0)
         donor_count = self.donor_count
         if donor_count is not None:
             donor_count = validation.count("donor_count", donor_count, besides=", or None")
@@ -158,8 +172,18 @@ def donor_limit(member_count: int, rules: OneSidedRules) -> int:
     """Return how many donors are drawn at most; the ratio is taken as the decimal that the user wrote."""
     if rules.donor_count is not None:
         return int(rules.donor_count)
-    exact = Decimal(repr(float(rules.donor_ratio))) * member_count
-    return max(1, int(exact.to_integral_value(ROUND_FLOOR)))
+    ratio = DEFAULT_DONOR_RATIO if rules.donor_ratio is None else rules.donor_ratio
+    exact = Decimal(repr(float(ratio))) * member_count
+    count = max(1, int(exact.to_integral_value(ROUND_FLOOR)))
+    return min(count, DEFAULT_DONOR_COUNT_MAX) if rules.donor_ratio is None else count
+
+
+def sample_count(member_count: int, rules: OneSidedRules) -> int:
+    """Return how many others a rank looks at, at most, when it judges itself and chooses its donors."""
+    limit = donor_limit(member_count, rules)
+    if rules.replacement_mode == "age" and member_count - 1 > SAMPLE_COUNT:
+        return max(AGE_SAMPLE_COUNT, 2 * limit)
+    return max(SAMPLE_COUNT, limit)
 
 
 def choose(

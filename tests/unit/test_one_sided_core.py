@@ -12,7 +12,16 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from protocols.one_sided.rules import OneSidedRules, choose, donor_limit, is_dying
+from asyncdist.collectives.one_sided import TOLD_COUNT_MAX
+from protocols.one_sided.rules import (
+    REPLACEMENT_MODES,
+    SAMPLE_COUNT,
+    OneSidedRules,
+    choose,
+    donor_limit,
+    is_dying,
+    sample_count,
+)
 from protocols.ranking import STRATEGIES, order_worst_first, replacer_count
 from protocols.selective.rules import averaging_weights
 
@@ -120,10 +129,27 @@ def test_the_worst_ratio_is_the_one_of_the_selective_core(metrics: dict[int, flo
         (4, {"donor_ratio": 1.0}, 4),
         (4, {"donor_count": 3}, 3),
         (4, {"donor_count": 3, "donor_ratio": 0.1}, 3),
+        (17, {}, 8),
+        (1000, {}, 8),
+        (1000, {"donor_ratio": 0.5}, 500),
+        (1000, {"donor_count": 20}, 20),
     ],
 )
 def test_how_many_are_drawn(members: int, options: dict[str, Any], count: int) -> None:
     assert donor_limit(members, OneSidedRules(**options)) == count
+
+
+def test_small_groups_are_looked_at_whole_and_larger_ones_by_a_sample() -> None:
+    assert SAMPLE_COUNT == TOLD_COUNT_MAX, "in a group whose members are told all, all are looked at"
+    for mode in REPLACEMENT_MODES:
+        for options in ({}, {"donor_count": 2}, {"donor_ratio": 1.0}):
+            rules = OneSidedRules(replacement_mode=mode, **options)
+            assert all(sample_count(members, rules) >= members - 1 for members in range(2, SAMPLE_COUNT + 2))
+            assert sample_count(1000, rules) >= donor_limit(1000, rules)
+    assert sample_count(1000, OneSidedRules()) == 16
+    assert sample_count(1000, OneSidedRules(donor_count=2)) == 8
+    assert sample_count(1000, OneSidedRules(replacement_mode="worst_ratio")) == 32
+    assert sample_count(1000, OneSidedRules(replacement_mode="threshold", donor_count=50)) == 50
 
 
 @pytest.mark.slow
