@@ -34,13 +34,11 @@ def order_worst_first(metrics: Mapping[int, float], metric_mode: str = "max") ->
     NaN and both infinities are equally bad and worse than any number: a rank that diverged to +inf has not won. Of
     equal metrics the lower rank counts as worse, so the order is total and the same wherever it is computed.
     """
-    sign = 1.0 if metric_mode == "max" else -1.0
-
-    def badness(rank: int) -> tuple[bool, float, int]:
-        finite = math.isfinite(metrics[rank])
-        return finite, sign * metrics[rank] if finite else 0.0, rank
-
-    return tuple(sorted(metrics, key=badness))
+    finite = sorted([rank for rank, metric in metrics.items() if math.isfinite(metric)])
+    finite.sort(key=metrics.__getitem__, reverse=metric_mode != "max")  # which keeps the order of equal ones
+    if len(finite) == len(metrics):
+        return tuple(finite)
+    return (*sorted(metrics.keys() - finite), *finite)
 
 
 def is_worse(metric: float, threshold: float, metric_mode: str) -> bool:

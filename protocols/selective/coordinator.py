@@ -28,18 +28,19 @@ from protocols.selective.messages import (
     Abandoned,
     Admitted,
     Applied,
-    Assign,
     ControlMessage,
     Decline,
     End,
-    Frozen,
     Heard,
     Joined,
     Leave,
+    PackedAssign,
+    PackedFrozen,
     Ready,
     Rejoin,
     Report,
 )
+from protocols.selective.round.plan import unpack_freeze, unpack_plan
 from protocols.selective.round.state import Send
 from protocols.selective.rounds import RoundCoordinator
 from protocols.selective.rules import SelectiveRules
@@ -117,7 +118,7 @@ class Coordinator:
     ) -> None:
         self._services = services
         self._journal = journal or Journal("")
-        self._told: tuple[type, int] | None = None  # of the round's messages, the last that is an event
+        self._told: tuple[type, int] = (type(None), 0)  # of the round's messages, the last that is an event
         self._migration = migration
         self._scopes = scopes
         self._epoch = epoch
@@ -154,10 +155,12 @@ class Coordinator:
             is_reserved: whether a user awaits this, and may cancel it while the members go on: they are told then.
         """
         core, services = self._core, self._services
+        next_control: Callable[[], Envelope[Any] | None] = self._control.receive_nowait
+        next_report: Callable[[], Envelope[Any] | None] = self._reports.receive_nowait
         try:
             while not self._is_over():
                 # Everything that has come is heard before any deadline is judged: this rank may have been computing.
-                while (heard := self._next_envelope()) is not None:
+                while not self._is_stopped and (heard := next_control() or next_report()) is not None:
                     if sends := self._hear(heard):
                         self._send(sends)
                 while self._gone:
@@ -227,9 +230,6 @@ class Coordinator:
             or bool(self._gone or self._left or self._newcomers or self._guests)
         )
 
-    def _next_envelope(self) -> Envelope[Any] | None:
-        return None if self._is_stopped else self._control.receive_nowait() or self._reports.receive_nowait()
-
     def _hear_newcomer(self, rank: int, incarnation: int) -> None:
         """Hear a request, unless the process that has made it is gone meanwhile: another one may have its place."""
         services = self._services
@@ -247,17 +247,18 @@ class Coordinator:
 
     def _hear(self, envelope: Envelope[Report | ControlMessage]) -> Sequence[Send]:
         core, now = self._core, self._services.time()
-        rank, number = envelope.source, envelope.round
-        match envelope.message:
+        message, rank, number = envelope
+        match message:
             case Report() as report:  # nearly all are; a pattern with its fields takes five times as long
                 if report.asks:
                     self._send((Send(rank, 0, Heard()),))
-                core.roster.note_host(rank, report.host)
+                if report.host:
+                    core.roster.note_host(rank, report.host)
                 self._journal.record("heard", rank, report.iteration, report.value)
-                facts = report.iteration, report.value, report.step_time_s
-                return core.on_report(rank, *facts, now, interval_s=report.interval_s)
-            case Ready(iteration, state_safe_points):
-                return core.on_ready(rank, number, iteration, now, state_safe_points=state_safe_points)
+                iteration, value, step_s = report.iteration, report.value, report.step_time_s
+                return core.on_report(rank, iteration, value, step_s, now, interval_s=report.interval_s)
+            case Ready() as ready:
+                return core.on_ready(rank, number, ready.iteration, now, state_safe_points=ready.state_safe_points)
             case Decline(reason):
                 return core.on_decline(rank, number, reason, now)
             case Applied(iteration):
@@ -268,20 +269,23 @@ class Coordinator:
                 return core.on_leave(rank, now)
             case Joined() as joined:
                 return core.on_joined(rank, joined, now)
-            case Assign() | Frozen() | End() | Rejoin() | Heard() | Admitted():
+            case PackedAssign() | PackedFrozen() | End() | Rejoin() | Heard() | Admitted():
                 return ()  # these go the other way
             case unknown:
                 assert_never(unknown)
 
     def _send(self, sends: Sequence[Send]) -> None:
+        post = self._control.send_nowait
+        told, told_round = self._told
         for send in sends:
+            dest, number, message = send
+            if number and (type(message) is not told or number != told_round):
+                told, told_round = self._told = type(message), number
+                self._tell(send)
             try:
-                if (told := (type(send.message), send.round)) != self._told and send.round:
-                    self._told = told
-                    self._tell(send)
-                self._control.send_nowait(send.message, send.dest, round=send.round)
+                post(message, dest, round=number)
             except RankLostError:
-                self._gone.append(send.dest)
+                self._gone.append(dest)
         emigrant = self._core.migrants.take_emigrant()
         if emigrant is not None and self._migration is not None:
             self._migration.emigrate(*emigrant)
@@ -289,9 +293,11 @@ class Coordinator:
     def _tell(self, send: Send) -> None:
         """Tell the event that a round's first message of a kind stands for."""
         match send.message:
-            case Assign(donors=donors, replacers=replacers, reducers=reducers):
-                self._journal.add("decided", send.round, donors, replacers, "sharded" if reducers else "direct")
-            case Frozen(donors=donors):
-                self._journal.add("frozen", send.round, donors)
+            case PackedAssign(packed):
+                plan = unpack_plan(packed)
+                route = "sharded" if plan.reducers else "direct"
+                self._journal.add("decided", send.round, plan.donors, plan.replacers, route)
+            case PackedFrozen(packed):
+                self._journal.add("frozen", send.round, unpack_freeze(packed).donors)
             case End(reason):
                 self._journal.add("ended", send.round, reason)

@@ -1,8 +1,10 @@
 """Defines the messages between the members and the coordinator of a selective-averaging policy.
 
-Every message is flat: ints, floats, strings, bools and tuples of ints or floats, which is all that the wire codec
-packs and checks. The round that a control message belongs to travels in the frame's header, never in the message, so
-that a frame of another round is recognised before its body is read. Parameter streams have their own vocabulary
+Every message is flat: ints, floats, strings, bools, bytes and tuples of ints or floats, which is all that the wire
+codec packs and checks. What all ranks of a round are told alike travels as `PackedAssign` and `PackedFrozen`, in few
+bytes, and is unpacked and checked when it is decoded (`protocols.selective.round.plan`). `Assign` and `Frozen` are what
+one rank makes of it. The round that a control message belongs to travels in the frame's header, never in the message,
+so that a frame of another round is recognised before its body is read. Parameter streams have their own vocabulary
 (`asyncdist.messaging.streams`). This module decides nothing and imports nothing of the runtime.
 
 Invariant: `get_type_hints` of each class gives plain types, so annotations here are real objects, never strings.
@@ -15,12 +17,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
+from protocols.selective.round.plan import place_of, unpack_freeze, unpack_plan
+
 #: Different reasons that are counted by themselves.
 REASON_LIMIT: Final = 32
 DONOR: Final = "donor"
 REPLACER: Final = "replacer"
 
-#: What was found right last: a coordinator of a thousand members makes a thousand messages with the same tuples.
+#: What was found right last: in a simulation a thousand members are told the same tuples.
 _ascending: Final[dict[str, tuple[int, ...]]] = {}
 _weights: Final[dict[str, tuple[float, ...]]] = {}
 
@@ -54,10 +58,10 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """Coordinator to each rank named in a round, and the start of it: replacers ask the donors as soon as they read it.
+    """One rank's part in a round, and the start of it: replacers ask the donors as soon as they read it.
 
     Attributes:
-        role: `DONOR` or `REPLACER`, for the receiver of this message.
+        role: `DONOR` or `REPLACER`, for that rank.
         donors: All ranks asked to give, ascending; empty when weights are to be built anew.
         replacers: All ranks asked to take, ascending.
         judged_iteration: The iteration of the receiver's own report that the decision used, so that a replacer which
@@ -87,8 +91,7 @@ class Assign:
 
     def __post_init__(self) -> None:
         """Refuse what no coordinator of ours decides."""
-        if self.sources and len(self.sources) != len(self.reducers):
-            raise ValueError(f"the sources {self.sources} of the reducers {self.reducers}")
+        _check_sources(self.sources, self.reducers)
         if self.role not in (DONOR, REPLACER):
             raise ValueError(f"there is no role {self.role!r}")
         _check_ascending(self.donors)
@@ -100,6 +103,33 @@ class Assign:
         """Return whether every rank named is one of ``members``; a donor may also be another one of ``population``."""
         named = *self.replacers, *self.reducers, *self.sources
         return set(members).issuperset(named) and _are_in(self.donors, members, population)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedAssign:
+    """Coordinator to each rank named in a round: the same for all, but for `sources`. Each finds its part by its rank.
+
+    Attributes:
+        plan: Of `protocols.selective.round.plan.Plan.packed`.
+        sources: As of `Assign`.
+    """
+
+    plan: bytes
+    sources: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse bytes of which no part can be made."""
+        _check_sources(self.sources, unpack_plan(self.plan).reducers)
+
+    def opened(self, rank: int) -> Assign | None:
+        """Return the part of a rank; None where it has none."""
+        plan = unpack_plan(self.plan)
+        place = place_of(rank, plan.named)
+        if place < 0:
+            return None
+        role = DONOR if place_of(rank, plan.replacers) < 0 else REPLACER
+        named = plan.donors, plan.replacers, plan.judged[place], plan.best, plan.admits, plan.restarted
+        return Assign(role, *named, plan.reducers, place_of(rank, plan.reducers), self.sources)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +154,7 @@ class Decline:
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """Coordinator to replacers and reducers: from here on the round cannot change; what the donors send may be added.
+    """What a replacer or reducer is told when a round cannot change any more: what the donors send may be added.
 
     The three tuples run in parallel, ascending by rank, which is the order of the reduction.
 
@@ -160,6 +190,31 @@ class Frozen:
     def is_among(self, members: tuple[int, ...], population: Sequence[int] = ()) -> bool:
         """Return whether every rank named is one of ``members``; a donor may also be another one of ``population``."""
         return set(members).issuperset(self.reducers) and _are_in(self.donors, members, population)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFrozen:
+    """Coordinator to replacers and reducers: `Frozen`, the same for all but for `timeout_s`.
+
+    Attributes:
+        freeze: Of `protocols.selective.round.plan.Freeze.packed`.
+        timeout_s: As of `Frozen`.
+    """
+
+    freeze: bytes
+    timeout_s: float
+
+    def __post_init__(self) -> None:
+        """Refuse bytes that say nothing, and what no coordinator of ours decides."""
+        unpack_freeze(self.freeze)
+        if not self.timeout_s >= 0.0:
+            raise ValueError(f"the timeout is {self.timeout_s} s")
+
+    def opened(self) -> Frozen:
+        """Return what it says."""
+        freeze = unpack_freeze(self.freeze)
+        facts = freeze.donors, freeze.weights, freeze.iterations, freeze.best
+        return Frozen(*facts, self.timeout_s, freeze.reducers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +279,11 @@ def _are_in(donors: tuple[int, ...], members: tuple[int, ...], population: Seque
     return all(rank in population for rank in set(donors).difference(members))
 
 
+def _check_sources(sources: tuple[int, ...], reducers: tuple[int, ...]) -> None:
+    if sources and len(sources) != len(reducers):
+        raise ValueError(f"the sources {sources} of the reducers {reducers}")
+
+
 def _check_ascending(ranks: tuple[int, ...], what: str = "donors") -> None:
     if _ascending.get(what) is ranks:
         return
@@ -242,11 +302,22 @@ class Admitted:
 
 
 ControlMessage = (
-    Assign | Ready | Decline | Frozen | Applied | Abandoned | End | Leave | Joined | Rejoin | Heard | Admitted
+    PackedAssign
+    | Ready
+    | Decline
+    | PackedFrozen
+    | Applied
+    | Abandoned
+    | End
+    | Leave
+    | Joined
+    | Rejoin
+    | Heard
+    | Admitted
 )
 
 METRIC_TYPES: Final[tuple[type, ...]] = (Report,)
 CONTROL_TYPES: Final[tuple[type, ...]] = (
-    *(Assign, Ready, Decline, Frozen, Applied, Abandoned, End, Leave),
+    *(PackedAssign, Ready, Decline, PackedFrozen, Applied, Abandoned, End, Leave),
     *(Joined, Rejoin, Heard, Admitted),
 )

@@ -44,7 +44,7 @@ from protocols.selective.joining.arrival import Arrival
 from protocols.selective.joining.state_transfer import StateTransfer
 from protocols.selective.leadership import Leadership
 from protocols.selective.member import Apply, Instructions, RoundMember, State, TakeSnapshot
-from protocols.selective.messages import Admitted, Assign, End, Frozen, Heard, Leave, Rejoin
+from protocols.selective.messages import Admitted, End, Heard, Leave, PackedAssign, PackedFrozen, Rejoin
 from protocols.selective.roles.exchange_buffers import ExchangeBuffers
 from protocols.selective.roles.member_channels import MemberChannels
 from protocols.selective.roles.member_roles import MemberRoles
@@ -462,13 +462,14 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
 
     async def _listen(self) -> None:
         """Hand the coordinator's messages to the state machine."""
+        rank, known = self._world.rank, (self._members, self._visits.population)
         async for envelope in self._channels.control:
             if envelope.source != self._leadership.coordinator:
                 continue  # its loss was known before its last messages were read
             match envelope.message:
-                case Assign() as assign if assign.is_among(self._members, self._visits.population):
+                case PackedAssign() as told if (assign := told.opened(rank)) and assign.is_among(*known):
                     self._roles.take(assign, envelope.round)
-                case Frozen() as frozen if frozen.is_among(self._members, self._visits.population):
+                case PackedFrozen() as told if (frozen := told.opened()).is_among(*known):
                     self._roles.take(frozen, envelope.round)
                 case End() as end:
                     self._roles.take(end, envelope.round)

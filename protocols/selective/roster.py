@@ -75,12 +75,10 @@ class Roster:
 
     def hosts_of(self, ranks: Iterable[int]) -> dict[int, int]:
         """Return the hosts of these ranks, or none where a member has not said it; a guest is on one of its own."""
+        if not self._hosts:
+            return {}
         hosts = {rank: self._hosts.get(rank, 0) if rank in self.members else -1 - rank for rank in ranks}
         return hosts if all(hosts.values()) else {}
-
-    def is_gone(self, rank: int) -> bool:
-        """Return whether a rank that was a member is gone."""
-        return rank in self.members and not self.members[rank].live
 
     def live_ranks(self) -> list[int]:
         """Return the ranks to which messages go, newcomers included."""
@@ -88,13 +86,17 @@ class Roster:
 
     def reported_since(self, moment: float) -> dict[int, ReportRecord]:
         """Return the newest reports of live members that have come since then."""
-        reports = ((rank, member.report) for rank, member in self.members.items() if member.live)
-        return {rank: report for rank, report in reports if report is not None and report.received_at >= moment}
+        return {
+            rank: report
+            for rank, member in self.members.items()
+            if member.live and (report := member.report) is not None and report.received_at >= moment
+        }
 
     def spend_reports(self) -> None:
         """Wait for a new report of every member: these have been judged."""
         for member in self.members.values():
-            self.mark(member, fresh=False)
+            member.fresh = False
+        self.fresh_count = 0
 
     def stragglers(self, slow: Collection[int], start: float, now: float) -> list[tuple[int, float | None]]:
         """Return those of `slow`, and members that are late for a decision, each with its report's time after `start`.
@@ -105,7 +107,7 @@ class Roster:
         return [
             (rank, member.heard_at - start if member.fresh and member.heard_at is not None else None)
             for rank, member in self.members.items()
-            if member.counts and (rank in slow or (not member.fresh and is_late(member.pace(now), cadence_s)))
+            if (rank in slow or (not member.fresh and is_late(member.pace(now), cadence_s))) and member.counts
         ]
 
     def taking_part(self) -> tuple[tuple[int, int], ...]:
@@ -114,7 +116,7 @@ class Roster:
 
     def cadence_s(self) -> float:
         """Return the time between reports of the median member."""
-        return cadence_s([member.interval_s for member in self.members.values() if member.counts])
+        return cadence_s([member.interval_s for member in self.members.values() if member.live and member.admitted])
 
     def _count_live(self, more: int) -> None:
         self.live_count += more

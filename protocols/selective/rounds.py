@@ -73,6 +73,7 @@ class RoundCoordinator:
         self._decision_count = self._nonfinite_count = 0
         self._history = History()
         self._tell, self._ignore, self._broken = self._history.tell, self._history.ignore, self._history.broken
+        self._note = self._history.note
         self._course = RoundCourse(
             rules,
             self.roster,
@@ -90,18 +91,14 @@ class RoundCoordinator:
         self, rank: int, iteration: int, value: float, step_time_s: float, now: float, *, interval_s: float = 0.0
     ) -> tuple[Send, ...]:
         """Take a member's report; the newest one counts, unless it was measured before its last average."""
-        if rank not in self._members and rank in self._may_join:  # admitted by an earlier coordinator
-            return (Send(rank, 0, Rejoin()),)
-        member = self._live(rank, "Report")
-        if member is None or not member.admitted:
-            return ()
-        if not member.joined:
-            self._ignore("Report from a rank that has not joined")
-            return (Send(rank, 0, Rejoin()),)
-        self._tell("{:.6f} rank {} reports {} at iteration {}", now, rank, value, iteration)
+        member = self._members.get(rank)
+        if member is None or not (member.live and member.admitted and member.joined):
+            return self._on_strange_report(rank)
+        self._note(("{:.6f} rank {} reports {} at iteration {}", (now, rank, value, iteration)))
         member.report_count += 1
         member.hear(step_time_s, interval_s, now)
-        self._nonfinite_count += not math.isfinite(value)
+        if not math.isfinite(value):
+            self._nonfinite_count += 1
         if iteration > self._largest_iteration:
             self._largest_iteration = iteration
         if self._history.stragglers:
@@ -112,11 +109,28 @@ class RoundCoordinator:
         member.report = ReportRecord(iteration, value, step_time_s, now)
         if member.fresh:  # a newer one before the next decision, which was not due, and is not for this
             return ()
-        self.roster.mark(member, fresh=True)
-        self._patience.on_arrival(rank, now)
+        roster, patience = self.roster, self._patience
+        member.fresh = True
+        roster.fresh_count += 1
+        if patience.awaited:
+            patience.on_arrival(rank, now)
         if self._window_start is None:
             self._window_start = now
+        # Of a thousand reports two change something: the one that meets the quorum, and the last one.
+        is_mere = roster.fresh_count < roster.quorum_count or patience.deadline is not None
+        if is_mere and roster.fresh_count < roster.live_count and not self._newcomers:
+            return ()
         return self._advance(now)
+
+    def _on_strange_report(self, rank: int) -> tuple[Send, ...]:
+        """Answer a report of a rank that does not take part, as far as is known."""
+        if rank not in self._members and rank in self._may_join:  # admitted by an earlier coordinator
+            return (Send(rank, 0, Rejoin()),)
+        member = self._live(rank, "Report")
+        if member is None or not member.admitted:
+            return ()
+        self._ignore("Report from a rank that has not joined")
+        return (Send(rank, 0, Rejoin()),)
 
     def on_joined(self, rank: int, joined: Joined, now: float) -> tuple[Send, ...]:
         """Take what a coordinator that has taken over has to know of a member, and the newest report of that one."""
@@ -168,10 +182,12 @@ class RoundCoordinator:
         if rank not in state.waiting_donors:
             self._ignore("Ready from a rank that owes none")
             return ()
-        self._tell("{:.6f} round {}: donor {} is ready with iteration {}", now, round, rank, iteration)
+        self._note(("{:.6f} round {}: donor {} is ready with iteration {}", (now, round, rank, iteration)))
         state.waiting_donors.remove(rank)
         state.ready[rank] = iteration
         state.state_safe_points = state_safe_points
+        if state.waiting_donors and state.waiting_replacers:
+            return ()
         return self._advance(now)
 
     def on_decline(self, rank: int, round: int, reason: str, now: float) -> tuple[Send, ...]:
@@ -279,8 +295,10 @@ class RoundCoordinator:
         self._watch_quorum(now)
         while self._transition(sends, now, timers):
             self._watch_quorum(now)
+        members = self._members
         for send in sends:
-            assert not self.roster.is_gone(send.dest), self._broken(f"{send} goes to a rank that is gone")
+            member = members.get(send.dest)
+            assert member is None or member.live, self._broken(f"{send} goes to a rank that is gone")
         return tuple(sends)
 
     def _transition(self, sends: list[Send], now: float, timers: bool) -> bool:
@@ -313,7 +331,9 @@ class RoundCoordinator:
         if not self.roster.live_count or self.roster.fresh_count < self.roster.quorum_count:
             self._patience.on_no_quorum()
         elif self._patience.deadline is None:
-            others = {rank: member.pace(now) for rank, member in self._members.items() if member.counts > member.fresh}
+            others = {
+                rank: member.pace(now) for rank, member in self._members.items() if not member.fresh and member.counts
+            }
             start = now if self._window_start is None else self._window_start
             self._patience.on_quorum(others, self.roster.cadence_s(), now - start, now)
 
@@ -387,9 +407,10 @@ class RoundCoordinator:
 
     def _round_of(self, rank: int, number: int, kind: str) -> Round | None:
         """Return the round that a message is about; None, with a count, if it is not the one under way."""
-        if self._live(rank, kind) is None:
+        member, state = self._members.get(rank), self._course.current
+        if member is None or not member.live:
+            self._live(rank, kind)  # which counts it
             return None
-        state = self._course.current
         if state is None or state.number != number:
             self._ignore(f"{kind} of another round")
             return None

@@ -92,6 +92,7 @@ class History:
         stragglers: those that decisions did not wait for, each with the time at which the decision's reports began.
         ignored: how many messages came too late or were not allowed, by kind.
         guests: ranks of other islands that have given, each after its round.
+        note: does what :meth:`tell` does, of words and facts in a tuple: at half the time, for each report.
         abandoned: replacers that came to nothing, by reason.
     """
 
@@ -102,6 +103,7 @@ class History:
         self.guests: deque[tuple[int, int]] = deque(maxlen=HISTORY_LENGTH)
         self.abandoned: Counter[str] = Counter()
         self._story: deque[tuple[str, tuple[object, ...]]] = deque(maxlen=_STORY_LENGTH)
+        self.note = self._story.append
 
     def tell(self, words: str, *facts: object) -> None:
         """Note what happened. The text is made only when it is asked for, which is rare: making it takes long."""

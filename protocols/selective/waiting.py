@@ -13,7 +13,8 @@ Pure functions of what members say about their own time, and `Patience`, which k
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import median_low
 from typing import Final, NamedTuple
 
@@ -44,9 +45,15 @@ class Pace(NamedTuple):
     silent_s: float
 
 
+#: Half the time of Pace(...), which is made for each member in a round.
+as_pace: Final[Callable[[tuple[float, float, float]], Pace]] = partial(tuple.__new__, Pace)
+
+
 def believed_s(claimed_s: float) -> float:
     """Return a time that deadlines can be made of: a report may claim anything. 0 is not known."""
-    return min(claimed_s, _LIMIT_S) if math.isfinite(claimed_s) and claimed_s > 0 else 0.0
+    if 0.0 < claimed_s <= _LIMIT_S:
+        return claimed_s
+    return _LIMIT_S if _LIMIT_S < claimed_s < math.inf else 0.0
 
 
 def cadence_s(intervals_s: Sequence[float]) -> float:
@@ -85,8 +92,9 @@ def hold_s(pace: Pace, stream_safe_points: int) -> float:
 
     One that is overdue is taken to be away for as long again.
     """
-    overdue_s = pace.silent_s - pace.interval_s if pace.interval_s > 0 else 0.0
-    return (_ROLE_STEP_COUNT + stream_safe_points) * pace.step_s + max(0.0, overdue_s)
+    step_s, interval_s, silent_s = pace
+    overdue_s = silent_s - interval_s if 0 < interval_s < silent_s else 0.0
+    return (_ROLE_STEP_COUNT + stream_safe_points) * step_s + overdue_s
 
 
 def free_s(holds: Mapping[int, float], cadence_s: float) -> float:

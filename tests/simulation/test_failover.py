@@ -32,8 +32,9 @@ from protocols import (
 )
 from protocols.selective import board, succession
 from protocols.selective.leadership import Leadership
-from protocols.selective.messages import REPLACER, Assign, Joined
+from protocols.selective.messages import Joined, PackedAssign
 from protocols.selective.roles.member_channels import MemberChannels
+from protocols.selective.round.plan import Plan
 
 STEP_S = 0.01
 EVERY = 5
@@ -332,7 +333,7 @@ def test_an_assignment_that_is_read_after_its_coordinator_was_lost_is_no_role() 
         async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=1000) as policy:
             if world.rank == 2:
                 inbox = policy._channels.control.inbox
-                inbox.mailbox.append(ad.Envelope(Assign(REPLACER, (1,), (2,), 5, 1), 0, 1))
+                inbox.mailbox.append(ad.Envelope(PackedAssign(Plan((1, 2), (2,), (5, 5), 1).packed()), 0, 1))
                 inbox.wake_one()
                 policy._leadership._lose("is gone", 0)
             await asyncio.sleep(2.0)

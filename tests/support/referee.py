@@ -9,8 +9,8 @@ from asyncdist.messaging import wire
 from protocols.selective.messages import Assign, End, Frozen, Joined, Rejoin
 from protocols.selective.round.course import ROUND_BELIEVED_MAX
 from protocols.selective.round.state import Send
-from protocols.selective.rounds import RoundCoordinator
 from protocols.selective.rules import SelectiveRules
+from support.selective import OpenedCoordinator
 
 
 class Referee:
@@ -18,7 +18,7 @@ class Referee:
 
     def __init__(self, size: int, options: SelectiveRules, *, takes_over: bool = False) -> None:
         self.route = options.route
-        self.coordinator = RoundCoordinator(range(size), options, may_join=range(size) if takes_over else None)
+        self.coordinator = OpenedCoordinator(range(size), options, may_join=range(size) if takes_over else None)
         self.live = set(range(size))
         self.now = 0.0
         self.number = 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from support.selective import rules
+from support.selective import OpenedCoordinator, rules
 
 from protocols.selective.islands.layout import Island, IslandOptions, by_host
 from protocols.selective.islands.migrants import GUEST_COUNT_MAX
@@ -150,7 +150,7 @@ def joined(value: float = 9.0, *, step_s: float = 0.5, incarnation: int = 0) -> 
 
 
 def coordinator_with(guests: dict[int, Joined], **options: Any) -> tuple[RoundCoordinator, list[Send]]:
-    coordinator = RoundCoordinator(range(4), rules(**{"migrate_every": 1, **options}))
+    coordinator = OpenedCoordinator(range(4), rules(**{"migrate_every": 1, **options}))
     for rank, each in guests.items():
         coordinator.migrants.invite(rank, 0)
         assert coordinator.on_joined(rank, each, 0.0) == ()
@@ -229,7 +229,7 @@ def test_a_guest_that_is_gone_costs_a_round_no_more_than_a_donor(how: str) -> No
 
 
 def test_a_guest_that_is_lost_before_it_is_asked_is_forgotten_and_an_old_one_is_not_asked() -> None:
-    coordinator = RoundCoordinator(range(2), rules(migrate_every=1, max_report_age_s=5.0))
+    coordinator = OpenedCoordinator(range(2), rules(migrate_every=1, max_report_age_s=5.0))
     for rank, at in ((70, 0.0), (71, -6.0), (72, 0.0), (73, 0.0)):
         coordinator.migrants.invite(rank, 0)
         if rank < 72:

@@ -53,6 +53,8 @@ PURE = {
     "selective.messages",
     "selective.roster",
     "selective.round.course",
+    "selective.round.packing",
+    "selective.round.plan",
     "selective.round.state",
     "selective.rounds",
     "selective.rules",

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from support.selective import OpenedCoordinator
 
 from asyncdist import RemoteProtocolError
 from asyncdist.collectives.agreement.incarnations import Incarnations
@@ -28,7 +29,7 @@ def rules(**options: Any) -> SelectiveRules:
 
 def running(values: list[float]) -> RoundCoordinator:
     """Return a coordinator whose members have all reported, and whose first round is over."""
-    coordinator = RoundCoordinator(range(len(values)), rules(replacement_ratio=0.0))
+    coordinator = OpenedCoordinator(range(len(values)), rules(replacement_ratio=0.0))
     for rank, value in enumerate(values):
         coordinator.on_report(rank, 9, value, 1.0, 0.0)
     return coordinator
@@ -107,13 +108,13 @@ def test_the_time_of_an_admission_covers_what_comes_after_the_weights() -> None:
 
 
 def test_a_coordinator_that_takes_over_counts_a_rank_that_an_earlier_one_has_admitted() -> None:
-    coordinator = RoundCoordinator([0, 1], rules(), may_join=[0, 1, 2])
+    coordinator = OpenedCoordinator([0, 1], rules(), may_join=[0, 1, 2])
     coordinator.on_joined(2, Joined(7, -1, -1, 9, 1.0, 1.0, 1.0, incarnation=3), 0.0)
     assert coordinator.members() == ((0, 0), (1, 0), (2, 3))
 
 
 def test_a_coordinator_that_takes_over_believes_no_rank_that_has_no_part_in_the_policy() -> None:
-    coordinator = RoundCoordinator([0, 1], rules(), may_join=[0, 1, 2])
+    coordinator = OpenedCoordinator([0, 1], rules(), may_join=[0, 1, 2])
     assert coordinator.on_joined(3, Joined(7, -1, -1, 9, 1.0, 1.0, 1.0), 0.0) == ()
     assert coordinator.on_report(3, 9, 1.0, 1.0, 0.0) == ()
     assert coordinator.members() == ((0, 0), (1, 0))

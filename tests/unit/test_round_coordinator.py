@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 from support.referee import Referee
-from support.selective import STRATEGIES, rules
+from support.selective import STRATEGIES, OpenedCoordinator, rules
 
 from protocols.selective.messages import Assign, Frozen, Joined
 from protocols.selective.round.course import ROUND_BELIEVED_MAX
@@ -33,13 +33,13 @@ def brief(sends: Any) -> list[tuple[int, int, str]]:
 
 
 def started(count: int = 4, **options: Any) -> RoundCoordinator:
-    coordinator = RoundCoordinator(range(count), rules(**options))
+    coordinator = OpenedCoordinator(range(count), rules(**options))
     report_all(coordinator, [float(rank) for rank in range(count)])
     return coordinator
 
 
 def test_a_round_from_reports_to_end() -> None:
-    coordinator = RoundCoordinator(range(4), rules())
+    coordinator = OpenedCoordinator(range(4), rules())
     sends = report_all(coordinator, [0.0, 1.0, 2.0, 3.0])
     assert sends == [
         Send(0, 1, Assign("replacer", (1, 2, 3), (0,), 9, 3)),
@@ -60,7 +60,7 @@ def test_a_round_from_reports_to_end() -> None:
 
 
 def test_safe_points_of_a_stream_lengthen_the_timeout() -> None:
-    coordinator = RoundCoordinator(range(2), rules(), stream_safe_points=10)
+    coordinator = OpenedCoordinator(range(2), rules(), stream_safe_points=10)
     report_all(coordinator, [0.0, 1.0])
     (send,) = coordinator.on_ready(1, 1, 9, 0.0)
     assert isinstance(send.message, Frozen)
@@ -68,7 +68,7 @@ def test_safe_points_of_a_stream_lengthen_the_timeout() -> None:
 
 
 def test_a_sharded_round_names_its_reducers_and_freezes_with_those_that_are_left() -> None:
-    coordinator = RoundCoordinator(range(4), rules(route="sharded"))
+    coordinator = OpenedCoordinator(range(4), rules(route="sharded"))
     sends = report_all(coordinator, [0.0, 1.0, 2.0, 3.0])
     named = {"reducers": (1, 2, 3)}
     assert sends == [
@@ -86,7 +86,7 @@ def test_a_sharded_round_names_its_reducers_and_freezes_with_those_that_are_left
 
 
 def test_replacers_of_one_host_are_told_from_which_rank_each_part_comes() -> None:
-    coordinator = RoundCoordinator(
+    coordinator = OpenedCoordinator(
         range(4), rules(route="sharded", replacement_ratio=0.5), model_nbytes=SHARED_NBYTES_MIN
     )
     for rank, host in enumerate((7, 7, 9, 9)):
@@ -103,7 +103,7 @@ def test_replacers_of_one_host_are_told_from_which_rank_each_part_comes() -> Non
 
 
 def test_where_replacers_are_more_they_reduce_as_long_as_they_take_part() -> None:
-    coordinator = RoundCoordinator(
+    coordinator = OpenedCoordinator(
         range(4), rules(route="sharded", averaging_strategy="best_only", replacement_ratio=0.7)
     )
     sends = report_all(coordinator, [0.0, 1.0, 2.0, 3.0])
@@ -114,14 +114,14 @@ def test_where_replacers_are_more_they_reduce_as_long_as_they_take_part() -> Non
 
 
 def test_reset_freezes_together_with_the_assignment() -> None:
-    coordinator = RoundCoordinator(range(3), rules(averaging_strategy="reset_weights"))
+    coordinator = OpenedCoordinator(range(3), rules(averaging_strategy="reset_weights"))
     sends = report_all(coordinator, [1.0, 0.0, 2.0])
     assert sends == [Send(1, 1, Assign("replacer", (), (1,), 9, -1)), Send(1, 1, Frozen((), (), (), -1, 8.5))]
     assert brief(coordinator.on_applied(1, 1, 10, 1.0)) == [(1, 1, "End")]
 
 
 def test_defect_07_a_round_does_not_wait_for_all_ranks() -> None:
-    coordinator = RoundCoordinator(range(4), rules(quorum=0.5, grace_s=1.0))
+    coordinator = OpenedCoordinator(range(4), rules(quorum=0.5, grace_s=1.0))
     assert coordinator.on_report(1, 9, 1.0, 0.5, 0.0) == ()
     assert coordinator.next_deadline() is None
     assert coordinator.on_report(3, 9, 3.0, 0.5, 2.0) == ()
@@ -191,7 +191,7 @@ def test_rounds_do_not_overlap_and_the_next_follows_at_once() -> None:
 
 
 def test_a_slow_rank_is_judged_by_its_newest_report_and_replaced() -> None:
-    coordinator = RoundCoordinator(range(3), rules(quorum=0.5, replacement_ratio=0.3))
+    coordinator = OpenedCoordinator(range(3), rules(quorum=0.5, replacement_ratio=0.3))
     report_all(coordinator, [1.0, 0.5, 2.0])
     coordinator.on_abandoned(1, 1, "test", 0.5)
     for rank in (0, 2):
@@ -201,7 +201,7 @@ def test_a_slow_rank_is_judged_by_its_newest_report_and_replaced() -> None:
 
 
 def test_a_report_that_is_too_old_is_not_judged() -> None:
-    coordinator = RoundCoordinator(range(3), rules(quorum=0.5, max_report_age_s=3.0))
+    coordinator = OpenedCoordinator(range(3), rules(quorum=0.5, max_report_age_s=3.0))
     report_all(coordinator, [1.0, 0.5, 2.0])
     coordinator.on_abandoned(1, 1, "test", 0.5)
     for rank in (0, 2):
@@ -210,7 +210,7 @@ def test_a_report_that_is_too_old_is_not_judged() -> None:
 
 
 def test_a_decision_without_action_spends_the_reports() -> None:
-    coordinator = RoundCoordinator(range(2), rules(threshold=0.0))
+    coordinator = OpenedCoordinator(range(2), rules(threshold=0.0))
     assert report_all(coordinator, [1.0, 2.0]) == []
     assert coordinator.statistics().decision_count == 1
     assert coordinator.on_report(0, 19, -1.0, 0.5, 1.0) == ()
@@ -219,7 +219,7 @@ def test_a_decision_without_action_spends_the_reports() -> None:
 
 def test_cooldown_counts_iterations_of_the_fastest_and_needs_a_threshold() -> None:
     for threshold, expected in ((5.0, [0, 2]), (None, [0, 1, 2])):
-        coordinator = RoundCoordinator(range(2), rules(threshold=threshold, cooldown=20))
+        coordinator = OpenedCoordinator(range(2), rules(threshold=threshold, cooldown=20))
         acted = []
         for index, iteration in enumerate((100, 119, 120)):
             if report_all(coordinator, [1.0, 2.0], iteration=iteration):
@@ -286,7 +286,7 @@ def test_what_fits_nothing_is_counted() -> None:
 
 
 def test_a_member_that_leaves_is_not_waited_for() -> None:
-    coordinator = RoundCoordinator(range(3), rules())
+    coordinator = OpenedCoordinator(range(3), rules())
     coordinator.on_report(0, 9, 0.0, 0.5, 0.0)
     coordinator.on_report(1, 9, 1.0, 0.5, 0.0)
     assert brief(coordinator.on_leave(2, 1.0)) == [(0, 1, "Assign"), (1, 1, "Assign")]
@@ -300,7 +300,7 @@ def test_a_member_that_leaves_is_not_waited_for() -> None:
 
 @pytest.mark.parametrize("claimed", [NAN, INF, -1.0, 1e308])
 def test_a_step_time_that_cannot_be_true_does_not_stop_the_clock(claimed: float) -> None:
-    coordinator = RoundCoordinator(range(2), rules())
+    coordinator = OpenedCoordinator(range(2), rules())
     for rank in range(2):
         coordinator.on_report(rank, 9, float(rank), claimed, 0.0)
     for _ in range(2):
@@ -313,7 +313,7 @@ def test_a_step_time_that_cannot_be_true_does_not_stop_the_clock(claimed: float)
 
 
 def test_reasons_from_peers_do_not_grow_without_bound() -> None:
-    coordinator = RoundCoordinator(range(2), rules())
+    coordinator = OpenedCoordinator(range(2), rules())
     for number in range(1, 100):
         report_all(coordinator, [0.0, 1.0], iteration=number)
         coordinator.on_abandoned(0, number, f"reason {number}", 0.0)
@@ -323,7 +323,7 @@ def test_reasons_from_peers_do_not_grow_without_bound() -> None:
 
 
 def test_a_round_number_that_no_frame_can_carry_is_not_believed() -> None:
-    coordinator = RoundCoordinator(range(2), rules(), may_join=range(2))
+    coordinator = OpenedCoordinator(range(2), rules(), may_join=range(2))
     for rank in range(2):
         sends = coordinator.on_joined(rank, Joined(2**63 - 1, -1, -1, 9, float(rank), 0.5, 0.0), 0.0)
     assert [send.round for send in sends] == [ROUND_BELIEVED_MAX + 1] * 2
@@ -332,9 +332,9 @@ def test_a_round_number_that_no_frame_can_carry_is_not_believed() -> None:
 @pytest.mark.parametrize("members", [[], [1, 1]])
 def test_members_are_checked(members: list[int]) -> None:
     with pytest.raises(ValueError, match="members are"):
-        RoundCoordinator(members, rules())
+        OpenedCoordinator(members, rules())
     with pytest.raises(ValueError, match="stream_safe_points is 0"):
-        RoundCoordinator([0], rules(), stream_safe_points=0)
+        OpenedCoordinator([0], rules(), stream_safe_points=0)
 
 
 def test_a_broken_invariant_tells_the_story() -> None:
@@ -403,7 +403,7 @@ def test_law_a_coordinator_is_a_function_of_its_events(
 @given(st.integers(2, 6), st.integers(0, 5), st.integers(1, 4))
 def test_law_live_members_are_judged_again_after_any_silent_round(size: int, silent: int, repeats: int) -> None:
     """Liveness: with any members silent, each batch of reports from the others leads to one more decision."""
-    coordinator = RoundCoordinator(range(size), rules(quorum=0.5))
+    coordinator = OpenedCoordinator(range(size), rules(quorum=0.5))
     now = 0.0
     for batch in range(1, repeats + 1):
         for rank in range(size):

@@ -43,7 +43,7 @@ all_rules = st.builds(
 @pytest.mark.parametrize("kind", messages.METRIC_TYPES + messages.CONTROL_TYPES)
 def test_messages_are_frozen_flat_and_packable(kind: type) -> None:
     assert is_dataclass(kind)
-    allowed = {int, float, str, bool, tuple[int, ...], tuple[float, ...], tuple[tuple[int, int], ...]}
+    allowed = {int, float, str, bool, bytes, tuple[int, ...], tuple[float, ...], tuple[tuple[int, int], ...]}
     hints = typing.get_type_hints(kind)
     assert set(hints) == {part.name for part in fields(kind)}
     assert set(hints.values()) <= allowed

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from support.selective import OpenedCoordinator
 
 from protocols.selective.messages import Assign
 from protocols.selective.round.state import Send
@@ -134,7 +135,7 @@ def finish(coordinator: RoundCoordinator, now: float) -> None:
 
 
 def test_ranks_that_are_expected_are_waited_for_and_a_slow_one_is_not() -> None:
-    coordinator = RoundCoordinator(range(4), SelectiveRules())
+    coordinator = OpenedCoordinator(range(4), SelectiveRules())
     for begin in (0.0, 5.0, 10.0):
         for rank in (1, 2, 3):
             report(coordinator, rank, begin + rank / 10)
@@ -154,7 +155,7 @@ def test_ranks_that_are_expected_are_waited_for_and_a_slow_one_is_not() -> None:
 
 
 def test_a_slow_rank_is_named_with_its_offset() -> None:
-    coordinator = RoundCoordinator(range(3), SelectiveRules())
+    coordinator = OpenedCoordinator(range(3), SelectiveRules())
     report(coordinator, 1, 0.0)
     report(coordinator, 2, 0.5)
     assert named(report(coordinator, 0, 0.75, factor=50.0)) == [1, 2]
@@ -169,7 +170,7 @@ def test_a_slow_rank_is_named_with_its_offset() -> None:
 
 
 def test_a_member_that_is_only_between_two_reports_is_no_straggler() -> None:
-    coordinator = RoundCoordinator(range(3), SelectiveRules(grace_s=0.0))
+    coordinator = OpenedCoordinator(range(3), SelectiveRules(grace_s=0.0))
     for begin in (0.0, 5.0):
         for rank in range(3):
             report(coordinator, rank, begin + 2.0 * rank)
@@ -181,7 +182,7 @@ def test_a_member_that_is_only_between_two_reports_is_no_straggler() -> None:
 
 
 def test_the_first_decision_waits_for_the_first_reports_within_a_cadence() -> None:
-    coordinator = RoundCoordinator(range(4), SelectiveRules())
+    coordinator = OpenedCoordinator(range(4), SelectiveRules())
     report(coordinator, 0, 5.0)
     report(coordinator, 1, 5.5)
     assert coordinator.next_deadline() == 5.5 + EVERY * STEP_S - 0.5
@@ -189,7 +190,7 @@ def test_the_first_decision_waits_for_the_first_reports_within_a_cadence() -> No
 
 
 def test_a_time_below_the_noise_makes_no_slow_rank() -> None:
-    coordinator = RoundCoordinator(range(3), SelectiveRules())
+    coordinator = OpenedCoordinator(range(3), SelectiveRules())
     for rank, step_s in enumerate((NOISE_S / 4, 1e-3, 1e-3)):
         sends = coordinator.on_report(rank, 9, float(rank), step_s, 0.0, interval_s=5 * step_s)
     assert named(sends) == [0, 1, 2]
@@ -197,7 +198,7 @@ def test_a_time_below_the_noise_makes_no_slow_rank() -> None:
 
 @pytest.mark.parametrize("claimed", [math.nan, INF, -1.0, 1e308])
 def test_an_interval_that_cannot_be_true_does_not_stop_the_clock(claimed: float) -> None:
-    coordinator = RoundCoordinator(range(3), SelectiveRules(max_report_age_s=INF))
+    coordinator = OpenedCoordinator(range(3), SelectiveRules(max_report_age_s=INF))
     for rank in range(2):
         coordinator.on_report(rank, 9, float(rank), 0.1, 0.0, interval_s=claimed)
     deadline = coordinator.next_deadline()

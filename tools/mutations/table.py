@@ -65,9 +65,9 @@ MUTANTS: Final = (
         2,
         "the coordinator does not send to its own rank",
         "protocols/selective/coordinator.py",
-        "        for send in sends:\n            try:",
-        "        for send in sends:\n"
-        "            if send.dest == self._world.rank:\n                continue\n            try:",
+        "            dest, number, message = send\n",
+        "            dest, number, message = send\n"
+        "            if dest == self._services.rank:\n                continue\n",
     ),
     Mutant(
         "never-done",
@@ -241,8 +241,8 @@ MUTANTS: Final = (
         13,
         "a metric that diverged to infinity is taken as good",
         "protocols/ranking.py",
-        "        finite = math.isfinite(metrics[rank])\n        return finite,",
-        "        finite = not math.isnan(metrics[rank])\n        return finite,",
+        "    finite = sorted([rank for rank, metric in metrics.items() if math.isfinite(metric)])",
+        "    finite = sorted([rank for rank, metric in metrics.items() if not math.isnan(metric)])",
     ),
     Mutant(
         "nan-donates",

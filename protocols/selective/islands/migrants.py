@@ -84,6 +84,8 @@ class Migrants:
 
     def usable(self, reports: Mapping[int, ReportRecord], oldest_at: float) -> dict[int, ReportRecord]:
         """Return the reports of guests that a round may name: none that is old, or much slower than all members."""
+        if not self._waiting:
+            return {}
         limit_s = FREE_ROUNDS * max(map(step_s, reports.values()), default=0.0) + NOISE_S
         return {
             rank: guest.report

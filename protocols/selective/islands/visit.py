@@ -20,7 +20,7 @@ from protocols.selective.coordinator import PolicyScopes
 from protocols.selective.islands.layout import Island
 from protocols.selective.islands.messages import Invitation
 from protocols.selective.member import Give, Instructions, RefuseUpTo, RoundMember, State, TakeSnapshot, Tell, Withdraw
-from protocols.selective.messages import DONOR, Assign, End, Leave, Report
+from protocols.selective.messages import DONOR, Assign, End, Leave, PackedAssign, Report
 from protocols.selective.roles.donor import Donor
 from protocols.selective.roles.member_channels import MemberChannels
 from protocols.selective.round_events import PendingEvents, RoundEvents
@@ -132,7 +132,7 @@ class Visit:
             if envelope.source != self._coordinator:
                 continue
             match envelope.message:
-                case Assign() as assign if assign.role == DONOR and not assign.admits and self._is_sound(assign):
+                case PackedAssign() as told if (assign := told.opened(self._services.rank)) and self._is_given(assign):
                     for rank, incarnation in assign.restarted:
                         if self._services.restarted.get(rank, 0) == incarnation:
                             self._channels.admit(rank)
@@ -148,6 +148,10 @@ class Visit:
                     self._lose(envelope.source)
                 case other:
                     logger.debug("a coordinator of another island sent a %s", type(other).__name__)
+
+    def _is_given(self, assign: Assign) -> bool:
+        """Return whether an assignment is one of a guest, which only gives."""
+        return assign.role == DONOR and not assign.admits and self._is_sound(assign)
 
     def _carry_out(self, instructions: Instructions) -> None:
         self._events.note(instructions)

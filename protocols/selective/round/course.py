@@ -6,13 +6,14 @@ says who is told what then, and keeps the accounts.
 
 import math
 from collections import Counter, deque
+from collections.abc import Sequence
 from typing import Final
 
 from protocols.selective.islands.migrants import Migrants
 from protocols.selective.joining.newcomers import Newcomers
 from protocols.selective.messages import End
 from protocols.selective.roster import Roster
-from protocols.selective.round.state import ReportRecord, Round, Send, step_s
+from protocols.selective.round.state import ReportRecord, Round, Send, sends_of, step_s
 from protocols.selective.rules import Decision, SelectiveRules, reducers_of, sources_of
 from protocols.selective.statistics import HISTORY_LENGTH, History, LeftOut
 from protocols.selective.waiting import Patience
@@ -77,7 +78,7 @@ class RoundCourse:
         assert sum(decision.weights) > 0 or not decision.donors, broken(f"{decision} has no weight")
         self.decided_count += 1
         self._last_number += 1
-        patience_s = max((step_s(judged[rank]) for rank in decision.waited_for), default=0.0)
+        patience_s = max([step_s(judged[rank]) for rank in decision.waited_for], default=0.0)
         limit_at, hosts = math.inf, self._roster.hosts_of(decision.donors + decision.replacers)
         reducers = reducers_of(decision, self._rules.route, self._model_nbytes, self._last_number, hosts)
         sources = sources_of(decision, reducers, self._model_nbytes, hosts)
@@ -107,8 +108,7 @@ class RoundCourse:
         sends: list[Send] = []
         for rank in sorted(state.waiting_donors):
             self.leave_out(state, rank, "not ready in time")
-        for rank in sorted(set(state.decision.donors) - state.ready.keys()):
-            self._release(sends, state, rank, "left out")
+        self._release(sends, state, sorted(set(state.decision.donors) - state.ready.keys()), "left out")
         state.frozen = True
         timeouts = state.timeouts_s(self._rules.round_timeout_s, self._stream_safe_points)
         sends += state.freezings(self._rules.metric_mode, timeouts)
@@ -127,8 +127,7 @@ class RoundCourse:
                 self.overdue_count += 1
             else:
                 self.abandon(state, rank, reason)
-        for rank in state.named:
-            self._release(sends, state, rank, reason)
+        self._release(sends, state, state.named, reason)
         self.current = None
         self._migrants.leave()
         if state.admits:
@@ -178,8 +177,9 @@ class RoundCourse:
         state.waiting_replacers.discard(rank)
         self._history.note_abandoned(reason)
 
-    def _release(self, sends: list[Send], state: Round, rank: int, reason: str) -> None:
-        """Send `End` to one rank, unless it has had it or is gone."""
-        if rank not in state.released and self._roster.members[rank].live:
-            state.released.add(rank)
-            sends.append(Send(rank, state.number, End(reason)))
+    def _release(self, sends: list[Send], state: Round, ranks: Sequence[int], reason: str) -> None:
+        """Send `End` to ranks, the same to all, except to those that have had it or are gone."""
+        end, number, members = End(reason), state.number, self._roster.members
+        due = [rank for rank in ranks if rank not in state.released and members[rank].live]
+        state.released.update(due)
+        sends += sends_of(due, number, end)

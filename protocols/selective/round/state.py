@@ -1,14 +1,17 @@
 """Defines what the coordinator keeps about its members and about the round under way."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import repeat
 from typing import Final, NamedTuple
 
 from protocols.ranking import order_worst_first
-from protocols.selective.messages import DONOR, REPLACER, Assign, ControlMessage, Frozen
+from protocols.selective.messages import ControlMessage, PackedAssign, PackedFrozen
+from protocols.selective.round.plan import Freeze, Plan
 from protocols.selective.rules import Decision
-from protocols.selective.waiting import Pace, believed_s
+from protocols.selective.waiting import Pace, as_pace, believed_s
 
 #: A donor's other state takes so many times the safe points of its weights; more are not believed.
 STATE_STREAM_COUNT_MAX: Final = 20
@@ -22,6 +25,15 @@ class Send(NamedTuple):  # a frozen dataclass takes twice as long to make, and t
     dest: int
     round: int
     message: ControlMessage
+
+
+#: Half the time of Send(...), which is made twice for each member in a round.
+_as_send: Final[Callable[[tuple[int, int, ControlMessage]], Send]] = partial(tuple.__new__, Send)
+
+
+def sends_of(ranks: Sequence[int], round: int, message: ControlMessage) -> list[Send]:
+    """Return the sends of one message to several ranks."""
+    return list(map(_as_send, zip(ranks, repeat(round), repeat(message))))
 
 
 class ReportRecord(NamedTuple):  # a frozen dataclass takes a microsecond, once for each report
@@ -80,11 +92,10 @@ class Member:
 
     def pace(self, now: float) -> Pace:
         """Return what is known of its time: one long step, or the first steps of a job, make no slow rank."""
-        return Pace(
-            step_s=min(self.step_s, self.last_step_s or self.step_s),
-            interval_s=min(self.interval_s, self.last_interval_s),
-            silent_s=math.inf if self.heard_at is None else now - self.heard_at,
-        )
+        step_s, last_step_s, interval_s, last_s = self.step_s, self.last_step_s, self.interval_s, self.last_interval_s
+        step_s = last_step_s if 0 < last_step_s < step_s else step_s
+        interval_s = last_s if last_s < interval_s else interval_s
+        return as_pace((step_s, interval_s, math.inf if self.heard_at is None else now - self.heard_at))
 
 
 @dataclass(slots=True)
@@ -111,18 +122,16 @@ class Round:
     state_safe_points: int = 0  # that its donor says, if it admits
 
     def openings(self, members: Mapping[int, Member]) -> list[Send]:
-        """Return what tells the ranks that are named their roles."""
-        decision, best = self.decision, self.decision.best
-        restarted = tuple((rank, n) for rank in self.named if (n := members[rank].incarnation))
-        donors, part_of = frozenset(decision.donors), {rank: part for part, rank in enumerate(self.reducers)}
-        sends = []
-        for rank in self.named:
-            role = DONOR if rank in donors else REPLACER
-            judged_at = self.judged[rank].iteration
-            named = role, decision.donors, decision.replacers, judged_at, best, self.admits, restarted
-            route = self.reducers, part_of.get(rank, -1), self.sources.get(rank, ())
-            sends.append(Send(rank, self.number, Assign(*named, *route)))
-        return sends
+        """Return what tells the ranks that are named their roles: packed once for all, since all are told the same."""
+        judged, named = self.judged, self.named
+        iterations = tuple([judged[rank].iteration for rank in named])
+        restarted = tuple([(rank, n) for rank in named if (n := members[rank].incarnation)])
+        who = tuple(named), self.decision.replacers, iterations, self.decision.best
+        plan = Plan(*who, self.admits, restarted, self.reducers).packed()
+        if not self.sources:
+            return sends_of(named, self.number, PackedAssign(plan))
+        of = {each: PackedAssign(plan, each) for each in {(), *self.sources.values()}}
+        return [Send(rank, self.number, of[self.sources.get(rank, ())]) for rank in named]
 
     def freezings(self, metric_mode: str, timeouts: Mapping[int, float]) -> list[Send]:
         """Return what tells the replacers, each with its timeout, and the reducers that the donors are fixed.
@@ -131,20 +140,14 @@ class Round:
         """
         weight_of = dict(zip(self.decision.donors, self.decision.weights, strict=True))
         donors = tuple(sorted(self.ready))
-        weights = tuple(weight_of[rank] for rank in donors)
-        iterations = tuple(self.ready[rank] for rank in donors)
+        weights = tuple([weight_of[rank] for rank in donors])
+        iterations = tuple([self.ready[rank] for rank in donors])
         values = {rank: self.judged[rank].value for rank in donors}
         best = order_worst_first(values, metric_mode)[-1] if donors else -1
-        reducers = tuple(rank for rank in self.reducers if rank in self.ready or rank in self.waiting_replacers)
-        longest_s = max(timeouts.values())
-        return [
-            Send(
-                rank,
-                self.number,
-                Frozen(donors, weights, iterations, best, timeouts.get(rank, longest_s), reducers),
-            )
-            for rank in sorted({*timeouts, *reducers})
-        ]
+        reducers = tuple([rank for rank in self.reducers if rank in self.ready or rank in self.waiting_replacers])
+        freeze, longest_s = Freeze(donors, weights, iterations, best, reducers).packed(), max(timeouts.values())
+        of = {timeout_s: PackedFrozen(freeze, timeout_s) for timeout_s in {*timeouts.values()}}
+        return [Send(rank, self.number, of[timeouts.get(rank, longest_s)]) for rank in sorted({*timeouts, *reducers})]
 
     @property
     def named(self) -> list[int]:
@@ -163,7 +166,7 @@ class Round:
         so, too. Parts are cut finely, so their streams need `_PART_SAFE_POINTS` at the least.
         """
         count = stream_safe_points
-        donors_s = sum(step_s(self.judged[donor]) for donor in self.ready)
+        donors_s = sum([step_s(self.judged[donor]) for donor in self.ready])
         others_s = (1 + count) * donors_s
         own_count = 1 + count * len(self.ready)
         if self.admits:

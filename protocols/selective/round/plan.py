@@ -1,0 +1,138 @@
+"""Says what all ranks of a round are told alike, when it begins and when it is frozen, and packs it once for them.
+
+Pure, like the rules. Whatever the bytes, unpacking them gives a plan in which all that belongs together fits together,
+or raises ValueError.
+"""
+
+import functools
+import struct
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from protocols.selective.round.packing import (
+    join,
+    pack_numbers,
+    pack_ranks,
+    pack_weights,
+    split,
+    unpack_numbers,
+    unpack_ranks,
+    unpack_weights,
+)
+
+#: The best donor, and whether the round admits newcomers.
+_HEAD: Final = struct.Struct("<q?")
+_BEST: Final = struct.Struct("<q")
+#: In a simulation a thousand ranks unpack the same bytes.
+_KEPT_COUNT: Final = 16
+
+
+class Plan(NamedTuple):
+    """Describes a round that begins. See `protocols.selective.messages.Assign` for what the fields mean.
+
+    Attributes:
+        named: Donors and replacers, ascending.
+        replacers: Those of them that take; the others give.
+        judged: The judged iteration of each that is named.
+        best, admits, restarted, reducers: As of `Assign`.
+    """
+
+    named: tuple[int, ...]
+    replacers: tuple[int, ...]
+    judged: tuple[int, ...]
+    best: int = -1
+    admits: bool = False
+    restarted: tuple[tuple[int, int], ...] = ()
+    reducers: tuple[int, ...] = ()
+
+    @property
+    def donors(self) -> tuple[int, ...]:
+        """Those that are named and give, ascending."""
+        return _without(self.named, self.replacers)
+
+    def packed(self) -> bytes:
+        """Return the bytes that every rank of the round is sent."""
+        places = {rank: place for place, rank in enumerate(self.named)}
+        return join(
+            _HEAD.pack(self.best, self.admits),
+            pack_ranks(self.named),
+            pack_ranks([places[rank] for rank in self.replacers]),
+            pack_numbers(self.judged),
+            pack_ranks([rank for rank, _ in self.restarted]),
+            pack_numbers([incarnation for _, incarnation in self.restarted]),
+            pack_ranks(self.reducers),
+        )
+
+
+class Freeze(NamedTuple):
+    """Describes a round that is frozen. See `protocols.selective.messages.Frozen` for what the fields mean."""
+
+    donors: tuple[int, ...]
+    weights: tuple[float, ...]
+    iterations: tuple[int, ...]
+    best: int
+    reducers: tuple[int, ...] = ()
+
+    def packed(self) -> bytes:
+        """Return the bytes that every replacer and reducer is sent."""
+        numbers = pack_weights(self.weights), pack_numbers(self.iterations)
+        return join(_BEST.pack(self.best), pack_ranks(self.donors), *numbers, pack_ranks(self.reducers))
+
+
+@functools.lru_cache(_KEPT_COUNT)
+def unpack_plan(packed: bytes) -> Plan:
+    """Return the plan.
+
+    Raises:
+        ValueError: these are no bytes of :meth:`Plan.packed`.
+    """
+    head, named_, places, judged, restarted, incarnations, reducers_ = split(packed, 7)
+    best, admits = _unpack(_HEAD, head)
+    named, reducers, again = map(unpack_ranks, (named_, reducers_, restarted))
+    chosen = unpack_ranks(places)
+    if not named or (chosen and chosen[-1] >= len(named)):
+        raise ValueError(f"{len(named)} ranks are named, and of these {chosen!r:.80} replaced")
+    if reducers and len(chosen) == len(named):
+        raise ValueError(f"the reducers {reducers!r:.80} have no donors")
+    return Plan(
+        named,
+        tuple(named[place] for place in chosen),
+        unpack_numbers(judged, len(named)),
+        best,
+        bool(admits),
+        tuple(zip(again, unpack_numbers(incarnations, len(again)), strict=True)),
+        reducers,
+    )
+
+
+@functools.lru_cache(_KEPT_COUNT)
+def unpack_freeze(packed: bytes) -> Freeze:
+    """Return what is frozen.
+
+    Raises:
+        ValueError: these are no bytes of :meth:`Freeze.packed`.
+    """
+    head, donors_, weights, iterations, reducers = split(packed, 5)
+    donors, count = unpack_ranks(donors_), len(unpack_ranks(donors_))
+    numbers = unpack_weights(weights, count), unpack_numbers(iterations, count)
+    (best,) = _unpack(_BEST, head)
+    return Freeze(donors, *numbers, best, unpack_ranks(reducers))
+
+
+def place_of(rank: int, ranks: Sequence[int]) -> int:
+    """Return the place of a rank among others in ascending order; -1 for none."""
+    place = bisect_left(ranks, rank)
+    return place if place < len(ranks) and ranks[place] == rank else -1
+
+
+@functools.lru_cache(_KEPT_COUNT)
+def _without(ranks: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
+    left_out = frozenset(others)
+    return tuple(rank for rank in ranks if rank not in left_out)
+
+
+def _unpack(layout: struct.Struct, packed: bytes) -> tuple[int, ...]:
+    if len(packed) != layout.size:
+        raise ValueError(f"{len(packed)} bytes in place of {layout.size}")
+    return layout.unpack(packed)
