@@ -201,6 +201,8 @@ def test_scale(bench: Bench, tmp_path: Path) -> None:
     empty, rates = results.pop("empty"), results.pop("rates")
     assert empty["ranks"] == 40 and 2 < empty["messages"] < 4
     assert rates["per_s"] > 0 and rates["of_8_per_s"] > 0
+    for route, costs in results.pop("coordinator").items():
+        assert 0 < costs["us"] < 1000 and 2.0 < costs["messages"] <= 3.1 and costs["nbytes"] < 500, route
     assert list(results) == ["8", "12"]
     assert results["12"]["sharded"]["seconds"] < 0.7 * results["12"]["direct"]["seconds"]
     for by_route in results.values():

@@ -11,6 +11,8 @@ The time of a round is told too, from the assignment to the last replacer's new 
 own, whose interface carries a model in the time that 10 Gbit/s take for 64 MiB (MODEL_S), in each direction; ranks
 train meanwhile, in steps of 10 ms.
 
+What the coordinator takes for a round of a thousand members is told without any simulator (:mod:`coordinating`).
+
 Last, a large population trains a small model with the default options, all ranks in one process: its CPU time and peak
 memory, for five rounds or more.
 Islands of 32 ranks, some hundreds of them, are counted apart: all messages of a run, with start and end, against ranks
@@ -31,6 +33,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from coordinating import coordinator_costs
 from harness import Results, Row, model_of, optimizer_of, state_nbytes
 from sim import pass_on
 
@@ -57,6 +60,9 @@ TARGET_MODELS: Final = 2.5
 #: CPU time and memory of the large population.
 TARGET_CPU_S: Final = 60.0
 TARGET_GIB: Final = 3.0
+#: CPU time of the coordinator for each member and round, and rounds of which the best one counts.
+TARGET_COORDINATOR_US: Final = 15.0
+_COORDINATOR_ROUNDS: Final = 20
 _AVERAGE_EVERY: Final = 2
 _POPULATION_ROUNDS: Final = 5
 #: Messages of a rank for each round, in islands of so many ranks.
@@ -329,6 +335,7 @@ def rows(results: Results) -> list[Row]:
             f"<= {TARGET_EMPTY_CPU_S:g} s",
             empty["cpu_s"] <= TARGET_EMPTY_CPU_S,
         ),
+        *_coordinator_rows(results["coordinator"]),
         Row(
             f"messages per second, {rates['ranks']} ranks",
             f"{rates['per_s']:,.0f}",
@@ -339,6 +346,20 @@ def rows(results: Results) -> list[Row]:
         Row(f"{name}: CPU", f"{large['cpu_s']:.1f} s", "", f"<= {TARGET_CPU_S:g} s", large["cpu_s"] <= TARGET_CPU_S),
         Row(f"{name}: memory", f"{large['gib']:.2f} GiB", "", f"<= {TARGET_GIB:g} GiB", large["gib"] <= TARGET_GIB),
         Row(f"{name}: messages of a rank", f"{large['messages']:.0f}", "", "", None),
+    ]
+
+
+def _coordinator_rows(costs: Mapping[str, Mapping[str, float]]) -> list[Row]:
+    """What the coordinator takes, by route, of each member in a round."""
+    return [
+        Row(
+            f"coordinator of {of_route['ranks']} members, {route}: CPU for each, each round",
+            f"{of_route['us']:.1f} us",
+            f"{of_route['messages']:.2f} messages, {of_route['nbytes']:.0f} bytes",
+            f"<= {TARGET_COORDINATOR_US:g} us" if route == "auto" else "",
+            of_route["us"] <= TARGET_COORDINATOR_US if route == "auto" else None,
+        )
+        for route, of_route in costs.items()
     ]
 
 
@@ -401,6 +422,11 @@ def main() -> None:
         print(f"{name}: {time.perf_counter() - began_at:.0f} s", file=sys.stderr, flush=True)
 
     measure("population", _population, settings.population)  # first: peak memory is that of the process so far
+    ways = ("auto", *ROUTES)
+    measure(
+        "coordinator", lambda size: {way: coordinator_costs(size, _COORDINATOR_ROUNDS, way) for way in ways},
+        settings.population,
+    )  # fmt: skip
     measure("rates", _rates, settings.population, settings.passed_count)
     for size in settings.sizes:
         measure(str(size), lambda size: {route: _measure(size, route, settings) for route in ROUTES}, size)

@@ -1,0 +1,235 @@
+"""What a coordinator of selective averaging takes for one round: its whole CPU time, and the bytes that it sends.
+
+The coordinator is the real one, with its channels, codecs and frames. Below them is no transport and no simulator: what
+members say lies in memory as frames, and frames that leave are counted. So this is what a coordinator's rank spends
+beside a transport's own work, in hearing reports, deciding, and telling all members of the round. What the stand-in for
+a transport takes is measured alone, and taken off.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from types import SimpleNamespace
+from typing import Any, Final
+
+from asyncdist import tags
+from asyncdist.messaging import wire
+from asyncdist.messaging.channels import Channel
+from asyncdist.messaging.demultiplexer import TagDemultiplexer
+from protocols.selective.coordinator import Coordinator, PolicyScopes
+from protocols.selective.messages import DONOR, Applied, ControlMessage, PackedAssign, Ready, Report
+from protocols.selective.rules import SelectiveRules
+
+_NONCE: Final = 7
+_TO_MEMBERS: Final = 1
+_TO_COORDINATOR: Final = 2
+#: Messages that arrive from one turn of the coordinator to the next.
+_BATCH_COUNT: Final = 64
+#: Seconds between reports.
+_CADENCE_S: Final = 10.0
+_MODEL_NBYTES: Final = 132
+
+
+class _Arrivals:
+    """Stands for a persistent receive: copies what is to arrive into the buffer."""
+
+    source = -1
+
+    def __init__(self, buffer: Any) -> None:
+        self._view = memoryview(buffer).cast("B")
+        self.frames: deque[tuple[int, bytes]] = deque()
+
+    def start(self) -> None:
+        """Post."""
+
+    def take(self) -> tuple[int, int] | None:
+        """Return source and size of the next frame."""
+        if not self.frames:
+            return None
+        source, frame = self.frames.popleft()
+        self._view[: len(frame)] = frame
+        return source, len(frame)
+
+
+class _Engine:
+    """Stands for the engine and the transport of the coordinator's rank."""
+
+    failure = None
+    capabilities = SimpleNamespace(wakes=True)
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.transport = self
+        self.loop: Any = SimpleNamespace(time=time.perf_counter)
+        self.sent: list[tuple[int, bytearray]] = []
+        self.arrivals: _Arrivals
+
+    def start_send(self, frame: bytearray, dest: int, tag: int) -> None:
+        """Take a frame, which has left at once."""
+        self.sent.append((dest, frame))
+
+    def prepare_send(self, nbytes: int, dest: int, tag: int) -> None:
+        """Prepare none, as the local transport and the simulator."""
+
+    def persistent_receive(self, buffer: Any, tag: int) -> _Arrivals:
+        """Return the one receive of a tag."""
+        self.arrivals = _Arrivals(buffer)
+        return self.arrivals
+
+    def add_pollable(self, pollable: Any) -> None:
+        """Poll nothing: the benchmark does."""
+
+    def ring(self) -> None:
+        """Ask for nothing."""
+
+    recheck = ring
+
+    async def until(self, condition: Callable[[], bool], what: str, *, deadline: float | None = None) -> None:
+        """Return the turn to the benchmark until there is work."""
+        while not condition():
+            await _Turn()
+
+
+class _Turn:
+    def __await__(self) -> Generator[None]:
+        yield
+
+
+class _Services:
+    """Stands for what a coordinator asks of its rank."""
+
+    rank = incarnation = 0
+    gone: frozenset[int] = frozenset()
+
+    def __init__(self, size: int) -> None:
+        self.engine: Any = _Engine(size)
+        self.restarted: dict[int, int] = {}
+        self.now = 0.0
+        self.receivers: dict[int, tuple[Any, _Arrivals]] = {}
+
+    def time(self) -> float:
+        """Return the time that the benchmark has set."""
+        return self.now
+
+    def on_gone(self, listener: Callable[[int], None]) -> None:
+        """Lose nobody."""
+
+    off_gone = on_gone
+
+    def open_channel(self, message_types: Any, *, tag: int, scope: int, **options: Any) -> Channel[Any]:
+        """Open a real channel on a tag of its own."""
+        demultiplexer = TagDemultiplexer(self.engine, tag, _NONCE, is_users=False, sent_to=set(), heard_from=set())
+        self.receivers[tag] = demultiplexer.receiver, self.engine.arrivals
+        given = {"overflow": "error", "capacity": 4096, **options}
+        return Channel(demultiplexer, wire.Codec(message_types), scope, **given)
+
+    def hear(self, task: Any, tag: int, frames: list[tuple[int, bytes]]) -> float:
+        """Let frames arrive, and the coordinator do what follows; return its CPU time, without that of the stand-in."""
+        receiver, arrivals = self.receivers[tag]
+        self.now += 0.1
+        took_s = 0.0
+        for is_whole in (True, False):
+            began_s = time.process_time()
+            for start in range(0, len(frames), _BATCH_COUNT):
+                arrivals.frames.extend(frames[start : start + _BATCH_COUNT])
+                if is_whole:
+                    receiver.poll()
+                    task.send(None)
+                while arrivals.take() is not None:
+                    pass
+            took_s += (1 if is_whole else -1) * (time.process_time() - began_s)
+        return took_s
+
+
+class _Members:
+    """Makes the frames of all members, as they would arrive."""
+
+    def __init__(self) -> None:
+        self._codecs: dict[int, wire.Codec] = {
+            tags.METRIC: wire.Codec(Report),
+            tags.CONTROL: wire.Codec(ControlMessage),
+        }
+        self._sequence = itertools.count(1)
+
+    def frames(self, tag: int, round: int, messages: Iterable[tuple[int, Any]]) -> list[tuple[int, bytes]]:
+        """Pack messages, each with its source."""
+        found = []
+        for source, message in messages:
+            kind, payload = self._codecs[tag].encode(message)
+            writer = wire.FrameWriter(wire.pack_route(kind, _NONCE, 0, _TO_COORDINATOR))
+            found.append((source, bytes(writer.frame(round, next(self._sequence), payload))))
+        return found
+
+    def parts(self, sent: list[tuple[int, bytearray]]) -> tuple[int, list[int], list[int]]:
+        """Return round, donors and replacers of assignments that were sent."""
+        donors: list[int] = []
+        replacers: list[int] = []
+        for dest, frame in sent:
+            route = wire.unpack_route(bytes(frame[4:20]))
+            message = self._codecs[tags.CONTROL].decoders[route.kind](bytes(frame[wire.HEADER_NBYTES :]))
+            assert isinstance(message, PackedAssign)
+            assign = message.opened(dest)
+            assert assign is not None
+            (donors if assign.role == DONOR else replacers).append(dest)
+        return int.from_bytes(sent[0][1][20:24], "little"), donors, replacers
+
+
+def coordinator_costs(size: int, round_count: int, route: str = "auto") -> dict[str, float]:
+    """Return what one round takes of each of so many members: CPU time, at best, and bytes and messages sent.
+
+    All members report, a quarter of them is replaced, all donors are ready and all replacers apply.
+    """
+    services, members = _Services(size), _Members()
+    rules = SelectiveRules(replacement_ratio=0.25, quorum=1.0, route=route)
+    scopes = PolicyScopes.elsewhere(_TO_MEMBERS, _TO_COORDINATOR)
+    given: Any = services
+    coordinator = Coordinator(given, range(size), range(size), rules, scopes, epoch=0, model_nbytes=_MODEL_NBYTES)
+    task: Any = coordinator.serve()
+    task.send(None)
+    sent = services.engine.sent
+    gc.collect()
+    gc.freeze()  # or collections of what benchmarks and torch have made are counted
+    best_s, nbytes, message_count = float("inf"), 0, 0
+
+    for number in range(1, round_count + 1):
+        sent.clear()
+        services.now += _CADENCE_S
+        values = [float((rank * 7919 + number) % size) for rank in range(size)]
+        reports = [(rank, Report(50 * number, value, 0.01, _CADENCE_S, host=1)) for rank, value in enumerate(values)]
+        took_s = services.hear(task, tags.METRIC, members.frames(tags.METRIC, 0, reports))
+        at, donors, replacers = members.parts(sent)
+        ready = [(each, Ready(1)) for each in donors]
+        took_s += services.hear(task, tags.CONTROL, members.frames(tags.CONTROL, at, ready))
+        applied = [(each, Applied(50 * number + 9)) for each in replacers]
+        took_s += services.hear(task, tags.CONTROL, members.frames(tags.CONTROL, at, applied))
+        message_count, nbytes = len(sent), sum(len(frame) for _, frame in sent)
+        best_s = min(best_s, took_s - _sending_s(sent))
+    assert coordinator.statistics().rounds_ended == round_count
+    gc.unfreeze()
+    task.close()
+    return {
+        "ranks": size,
+        "us": best_s / size * 1e6,
+        "messages": message_count / size,
+        "nbytes": nbytes / size,
+    }
+
+
+def _sending_s(sent: list[tuple[int, bytearray]]) -> float:
+    """Return what the stand-in takes to take these."""
+    engine = _Engine(0)
+    began_s = time.process_time()
+    for dest, frame in sent:
+        engine.start_send(frame, dest, tags.CONTROL)
+    return time.process_time() - began_s
+
+
+if __name__ == "__main__":
+    for ranks in (100, 1000, 4000):
+        for way in ("direct", "auto", "sharded"):
+            costs = coordinator_costs(ranks, 10, way)
+            print(f"{ranks} members, {way}: {costs['us']:.1f} us, {costs['nbytes']:.0f} bytes for each")
