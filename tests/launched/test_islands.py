@@ -36,6 +36,8 @@ def test_an_island_is_on_one_host_where_mpirun_gives_hosts_ranks_in_turn() -> No
         "4",
         "-x",
         "PYTHONPATH",
+        "-x",
+        mpi.REPORTS,
         sys.executable,
         mpi.ROOT / "tests" / "scripts" / "placed_islands.py",
     ]

@@ -140,8 +140,8 @@ def test_no_rank_sends_or_takes_a_large_tensor_more_often_than_it_must(what: str
             taken[event.b] += event.nbytes
     once = 4 * count * (ranks - 1 if what == "all_gather" else 1)
     most_sent, most_taken = {"broadcast": (2, 1), "all_gather": (2.6, 1), "large mean": (3, 2)}[what]
-    assert max(taken.values()) <= most_taken * once + 100
-    assert max(sent.values()) <= most_sent * once + 100
+    assert max(taken.values()) <= most_taken * once + 300
+    assert max(sent.values()) <= most_sent * once + 300
 
 
 # ------------------------------------------------------------------------------------------------------------- results
