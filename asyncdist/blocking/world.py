@@ -245,6 +245,12 @@ def hosted(main: Callable[Concatenate[World, P], T]) -> Callable[Concatenate[Awa
     @functools.wraps(main)
     async def host(world: AwaitedWorld, /, *args: P.args, **kwargs: P.kwargs) -> T:
         caller = SwitchingCaller(world)
-        return await caller.run(main, World(caller), *args, **kwargs)
+
+        def run_and_end() -> T:
+            value = main(World(caller), *args, **kwargs)
+            caller.end()  # integrations leave their policies, for which the other ranks wait
+            return value
+
+        return await caller.run(run_and_end)
 
     return host

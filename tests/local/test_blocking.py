@@ -263,6 +263,23 @@ def test_modes_of_torch_are_each_ranks_own() -> None:
     assert list(ad.simulate(ad.blocking.hosted(main), ranks=3, seed=5).results) == expected
 
 
+def test_an_integration_that_is_left_open_ends_with_its_rank() -> None:
+    """Hosted ranks waited for ever for each other's policies, which only a process's world had left at its end."""
+    from asyncdist.integrations.pytorch import SelectiveAveraging
+
+    def main(world: ad.blocking.World) -> None:
+        model = nn.Linear(2, 1)
+        averaging = SelectiveAveraging(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
+        for step in range(5):
+            averaging.step(world.rank + step)
+        left.append(averaging)
+
+    left: list[SelectiveAveraging] = []
+    ad.run_local(ad.blocking.hosted(main), ranks=2, strict=True)
+    ad.simulate(ad.blocking.hosted(main), ranks=2, seed=3, strict=True).value()
+    assert [averaging.policy for averaging in left] == [None] * 4
+
+
 def test_what_blocks_is_refused_in_a_coroutine_of_a_rank_with_what_to_write_instead() -> None:
     from asyncdist.integrations.pytorch import SelectiveAveraging
 
