@@ -1,5 +1,18 @@
 """The pytest plugin: ``@pytest.mark.sim`` runs a coroutine test on simulated ranks, once per seed.
 
+::
+
+    @pytest.mark.sim(ranks=4, seeds=200)
+    async def test_everybody_agrees(world: ad.World) -> None:
+        numbers = await ad.all_gather(torch.tensor(world.rank))
+        assert [int(number) for number in numbers] == list(range(world.size))
+
+``ranks`` is a number, or several, each of them a test of its own; ``seeds`` is a count (20), or the seeds themselves.
+Further options are those of :func:`asyncdist.simulate`: ``network``, ``compute``, ``faults``, ``strict`` (true unless
+said otherwise) and ``until_s``. A mark of the module or class is completed by that of the test. A test may take
+``world``, the rank's :class:`asyncdist.World`, and ``sim_seed``. A failure prints its seed, the end of the trace and
+the line that repeats it: ``pytest --sim-seed N`` runs that seed alone, and ``--sim-seeds N`` the seeds 0 to N-1.
+
 pytest loads this in every session, also in projects that simulate nothing: torch and the runtime are imported when the
 first simulated test runs, not before.
 

@@ -35,7 +35,7 @@ def context(awaited: AbstractAsyncContextManager[Any]) -> Iterator[Any]:
 
     ::
 
-        with ad.blocking.context(ReplayBufferClient(...)) as buffer:
+        with ad.blocking.context(ReplayBuffer(server)) as buffer:
             buffer.add(states)
     """
     with entered(awaited, current_caller("context")) as given:
