@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ast
 import html.parser
+import importlib
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from urllib.parse import unquote, urldefrag
 
 import pytest
+from support.pages import PAGES, blocks
 
 import asyncdist as ad
 import protocols
@@ -23,14 +26,18 @@ FETCHED = {"script": "src", "img": "src", "link": "href", "iframe": "src", "sour
 
 
 class Page(html.parser.HTMLParser):
-    """The ids of a page, where it leads, and what it fetches."""
+    """The ids of a page, its text, where it leads, and what it fetches, in this order."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.ids: set[str] = set()
         self.links: list[str] = []
         self.fetched: list[str] = []
+        self.text = ""
         self.feed(path.read_text())
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = dict(attrs)
@@ -44,7 +51,8 @@ class Page(html.parser.HTMLParser):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    # Without --quiet, which hides warnings from --strict.
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, env=environment, check=False)
     assert built.returncode == 0, built.stdout + built.stderr
@@ -82,6 +90,62 @@ def test_nothing_is_fetched_from_another_host(site: Path, pages: dict[Path, Page
 
 
 @pytest.mark.timeout(600)
+def test_every_diagram_is_drawn_by_what_the_site_has_itself(site: Path, pages: dict[Path, Page]) -> None:
+    """The theme draws what it finds as ``pre.mermaid``, and fetches mermaid from elsewhere if no script sets it."""
+    written = sum(block.language == "mermaid" for page in PAGES for block in blocks(page))
+    drawn = 0
+    for path, page in pages.items():
+        text = path.read_text()
+        here = text.count('<pre class="mermaid"><code>')
+        own = [index for index, name in enumerate(page.fetched) if name.endswith("assets/mermaid.tiny.js")]
+        assert len(own) == bool(here), f"{path.name} has {here} diagrams"
+        bundle = next(index for index, name in enumerate(page.fetched) if "/bundle." in name)
+        assert not own or own[0] < bundle, f"{path.name}: the theme comes first"
+        drawn += here
+    assert drawn == written > 5
+    assert (site / "assets" / "mermaid.tiny.js").read_text().rstrip().endswith(".default;"), (
+        "it sets no globalThis.mermaid"
+    )
+    assert (site / "assets" / "mermaid.LICENSE.txt").is_file()
+
+
+def test_the_configuration_names_no_other_host() -> None:
+    """What a page fetches is looked at above; this finds what a script of the page would fetch later."""
+    config = (ROOT / "mkdocs.yml").read_text()
+    assert re.findall(r"^ *[^#\n]*\w+://[^\n]*", config, re.MULTILINE) == []
+    for script in (ROOT / "docs" / "assets").glob("*.js"):
+        assert not re.findall(r"(?:import\(|fetch\(|src ?= ?)[\"'`]https?:", script.read_text()), script.name
+
+
+@pytest.mark.timeout(600)
+def test_no_markup_is_left_in_the_text(pages: dict[Path, Page]) -> None:
+    for path, page in pages.items():
+        left = re.findall(
+            r"\[[\w.`]+\]\[[\w.]*\]|:(?:class|func|meth|mod|attr|exc|data|obj):`|^::: .*", page.text, re.MULTILINE
+        )
+        assert left == [], path.name
+
+
+@pytest.mark.timeout(600)
+def test_what_is_called_a_module_is_one(pages: dict[Path, Page]) -> None:
+    """A function may have the name of the module in which it is: ``asyncdist.simulation.replay``."""
+    heading = re.compile(r'id="([\w.]+)" class="doc doc-heading">\s*<code class="doc-symbol [\w -]*?doc-symbol-(\w+)"')
+    seen = dict(pair for path in pages if path.parent.name == "api" for pair in heading.findall(path.read_text()))
+    assert seen["asyncdist.simulation.replay"] == seen["asyncdist.blocking.process_world"] == "function"
+    modules = {name for name, kind in seen.items() if kind == "module"}
+    public = {
+        name
+        for page in (ROOT / "docs" / "api").glob("*.md")
+        for name in re.findall(r"^::: (\S+)", page.read_text(), re.M)
+    }
+    assert public <= seen.keys()
+    for name in sorted(public):
+        owner, _, last = name.rpartition(".")
+        is_module = isinstance(getattr(importlib.import_module(owner), last, None), ModuleType | None)
+        assert is_module == (name in modules), name
+
+
+@pytest.mark.timeout(600)
 def test_every_public_name_is_in_the_reference(pages: dict[Path, Page]) -> None:
     described = {name for path, page in pages.items() if path.parent.name == "api" for name in page.ids}
     blocking = re.findall(r"\b(\w+) as \1\b", Path(ad.blocking.__file__ or "").read_text())
@@ -89,6 +153,7 @@ def test_every_public_name_is_in_the_reference(pages: dict[Path, Page]) -> None:
     wanted |= {f"protocols.{name}" for name in protocols.__all__}
     wanted |= {f"asyncdist.simulation.{name}" for name in simulation.__all__ if name not in ad.__all__}
     wanted |= {f"asyncdist.blocking.{name}" for name in blocking}
+    wanted |= {"asyncdist.recording.reader.read_recording", "asyncdist.pytest_plugin", "asyncdist.bench"}
     for path in (ROOT / "asyncdist" / "integrations").glob("*.py"):
         tree = ast.parse(path.read_text())
         classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef) and node.name[0] != "_"]

@@ -1,4 +1,4 @@
-"""What the pages need to be a site: pages that lie elsewhere in the checkout, and links to files that are no pages.
+"""What the pages need to be a site: pages that lie elsewhere, links to files that are no pages, and diagrams drawn.
 
 The pages are written to be read in the checkout, too. README.md is the front page of the site.
 """
@@ -14,6 +14,8 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[2]
+#: What draws diagrams: @mermaid-js/tiny 11.17.2, as its authors build it.
+DRAWING = "assets/mermaid.tiny.js"
 #: Pages of the site that lie beside ``docs``.
 BESIDE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
@@ -43,6 +45,16 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     uri: str = page.file.src_uri
     source = {page: name for name, page in BESIDE.items()}.get(uri, f"docs/{uri}")
     return outside_of_code(markdown, lambda text: _LINK.sub(lambda link: _link(link, source, uri), text))
+
+
+def on_page_content(html: str, *, page: Any, **_: Any) -> str:
+    """Let a page with diagrams have what draws them: the theme would fetch it from elsewhere.
+
+    It is not in ``extra_javascript``, for every page would read its 2.5 MB.
+    """
+    if '<pre class="mermaid">' not in html:
+        return html
+    return f'{html}\n<script src="{posixpath.relpath(DRAWING, posixpath.dirname(page.file.dest_uri) or ".")}"></script>'
 
 
 def outside_of_code(markdown: str, change: Any) -> str:
