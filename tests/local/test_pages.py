@@ -1,11 +1,13 @@
-"""What README.md and the pages in ``docs`` show runs: every block of Python, of YAML, and every difference."""
+"""What the pages show runs: every block of Python, of YAML, and every difference."""
 
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import types
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
@@ -24,6 +26,29 @@ def test_every_block_is_run_or_says_why_not() -> None:
     assert not untold
     programs = [block for block in everything if block.language in ("python", "diff")]
     assert len(programs) > 20 and sum(not block.is_run for block in programs) <= 1
+
+
+def test_links_to_other_hosts_are_sound() -> None:
+    """One form for each, and none to the page of a package in a registry: a project has a page of its own."""
+    found = [
+        (page.name, link)
+        for page in pages.PAGES
+        for link in re.findall(r"(?:https?|ftp)://[^\s<>\"'`|]+", without_code(page.read_text()))
+    ]
+    assert len(found) > 5
+    for page, text in found:
+        link = urlsplit(text.rstrip(").,;"))
+        assert link.scheme == "https" and re.fullmatch(r"[\w-]+(\.[\w-]+)+", link.netloc), f"{page}: {text}"
+        assert not re.match(r"/(?:projects?|packages?|simple)/", link.path), f"{page}: {text}"
+    links = {text.rstrip(").,;") for _, text in found}
+    assert len({re.sub(r"^https://(www\.)?|(/|\.git)$", "", link).lower() for link in links}) == len(links), sorted(
+        links
+    )
+
+
+def without_code(text: str) -> str:
+    """A page without its blocks and what is set as code."""
+    return re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
 
 
 @pytest.mark.slow

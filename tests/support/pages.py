@@ -1,10 +1,11 @@
-"""The blocks of README.md and of the pages in ``docs``, with what comments before them tell the tests.
+"""The blocks of README.md, CONTRIBUTING.md and the pages in ``docs``, with what comments before them tell the tests.
 
 A comment stands directly before its block, and is not shown:
 
 - ``<!-- not run: REASON -->``
 - ``<!-- before`` lines of Python ``-->``: what the block takes from elsewhere;
 - ``<!-- after`` lines of Python ``-->``: how what it defines is run;
+- ``<!-- files: PAGE -->``: its commands are given the files of another page;
 - ``<!-- varies -->``: of what a command prints the numbers are not compared;
 - ``<!-- timing -->``: nor whether it prints it, only that it prints nothing else;
 - ``<!-- exit N -->``: the exit code of its last command.
@@ -19,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _BLOCK = re.compile(r"((?:^<!--[^\n]*?(?:(?!-->).)*-->\n)*)^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_COMMENT = re.compile(r"<!--\s*(not run|before|after|varies|timing|exit)\b:?\s*?\n?(.*?)\s*-->", re.DOTALL)
+_COMMENT = re.compile(r"<!--\s*(not run|before|after|files|varies|timing|exit)\b:?\s*?\n?(.*?)\s*-->", re.DOTALL)
 
 
 @dataclass(frozen=True)
