@@ -38,3 +38,42 @@ def test_loaders_of_accelerate_as_the_readme_prepares_them_wait_for_nobody_and_s
     for one, other in zip(reports[0], reports[1], strict=True):
         assert sorted(one + other) == list(range(16))
     assert reports[0][0] != reports[0][1], "each epoch has an order of its own"
+
+
+SITTING = """
+    import asyncio
+    from dataclasses import dataclass
+    import torch
+    from torch import distributed as dist
+    import asyncdist as ad
+    from support.mpi import report
+
+    @dataclass(frozen=True, slots=True)
+    class Word:
+        text: str
+
+    async def main(world):
+        dist.init_process_group("gloo")
+        channel = world.channel(Word, tag=100)
+        await ad.barrier()
+        if world.rank == 0:
+            sent = asyncio.create_task(channel.send(Word("x" * 50_000), dest=1))
+            streamed = asyncio.create_task(world.send_stream(torch.ones(1 << 20), dest=1))
+            done, _ = await asyncio.wait([sent, streamed], timeout=1.0)
+            report(0, len(done))
+            dist.barrier()  # the other one's
+            await asyncio.gather(sent, streamed)
+        else:
+            dist.barrier()
+            text = (await channel.receive()).message.text
+            tensor = await world.receive_stream(torch.zeros(1 << 20), source=0)
+            report(1, [len(text), tensor.sum().item()])
+        dist.destroy_process_group()
+
+    ad.run(main)
+"""
+
+
+def test_what_is_sent_to_a_rank_in_a_collective_of_torch_waits_until_that_is_over() -> None:
+    """And for ever, where the sender awaits it before it enters the collective itself; docs/integrations.md says so."""
+    assert torchrun.run_source(2, SITTING).check().reports == {0: 0, 1: [50_000, float(1 << 20)]}
