@@ -160,7 +160,7 @@ def test_results_are_those_of_numpy_in_groups_of_any_order(ranks: int, count: in
         for what in OPERATIONS[4:] if count < PIECES else ("sum", "mean"):
             await take_part(world.collectives, world.group, world.rank, what, count=count)
         async with await ad.new_group(order) as group:
-            own = torch.tensor([world.rank + 1.0])
+            own = torch.tensor([world.rank + 1.0], dtype=torch.float64)
             assert [int(each) - 1 for each in await ad.all_gather(own, group=group)] == list(order)
             got = await ad.gather(own, order[7], group=group)
             assert (got is not None) == (world.rank == order[7])
