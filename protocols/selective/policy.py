@@ -462,12 +462,12 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
 
     async def _listen(self) -> None:
         """Hand the coordinator's messages to the state machine."""
-        rank, known = self._world.rank, (self._members, self._visits.population)
+        own, known = self._world.rank, (self._members, self._visits.population)
         async for envelope in self._channels.control:
             if envelope.source != self._leadership.coordinator:
                 continue  # its loss was known before its last messages were read
             match envelope.message:
-                case PackedAssign() as told if (assign := told.opened(rank)) and assign.is_among(*known):
+                case PackedAssign() as told if (assign := told.opened(own)) and assign.is_among(*known):
                     self._roles.take(assign, envelope.round)
                 case PackedFrozen() as told if (frozen := told.opened()).is_among(*known):
                     self._roles.take(frozen, envelope.round)
@@ -481,7 +481,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
                     self._carry_out((self._member.joined(self._reporter.newest, self._world.incarnation),))
                 case Admitted(rank, incarnation):
                     self._leadership.note_admitted(rank, incarnation)
-                    if (rank, incarnation) == (self._world.rank, self._world.incarnation):
+                    if (rank, incarnation) == (own, self._world.incarnation):
                         self._is_joining = False
                         self._services.engine.recheck()
                 case other:

@@ -113,7 +113,8 @@ class Roles:
             self.epoch = event.epoch
         elif isinstance(event, RoleAssigned):
             assert event.island not in self.current, f"rank {self.rank}: {event}, {self}"
-            assert self.rank in (event.donors if event.role == "donor" else event.replacers)
+            named = event.donors if event.role == "donor" else event.replacers
+            assert self.rank in named, f"rank {self.rank}: {event}"
             self.current[event.island] = event.round, event.role
         else:
             number, role = self.current.pop(event.island)

@@ -23,7 +23,7 @@ from unittest import mock
 
 import torch
 import torch._dynamo  # what optimizers import at first: 70 MiB that no message has asked for
-from support.drawing import draw
+from support.drawing import draw_message
 
 import asyncdist as ad
 from asyncdist.errors import AsyncdistError, DeadlockError, TimeLimitError
@@ -105,14 +105,10 @@ class _Liar:
     def _draw_message(self, classes: tuple[type, ...], like: Any) -> Any:
         rng = self._rng
         cls = type(like) if type(like) in classes and rng.random() < 0.5 else rng.choice(classes)
-        hints, known = typing.get_type_hints(cls), [*self._values, *self.scopes]
-        names = [entry.name for entry in dataclasses.fields(cls)]
-        drawn = {name: draw(hints[name], rng, known, self._texts) for name in names}
-        if cls is type(like):
-            kept = [name for name in drawn if rng.random() < 0.7]
-            drawn.update({name: getattr(like, name) for name in kept})
+        names = [entry.name for entry in dataclasses.fields(cls)] if cls is type(like) else []
+        kept = {name: getattr(like, name) for name in names if rng.random() < 0.7}
         try:
-            return cls(**drawn)
+            return draw_message(cls, rng, [*self._values, *self.scopes], self._texts, **kept)
         except ValueError:  # a rank's own class refuses it, as the receiver's would
             return like
 

@@ -7,8 +7,11 @@ import functools
 import random
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
+
+from protocols.selective.messages import PackedAssign, PackedFrozen
+from protocols.selective.round.plan import Freeze, Plan
 
 _NUMBERS: Final = (-1, 0, 1, 2, 3, 7, 255, 2**16, 2**31, 2**32 - 1, 2**53, 2**63 - 1, -(2**63))
 _FLOATS: Final = (0.0, -0.0, 1.0, -1.0, 1e-300, 1e300, float("inf"), float("-inf"), float("nan"))
@@ -58,9 +61,41 @@ def draw_message(
     cls: type[Any], rng: random.Random, known: Sequence[Any] = (), texts: Sequence[str] = ("", "x"), **given: Any
 ) -> Any:
     """Return an instance of a dataclass, with the fields that are given. Raises as :func:`draw`."""
+    if cls in _PACKED:
+        name, pack = _PACKED[cls]
+        given.setdefault(name, pack(rng))
     hints = _hints_of(cls)  # type: ignore[arg-type]  # a class is hashable
     drawn = {name: draw(hint, rng, known, texts) for name, hint in hints.items() if name not in given}
     return cls(**drawn, **given)
+
+
+def _draw_plan(rng: random.Random) -> bytes:
+    named = _draw_ranks(rng, rng.randint(1, 40))
+    replacers = tuple(rank for rank in named if rng.random() < 0.4)
+    donors = tuple(rank for rank in named if rank not in replacers)
+    judged = tuple(draw(int, rng) for _ in named) if rng.random() < 0.7 else (7,) * len(named)
+    restarted = tuple((rank, rng.randrange(1, 4)) for rank in named if rng.random() < 0.1)
+    reducers = donors if rng.random() < 0.5 else ()
+    return Plan(named, replacers, judged, draw(int, rng), rng.random() < 0.2, restarted, reducers).packed()
+
+
+def _draw_freeze(rng: random.Random) -> bytes:
+    donors = _draw_ranks(rng, rng.randint(0, 40))
+    weights = tuple(rng.choice((0.0, 0.5, 1.0, 1e300)) for _ in donors)
+    iterations = tuple(draw(int, rng) for _ in donors)
+    return Freeze(donors, weights, iterations, draw(int, rng), donors if rng.random() < 0.5 else ()).packed()
+
+
+def _draw_ranks(rng: random.Random, count: int) -> tuple[int, ...]:
+    count = min(count, limit := rng.choice((2, 4, 100, 5000)))
+    return tuple(sorted(rng.sample(range(limit), count)))
+
+
+#: Of messages with packed bytes: the field that holds them, and what draws some that mean something.
+_PACKED: Final[dict[type[Any], tuple[str, Callable[[random.Random], bytes]]]] = {
+    PackedAssign: ("plan", _draw_plan),
+    PackedFrozen: ("freeze", _draw_freeze),
+}
 
 
 @functools.cache
