@@ -15,6 +15,7 @@ A rank of ``asyncdist run`` has two guardians above it, small processes that do 
 - A signal to a guardian is passed on to the rank. The rank is in the group of the outer one, since mpirun sends all
   signals to that group: signals from mpirun, or from a terminal, reach the rank without the outer guardian. PARENT is
   the launcher's pid where it sends signals to the outer guardian alone, and 0 under mpirun.
+- SIGUSR1 is blocked when the rank begins, and waits there until :mod:`asyncdist.rank_program` has a handler for it.
 - Where a job is to go on when ranks die, a rank says on the descriptor STARTED (0 in other jobs) when it has joined the
   world, and when it has left it in a way that the others know of. mpirun does nothing about a rank that fails earlier,
   and the others would wait for it for ever: the outer guardian asks mpirun to end the job, as it does for a rank that
@@ -141,7 +142,7 @@ def main(parent: int, started: int, command: list[str]) -> NoReturn:
     with contextlib.suppress(OSError):  # the outer one has been killed, and so will this process be
         os.setpgid(0, group)
     die_with_parent(inner)
-    signal.pthread_sigmask(signal.SIG_SETMASK, {*mask, signal.SIGUSR1})  # asked before it can answer, it would end
+    signal.pthread_sigmask(signal.SIG_SETMASK, {*mask, signal.SIGUSR1})
     os.execv(command[0], command)
 
 

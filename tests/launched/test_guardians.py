@@ -46,6 +46,7 @@ child(600, leaves=True, ignores_sigterm=True)
 while len(list(folder.glob("*.child"))) < 4:
     time.sleep(0.01)
 signal.signal(signal.SIGUSR1, lambda *_: print("heard", flush=True))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
 (folder / f"{os.getpid()}.rank").touch()
 """
 WAITS = RANK + "while True:\n    time.sleep(1)\n"
@@ -155,7 +156,8 @@ def test_a_signal_that_somebody_else_sends_to_a_guardian_reaches_the_rank(tmp_pa
 def test_a_rank_has_the_signals_and_the_files_that_it_was_given(tmp_path: Path) -> None:
     source = """
 import os, signal
-print(sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())), signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL)
+blocked = [each.name for each in signal.pthread_sigmask(signal.SIG_BLOCK, ())]
+print(blocked, signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL)
 print(sorted(map(int, os.listdir("/proc/self/fd")))[:3], signal.getsignal(signal.SIGHUP) is signal.SIG_IGN)
 """
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN), signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -165,4 +167,4 @@ print(sorted(map(int, os.listdir("/proc/self/fd")))[:3], signal.getsignal(signal
     finally:
         signal.signal(signal.SIGHUP, before[0])
         signal.signal(signal.SIGCHLD, before[1])
-    assert output.splitlines() == ["[] True", "[0, 1, 2] True"]
+    assert output.splitlines() == ["['SIGUSR1'] True", "[0, 1, 2] True"]
