@@ -42,7 +42,7 @@ from asyncdist import tags
 from asyncdist.messaging import streams
 from asyncdist.tensors.flat_state import FlatState
 from asyncdist.transports import local, matching
-from protocols import AsyncSelectiveAveragingPolicy, SnapshotTaken, parameter_stream
+from protocols import AsyncSelectiveAveragingPolicy, AverageApplied, SnapshotTaken, parameter_stream
 
 HERE = Path(__file__).resolve()
 DEFECTS = range(1, 16)
@@ -330,7 +330,7 @@ def test_defect_10_iterations_beyond_2_to_the_24_are_exact() -> None:
 
     staleness = run(main, 2)[0]
     given = {event.round: event.iteration for event in events if isinstance(event, SnapshotTaken)}
-    taken = {event.round: event.iteration for event in events if not isinstance(event, SnapshotTaken)}
+    taken = {event.round: event.iteration for event in events if isinstance(event, AverageApplied)}
     assert min(given.values()) >= first
     assert staleness == [max(0, taken[number] - given[number]) for number in sorted(taken)]
 

@@ -55,6 +55,11 @@ server, states = 0, torch.zeros(3, 2)
 if world.rank == server:
     world.awaited.spawn(serve_replay_buffer([0, 1], capacity=10))
 """,
+    "asyncdist.integrations.pytorch.new_replica_group": """
+from asyncdist.integrations.pytorch import SelectiveAveraging
+new_replica_group = lambda replica_size: None
+DistributedDataParallel = lambda module, process_group: module
+""",
     "asyncdist.integrations.torchgfn": "build, gflownet, n_iterations, group, loss = None, model, 3, None, 1.0\n",
     "protocols.ReplicaAveragingPolicy": """
 module, of_my_replica = model, None

@@ -71,7 +71,7 @@ def test_an_answer_needs_no_library_of_names_and_its_server_ends_at_once() -> No
 
     port = local_host.find_free_port()
     for _ in range(2):  # the port is free again
-        server = PrometheusServer(lambda: AFTER, "localhost", port)
+        server = PrometheusServer(lambda: AFTER, "127.0.0.1", port)
         assert 'asyncdist_role{policy="mine",rank="1",role="idle"} 1.0' in page(port)
         server.close()
 
@@ -82,8 +82,8 @@ def test_who_never_completes_a_question_is_left(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(prometheus, "_TIMEOUT_S", 0.05)
     port = local_host.find_free_port()
-    server = prometheus.PrometheusServer(lambda: AFTER, "localhost", port)
-    with socket.create_connection(("localhost", port), timeout=5.0) as client:
+    server = prometheus.PrometheusServer(lambda: AFTER, "127.0.0.1", port)
+    with socket.create_connection(("127.0.0.1", port), timeout=5.0) as client:
         client.sendall(b"GET /metrics HTTP/1.0\r\n")
         assert client.recv(1) == b""
     server.close()
