@@ -65,8 +65,9 @@ class Recording:
         services.count_waits(writer.note_wait)
         services.end_recording = functools.partial(self._end, writer)
         engine.on_safe_point = functools.partial(self._note_safe_point, writer, engine)
-        engine.on_deadline = functools.partial(writer.note, "deadline")
-        services.time = world.time = functools.partial(self._read_clock, writer, services.time)
+        engine.on_deadline = functools.partial(self._note_deadline, writer, engine)
+        engine.on_timer = functools.partial(self._note_timer, writer, engine)
+        engine.clock = services.time = world.time = functools.partial(self._read_clock, writer, services.time)
         self._engine = engine
         if not transport.capabilities.shares_process:  # which cannot be killed without the writer's process
             self._tick(writer)
@@ -89,6 +90,14 @@ class Recording:
             writer.flush_sends()
         else:
             writer.begin_safe_point()
+
+    @staticmethod
+    def _note_deadline(writer: RecordWriter, engine: Engine, what: str) -> None:
+        writer.note("deadline", what, engine.turn)
+
+    @staticmethod
+    def _note_timer(writer: RecordWriter, engine: Engine, what: str) -> None:
+        writer.note("timer", what, (engine._pass_count - 1) % 65536, engine.turn, engine.woken_count)
 
     @staticmethod
     def _read_clock(writer: RecordWriter, clock: Callable[[], float]) -> float:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import random
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,7 +29,7 @@ from asyncdist.simulation import (
 )
 from asyncdist.tags import COLLECTIVE_FIRST, CONTROL
 from asyncdist.transports.base import Capabilities
-from protocols import AsyncSelectiveAveragingPolicy
+from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy
 
 STEPS = 30
 
@@ -50,6 +52,38 @@ def test_ranks_decide_as_they_did_and_have_the_same_weights(tmp_path: Path, seed
     assert replayed.report.results == recorded.results
     assert replayed.decision_count > 50
     assert (replayed.left_count, replayed.cut_ranks) == (0, ())
+
+
+@dataclasses.dataclass(frozen=True)
+class Word:
+    number: int
+
+
+async def waits_a_little(world: ad.World) -> float:
+    """Receive from the rank before up to a time that is over now and then, after a start to which rank 1 is late."""
+    if world.rank == 1:
+        await world.sleep(2.5)
+    channel, heard = world.channel(Word, tag=40), 0.0
+    model = torch.nn.Linear(3, 2)
+    async with AverageAllPolicy(model, torch.optim.SGD(model.parameters()), average_every=3) as policy:
+        for number in range(20):
+            await world.sleep(random.random() / 100)
+            await channel.send(Word(number), (world.rank + 1) % world.size)
+            with contextlib.suppress(TimeoutError):
+                heard += (await channel.receive(timeout_s=0.004)).message.number * (number + 1)
+            await policy.step()
+    await ad.barrier()
+    return heard
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_timers_and_deadlines_are_over_when_they_were(tmp_path: Path, seed: int) -> None:
+    recorded = simulate(waits_a_little, ranks=4, seed=seed, record=tmp_path)
+    recording = read_recording(tmp_path)
+    kinds = Counter(event.kind for each in recording.ranks for event in each.events())
+    assert kinds["timer"] >= 3, "the others were told twice that rank 1 was late"
+    assert kinds["deadline"] >= 3
+    assert replay(waits_a_little, recording=recording).report.results == recorded.results
 
 
 def test_the_first_difference_is_told(tmp_path: Path) -> None:

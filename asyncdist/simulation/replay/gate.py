@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from asyncdist.errors import AsyncdistError, RankLostError
 from asyncdist.messaging.engine import Engine, yield_to_loop
+from asyncdist.messaging.polling import resolve_waiter
 from asyncdist.recording.events import KINDS, Event, Field
 from asyncdist.runtime.world import World
 from asyncdist.simulation.processes.event_loop import RankLoop
-from asyncdist.simulation.replay.log import DECISIONS, Key, Lost, Passed, RankLog, SafePoint, Sight, Taken
+from asyncdist.simulation.replay.log import DECISIONS, Fired, Key, Lost, Passed, RankLog, SafePoint, Sight, Taken
 from asyncdist.simulation.replay.mailbox import Mailbox
+from asyncdist.simulation.replay.timers import Timers
 from asyncdist.simulation.scheduler import Handle
 from asyncdist.transports.base import ANY_SOURCE
 
@@ -32,6 +37,21 @@ _TRY_COUNT = 30
 
 class DivergenceError(AsyncdistError):
     """A replay does something else than the recorded run: the text names rank and event."""
+
+
+@dataclass(slots=True, eq=False)
+class _Deadline:
+    """Belongs to a task that waits for something up to a time.
+
+    Attributes:
+        what: what it waits for, in words.
+        on_passed: wakes it.
+        has_passed: whether that time has come.
+    """
+
+    what: str
+    on_passed: Callable[[], object]
+    has_passed: bool = False
 
 
 class Gate:
@@ -70,7 +90,8 @@ class Gate:
         self._loop = loop
         self._early = Counter(log.early)
         self._permitted: deque[Key] = deque()
-        self._deadlines: list[tuple[str, asyncio.Future[None]]] = []
+        self._deadlines: list[_Deadline] = []
+        self._timers = Timers(loop)
         self._point: SafePoint | None = None
         self._has_ended = False
         self._timer: Handle | None = None
@@ -88,11 +109,12 @@ class Gate:
         """Take the place of what decides when the rank sees something."""
         services, engine = world.services, world.services.engine
         self._world, self._engine, self._until = world, engine, engine.until
-        services.time = world.time = self.read_clock
+        engine.clock = services.time = world.time = self.read_clock
         services.events.sink = self._on_event
         engine.on_woken = self._on_woken
         replaced: Any = engine
-        replaced.until = self._wait_until
+        replaced.until, replaced.park_until = self._wait_until, self._park_until
+        replaced.call_later = self._timers.call_later
         of_world: Any = world
         of_world.progress = of_world.safe_point = self._progress
         self._look_soon()
@@ -151,13 +173,22 @@ class Gate:
         for sight in sights:
             if isinstance(sight, Taken):
                 needed.update(sight.keys)
-            elif isinstance(sight, Passed) and self._deadline(sight) is None:
+            elif not self._is_waited_for(sight):
                 return False
         return all(self._mailbox.count(key) >= count for key, count in needed.items() if key[0] != self.rank)
 
-    def _deadline(self, passed: Passed) -> int | None:
-        places = (place for place, (what, waiter) in enumerate(self._deadlines) if what == passed.what)
-        return next((place for place in places if not self._deadlines[place][1].done()), None)
+    def _is_waited_for(self, sight: Sight) -> bool:
+        """Whether there is a task, or a timer, for which a time can be over."""
+        match sight:
+            case Passed():
+                return self._deadline(sight) is not None
+            case Fired(what):
+                return self._timers.has(what)
+            case _:
+                return True
+
+    def _deadline(self, passed: Passed) -> _Deadline | None:
+        return next((each for each in self._deadlines if each.what == passed.what), None)
 
     def _show(self, sight: Sight) -> None:
         self._seen_count += sight.counts
@@ -165,10 +196,16 @@ class Gate:
             self._permitted.extend(sight.keys)
         elif isinstance(sight, Lost):
             self._mailbox.lose(sight.rank)
+        elif isinstance(sight, Fired):
+            if sight.has_taken and self._engine is not None:
+                self._engine.poll()
+            self._timers.fire(sight.what)
         else:
-            place = self._deadline(sight)
-            assert place is not None
-            self._deadlines.pop(place)[1].set_result(None)
+            deadline = self._deadline(sight)
+            assert deadline is not None
+            self._deadlines.remove(deadline)
+            deadline.has_passed = True
+            deadline.on_passed()
 
     @staticmethod
     def _group(sights: deque[Any], turn: int | None = None) -> list[Sight]:
@@ -177,7 +214,7 @@ class Gate:
         for sight in sights:
             if isinstance(sight, SafePoint) or (turn is not None and sight.turn > turn):
                 break
-            if group and not (isinstance(sight, Taken) and not sight.is_of_pass):
+            if group and not sight.goes_with_the_one_before:
                 break
             group.append(sight)
         return group
@@ -198,6 +235,7 @@ class Gate:
         self._timer = None
         self._engine.recheck()
         if self.is_done:
+            self._timers.release()
             self._engine.ring()
             return
         group = self._group(self.log.entries)
@@ -231,6 +269,7 @@ class Gate:
         assert self._engine is not None
         self.log.entries.clear()
         self._permitted.clear()
+        self._timers.release()
         self._engine.ring()
 
     # -- what user code and protocols call --------------------------------------------------------------------------
@@ -319,7 +358,7 @@ class Gate:
     def _is_now(self, sight: Sight) -> bool:
         """Whether a sight of this turn was seen before any other task went on."""
         assert self._engine is not None
-        return not isinstance(sight, Taken) or not sight.is_of_pass or sight.woken_count <= self._engine.woken_count
+        return sight.woken_count <= self._engine.woken_count
 
     async def _stop(self) -> None:
         """Go no further: the record of this rank, or of one that it needs, ends here."""
@@ -375,15 +414,30 @@ class Gate:
         self, condition: Callable[[], bool], what: str = "a condition", *, deadline: float | None = None
     ) -> bool:
         """As :meth:`Engine.until`, with deadlines that pass when they did."""
+        assert self._engine is not None
         if deadline is None or self.is_done:
             return await self._until(condition, what)
-        passed: asyncio.Future[None] = self._loop.create_future()
-        entry = what, passed
+        with self._deadline_of(what, self._engine.recheck) as entry:
+            await self._until(lambda: entry.has_passed or condition(), what)
+            return not entry.has_passed or condition()
+
+    async def _park_until(
+        self, waiter: asyncio.Future[None], is_ready: Callable[[], bool], what: str, deadline: float
+    ) -> bool:
+        """As :meth:`Engine.park_until`, with deadlines that pass when they did."""
+        del deadline
+        assert self._engine is not None
+        with self._deadline_of(what, functools.partial(resolve_waiter, waiter, None)) as entry:
+            await self._engine.park(waiter, what)
+            return not entry.has_passed or is_ready()
+
+    @contextlib.contextmanager
+    def _deadline_of(self, what: str, on_passed: Callable[[], object]) -> Iterator[_Deadline]:
+        entry = _Deadline(str(what), on_passed)
         self._deadlines.append(entry)
         self._look_soon()
         try:
-            await self._until(lambda: passed.done() or condition(), what)
-            return not passed.done() or condition()
+            yield entry
         finally:
             if entry in self._deadlines:
                 self._deadlines.remove(entry)

@@ -30,7 +30,7 @@ class Taken:
         keys: their sources and tags.
         is_of_pass: which of both.
         turn: of the safe point.
-        woken_count: how many waits had ended by then in that safe point.
+        woken_count: how many waits had ended by then in that safe point; 0 where that does not matter.
     """
 
     keys: list[Key]
@@ -43,6 +43,11 @@ class Taken:
         """Whether a clock reading tells its place by it: a task may be let to take its message early."""
         return self.is_of_pass
 
+    @property
+    def goes_with_the_one_before(self) -> bool:
+        """Whether it is shown at once after what was seen before."""
+        return not self.is_of_pass
+
 
 @dataclass(slots=True)
 class Passed:
@@ -51,6 +56,31 @@ class Passed:
     what: str
     turn: int
     counts: ClassVar[bool] = True
+    woken_count: ClassVar[int] = 0
+    goes_with_the_one_before: ClassVar[bool] = False
+
+
+@dataclass(slots=True)
+class Fired:
+    """A timer of the runtime has fired.
+
+    Attributes:
+        what: its name.
+        turn: of the safe point.
+        woken_count: as of messages.
+        has_taken: whether the pass that it made before has taken up the messages that come right before it here.
+    """
+
+    what: str
+    turn: int
+    woken_count: int
+    has_taken: bool
+    counts: ClassVar[bool] = True
+
+    @property
+    def goes_with_the_one_before(self) -> bool:
+        """Whether it is shown at once after what was seen before."""
+        return self.has_taken
 
 
 @dataclass(slots=True)
@@ -60,9 +90,11 @@ class Lost:
     rank: int
     turn: int
     counts: ClassVar[bool] = True
+    woken_count: ClassVar[int] = 0
+    goes_with_the_one_before: ClassVar[bool] = False
 
 
-Sight: TypeAlias = Taken | Passed | Lost
+Sight: TypeAlias = Taken | Passed | Fired | Lost
 
 
 @dataclass(slots=True)
@@ -136,7 +168,8 @@ def log_of(events: Iterable[Event]) -> RankLog:
     decisions: defaultdict[str, deque[Event]] = defaultdict(deque)
     tags = set()
     point: SafePoint | None = None
-    last_pass, seen_count, is_over, error = -1, 0, False, ""
+    last_pass = last_taking_pass = -1
+    seen_count, is_over, error = 0, False, ""
     for event in events:
         to = entries if point is None else point.sights
         match event.kind, event.fields:
@@ -157,14 +190,20 @@ def log_of(events: Iterable[Event]) -> RankLog:
                 if number >= 0 and to and isinstance(to[-1], Taken) and number == last_pass:
                     to[-1].keys.append((source, tag))
                 else:
-                    to.append(Taken([(source, tag)], number >= 0, turn, event.get("woken") or 0))
+                    woken_count = int(event.get("woken") or 0) if number >= 0 else 0
+                    to.append(Taken([(source, tag)], number >= 0, turn, woken_count))
                     seen_count += number >= 0
-                last_pass = number
+                last_pass = last_taking_pass = number
             case "sent", _:
                 last_pass = -1  # what the pass takes up after this may answer it
-            case "deadline", (str(what),):
-                to.append(Passed(what, to[-1].turn if to and point else 1))
+            case "deadline", (str(what), int(turn)):
+                to.append(Passed(what, turn))
                 seen_count += 1
+            case "timer", (str(what), int(number), int(turn), int(woken_count)):
+                has_taken = number == last_taking_pass and bool(to) and isinstance(to[-1], Taken)
+                to.append(Fired(what, turn, woken_count, has_taken))
+                seen_count += 1
+                last_pass = -1
             case "lost", (int(rank),):
                 to.append(Lost(rank, to[-1].turn if to and point else 1))
                 seen_count += 1

@@ -1,0 +1,84 @@
+"""Keeps the timers of a replayed rank, which fire when they did in the recorded run."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable
+from typing import Any
+
+from asyncdist.simulation.processes.event_loop import RankLoop
+
+
+class _Timer:
+    """One call that is to come.
+
+    Attributes:
+        what: names it.
+        when_s: its virtual time, which counts once all that was recorded has happened.
+    """
+
+    __slots__ = ("_args", "_call", "_context", "is_over", "what", "when_s")
+
+    def __init__(self, what: str, when_s: float, call: Callable[..., object], args: tuple[Any, ...]) -> None:
+        self.what = what
+        self.when_s = when_s
+        self.is_over = False
+        self._call = call
+        self._args = args
+        self._context = contextvars.copy_context()
+
+    def cancel(self) -> None:
+        """Never make the call."""
+        self.is_over = True
+
+    def fire(self) -> None:
+        """Make the call, unless it was made or cancelled."""
+        if not self.is_over:
+            self.is_over = True
+            self._context.run(self._call, *self._args)
+
+
+class Timers:
+    """Takes the place of :meth:`asyncdist.messaging.engine.Engine.call_later`.
+
+    Args:
+        loop: runs the rank.
+    """
+
+    def __init__(self, loop: RankLoop) -> None:
+        self._loop = loop
+        self._pending: list[_Timer] = []
+        self._is_released = False
+
+    def call_later(
+        self, delay_s: float, what: str, call: Callable[..., object], *args: Any, about: object = ""
+    ) -> _Timer:
+        """Keep a call until :meth:`fire`, or, after :meth:`release`, until its time."""
+        timer = _Timer(f"{what} {about}".rstrip(), self._loop.time() + delay_s, call, args)
+        if self._is_released:
+            self._loop.call_at(timer.when_s, timer.fire)
+        else:
+            self._pending = [each for each in self._pending if not each.is_over]
+            self._pending.append(timer)
+        return timer
+
+    def has(self, what: str) -> bool:
+        """Return whether a timer of this name is to come."""
+        return self._first(what) is not None
+
+    def fire(self, what: str) -> None:
+        """Make the call of the oldest timer of this name."""
+        timer = self._first(what)
+        assert timer is not None, f"no timer {what!r}"
+        timer.fire()
+
+    def release(self) -> None:
+        """Let those that are left fire by the virtual clock, since all that was recorded has happened."""
+        self._is_released = True
+        pending, self._pending = self._pending, []
+        for timer in pending:
+            self._loop.call_at(timer.when_s, timer.fire)
+
+    def _first(self, what: str) -> _Timer | None:
+        waiting = (timer for timer in self._pending if timer.what == what and not timer.is_over)
+        return min(waiting, key=lambda timer: timer.when_s, default=None)
