@@ -164,7 +164,7 @@ class Channel(Generic[MessageT]):
             waiter = self._engine.loop.create_future()
             self._watch(request, dest, functools.partial(resolve_waiter, waiter))
             what = Awaited.of_peer(f"{self.name}: send to {dest}", dest, self.demultiplexer.tag)
-            await self._engine.park(waiter, what)
+            await self._engine.park(waiter, what, is_of_request=True)
             return
         self._since_yield += 1
         if self._since_yield >= FAIRNESS_PERIOD:  # only once it is posted: another task's later send would overtake it

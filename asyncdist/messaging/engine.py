@@ -93,8 +93,9 @@ class Engine(Poller):
         on_deadline: called with what was waited for when a deadline has passed; None as above.
         on_timer: called with the name of a timer of :meth:`call_later` as it fires; None as above.
         clock: returns the time of the loop; for what decides something by it, so that recordings can tell it.
-        woken_count: how many waits have ended since the last safe point began.
-        on_woken: called as a wait ends, before that is counted; None as above.
+        woken_count: how many waits for messages of channels, and for conditions, have ended since the last safe point
+            began. Those for requests do not count: one that is done at once is not waited for.
+        on_woken: called as any wait ends, with whether it counts, before that is counted; None as above.
 
     Args:
         transport: the rank's transport.
@@ -110,7 +111,7 @@ class Engine(Poller):
         self.on_timer: Callable[[str], None] | None = None
         self.clock: Callable[[], float] = loop.time
         self.woken_count = 0
-        self.on_woken: Callable[[], None] | None = None
+        self.on_woken: Callable[[bool], None] | None = None
         self.turn = 0
         self._disowned: list[PendingRequest] = []
         self._abandoned: dict[tuple[int, int], deque[_Abandoned]] = {}
@@ -249,7 +250,7 @@ class Engine(Poller):
         waiter = self._new_waiter()
         operation.on_done = lambda error: resolve_waiter(waiter, error)
         self._operations.append(operation)
-        await self.park(waiter, operation.what)
+        await self.park(waiter, operation.what, is_of_request=True)
 
     def _abandon(self, operation: PendingRequest, buffer: Buffer, stash: deque[_Abandoned]) -> None:
         """Keep the request of a receiver that was cancelled, until the transport says how it ended."""
@@ -276,7 +277,7 @@ class Engine(Poller):
     async def _until(self, entry: _Abandoned, what: str) -> None:
         waiter = self._new_waiter()
         entry.waiters.append(waiter)
-        await self.park(waiter, what)
+        await self.park(waiter, what, is_of_request=True)
 
     # -- waiting ----------------------------------------------------------------------------------------------------
 
@@ -355,12 +356,13 @@ class Engine(Poller):
             self.on_deadline(str(what))
         return False
 
-    async def park(self, waiter: asyncio.Future[None], what: str = "a wake-up") -> None:
+    async def park(self, waiter: asyncio.Future[None], what: str = "a wake-up", *, is_of_request: bool = False) -> None:
         """Wait for ``waiter``, which a pass will settle; the driver polls as often as it can meanwhile.
 
         Args:
             waiter: a future of this loop.
             what: what is waited for, in words, for reports.
+            is_of_request: whether that is a request's end: a send's, for example.
         """
         if self.failure is not None:
             raise self.failure
@@ -373,7 +375,7 @@ class Engine(Poller):
             await waiter
         finally:
             del self._waiters[waiter]
-            self._note_woken()
+            self._note_woken(not is_of_request)
             if self.on_waited is not None and is_counted:
                 self.on_waited(str(what), self.loop.time() - began_at)
 
@@ -400,10 +402,10 @@ class Engine(Poller):
             self.on_timer(f"{what} {about}".rstrip())
         call(*args)
 
-    def _note_woken(self) -> None:
+    def _note_woken(self, counts: bool) -> None:
         if self.on_woken is not None:
-            self.on_woken()
-        self.woken_count += 1
+            self.on_woken(counts)
+        self.woken_count += counts
 
     # -- tasks that others count on ---------------------------------------------------------------------------------
 
@@ -439,7 +441,7 @@ class Engine(Poller):
             return await future
         finally:
             del self._settlers[future]
-            self._note_woken()
+            self._note_woken(False)
             if self.on_waited is not None and began_at is not None:
                 self.on_waited(what or task.get_name(), self.loop.time() - began_at)
 

@@ -57,11 +57,11 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     # The beginning of a safe point in which nothing happened is left out.
     "safe_point": ("has_ended", "turns"),
     "clock": ("seconds", "line"),
-    "deadline": ("what", "turn"),
+    "deadline": ("what", "turn", "woken"),
     # The last weights of a policy, as a CRC-32 of all bytes, where they are not too many.
     "weights": ("policy", "checksum"),
-    # A timer of the runtime has fired. The rest is as of a message; the pass is the one that the timer makes before.
-    "timer": ("what", "pass", "turn", "woken"),
+    # A timer of the runtime has fired; turn and waits are as of a message.
+    "timer": ("what", "turn", "woken"),
 }
 #: Events that a rank keeps in memory. Steps, messages and reports that come are not among them: they are too many.
 CAPACITY: Final = 256

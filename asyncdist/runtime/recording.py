@@ -93,11 +93,11 @@ class Recording:
 
     @staticmethod
     def _note_deadline(writer: RecordWriter, engine: Engine, what: str) -> None:
-        writer.note("deadline", what, engine.turn)
+        writer.note("deadline", what, engine.turn, engine.woken_count)
 
     @staticmethod
     def _note_timer(writer: RecordWriter, engine: Engine, what: str) -> None:
-        writer.note("timer", what, (engine._pass_count - 1) % 65536, engine.turn, engine.woken_count)
+        writer.note("timer", what, engine.turn, engine.woken_count)
 
     @staticmethod
     def _read_clock(writer: RecordWriter, clock: Callable[[], float]) -> float:

@@ -23,78 +23,71 @@ Key: TypeAlias = tuple[int, int]
 
 
 @dataclass(slots=True)
-class Taken:
-    """Messages that one pass took up together, with nothing sent between them, or one that a task took by itself.
+class Sight:
+    """Something that comes to a rank from outside: a message, a time that is over, a loss.
+
+    Attributes:
+        turn: of the safe point, if it was within one.
+        woken_count: how many waits had ended by then since the last safe point began.
+        sent_count: how many messages the rank had sent by then since that.
+        time_s: when it was, on the clock of the rank.
+    """
+
+    turn: int
+    woken_count: int
+    sent_count: int
+    time_s: float
+    counts: ClassVar[bool] = True  #: Whether a clock reading tells its place by it.
+
+
+@dataclass(slots=True)
+class Taken(Sight):
+    """One pass took up messages together, with nothing sent between them; or a task took one by itself.
 
     Attributes:
         keys: their sources and tags.
-        is_of_pass: which of both.
-        turn: of the safe point.
-        woken_count: how many waits had ended by then in that safe point; 0 where that does not matter.
     """
 
     keys: list[Key]
-    is_of_pass: bool
-    turn: int
-    woken_count: int
-
-    @property
-    def counts(self) -> bool:
-        """Whether a clock reading tells its place by it: a task may be let to take its message early."""
-        return self.is_of_pass
-
-    @property
-    def goes_with_the_one_before(self) -> bool:
-        """Whether it is shown at once after what was seen before."""
-        return not self.is_of_pass
 
 
 @dataclass(slots=True)
-class Passed:
+class TakenByTask(Taken):
+    """A task took a message by itself, between two of its awaits; in a replay it may do so a little earlier.
+
+    Attributes:
+        is_late: whether it wanted to take it in the replay when that was not there yet.
+        is_of_channel: whether it did so in a receive of a channel.
+    """
+
+    is_late: bool = False
+    is_of_channel: bool = False
+    counts: ClassVar[bool] = False
+
+
+@dataclass(slots=True)
+class Passed(Sight):
     """A deadline has passed for the task that waited for this."""
 
     what: str
-    turn: int
-    counts: ClassVar[bool] = True
-    woken_count: ClassVar[int] = 0
-    goes_with_the_one_before: ClassVar[bool] = False
 
 
 @dataclass(slots=True)
-class Fired:
+class Fired(Sight):
     """A timer of the runtime has fired.
 
     Attributes:
         what: its name.
-        turn: of the safe point.
-        woken_count: as of messages.
-        has_taken: whether the pass that it made before has taken up the messages that come right before it here.
     """
 
     what: str
-    turn: int
-    woken_count: int
-    has_taken: bool
-    counts: ClassVar[bool] = True
-
-    @property
-    def goes_with_the_one_before(self) -> bool:
-        """Whether it is shown at once after what was seen before."""
-        return self.has_taken
 
 
 @dataclass(slots=True)
-class Lost:
+class Lost(Sight):
     """A rank was seen to be lost."""
 
     rank: int
-    turn: int
-    counts: ClassVar[bool] = True
-    woken_count: ClassVar[int] = 0
-    goes_with_the_one_before: ClassVar[bool] = False
-
-
-Sight: TypeAlias = Taken | Passed | Fired | Lost
 
 
 @dataclass(slots=True)
@@ -118,11 +111,13 @@ class SafePoint:
         sights: what the rank saw within it.
         turn_count: the passes and yields that it made.
         has_ended: whether that is recorded.
+        time_s: when it began.
     """
 
     sights: deque[Sight] = field(default_factory=deque)
     turn_count: int = 2
     has_ended: bool = False
+    time_s: float = 0.0
 
 
 Entry: TypeAlias = Sight | SafePoint
@@ -168,18 +163,19 @@ def log_of(events: Iterable[Event]) -> RankLog:
     decisions: defaultdict[str, deque[Event]] = defaultdict(deque)
     tags = set()
     point: SafePoint | None = None
-    last_pass = last_taking_pass = -1
-    seen_count, is_over, error = 0, False, ""
+    last_pass, sent_count, seen_count, is_over, error = -1, 0, 0, False, ""
     for event in events:
         to = entries if point is None else point.sights
         match event.kind, event.fields:
             case "safe_point", (False, *_):
-                point = SafePoint()
+                point = SafePoint(time_s=event.time_s)
                 entries.append(point)
+                sent_count = 0
             case "safe_point", (True, int(turn_count)):
                 if point is None:  # nothing was seen in it, so its beginning is not written down
-                    point = SafePoint()
+                    point = SafePoint(time_s=event.time_s)
                     entries.append(point)
+                    sent_count = 0
                 point.turn_count, point.has_ended = turn_count, True
                 point = None
             case "received", (int(source), int(tag), int(), -2, *_):
@@ -187,25 +183,25 @@ def log_of(events: Iterable[Event]) -> RankLog:
                 tags.add(tag)
             case "received", (int(source), int(tag), int(), int(number), int(turn), *_):
                 tags.add(tag)
-                if number >= 0 and to and isinstance(to[-1], Taken) and number == last_pass:
+                if number >= 0 and to and type(to[-1]) is Taken and number == last_pass:
                     to[-1].keys.append((source, tag))
                 else:
-                    woken_count = int(event.get("woken") or 0) if number >= 0 else 0
-                    to.append(Taken([(source, tag)], number >= 0, turn, woken_count))
+                    kind = Taken if number >= 0 else TakenByTask
+                    woken_count = int(event.get("woken") or 0)
+                    to.append(kind(turn, woken_count, sent_count, event.time_s, [(source, tag)]))
                     seen_count += number >= 0
-                last_pass = last_taking_pass = number
+                last_pass = number
             case "sent", _:
                 last_pass = -1  # what the pass takes up after this may answer it
-            case "deadline", (str(what), int(turn)):
-                to.append(Passed(what, turn))
+                sent_count += 1
+            case "deadline", (str(what), int(turn), int(woken_count)):
+                to.append(Passed(turn, woken_count, sent_count, event.time_s, what))
                 seen_count += 1
-            case "timer", (str(what), int(number), int(turn), int(woken_count)):
-                has_taken = number == last_taking_pass and bool(to) and isinstance(to[-1], Taken)
-                to.append(Fired(what, turn, woken_count, has_taken))
+            case "timer", (str(what), int(turn), int(woken_count)):
+                to.append(Fired(turn, woken_count, sent_count, event.time_s, what))
                 seen_count += 1
-                last_pass = -1
             case "lost", (int(rank),):
-                to.append(Lost(rank, to[-1].turn if to and point else 1))
+                to.append(Lost(to[-1].turn if to and point else 1, 0, sent_count, event.time_s, rank))
                 seen_count += 1
             case "clock", (float(seconds), int(line)):
                 clock[line].append(Reading(seconds, seen_count))
