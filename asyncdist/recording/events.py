@@ -54,8 +54,9 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     # The error that ends this rank, or "" where main has returned.
     "over": ("error",),
     # For replays: a safe point has begun, or ended; a line of code has read the clock; a deadline has passed.
-    # The beginning of a safe point in which nothing happened is left out.
-    "safe_point": ("has_ended", "turns"),
+    # The beginning of a safe point in which nothing happened is left out. So many waits had ended as it began, since
+    # the one before.
+    "safe_point": ("has_ended", "turns", "woken"),
     "clock": ("seconds", "line"),
     "deadline": ("what", "turn", "woken"),
     # The last weights of a policy, as a CRC-32 of all bytes, where they are not too many.

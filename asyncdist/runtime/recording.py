@@ -42,6 +42,7 @@ class Recording:
         self._timer: asyncio.TimerHandle | None = None
         self._writer: RecordWriter | None = None
         self._engine: Engine | None = None
+        self._sent_before_count = 0  # before the world was open
         if options is not None:
             self._writer = RecordWriter(options, clock_of(loop), transport.rank)
             self.transport = RecordedTransport(transport, functools.partial(self._note_message, self._writer))
@@ -59,7 +60,7 @@ class Recording:
             transport=transport.describe(),
             hostname=world.hostname,
         )
-        writer.open({**header, **_conditions(world)})
+        writer.open({**header, **_conditions(world), "sent_before_count": self._sent_before_count})
         services, engine = world.services, world.services.engine
         services.events.sink = writer.add
         services.count_waits(writer.note_wait)
@@ -81,15 +82,16 @@ class Recording:
                 number = engine._pass_count % 65536 if engine._in_pass else -1
                 writer.note(kind, peer, tag, nbytes, number, engine.turn, engine.woken_count)
         else:
+            self._sent_before_count += self._engine is None
             writer.note(kind, peer, tag, nbytes)
 
     @staticmethod
     def _note_safe_point(writer: RecordWriter, engine: Engine, has_ended: bool) -> None:
         if has_ended:
-            writer.note("safe_point", True, engine.turn)
+            writer.end_safe_point(engine.turn)
             writer.flush_sends()
         else:
-            writer.begin_safe_point()
+            writer.begin_safe_point(engine.woken_count)
 
     @staticmethod
     def _note_deadline(writer: RecordWriter, engine: Engine, what: str) -> None:

@@ -129,6 +129,7 @@ class Gate:
         services, engine = world.services, world.services.engine
         self._world, self._engine, self._until, self._engine_park = world, engine, engine.until, engine.park
         self._context = contextvars.copy_context()
+        self._sent_count = 0
         engine.clock = services.time = world.time = self.read_clock
         services.events.sink = self._on_event
         engine.on_woken = self._on_woken
@@ -476,6 +477,13 @@ class Gate:
                 if sight is None:
                     break
                 await self._see(sight)
+        for _ in range(_TRY_COUNT):
+            point = self.log.entries[0] if self.log.entries else None
+            if not isinstance(point, SafePoint) or (
+                point.woken_count <= self._engine.woken_count and point.sent_count <= self._sent_count
+            ):
+                return
+            await yield_to_loop()
 
     async def _until_changed(self, sight: Sight | None) -> bool:
         """Let others run until something else is next; return False if it never is."""

@@ -108,12 +108,15 @@ class SafePoint:
     """A safe point of the user's code.
 
     Attributes:
+        woken_count, sent_count: as of sights; when it began.
         sights: what the rank saw within it.
         turn_count: the passes and yields that it made.
         has_ended: whether that is recorded.
         time_s: when it began.
     """
 
+    woken_count: int = 0
+    sent_count: int = 0
     sights: deque[Sight] = field(default_factory=deque)
     turn_count: int = 2
     has_ended: bool = False
@@ -151,8 +154,13 @@ class RankLog:
         return sum(map(len, self.decisions.values()))
 
 
-def log_of(events: Iterable[Event]) -> RankLog:
-    """Read a rank's events, up to its last step where a signal has ended it: a replay has no signals."""
+def log_of(events: Iterable[Event], sent_before_count: int = 0) -> RankLog:
+    """Read a rank's events, up to its last step where a signal has ended it: a replay has no signals.
+
+    Args:
+        events: as they were recorded.
+        sent_before_count: how many messages the rank sent before its world was open.
+    """
     events = list(events)
     if any(event.kind == "over" and str(event.fields[0]).startswith(_SIGNALS) for event in events):
         steps = [place for place, event in enumerate(events) if event.kind == "step"]
@@ -163,17 +171,17 @@ def log_of(events: Iterable[Event]) -> RankLog:
     decisions: defaultdict[str, deque[Event]] = defaultdict(deque)
     tags = set()
     point: SafePoint | None = None
-    last_pass, sent_count, seen_count, is_over, error = -1, 0, 0, False, ""
+    last_pass, sent_count, seen_count, is_over, error = -1, -sent_before_count, 0, False, ""
     for event in events:
         to = entries if point is None else point.sights
         match event.kind, event.fields:
             case "safe_point", (False, *_):
-                point = SafePoint(time_s=event.time_s)
+                point = SafePoint(event.get("woken") or 0, sent_count, time_s=event.time_s)
                 entries.append(point)
                 sent_count = 0
-            case "safe_point", (True, int(turn_count)):
+            case "safe_point", (True, int(turn_count), *_):
                 if point is None:  # nothing was seen in it, so its beginning is not written down
-                    point = SafePoint(time_s=event.time_s)
+                    point = SafePoint(event.get("woken") or 0, sent_count, time_s=event.time_s)
                     entries.append(point)
                     sent_count = 0
                 point.turn_count, point.has_ended = turn_count, True

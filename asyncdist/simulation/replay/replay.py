@@ -73,7 +73,7 @@ def replay(
     """
     check_replayable(recording)
     ranks = {each.rank: each for each in recording.ranks}
-    logs = {rank: log_of(each.events()) for rank, each in ranks.items()}
+    logs = {rank: log_of(each.events(), int(each.header.get("sent_before_count", 0))) for rank, each in ranks.items()}
     decision_count = sum(log.decision_count for log in logs.values())
     cut_ranks = tuple(rank for rank, log in sorted(logs.items()) if not log.is_over)
     mailboxes = [Mailbox() for _ in range(recording.size)]
