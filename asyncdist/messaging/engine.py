@@ -94,7 +94,8 @@ class Engine(Poller):
         on_timer: called with the name of a timer of :meth:`call_later` as it fires; None as above.
         clock: returns the time of the loop; for what decides something by it, so that recordings can tell it.
         woken_count: how many waits for messages of channels, and for conditions, have ended since the last safe point
-            began. Those for requests do not count: one that is done at once is not waited for.
+            began, and how many collectives have begun. Waits for requests do not count: one that is done at once is not
+            waited for.
         on_woken: called as any wait ends, with whether it counts, before that is counted; None as above.
 
     Args:

@@ -62,6 +62,7 @@ class Recording:
         )
         writer.open({**header, **_conditions(world), "sent_before_count": self._sent_before_count})
         services, engine = world.services, world.services.engine
+        engine.woken_count = 0  # a replay opens the world in another way
         services.events.sink = writer.add
         services.count_waits(writer.note_wait)
         services.end_recording = functools.partial(self._end, writer)

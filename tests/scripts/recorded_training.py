@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 
 import asyncdist as ad
-from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy, OneSidedSelectiveAveragingPolicy, SpawnPolicy
+from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy, SpawnPolicy
 
-POLICIES = ("selective", "sharded", "one_sided", "average_all")
+POLICIES = ("selective", "sharded", "average_all")
 
 
 def parse() -> argparse.Namespace:
@@ -38,8 +38,6 @@ def parse() -> argparse.Namespace:
 
 
 def policy_of(kind: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, coordinator: int) -> SpawnPolicy:
-    if kind == "one_sided":
-        return OneSidedSelectiveAveragingPolicy(model, optimizer, average_every=10, replacement_ratio=0.5)
     if kind == "average_all":
         return AverageAllPolicy(model, optimizer, average_every=10)
     return AsyncSelectiveAveragingPolicy(

@@ -51,7 +51,7 @@ def plan(seed: int) -> Job:
     transport = rng.choice(("mpi", "mpi", "torch"))
     steps = rng.randint(40, 400)
     options, arguments = ["--transport", transport], []
-    policy = rng.choice(("selective", "selective", "selective", "sharded", "one_sided", "average_all"))
+    policy = rng.choice(("selective", "selective", "selective", "sharded", "average_all"))
     coordinator = rng.choice((0, 0, 1, 3)) if policy in ("selective", "sharded") else 0
     arguments += ["--policy", policy, "--coordinator", str(coordinator)]
     is_killed = rng.random() < 0.4

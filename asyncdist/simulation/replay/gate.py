@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import functools
+import math
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass
 from typing import Any, Final
 
-from asyncdist.errors import AsyncdistError, RankLostError
+from asyncdist import tags
 from asyncdist.messaging.engine import Engine, yield_to_loop
 from asyncdist.messaging.polling import resolve_waiter
-from asyncdist.recording.events import KINDS, Event, Field
+from asyncdist.recording.events import Field
 from asyncdist.runtime.world import World
 from asyncdist.simulation.processes.event_loop import RankLoop
-from asyncdist.simulation.replay.log import (
-    DECISIONS,
-    Fired,
-    Key,
-    Lost,
-    Passed,
-    RankLog,
-    SafePoint,
-    Sight,
-    Taken,
-    TakenByTask,
-)
+from asyncdist.simulation.replay.comparison import Comparison, DivergenceError, in_words
+from asyncdist.simulation.replay.log import Fired, Key, Lost, Passed, RankLog, SafePoint, Sight, Taken, TakenByTask
 from asyncdist.simulation.replay.mailbox import Mailbox
-from asyncdist.simulation.replay.timers import Timers
+from asyncdist.simulation.replay.timers import Deadlines, Timers
 from asyncdist.simulation.scheduler import Handle
 from asyncdist.transports.base import ANY_SOURCE
 
@@ -45,25 +34,6 @@ _PATIENCE_S: Final = 300.0
 _TRY_COUNT: Final = 20
 
 
-class DivergenceError(AsyncdistError):
-    """A replay does something else than the recorded run: the text names rank and event."""
-
-
-@dataclass(slots=True, eq=False)
-class _Deadline:
-    """Belongs to a task that waits for something up to a time.
-
-    Attributes:
-        what: what it waits for, in words.
-        on_passed: wakes it.
-        has_passed: whether that time has come.
-    """
-
-    what: str
-    on_passed: Callable[[], object]
-    has_passed: bool = False
-
-
 class Gate:
     """Holds back what comes to a rank until its recorded turn has come.
 
@@ -73,12 +43,12 @@ class Gate:
         mailbox: where its messages wait.
         loop: runs it.
         found: differences are added to it.
-        may_stop: whether the record of some rank ends before its main.
+        is_cut_off: returns whether a rank goes no further, since its record ends, or that of one that it needs.
 
     Attributes:
-        iteration: the last one in which a policy's step ended; -1 before the first.
+        comparison: of what it does with what it did.
         has_stopped: whether the rank has come to the end of its record, or to that of its main.
-        progressed_at: the virtual time when it last saw something, or came to a safe point.
+        progress_count: how often it has seen something, or come to a safe point.
     """
 
     def __init__(
@@ -88,21 +58,20 @@ class Gate:
         mailbox: Mailbox,
         loop: RankLoop,
         found: list[DivergenceError],
-        *,
-        may_stop: bool,
+        is_cut_off: Callable[[int], bool],
     ) -> None:
         self.rank = rank
         self.log = log
-        self.iteration = -1
+        self.comparison = Comparison(rank, log, found)
         self.has_stopped = False
-        self.progressed_at = 0.0
-        self._found = found
-        self._may_stop = may_stop
+        self.progress_count = 0
+        self._progressed_at = 0.0
+        self._is_cut_off = is_cut_off
         self._mailbox = mailbox
         self._loop = loop
         self._early = Counter(log.early)
         self._permitted: deque[Key] = deque()
-        self._deadlines: list[_Deadline] = []
+        self._deadlines = Deadlines()
         self._timers = Timers(loop)
         self._point: SafePoint | None = None
         self._has_ended = False
@@ -129,7 +98,7 @@ class Gate:
         services, engine = world.services, world.services.engine
         self._world, self._engine, self._until, self._engine_park = world, engine, engine.until, engine.park
         self._context = contextvars.copy_context()
-        self._sent_count = 0
+        self._sent_count = engine.woken_count = 0
         engine.clock = services.time = world.time = self.read_clock
         services.events.sink = self._on_event
         engine.on_woken = self._on_woken
@@ -205,9 +174,9 @@ class Gate:
         """Have ``ring`` called when there is something to see."""
         self._doorbell = ring
 
-    def note_sent(self) -> None:
+    def note_sent(self, tag: int) -> None:
         """Count a message that the rank sends: what it sees next may have its place after that."""
-        self._sent_count += 1
+        self._sent_count += not (self.log.is_native and tags.COLLECTIVE_FIRST <= tag <= tags.COLLECTIVE_LAST)
         self._freeze_if_late()
 
     # -- what may be seen -------------------------------------------------------------------------------------------
@@ -237,8 +206,8 @@ class Gate:
         match sight:
             case Taken():
                 return all(self._mailbox.count(key) >= count for key, count in self._keys_with(sight).items())
-            case Passed():
-                return self._deadline(sight) is not None
+            case Passed(what=what):
+                return self._deadlines.has(what)
             case Fired(what=what):
                 return self._timers.has(what)
             case _:
@@ -270,9 +239,6 @@ class Gate:
             woken_count += 1
         return self._is_due(sight, woken_count)
 
-    def _deadline(self, passed: Passed) -> _Deadline | None:
-        return next((each for each in self._deadlines if each.what == passed.what), None)
-
     def _show(self, sight: Sight) -> None:
         """Let the rank see something, and do at once what follows from it."""
         assert self._engine is not None
@@ -289,12 +255,8 @@ class Gate:
                 self._mailbox.lose(rank)
             case Fired(what=what):
                 self._timers.fire(what)
-            case Passed():
-                deadline = self._deadline(sight)
-                assert deadline is not None, "it is possible"
-                self._deadlines.remove(deadline)
-                deadline.has_passed = True
-                deadline.on_passed()
+            case Passed(what=what):
+                self._deadlines.expire(what)
 
     def _catch_up(self) -> None:
         """Show all whose place has come, as far as it is possible."""
@@ -321,7 +283,8 @@ class Gate:
         return self.is_done and not self._permitted
 
     def _note_progress(self) -> None:
-        self.progressed_at = self._loop.time()
+        self._progressed_at = self._loop.time()
+        self.progress_count += 1
 
     # -- waiting for other ranks ------------------------------------------------------------------------------------
 
@@ -394,16 +357,16 @@ class Gate:
             if sight is not self._put_off:
                 self._put_off = sight
                 self._look_soon(_PATIENCE_S)
-            elif self._loop.time() >= self.progressed_at + _PATIENCE_S:
+            elif self._loop.time() >= self._progressed_at + _PATIENCE_S:
                 self._show(sight)
                 self._look_soon()
             else:
-                self._look_soon(self.progressed_at + _PATIENCE_S + _PAUSE_S - self._loop.time())
+                self._look_soon(self._progressed_at + _PATIENCE_S + _PAUSE_S - self._loop.time())
         elif sight is not None and self._has_ended:
-            if self._loop.time() >= self.progressed_at + _PATIENCE_S:
+            if self._loop.time() >= self._progressed_at + _PATIENCE_S:
                 self._show_all()
             else:
-                self._look_soon(self.progressed_at + _PATIENCE_S + _PAUSE_S - self._loop.time())
+                self._look_soon(self._progressed_at + _PATIENCE_S + _PAUSE_S - self._loop.time())
 
     def _show_all(self) -> None:
         """Hold nothing back any more: main has ended, and ranks may come to their end in another order than then."""
@@ -521,13 +484,13 @@ class Gate:
 
     async def _see(self, sight: Sight) -> None:
         """See something as soon as it is possible; nothing else on the rank happens meanwhile."""
-        if await self._until_possible(sight):
-            if sight is self._next():
-                self._show(sight)
-        elif self._may_stop:
-            await self._stop()
-        else:
-            raise self._divergence(f"{sight} was seen, which does not happen now")
+        while not await self._until_possible(sight):
+            if isinstance(sight, Taken) and any(map(self._is_cut_off, {rank for rank, _ in sight.keys})):
+                await self._stop()
+            if self._progressed_at < self._loop.time() - _TRY_COUNT * _PATIENCE_S:
+                raise self.comparison.divergence(in_words(sight))
+        if sight is self._next():
+            self._show(sight)
 
     async def _until_possible(self, sight: Sight) -> bool:
         pause_s, waited_s = _PAUSE_S, 0.0
@@ -560,7 +523,8 @@ class Gate:
         assert self._engine is not None
         if deadline is None or self.is_done:
             return await self._until(condition, what)
-        with self._deadline_of(what, self._engine.recheck) as entry:
+        with self._deadlines.waiting(what, self._engine.recheck) as entry:
+            self._look_soon()
             await self._until(lambda: entry.has_passed or condition(), what)
             return not entry.has_passed or condition()
 
@@ -570,63 +534,28 @@ class Gate:
         """As :meth:`Engine.park_until`, with deadlines that pass when they did."""
         del deadline
         assert self._engine is not None
-        with self._deadline_of(what, functools.partial(resolve_waiter, waiter, None)) as entry:
+        with self._deadlines.waiting(what, functools.partial(resolve_waiter, waiter, None)) as entry:
+            self._look_soon()
             await self._engine.park(waiter, what)
             return not entry.has_passed or is_ready()
-
-    @contextlib.contextmanager
-    def _deadline_of(self, what: str, on_passed: Callable[[], object]) -> Iterator[_Deadline]:
-        entry = _Deadline(str(what), on_passed)
-        self._deadlines.append(entry)
-        self._look_soon()
-        try:
-            yield entry
-        finally:
-            if entry in self._deadlines:
-                self._deadlines.remove(entry)
 
     # -- what it does -----------------------------------------------------------------------------------------------
 
     def _on_event(self, time_s: float, kind: str, fields: tuple[Field, ...]) -> None:
-        """Compare what the rank does with what it did."""
         assert self._engine is not None
-        if kind == "step":
-            self.iteration = int(fields[1])  # type: ignore[arg-type]
-        if kind not in DECISIONS or self._found or self._engine.failure:
-            return
-        event = Event(time_s, kind, fields)
-        decisions = self.log.decisions[kind]
-        if not decisions:
-            if self.log.is_over and not self.has_stopped:  # what comes after main's end may differ: it decides nothing
-                raise self._divergence(f"no more {kind} was recorded, and now there is [{event}]")
-            return
-        expected = decisions.popleft()
-        if _essence(expected) != _essence(event):
-            raise self._divergence(f"recorded was [{expected}], and now there is [{event}]")
+        if not self._engine.failure:
+            self.comparison.on_event(time_s, kind, fields, self.has_stopped)
 
     def note_end(self, error: BaseException | None) -> None:
         """Compare how main ended."""
-        if isinstance(error, asyncio.CancelledError):  # since the simulation is over
-            return
-        self.has_stopped = self._has_ended = True
-        self._look_soon()
-        now, recorded = "" if error is None else type(error).__name__, self.log.error.partition(":")[0]
-        came_late = recorded == RankLostError.__name__ and not now  # it failed elsewhere as this main returned
-        if self.log.is_over and not self._found and now != recorded and not came_late:
-            self._divergence(f"its main ended with [{self.log.error}], and now with [{now}]")
+        if not isinstance(error, asyncio.CancelledError):  # since the simulation is over
+            self.has_stopped = self._has_ended = True
+            self._look_soon()
+        self.comparison.on_end(error)
 
-    def where(self) -> str:
-        """Return how far the rank has come, in words."""
-        return f"after iteration {self.iteration}" if self.iteration >= 0 else "before its first step"
-
-    def _divergence(self, what: str) -> DivergenceError:
-        error = DivergenceError(f"rank {self.rank}, {self.where()}: {what}", rank=self.rank)
-        self._found.append(error)
-        return error
-
-
-def _essence(event: Event) -> tuple[str, list[Any]]:
-    """Return what a replay must repeat of an event: all but how long something took. A NaN repeats a NaN."""
-    named = zip(KINDS[event.kind], event.fields, strict=False)
-    plain = ((name, list(field) if isinstance(field, (tuple, list)) else field) for name, field in named)
-    return event.kind, [field if field == field else "nan" for name, field in plain if name != "seconds"]
+    def missing(self) -> tuple[float, str]:
+        """Return when the event was that came next in the recorded run, on the rank's clock, and what it was."""
+        sight = self._next()
+        entry = sight if sight is not None else next(iter(self.log.entries), None)
+        time_s = math.inf if entry is None else entry.time_s
+        return time_s, f"rank {self.rank}, {self.comparison.where()}: {in_words(sight)}"

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, TypeAlias
 
+from asyncdist import tags
 from asyncdist.recording.events import Event
 
 #: Events that a replay must repeat, field by field.
@@ -138,6 +139,7 @@ class RankLog:
         tags: those of messages that it received.
         is_over: whether the end of its main is recorded.
         error: with which main ended; "" where it returned.
+        is_native: see :func:`log_of`.
     """
 
     entries: deque[Entry]
@@ -147,6 +149,7 @@ class RankLog:
     tags: frozenset[int]
     is_over: bool
     error: str
+    is_native: bool
 
     @property
     def decision_count(self) -> int:
@@ -154,12 +157,13 @@ class RankLog:
         return sum(map(len, self.decisions.values()))
 
 
-def log_of(events: Iterable[Event], sent_before_count: int = 0) -> RankLog:
+def log_of(events: Iterable[Event], sent_before_count: int = 0, *, is_native: bool = False) -> RankLog:
     """Read a rank's events, up to its last step where a signal has ended it: a replay has no signals.
 
     Args:
         events: as they were recorded.
         sent_before_count: how many messages the rank sent before its world was open.
+        is_native: whether the backend carried collectives by itself: what a replay sends for them does not count.
     """
     events = list(events)
     if any(event.kind == "over" and str(event.fields[0]).startswith(_SIGNALS) for event in events):
@@ -169,7 +173,7 @@ def log_of(events: Iterable[Event], sent_before_count: int = 0) -> RankLog:
     early: Counter[Key] = Counter()
     clock: defaultdict[int, deque[Reading]] = defaultdict(deque)
     decisions: defaultdict[str, deque[Event]] = defaultdict(deque)
-    tags = set()
+    received_tags = set()
     point: SafePoint | None = None
     last_pass, sent_count, seen_count, is_over, error = -1, -sent_before_count, 0, False, ""
     for event in events:
@@ -188,9 +192,9 @@ def log_of(events: Iterable[Event], sent_before_count: int = 0) -> RankLog:
                 point = None
             case "received", (int(source), int(tag), int(), -2, *_):
                 early[source, tag] += 1
-                tags.add(tag)
+                received_tags.add(tag)
             case "received", (int(source), int(tag), int(), int(number), int(turn), *_):
-                tags.add(tag)
+                received_tags.add(tag)
                 if number >= 0 and to and type(to[-1]) is Taken and number == last_pass:
                     to[-1].keys.append((source, tag))
                 else:
@@ -199,9 +203,9 @@ def log_of(events: Iterable[Event], sent_before_count: int = 0) -> RankLog:
                     to.append(kind(turn, woken_count, sent_count, event.time_s, [(source, tag)]))
                     seen_count += number >= 0
                 last_pass = number
-            case "sent", _:
+            case "sent", (int(), int(tag), *_):
                 last_pass = -1  # what the pass takes up after this may answer it
-                sent_count += 1
+                sent_count += not (is_native and tags.COLLECTIVE_FIRST <= tag <= tags.COLLECTIVE_LAST)
             case "deadline", (str(what), int(turn), int(woken_count)):
                 to.append(Passed(turn, woken_count, sent_count, event.time_s, what))
                 seen_count += 1
@@ -217,4 +221,4 @@ def log_of(events: Iterable[Event], sent_before_count: int = 0) -> RankLog:
                 is_over, error = True, text
         if event.kind in DECISIONS:
             decisions[event.kind].append(event)
-    return RankLog(entries, early, clock, decisions, frozenset(tags), is_over, error)
+    return RankLog(entries, early, clock, decisions, frozenset(received_tags), is_over, error, is_native)

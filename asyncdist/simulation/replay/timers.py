@@ -1,9 +1,11 @@
-"""Keeps the timers of a replayed rank, which fire when they did in the recorded run."""
+"""Keeps the timers and deadlines of a replayed rank, which are over when they were in the recorded run."""
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from asyncdist.simulation.processes.event_loop import RankLoop
@@ -82,3 +84,47 @@ class Timers:
     def _first(self, what: str) -> _Timer | None:
         waiting = (timer for timer in self._pending if timer.what == what and not timer.is_over)
         return min(waiting, key=lambda timer: timer.when_s, default=None)
+
+
+@dataclass(slots=True, eq=False)
+class Deadline:
+    """Belongs to a task that waits for something up to a time.
+
+    Attributes:
+        what: what it waits for, in words.
+        on_passed: wakes it.
+        has_passed: whether that time has come.
+    """
+
+    what: str
+    on_passed: Callable[[], object]
+    has_passed: bool = False
+
+
+class Deadlines:
+    """Keeps the deadlines of a rank's tasks."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Deadline] = []
+
+    @contextlib.contextmanager
+    def waiting(self, what: str, on_passed: Callable[[], object]) -> Iterator[Deadline]:
+        """Keep a deadline while the body waits; ``on_passed`` wakes it."""
+        deadline = Deadline(str(what), on_passed)
+        self._waiting.append(deadline)
+        try:
+            yield deadline
+        finally:
+            if deadline in self._waiting:
+                self._waiting.remove(deadline)
+
+    def has(self, what: str) -> bool:
+        """Return whether a task waits for this."""
+        return any(each.what == what for each in self._waiting)
+
+    def expire(self, what: str) -> None:
+        """Let the time of the task be over that has waited for this first."""
+        deadline = next(each for each in self._waiting if each.what == what)
+        self._waiting.remove(deadline)
+        deadline.has_passed = True
+        deadline.on_passed()
