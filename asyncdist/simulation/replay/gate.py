@@ -299,8 +299,8 @@ class Gate:
         if self._must_be_there(sight, engine.woken_count + woken_count) and not self._is_possible(sight):
             self._is_frozen = True
             self._frozen_until = self._loop.time() + _PATIENCE_S
-            self._loop.attend(self._thaw, ())
             self._stay_frozen(_PAUSE_S)
+            self._loop.attend(self._thaw, ())  # before anything else, when it is not busy any more
 
     def _stay_frozen(self, pause_s: float) -> None:
         sight = self._next()
@@ -326,7 +326,7 @@ class Gate:
 
     def _is_main_running(self) -> bool:
         """Whether what runs now comes to a safe point, which waits by itself for what it is to see."""
-        return self._point is None and self._main is not None and asyncio.current_task(self._loop) is self._main
+        return self._main is not None and asyncio.current_task(self._loop) is self._main
 
     # -- outside of safe points -------------------------------------------------------------------------------------
 
@@ -494,7 +494,7 @@ class Gate:
 
     async def _until_possible(self, sight: Sight) -> bool:
         pause_s, waited_s = _PAUSE_S, 0.0
-        while not self._is_possible(sight):
+        while sight is self._next() and not self._is_possible(sight):
             if waited_s > _PATIENCE_S:
                 return False
             await self._loop.be_busy(pause_s)
