@@ -99,6 +99,39 @@ def test_the_first_difference_is_told(tmp_path: Path) -> None:
         replay(train, 0.0, STEPS + 6, recording=recording)
 
 
+def test_a_recording_that_was_cut_short_ends_and_says_so(tmp_path: Path) -> None:
+    simulate(train, ranks=4, seed=1, record=tmp_path)
+    cut = read_recording(tmp_path).ranks[2]
+    half = sum(1 for _ in cut.events()) // 2
+    count = 0
+
+    def is_early(event: Event) -> bool:
+        nonlocal count
+        count += 1
+        return count < half
+
+    keep_events(cut, is_early)
+    replayed = replay(train, recording=read_recording(tmp_path))
+    assert replayed.cut_ranks == (2,)
+    assert replayed.decision_count > 30 and replayed.left_count > 10
+
+
+def test_what_does_not_come_any_more_is_told_in_words(tmp_path: Path) -> None:
+    async def waits(world: ad.World, speaker: int) -> None:
+        channel = world.channel(Word, tag=40)
+        if world.rank == speaker:
+            await channel.send(Word(1), 1 - speaker)
+        if world.rank == 1:
+            await channel.receive()
+
+    simulate(waits, 0, ranks=2, seed=0, record=tmp_path)
+    with pytest.raises(
+        DivergenceError,
+        match="rank 1, before its first step: in the recorded run a message of rank 0 on tag 40 came next; now none",
+    ):
+        replay(waits, 5, recording=read_recording(tmp_path))
+
+
 def test_one_who_fails_fails_again(tmp_path: Path) -> None:
     async def fails(world: ad.World) -> float:
         result = await train(world)
