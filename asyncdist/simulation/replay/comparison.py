@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import bdb
 from typing import Any
 
 from asyncdist import tags
@@ -28,12 +27,10 @@ class Comparison:
 
     Attributes:
         iteration: the last one in which a policy's step ended; -1 before the first.
-        has_quit: whether the user has left the debugger.
     """
 
     def __init__(self, rank: int, log: RankLog, found: list[DivergenceError]) -> None:
         self.iteration = -1
-        self.has_quit = False
         self._rank = rank
         self._log = log
         self._found = found
@@ -56,8 +53,7 @@ class Comparison:
 
     def on_end(self, error: BaseException | None) -> None:
         """Compare how main ended."""
-        self.has_quit = isinstance(error, bdb.BdbQuit)
-        if self.has_quit or isinstance(error, asyncio.CancelledError):
+        if isinstance(error, asyncio.CancelledError):
             return
         now, recorded = "" if error is None else type(error).__name__, self._log.error.partition(":")[0]
         came_late = recorded == RankLostError.__name__ and not now  # it failed elsewhere as this main returned

@@ -9,7 +9,6 @@ is computed anew, and compared with what was recorded: each decision, and the we
 
 from __future__ import annotations
 
-import bdb
 import logging
 import random
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -122,8 +121,6 @@ def replay(
     finally:
         torch.set_num_threads(threads)
         instrument.reset(token)
-    if any(gate.comparison.has_quit for gate in gates.values()):
-        raise bdb.BdbQuit
     if differing:
         raise differing[0]
     waiting = {rank: gate for rank, gate in gates.items() if not gate.has_stopped}
@@ -134,7 +131,7 @@ def replay(
 
 
 class _Watch:
-    """Ends a replay in which nothing happens any more, or whose user has quit.
+    """Ends a replay in which nothing happens any more.
 
     Args:
         gates: of all ranks; it changes meanwhile.
@@ -151,8 +148,6 @@ class _Watch:
         self._event_count += 1
         if self._event_count % _LOOK_EVERY:
             return False
-        if any(gate.comparison.has_quit for gate in self._gates.values()):
-            return True
         progress_count = sum(gate.progress_count for gate in self._gates.values())
         if progress_count != self._progress_count:
             self._progress_count, self._progressed_at_count = progress_count, self._event_count
