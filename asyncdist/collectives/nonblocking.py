@@ -328,6 +328,11 @@ class Collectives:
                 group.ranks, group.key, self._rank, CollectiveCall(operation, root, reduction, dtype, shape)
             )
 
+    def _begin(self, membership: MembershipLog, group: Group) -> int:
+        """Count a collective of this rank, for recordings too: what the rank sees later may need it."""
+        self._engine.woken_count += 1
+        return membership.begin(group)
+
     async def _native(self, group: Group, start: Callable[[], Request], what: str) -> None:
         """Start a collective of the backend, unless older ones of this rank have not all been started, and await it."""
         if self._membership is None:
@@ -336,7 +341,7 @@ class Collectives:
         if group.tag in self._newest:
             await self._finish(group, self._started, start, what)
             return
-        number = self._membership.begin(group)
+        number = self._begin(self._membership, group)
         self._membership.check(group, number)
         await self._follow(group, number, start(), what)
 
@@ -361,7 +366,7 @@ class Collectives:
         engine.collective_waits.add(waiter)
         try:
             if not waiter.done():
-                await engine.park(waiter, what)
+                await engine.park(waiter, what, is_of_request=True)
             waiter.result()
         finally:
             engine.collective_waits.discard(waiter)
@@ -384,7 +389,7 @@ class Collectives:
 
     def _start(self, group: Group, work: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> asyncio.Task[T]:
         assert self._membership is not None, "what a sequence does is part of its task"
-        number = self._membership.begin(group)
+        number = self._begin(self._membership, group)
         task = self._spawn(self._in_turn(self._newest.get(group.tag), self._membership, group, number, work, *args))
         self._newest[group.tag] = task
         task.add_done_callback(functools.partial(self._forget, group.tag))

@@ -19,7 +19,6 @@ that all have asked, and the one start that may keep it back has all of its memb
 
 from __future__ import annotations
 
-import asyncio
 import bisect
 import contextlib
 import dataclasses
@@ -32,6 +31,7 @@ from asyncdist.collectives.agreement.agreements import Agreements
 from asyncdist.collectives.agreement.messages import Agreed, Meeting, Runs
 from asyncdist.collectives.agreement.verdicts import Postponed
 from asyncdist.errors import StartTimeoutError
+from asyncdist.messaging.engine import Timer
 from asyncdist.messaging.services import Services
 
 
@@ -109,14 +109,14 @@ class Turns:
         left_s = start.left_s(timeout_s)
         text = f"{start.meeting}: all ranks came, but {left_s:g} s later some were still in other starts, or computing"
         error = StartTimeoutError(text, missing=())
-        timer: asyncio.Handle
+        timer: Timer
 
         def on_time_up() -> None:
             nonlocal timer
-            engine.poll()  # the word may have come while something blocked the loop: then the task goes on first
+            # The word may have come while something blocked the loop: then the task goes on first.
             timer = engine.loop.call_soon(start.on_time_up, error)
 
-        timer = engine.loop.call_later(left_s, on_time_up)
+        timer = engine.call_later(left_s, "time of", on_time_up, about=start.meeting)
         try:
             yield
         finally:

@@ -164,7 +164,7 @@ class Channel(Generic[MessageT]):
             waiter = self._engine.loop.create_future()
             self._watch(request, dest, functools.partial(resolve_waiter, waiter))
             what = Awaited.of_peer(f"{self.name}: send to {dest}", dest, self.demultiplexer.tag)
-            await self._engine.park(waiter, what)
+            await self._engine.park(waiter, what, is_of_request=True)
             return
         self._since_yield += 1
         if self._since_yield >= FAIRNESS_PERIOD:  # only once it is posted: another task's later send would overtake it
@@ -253,15 +253,10 @@ class Channel(Generic[MessageT]):
                 inbox.wait_no_more(waiter)
 
     async def _wait_until(self, waiter: asyncio.Future[None], deadline: float, timeout_s: float) -> None:
-        try:
-            async with asyncio.timeout_at(deadline):
-                await self._engine.park(waiter, self._awaiting)
-        except TimeoutError:
-            await self._engine.drain()
-            if not self.is_ready:
-                early = self.demultiplexer.early.describe()
-                hint = f"; {early}" if early else ""
-                raise TimeoutError(f"{self.name}: no message for {timeout_s:g} s{hint}") from None
+        if not await self._engine.park_until(waiter, lambda: self.is_ready, self._awaiting, deadline):
+            early = self.demultiplexer.early.describe()
+            hint = f"; {early}" if early else ""
+            raise TimeoutError(f"{self.name}: no message for {timeout_s:g} s{hint}")
 
     # -- called by the demultiplexer and the world ------------------------------------------------------------------
 
@@ -317,7 +312,7 @@ class Channel(Generic[MessageT]):
             raise error
         elif self._is_forsaken is None:
             self._is_forsaken = False
-            self._engine.loop.call_later(LAST_MESSAGES_S, self._note_silence)
+            self._engine.call_later(LAST_MESSAGES_S, "last messages on", self._note_silence, about=self.name)
 
     def _note_silence(self) -> None:
         self._is_forsaken = True

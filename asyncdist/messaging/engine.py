@@ -15,7 +15,7 @@ import types
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Generator, Iterable
 from dataclasses import dataclass
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, Protocol, Self, TypeVar
 
 from asyncdist import tags
 from asyncdist.errors import AsyncdistError, TruncationError
@@ -60,6 +60,13 @@ class Awaited(str):
         return cls(text, lambda: (peer,), tag)
 
 
+class Timer(Protocol):
+    """Stands for a call that is to come, as asyncio's handles do."""
+
+    def cancel(self) -> None:
+        """Never make the call."""
+
+
 @types.coroutine
 def yield_to_loop() -> Generator[None, None, None]:
     """Let every other ready task and callback run once."""
@@ -84,8 +91,12 @@ class Engine(Poller):
         on_safe_point: called with False when a safe point begins, and with True when it has ended; None as above.
         turn: of the safe point that is under way, how many passes and yields it has made: odd while it yields.
         on_deadline: called with what was waited for when a deadline has passed; None as above.
-        woken_count: how many waits have ended since the last safe point began.
-        on_woken: called as a wait ends, before that is counted; None as above.
+        on_timer: called with the name of a timer of :meth:`call_later` as it fires; None as above.
+        clock: returns the time of the loop; for what decides something by it, so that recordings can tell it.
+        woken_count: how many waits for messages of channels, and for conditions, have ended since the last safe point
+            began, and how many collectives have begun. Waits for requests do not count: one that is done at once is not
+            waited for.
+        on_woken: called as any wait ends, with whether it counts, before that is counted; None as above.
 
     Args:
         transport: the rank's transport.
@@ -98,8 +109,10 @@ class Engine(Poller):
         self.on_waited: Callable[[str, float], None] | None = None
         self.on_safe_point: Callable[[bool], None] | None = None
         self.on_deadline: Callable[[str], None] | None = None
+        self.on_timer: Callable[[str], None] | None = None
+        self.clock: Callable[[], float] = loop.time
         self.woken_count = 0
-        self.on_woken: Callable[[], None] | None = None
+        self.on_woken: Callable[[bool], None] | None = None
         self.turn = 0
         self._disowned: list[PendingRequest] = []
         self._abandoned: dict[tuple[int, int], deque[_Abandoned]] = {}
@@ -238,7 +251,7 @@ class Engine(Poller):
         waiter = self._new_waiter()
         operation.on_done = lambda error: resolve_waiter(waiter, error)
         self._operations.append(operation)
-        await self.park(waiter, operation.what)
+        await self.park(waiter, operation.what, is_of_request=True)
 
     def _abandon(self, operation: PendingRequest, buffer: Buffer, stash: deque[_Abandoned]) -> None:
         """Keep the request of a receiver that was cancelled, until the transport says how it ended."""
@@ -265,7 +278,7 @@ class Engine(Poller):
     async def _until(self, entry: _Abandoned, what: str) -> None:
         waiter = self._new_waiter()
         entry.waiters.append(waiter)
-        await self.park(waiter, what)
+        await self.park(waiter, what, is_of_request=True)
 
     # -- waiting ----------------------------------------------------------------------------------------------------
 
@@ -316,12 +329,41 @@ class Engine(Poller):
                     timer.cancel()
         return True
 
-    async def park(self, waiter: asyncio.Future[None], what: str = "a wake-up") -> None:
+    async def park_until(
+        self, waiter: asyncio.Future[None], is_ready: Callable[[], bool], what: str, deadline: float
+    ) -> bool:
+        """Wait for ``waiter`` as :meth:`park` does, up to a deadline.
+
+        Args:
+            waiter: a future of this loop.
+            is_ready: whether there is what it stands for, asked when the deadline has passed.
+            what: what is waited for, in words, for reports.
+            deadline: on the loop's clock, in seconds. Everything that has arrived is taken in before it is judged.
+
+        Returns:
+            False when the deadline has passed, and it is not ready.
+        """
+        timer = self.loop.call_at(deadline, resolve_waiter, waiter, None)
+        try:
+            await self.park(waiter, what)
+        finally:
+            timer.cancel()
+        if is_ready() or self.loop.time() < deadline:
+            return True
+        await self.drain()
+        if is_ready():
+            return True
+        if self.on_deadline is not None:
+            self.on_deadline(str(what))
+        return False
+
+    async def park(self, waiter: asyncio.Future[None], what: str = "a wake-up", *, is_of_request: bool = False) -> None:
         """Wait for ``waiter``, which a pass will settle; the driver polls as often as it can meanwhile.
 
         Args:
             waiter: a future of this loop.
             what: what is waited for, in words, for reports.
+            is_of_request: whether that is a request's end: a send's, for example.
         """
         if self.failure is not None:
             raise self.failure
@@ -334,14 +376,37 @@ class Engine(Poller):
             await waiter
         finally:
             del self._waiters[waiter]
-            self._note_woken()
+            self._note_woken(not is_of_request)
             if self.on_waited is not None and is_counted:
                 self.on_waited(str(what), self.loop.time() - began_at)
 
-    def _note_woken(self) -> None:
+    def call_later(
+        self, delay_s: float, what: str, call: Callable[..., object], *args: Any, about: object = ""
+    ) -> Timer:
+        """Call ``call(*args)`` in so many seconds. What has arrived by then is taken in before.
+
+        What a rank decides or sends at some time goes through this, and not through the loop: recordings tell when it
+        happened, and in a replay it happens then.
+
+        Args:
+            delay_s: the seconds.
+            what: names the timer, in words.
+            call: must not raise.
+            args: its arguments.
+            about: follows these words, where a rank has several such timers.
+        """
+        return self.loop.call_later(delay_s, self._fire, what, about, call, args)
+
+    def _fire(self, what: str, about: object, call: Callable[..., object], args: tuple[Any, ...]) -> None:
+        self.poll()
+        if self.on_timer is not None:
+            self.on_timer(f"{what} {about}".rstrip())
+        call(*args)
+
+    def _note_woken(self, counts: bool) -> None:
         if self.on_woken is not None:
-            self.on_woken()
-        self.woken_count += 1
+            self.on_woken(counts)
+        self.woken_count += counts
 
     # -- tasks that others count on ---------------------------------------------------------------------------------
 
@@ -377,7 +442,7 @@ class Engine(Poller):
             return await future
         finally:
             del self._settlers[future]
-            self._note_woken()
+            self._note_woken(False)
             if self.on_waited is not None and began_at is not None:
                 self.on_waited(what or task.get_name(), self.loop.time() - began_at)
 

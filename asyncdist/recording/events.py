@@ -54,12 +54,15 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     # The error that ends this rank, or "" where main has returned.
     "over": ("error",),
     # For replays: a safe point has begun, or ended; a line of code has read the clock; a deadline has passed.
-    # The beginning of a safe point in which nothing happened is left out.
-    "safe_point": ("has_ended", "turns"),
+    # The beginning of a safe point in which nothing happened is left out. So many waits had ended as it began, since
+    # the one before.
+    "safe_point": ("has_ended", "turns", "woken"),
     "clock": ("seconds", "line"),
-    "deadline": ("what",),
+    "deadline": ("what", "turn", "woken"),
     # The last weights of a policy, as a CRC-32 of all bytes, where they are not too many.
     "weights": ("policy", "checksum"),
+    # A timer of the runtime has fired; turn and waits are as of a message.
+    "timer": ("what", "turn", "woken"),
 }
 #: Events that a rank keeps in memory. Steps, messages and reports that come are not among them: they are too many.
 CAPACITY: Final = 256

@@ -160,6 +160,7 @@ class RecordWriter:
         self._block = bytearray()
         self._block_began_at = clock()
         self._is_at_safe_point = False
+        self._woken_count = 0
         self._has_sent = False
 
     @property
@@ -191,7 +192,9 @@ class RecordWriter:
         if self._is_at_safe_point:
             self._is_at_safe_point = False
             if code != _SAFE_POINT:
-                _encode_into((_SAFE_POINT, int((time_s - self._block_began_at) * 1e6), False), block, -1)
+                _encode_into(
+                    (_SAFE_POINT, int((time_s - self._block_began_at) * 1e6), False, 0, self._woken_count), block, -1
+                )
         if code == _SENT:
             self._has_sent = True
         begin = len(block)
@@ -210,9 +213,16 @@ class RecordWriter:
         """Write an event down that happens now."""
         self.add(self._clock(), kind, fields)
 
-    def begin_safe_point(self) -> None:
+    def begin_safe_point(self, woken_count: int) -> None:
         """Note that a safe point has begun: it is written down with what happens in it, or with its end alone."""
-        self._is_at_safe_point = True
+        self._is_at_safe_point, self._woken_count = True, woken_count
+
+    def end_safe_point(self, turn: int) -> None:
+        """Write down that a safe point has ended after so many passes and yields."""
+        if self._is_at_safe_point:
+            self.note("safe_point", True, turn, self._woken_count)
+        else:
+            self.note("safe_point", True, turn)
 
     def flush_sends(self) -> None:
         """Flush if a message was sent: what other ranks have seen of this one is known even if it is killed now."""

@@ -42,6 +42,7 @@ class Recording:
         self._timer: asyncio.TimerHandle | None = None
         self._writer: RecordWriter | None = None
         self._engine: Engine | None = None
+        self._sent_before_count = 0  # before the world was open
         if options is not None:
             self._writer = RecordWriter(options, clock_of(loop), transport.rank)
             self.transport = RecordedTransport(transport, functools.partial(self._note_message, self._writer))
@@ -59,14 +60,16 @@ class Recording:
             transport=transport.describe(),
             hostname=world.hostname,
         )
-        writer.open({**header, **_conditions(world)})
+        writer.open({**header, **_conditions(world), "sent_before_count": self._sent_before_count})
         services, engine = world.services, world.services.engine
+        engine.woken_count = 0  # a replay opens the world in another way
         services.events.sink = writer.add
         services.count_waits(writer.note_wait)
         services.end_recording = functools.partial(self._end, writer)
         engine.on_safe_point = functools.partial(self._note_safe_point, writer, engine)
-        engine.on_deadline = functools.partial(writer.note, "deadline")
-        services.time = world.time = functools.partial(self._read_clock, writer, services.time)
+        engine.on_deadline = functools.partial(self._note_deadline, writer, engine)
+        engine.on_timer = functools.partial(self._note_timer, writer, engine)
+        engine.clock = services.time = world.time = functools.partial(self._read_clock, writer, services.time)
         self._engine = engine
         if not transport.capabilities.shares_process:  # which cannot be killed without the writer's process
             self._tick(writer)
@@ -80,15 +83,24 @@ class Recording:
                 number = engine._pass_count % 65536 if engine._in_pass else -1
                 writer.note(kind, peer, tag, nbytes, number, engine.turn, engine.woken_count)
         else:
+            self._sent_before_count += self._engine is None
             writer.note(kind, peer, tag, nbytes)
 
     @staticmethod
     def _note_safe_point(writer: RecordWriter, engine: Engine, has_ended: bool) -> None:
         if has_ended:
-            writer.note("safe_point", True, engine.turn)
+            writer.end_safe_point(engine.turn)
             writer.flush_sends()
         else:
-            writer.begin_safe_point()
+            writer.begin_safe_point(engine.woken_count)
+
+    @staticmethod
+    def _note_deadline(writer: RecordWriter, engine: Engine, what: str) -> None:
+        writer.note("deadline", what, engine.turn, engine.woken_count)
+
+    @staticmethod
+    def _note_timer(writer: RecordWriter, engine: Engine, what: str) -> None:
+        writer.note("timer", what, engine.turn, engine.woken_count)
 
     @staticmethod
     def _read_clock(writer: RecordWriter, clock: Callable[[], float]) -> float:

@@ -217,7 +217,7 @@ class World:
         on_safe_point = engine.on_safe_point
         if on_safe_point is not None:
             on_safe_point(False)
-        engine.turn = 0
+        engine.turn = engine.woken_count = 0
         engine.poll()
         engine.turn = 1
         await yield_to_loop()

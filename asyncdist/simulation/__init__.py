@@ -21,7 +21,7 @@ from asyncdist.simulation.faults import (
     Stall,
 )
 from asyncdist.simulation.links import Link, Network
-from asyncdist.simulation.replay.gate import DivergenceError
+from asyncdist.simulation.replay.comparison import DivergenceError
 from asyncdist.simulation.replay.replay import Replayed, replay
 from asyncdist.simulation.replay.script import replay_script
 from asyncdist.simulation.report import SimReport

@@ -42,9 +42,10 @@ def test_a_run_with_a_straggler_happens_again(tmp_path: Path, transport: str) ->
 
 @pytest.mark.mpi
 def test_a_run_in_which_a_rank_was_killed_happens_again(tmp_path: Path) -> None:
-    recorded = record(tmp_path, "mpi", "4000", "60")
+    killed = ("4000", "--kill", "3", "60")
+    recorded = record(tmp_path, "mpi", *killed)
     assert recorded.returncode
-    result = replay(tmp_path, SCRIPT, "4000", "60")
+    result = replay(tmp_path, SCRIPT, *killed)
     check_same(result, 50)
     assert re.search(r"the record ends before main did on: .*3", result.stdout)
 
@@ -58,6 +59,8 @@ def test_a_debugger_stops_in_one_rank_and_a_recording_becomes_a_test(tmp_path: P
     stopped = replay(tmp_path / "run", SCRIPT, "--rank", "3", "--pdb", "30", given=talk)
     told = re.findall(r"\('(rank|iteration)', (\d+)\)", stopped.stdout)
     assert told == [("rank", "3"), ("iteration", "0"), ("iteration", "1")], stopped.stdout + stopped.stderr
+    assert stopped.returncode == 1
+    assert "differs" not in stopped.stdout + stopped.stderr, "leaving the debugger is no difference"
 
     test = tmp_path / "tests" / "test_again.py"
     written = replay(tmp_path / "run", SCRIPT, "--to-test", str(test), "30")

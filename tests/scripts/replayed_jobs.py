@@ -1,7 +1,7 @@
 """Real jobs that are recorded and happen again in the simulator, one after the other; started by ``tools/soak``.
 
-Each job is drawn from its seed: its transport, how many steps it makes, and whether a rank of it kills itself. Rank 2
-is a straggler in all of them.
+Each job is drawn from its seed: its transport, its policy, how many steps it makes, and what happens to its ranks. Rank
+2 is a straggler in all of them; others start late, stop for a while, compute for long, or are killed.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from support import mpi, warm
 
 SCRIPT: Final = str(Path(__file__).with_name("recorded_training.py"))
 SAME: Final = re.compile(
@@ -25,15 +28,21 @@ _TIMEOUT_S: Final = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is drawn: the arguments of the script are its steps and, where one is killed, the step of rank 3's end."""
+    """What is drawn.
 
-    transport: str
+    Attributes:
+        options: of ``asyncdist run``.
+        arguments: of the script.
+    """
+
+    options: tuple[str, ...]
     arguments: tuple[str, ...]
 
     @property
-    def is_killed(self) -> bool:
-        """Whether rank 3 kills itself."""
-        return len(self.arguments) == 2
+    def kinds(self) -> list[str]:
+        """What is special about it, in words."""
+        named = [word.lstrip("-") for word in (*self.options, *self.arguments) if word.startswith("--")]
+        return [self.options[1], *(word for word in named if word not in ("transport", "coordinator"))]
 
 
 def plan(seed: int) -> Job:
@@ -41,41 +50,66 @@ def plan(seed: int) -> Job:
     rng = random.Random(seed)
     transport = rng.choice(("mpi", "mpi", "torch"))
     steps = rng.randint(40, 400)
-    if rng.random() < 0.4:
-        return Job(transport, (str(10 * steps), str(rng.randint(0, steps))))
-    return Job(transport, (str(steps),))
+    options, arguments = ["--transport", transport], []
+    policy = rng.choice(("selective", "selective", "selective", "sharded", "average_all"))
+    coordinator = rng.choice((0, 0, 1, 3)) if policy in ("selective", "sharded") else 0
+    arguments += ["--policy", policy, "--coordinator", str(coordinator)]
+    is_killed = rng.random() < 0.4
+    if is_killed:
+        rank = rng.choice((3, 3, coordinator, 1))
+        arguments += ["--kill", str(rank), str(rng.randint(0, steps))]
+        if transport == "mpi" and rng.random() < 0.5:
+            options.append("--survive")
+    if rng.random() < 0.3:
+        arguments += ["--late", str(rng.randrange(4)), f"{rng.uniform(1.0, 3.0):.1f}"]
+    if rng.random() < 0.3:
+        arguments += ["--stop", str(rng.randrange(4)), str(rng.randint(1, steps)), f"{rng.uniform(0.2, 2.0):.1f}"]
+    if rng.random() < 0.3:
+        arguments += ["--long", str(rng.randrange(4)), str(rng.randint(20, 60)), f"{rng.uniform(0.1, 0.8):.1f}"]
+    if rng.random() < 0.3:
+        arguments += ["--collectives", str(rng.randint(3, 30))]
+    if rng.random() < 0.2:
+        arguments += ["--threads", str(rng.randint(1, 10))]
+    if rng.random() < 0.2:
+        arguments += ["--talk"]
+    return Job(tuple(options), (str(3 * steps if is_killed else steps), *arguments))
 
 
 def run(job: Job, folder: Path) -> int:
     """Record the job, replay it, and return how many decisions were the same. Raises AssertionError."""
     asyncdist = [sys.executable, "-m", "asyncdist"]
-    options = ["--transport", job.transport, "-n", "4", "--record", str(folder)]
-    recorded = _output([*asyncdist, "run", *options, SCRIPT, *job.arguments])
-    assert (recorded.returncode == 0) is not job.is_killed or job.transport == "torch", recorded.stderr
-    replayed = _output([*asyncdist, "replay", str(folder), SCRIPT, *job.arguments])
+    environ = mpi.base_environment()
+    program = warm.command(SCRIPT, job.arguments, environ, {})
+    recorded = _output([*asyncdist, "run", *job.options, "-n", "4", "--record", str(folder), *program], environ)
+    assert recorded.returncode == 0 or "--kill" in job.arguments, recorded.stderr
+    replayed = _output([*asyncdist, "replay", str(folder), SCRIPT, *job.arguments], environ)
     found = SAME.search(replayed.stdout)
     assert replayed.returncode == 0 and found is not None, replayed.stdout + replayed.stderr
     return int(found[1])
 
 
-def _output(command: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+def _output(command: list[str], environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    environ = {**environ, "PYTHONHASHSEED": "0"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, env=environ)
 
 
 def hunt(seeds: Iterable[int]) -> None:
     """Record and replay jobs until one differs, and keep that one's recording."""
-    count = killed_count = same_count = 0
+    kinds: Counter[str] = Counter()
+    count = same_count = 0
     for seed in seeds:
         job, folder = plan(seed), Path(tempfile.mkdtemp(prefix="replayed"))
-        print(f"seed {seed}: {job.transport}, {' '.join(job.arguments)}", end="", flush=True)
+        print(f"seed {seed}: {' '.join((*job.options, *job.arguments))}", end="", flush=True)
         try:
             same = run(job, folder)
-        except AssertionError:
+        except (AssertionError, subprocess.TimeoutExpired):
             print(f"; differs: {folder}", flush=True)
             raise
         print(f"; {same} decisions are the same", flush=True)
         for path in folder.iterdir():
             path.unlink()
         folder.rmdir()
-        count, killed_count, same_count = count + 1, killed_count + job.is_killed, same_count + same
-    print(f"{count} jobs, {killed_count} of them with a killed rank: {same_count} decisions, all the same")
+        kinds.update(job.kinds)
+        count, same_count = count + 1, same_count + same
+    told = ", ".join(f"{kind} {number}" for kind, number in sorted(kinds.items()))
+    print(f"{count} jobs ({told}): {same_count} decisions, all the same")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import random
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,7 +29,7 @@ from asyncdist.simulation import (
 )
 from asyncdist.tags import COLLECTIVE_FIRST, CONTROL
 from asyncdist.transports.base import Capabilities
-from protocols import AsyncSelectiveAveragingPolicy
+from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy
 
 STEPS = 30
 
@@ -52,6 +54,38 @@ def test_ranks_decide_as_they_did_and_have_the_same_weights(tmp_path: Path, seed
     assert (replayed.left_count, replayed.cut_ranks) == (0, ())
 
 
+@dataclasses.dataclass(frozen=True)
+class Word:
+    number: int
+
+
+async def waits_a_little(world: ad.World) -> float:
+    """Receive from the rank before up to a time that is over now and then, after a start to which rank 1 is late."""
+    if world.rank == 1:
+        await world.sleep(2.5)
+    channel, heard = world.channel(Word, tag=40), 0.0
+    model = torch.nn.Linear(3, 2)
+    async with AverageAllPolicy(model, torch.optim.SGD(model.parameters()), average_every=3) as policy:
+        for number in range(20):
+            await world.sleep(random.random() / 100)
+            await channel.send(Word(number), (world.rank + 1) % world.size)
+            with contextlib.suppress(TimeoutError):
+                heard += (await channel.receive(timeout_s=0.004)).message.number * (number + 1)
+            await policy.step()
+    await ad.barrier()
+    return heard
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_timers_and_deadlines_are_over_when_they_were(tmp_path: Path, seed: int) -> None:
+    recorded = simulate(waits_a_little, ranks=4, seed=seed, record=tmp_path)
+    recording = read_recording(tmp_path)
+    kinds = Counter(event.kind for each in recording.ranks for event in each.events())
+    assert kinds["timer"] >= 3, "the others were told twice that rank 1 was late"
+    assert kinds["deadline"] >= 3
+    assert replay(waits_a_little, recording=recording).report.results == recorded.results
+
+
 def test_the_first_difference_is_told(tmp_path: Path) -> None:
     simulate(train, ranks=3, seed=1, record=tmp_path)
     recording = read_recording(tmp_path)
@@ -63,6 +97,39 @@ def test_the_first_difference_is_told(tmp_path: Path) -> None:
         replay(train, 0.0, STEPS - 2, recording=recording)
     with pytest.raises(DivergenceError, match=r"rank [012]"):
         replay(train, 0.0, STEPS + 6, recording=recording)
+
+
+def test_a_recording_that_was_cut_short_ends_and_says_so(tmp_path: Path) -> None:
+    simulate(train, ranks=4, seed=1, record=tmp_path)
+    cut = read_recording(tmp_path).ranks[2]
+    half = sum(1 for _ in cut.events()) // 2
+    count = 0
+
+    def is_early(event: Event) -> bool:
+        nonlocal count
+        count += 1
+        return count < half
+
+    keep_events(cut, is_early)
+    replayed = replay(train, recording=read_recording(tmp_path))
+    assert replayed.cut_ranks == (2,)
+    assert replayed.decision_count > 30 and replayed.left_count > 10
+
+
+def test_what_does_not_come_any_more_is_told_in_words(tmp_path: Path) -> None:
+    async def waits(world: ad.World, speaker: int) -> None:
+        channel = world.channel(Word, tag=40)
+        if world.rank == speaker:
+            await channel.send(Word(1), 1 - speaker)
+        if world.rank == 1:
+            await channel.receive()
+
+    simulate(waits, 0, ranks=2, seed=0, record=tmp_path)
+    with pytest.raises(
+        DivergenceError,
+        match="rank 1, before its first step: in the recorded run a message of rank 0 on tag 40 came next; now none",
+    ):
+        replay(waits, 5, recording=read_recording(tmp_path))
 
 
 def test_one_who_fails_fails_again(tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ class LedAgreements:
             if inquiry.key not in self._called:
                 self._called[inquiry.key] = inquiry, self._absences.may_come(inquiry.key, missing) - {self._rank}
                 self._call(inquiry.key, missing)
-                self._relays.later(_ROLL_CALL_S, self._on_called, inquiry.key)
+                self._relays.later(_ROLL_CALL_S, "roll call for", inquiry.key, self._on_called, inquiry.key)
                 self._on_answer(inquiry.key, self._rank)
             return
         self._refuse_without(missing, inquiry)

@@ -14,7 +14,6 @@ large agreements for a while.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import logging
@@ -37,7 +36,7 @@ from asyncdist.errors import AsyncdistError, BusyError, RemoteProtocolError
 from asyncdist.transports.rank_sets import RankSet
 
 if TYPE_CHECKING:
-    from asyncdist.messaging.engine import Engine
+    from asyncdist.messaging.engine import Engine, Timer
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +81,7 @@ class _Coming:
     said: dict[tuple[tuple[str, str], ...], int] = field(default_factory=dict)
     taken: Runs = ()
     late_count: int = 0
-    timer: asyncio.TimerHandle | None = None
+    timer: Timer | None = None
 
 
 class Relays:
@@ -147,7 +146,7 @@ class Relays:
             elif some:
                 self._send(Spread(verdict, leader, runs_of(tuple(some))), child)
 
-    def later(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
+    def later(self, delay_s: float, what: str, about: object, call: Callable[..., None], *args: Any) -> None:
         """Call something later, which may send, or bring a verdict."""
 
         def run() -> None:
@@ -155,7 +154,7 @@ class Relays:
                 call(*args)
             self._engine.recheck()
 
-        self._engine.loop.call_later(delay_s, run)
+        self._engine.call_later(delay_s, what, run, about=about)
 
     def leave(self) -> None:
         """Pass on at once what this rank hears from now on, and has heard."""
@@ -177,7 +176,7 @@ class Relays:
             self._forget(key, leader)
         elif coming.timer is None:
             delay_s = min(_LATE_S * place.levels * 2**coming.late_count, _LATE_MAX_S)
-            coming.timer = self._engine.loop.call_later(delay_s, self._on_late, key, leader)
+            coming.timer = self._engine.call_later(delay_s, "coming to", self._on_late, key, leader, about=key)
             if len(self._coming) > _KEPT_COUNT_MAX:
                 self._on_late(*next(iter(self._coming)))
                 self._forget(*next(iter(self._coming)))
@@ -188,7 +187,7 @@ class Relays:
         try:
             self._pass_on(key, leader)
         except BusyError:
-            coming.timer = self._engine.loop.call_later(_LATE_S, self._on_late, key, leader)
+            coming.timer = self._engine.call_later(_LATE_S, "coming to", self._on_late, key, leader, about=key)
         except AsyncdistError as error:  # the job has failed
             logger.debug("%s: %s", key, error)
 

@@ -7,7 +7,6 @@ has come to the first, objects to both.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from asyncdist.collectives.agreement.messages import AgreementKey, Meeting, Objection, Reminder, Runs, is_in, runs_of
 
 if TYPE_CHECKING:
-    from asyncdist.messaging.engine import Engine
+    from asyncdist.messaging.engine import Engine, Timer
 
 #: How long a leader waits for a member before it sends a reminder, and between two of them. Most have come long before.
 REMIND_AFTER_S: Final = 1.0
@@ -57,7 +56,7 @@ class OpenStart:
     have_all_come: bool = False
     rivals: dict[str, Rival] = field(default_factory=dict)
     doubted_since: dict[AgreementKey, float] = field(default_factory=dict)
-    timer: asyncio.TimerHandle | None = None
+    timer: Timer | None = None
 
 
 class Rivals:
@@ -110,7 +109,7 @@ class Rivals:
             leader: the rank that leads it, which has sent the reminder.
         """
         starts = self._starts.values()
-        rival = find_rival(reminder, leader, self._rank, self._engine.loop.time(), starts)
+        rival = find_rival(reminder, leader, self._rank, self._engine.clock(), starts)
         if rival is not None:
             (start,) = starts
             start.rivals[rival.text] = rival
@@ -118,13 +117,12 @@ class Rivals:
             self._object_to(objection, start.meeting.leader)
 
     def _remind_later(self, start: OpenStart) -> None:
-        start.timer = self._engine.loop.call_later(REMIND_AFTER_S, self._remind, start)
+        start.timer = self._engine.call_later(REMIND_AFTER_S, "reminder of", self._remind, start, about=start.meeting)
 
     def _remind(self, start: OpenStart) -> None:
         """Remind the members that have not come to ``start``, and this rank of those that wait for it elsewhere."""
         if start.have_all_come:
             return
-        self._engine.poll()  # some may have come while something blocked the loop
         meeting = start.meeting
         if meeting.leader == self._rank:
             joins = self._joins.get(meeting.key, {})

@@ -18,6 +18,7 @@ from asyncdist import tags
 from asyncdist.errors import BusyError, RankLostError, RemoteProtocolError
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel, Envelope
+from asyncdist.messaging.engine import Timer
 from asyncdist.messaging.services import Services
 from asyncdist.runtime.departing.departures import Departed, Departure, Departures, EndHeard, Stage
 
@@ -63,8 +64,8 @@ class Announcements:
         self._departures = Departures(services.size, services.rank)
         self._loop = services.engine.loop
         self._soon: asyncio.Handle | None = None
-        self._later: asyncio.TimerHandle | None = None
-        self._repeat: asyncio.TimerHandle | None = None
+        self._later: Timer | None = None
+        self._repeat: Timer | None = None
         self._repeat_count = 0
         self._heard_at: float | None = None  # of the first departure
         self._is_closed = False
@@ -149,13 +150,14 @@ class Announcements:
             self._soon = self._loop.call_soon(self._send_urgent)
 
     def _send_urgent(self) -> None:
+        engine = self._services.engine
         self._soon = None
         self._send_all(self._departures.urgent())
         if self._later is None and self._departures.has_more:
-            self._later = self._loop.call_later(self._delay_s(), self._send_others)
+            self._later = engine.call_later(self._delay_s(), "departures of others", self._send_others)
         if self._repeat is None and not self._departures.is_answered and self._repeat_count < _REPEAT_COUNT:
-            self._repeat = self._loop.call_later(_REPEAT_S * 2**self._repeat_count, self._send_again)
-        self._services.engine.recheck()  # all ranks may have reached the next stage
+            self._repeat = engine.call_later(_REPEAT_S * 2**self._repeat_count, "departures again", self._send_again)
+        engine.recheck()  # all ranks may have reached the next stage
 
     def _delay_s(self) -> float:
         """Return how long departures wait here: the limits of all levels add up to twice that of the root."""

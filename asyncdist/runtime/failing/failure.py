@@ -16,6 +16,7 @@ from typing import Final, NoReturn
 
 from asyncdist import environment, rank_program
 from asyncdist.errors import DisagreementError, LateError, RankLostError, RemoteError, has_cause_here, is_consequence
+from asyncdist.messaging.engine import Timer
 from asyncdist.runtime.failing.failure_report import FailureReport, is_termination, peer_failed, summarise
 from asyncdist.runtime.peers import Failed, FailureAcknowledged
 from asyncdist.runtime.signals import SIGNALS, Interrupts, exit_immediately, interrupt_error
@@ -45,7 +46,7 @@ class FailureMonitor:
     def __init__(self, world: World) -> None:
         self._world = world
         self._task = asyncio.current_task()
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: Timer | None = None
         self._active = False
         self.error: BaseException | None = None
         world.peers.on_failure(self._hear)
@@ -72,7 +73,7 @@ class FailureMonitor:
         self.error = error
         self._world.services.engine.fail(error)
         if self._active:
-            self._timer = asyncio.get_running_loop().call_later(_CANCEL_AFTER_S, self._cancel)
+            self._timer = self._world.services.engine.call_later(_CANCEL_AFTER_S, "the end of main", self._cancel)
 
     def _cancel(self) -> None:
         if self._task is not None and self._active:

@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import functools
+import math
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, Final
 
-from asyncdist.errors import AsyncdistError, RankLostError
+from asyncdist import tags
 from asyncdist.messaging.engine import Engine, yield_to_loop
-from asyncdist.recording.events import KINDS, Event, Field
+from asyncdist.messaging.polling import resolve_waiter
+from asyncdist.recording.events import Field
 from asyncdist.runtime.world import World
 from asyncdist.simulation.processes.event_loop import RankLoop
-from asyncdist.simulation.replay.log import DECISIONS, Key, Lost, Passed, RankLog, SafePoint, Sight, Taken
+from asyncdist.simulation.replay.comparison import Comparison, DivergenceError, in_words
+from asyncdist.simulation.replay.log import Fired, Key, Lost, Passed, RankLog, SafePoint, Sight, Taken, TakenByTask
 from asyncdist.simulation.replay.mailbox import Mailbox
+from asyncdist.simulation.replay.timers import Deadlines, Timers
 from asyncdist.simulation.scheduler import Handle
 from asyncdist.transports.base import ANY_SOURCE
 
 #: Virtual seconds between two looks for what a rank may see next. Whatever others do for it takes no time at all.
-_PAUSE_S = 1e-5
-#: Virtual seconds after which messages that were taken up one right after the other are shown one by one.
-_PATIENCE_S = 1.0
-#: Virtual seconds for which a rank whose main has ended waits for what it saw next, and then holds nothing back.
-_END_PATIENCE_S = 30.0
-#: Virtual seconds for which a safe point waits for what came to it without this rank's help: others may wait meanwhile.
-_POINT_PATIENCE_S = 1000.0
-#: So often.
-_TRY_COUNT = 30
-
-
-class DivergenceError(AsyncdistError):
-    """A replay does something else than the recorded run: the text names rank and event."""
+_PAUSE_S: Final = 1e-5
+#: The longest pause between two such looks.
+_PAUSE_MAX_S: Final = 0.01
+#: Virtual seconds for which a rank waits for what it saw next before it is taken to have gone another way.
+_PATIENCE_S: Final = 300.0
+#: So often a safe point lets the rank's tasks run for it, where they have not come as far as they had then.
+_TRY_COUNT: Final = 20
 
 
 class Gate:
@@ -43,11 +43,12 @@ class Gate:
         mailbox: where its messages wait.
         loop: runs it.
         found: differences are added to it.
-        may_stop: whether the record of some rank ends before its main.
+        is_cut_off: returns whether a rank goes no further, since its record ends, or that of one that it needs.
 
     Attributes:
-        iteration: the last one in which a policy's step ended; -1 before the first.
+        comparison: of what it does with what it did.
         has_stopped: whether the rank has come to the end of its record, or to that of its main.
+        progress_count: how often it has seen something, or come to a safe point.
     """
 
     def __init__(
@@ -57,42 +58,53 @@ class Gate:
         mailbox: Mailbox,
         loop: RankLoop,
         found: list[DivergenceError],
-        *,
-        may_stop: bool,
+        is_cut_off: Callable[[int], bool],
     ) -> None:
         self.rank = rank
         self.log = log
-        self.iteration = -1
+        self.comparison = Comparison(rank, log, found)
         self.has_stopped = False
-        self._found = found
-        self._may_stop = may_stop
+        self.progress_count = 0
+        self._progressed_at = 0.0
+        self._is_cut_off = is_cut_off
         self._mailbox = mailbox
         self._loop = loop
         self._early = Counter(log.early)
         self._permitted: deque[Key] = deque()
-        self._deadlines: list[tuple[str, asyncio.Future[None]]] = []
+        self._deadlines = Deadlines()
+        self._timers = Timers(loop)
         self._point: SafePoint | None = None
         self._has_ended = False
         self._timer: Handle | None = None
         self._look_at_s = 0.0
-        self._patient_until = 0.0
-        self._yielding = 0  # the turn, while tasks run in it
+        self._put_off: Sight | None = None
+        self._turn = 0
         self._time = 0.0
         self._seen_count = 0
+        self._sent_count = 0
+        self._uncounted_count = 0  # waits that end by what a task took by itself then
+        self._is_frozen = False
+        self._frozen_until = self._thaws_at_s = 0.0
+        self._main: asyncio.Task[Any] | None = None  # the task that has come to a safe point last
         self._engine: Engine | None = None
+        self._context = contextvars.copy_context()
         self._world: World
+        self._engine_park: Callable[..., Coroutine[Any, Any, None]]
         self._until: Callable[..., Coroutine[Any, Any, bool]]
         mailbox.ring = self._on_arrival
 
     def install(self, world: World) -> None:
         """Take the place of what decides when the rank sees something."""
         services, engine = world.services, world.services.engine
-        self._world, self._engine, self._until = world, engine, engine.until
-        services.time = world.time = self.read_clock
+        self._world, self._engine, self._until, self._engine_park = world, engine, engine.until, engine.park
+        self._context = contextvars.copy_context()
+        self._sent_count = engine.woken_count = 0
+        engine.clock = services.time = world.time = self.read_clock
         services.events.sink = self._on_event
         engine.on_woken = self._on_woken
         replaced: Any = engine
-        replaced.until = self._wait_until
+        replaced.until, replaced.park_until, replaced.park = self._wait_until, self._park_until, self._park
+        replaced.call_later = self._timers.call_later
         of_world: Any = world
         of_world.progress = of_world.safe_point = self._progress
         self._look_soon()
@@ -107,15 +119,29 @@ class Gate:
     def next_key(self, source: int, tag: int) -> Key | None:
         """Return the source and tag of the message that a receive may take now; None for none."""
         first = self._mailbox.first(source, tag)
-        if first is None or tag not in self.log.tags or (self.is_done and self.log.is_over):
+        if tag not in self.log.tags or (self.is_done and self.log.is_over):
             return first
-        permitted = next((key for key in self._permitted if key[1] == tag and source in (ANY_SOURCE, key[0])), None)
-        if permitted is not None:
-            return permitted if self._mailbox.count(permitted) else None
-        early = (
-            key for key, count in self._early.items() if count and key[1] == tag and source in (ANY_SOURCE, key[0])
-        )
-        return next((key for key in early if self._mailbox.count(key)), None)
+        for key in self._permitted:
+            if key[1] == tag and source in (ANY_SOURCE, key[0]):
+                return key if self._mailbox.count(key) else None
+        for key, count in self._early.items():
+            if count and key[1] == tag and source in (ANY_SOURCE, key[0]) and self._mailbox.count(key):
+                return key
+        return None if self._engine is None or self._engine._in_pass else self._key_of_task(source, tag)
+
+    def _key_of_task(self, source: int, tag: int) -> Key | None:
+        """Return what a task may take by itself now: one of the messages that are next, all of which tasks took."""
+        for sight in self._sights():
+            if not isinstance(sight, TakenByTask):
+                return None
+            (key,) = sight.keys
+            if key[1] == tag and source in (ANY_SOURCE, key[0]):
+                if self._mailbox.count(key):
+                    return key
+                sight.is_late, sight.is_of_channel = True, source == ANY_SOURCE
+                self._freeze_if_late()
+                return None
+        return None
 
     def take(self, key: Key) -> bytes:
         """Take a message out."""
@@ -123,8 +149,13 @@ class Gate:
             self._permitted.remove(key)
         elif self._early[key]:
             self._early[key] -= 1
-        if not self._permitted:
-            self._look_soon()
+        else:
+            sights = self._all_sights()
+            taken = next((sight for sight in sights if isinstance(sight, TakenByTask) and sight.keys == [key]), None)
+            if taken is not None:
+                sights.remove(taken)
+                self._note_progress()
+        self._look_soon()
         return self._mailbox.pop(key)
 
     def _on_arrival(self, tag: int) -> None:
@@ -143,44 +174,159 @@ class Gate:
         """Have ``ring`` called when there is something to see."""
         self._doorbell = ring
 
+    def note_sent(self, tag: int) -> None:
+        """Count a message that the rank sends: what it sees next may have its place after that."""
+        self._sent_count += not (self.log.is_native and tags.COLLECTIVE_FIRST <= tag <= tags.COLLECTIVE_LAST)
+        self._freeze_if_late()
+
     # -- what may be seen -------------------------------------------------------------------------------------------
 
-    def _is_possible(self, sights: list[Sight]) -> bool:
-        """Whether all of these can be seen now."""
-        needed: Counter[Key] = Counter(self._permitted)
-        for sight in sights:
-            if isinstance(sight, Taken):
-                needed.update(sight.keys)
-            elif isinstance(sight, Passed) and self._deadline(sight) is None:
-                return False
-        return all(self._mailbox.count(key) >= count for key, count in needed.items() if key[0] != self.rank)
+    def _all_sights(self) -> deque[Any]:
+        return self.log.entries if self._point is None else self._point.sights
 
-    def _deadline(self, passed: Passed) -> int | None:
-        places = (place for place, (what, waiter) in enumerate(self._deadlines) if what == passed.what)
-        return next((place for place in places if not self._deadlines[place][1].done()), None)
+    def _sights(self) -> Iterator[Sight]:
+        """Yield what is to be seen before user code comes to its next safe point, or ends this one."""
+        for sight in self._all_sights():
+            if isinstance(sight, SafePoint) or (self._point is not None and sight.turn > self._turn):
+                return
+            yield sight
 
-    def _show(self, sight: Sight) -> None:
-        self._seen_count += sight.counts
-        if isinstance(sight, Taken):
-            self._permitted.extend(sight.keys)
-        elif isinstance(sight, Lost):
-            self._mailbox.lose(sight.rank)
-        else:
-            place = self._deadline(sight)
-            assert place is not None
-            self._deadlines.pop(place)[1].set_result(None)
+    def _next(self) -> Sight | None:
+        return next(self._sights(), None)
+
+    def _is_due(self, sight: Sight, woken_count: int) -> bool:
+        """Whether its place has come: as many waits have ended, and messages were sent, as before it then."""
+        if not isinstance(sight, Taken) and not self._is_possible(sight):
+            return False  # this rank has to do something for it, and not another one
+        if isinstance(sight, Passed):  # the wait that ends by it was counted before
+            woken_count += 1
+        return sight.woken_count <= woken_count and sight.sent_count <= self._sent_count
+
+    def _is_possible(self, sight: Sight) -> bool:
+        match sight:
+            case Taken():
+                return all(self._mailbox.count(key) >= count for key, count in self._keys_with(sight).items())
+            case Passed(what=what):
+                return self._deadlines.has(what)
+            case Fired(what=what):
+                return self._timers.has(what)
+            case _:
+                return True
+
+    def _keys_with(self, first: Taken) -> Counter[Key]:
+        """Return the messages of a sight, and of those after it that a task took in the step that follows, if any."""
+        keys = Counter(first.keys)
+        for sight in self._sights():
+            if isinstance(sight, TakenByTask) and sight is not first:
+                if (
+                    sight.sent_count > max(first.sent_count, self._sent_count)
+                    or sight.woken_count > first.woken_count + 1
+                ):
+                    break
+                keys.update(sight.keys)
+            elif sight is not first:
+                break
+        return keys
 
     @staticmethod
-    def _group(sights: deque[Any], turn: int | None = None) -> list[Sight]:
-        """Return the next thing to be seen, and the messages that tasks took by themselves right after it."""
-        group: list[Sight] = []
-        for sight in sights:
-            if isinstance(sight, SafePoint) or (turn is not None and sight.turn > turn):
-                break
-            if group and not (isinstance(sight, Taken) and not sight.is_of_pass):
-                break
-            group.append(sight)
-        return group
+    def _is_left_to_task(sight: Sight) -> bool:
+        """Whether a task is to take it by itself; that one has not tried to do so yet."""
+        return isinstance(sight, TakenByTask) and not sight.is_late
+
+    def _must_be_there(self, sight: Sight, woken_count: int) -> bool:
+        """Whether it is possible, or will be without this rank, before the rank's next step."""
+        if isinstance(sight, TakenByTask):
+            woken_count += 1
+        return self._is_due(sight, woken_count)
+
+    def _show(self, sight: Sight) -> None:
+        """Let the rank see something, and do at once what follows from it."""
+        assert self._engine is not None
+        self._all_sights().remove(sight)
+        self._note_progress()
+        self._seen_count += sight.counts
+        match sight:
+            case Taken(keys=keys):
+                self._permitted.extend(keys)
+                # The task has waited for it, and did not then.
+                self._uncounted_count += isinstance(sight, TakenByTask) and sight.is_of_channel
+                self._engine.poll()
+            case Lost(rank=rank):
+                self._mailbox.lose(rank)
+            case Fired(what=what):
+                self._timers.fire(what)
+            case Passed(what=what):
+                self._deadlines.expire(what)
+
+    def _catch_up(self) -> None:
+        """Show all whose place has come, as far as it is possible."""
+        assert self._engine is not None
+        while (sight := self._next()) is not None and self._is_due(sight, self._engine.woken_count):
+            if self._permitted and self._engine.poll() == 0 and self._permitted:
+                return
+            if not self._is_possible(sight) or self._is_left_to_task(sight):
+                return
+            self._show(sight)
+
+    def _on_woken(self, counts: bool) -> None:
+        """Make the passes that were made before the task that goes on now."""
+        assert self._engine is not None
+        if self._is_done_with_turns():
+            return
+        self._catch_up()
+        if counts and self._uncounted_count:
+            self._uncounted_count -= 1
+            self._engine.woken_count -= 1
+        self._freeze_if_late(counts)
+
+    def _is_done_with_turns(self) -> bool:
+        return self.is_done and not self._permitted
+
+    def _note_progress(self) -> None:
+        self._progressed_at = self._loop.time()
+        self.progress_count += 1
+
+    # -- waiting for other ranks ------------------------------------------------------------------------------------
+
+    def _freeze_if_late(self, woken_count: int = 0) -> None:
+        """Let nothing run on this rank after the step under way, if a message that comes next is not there yet.
+
+        The rank that sends it needs nothing more of this one for that, since it had nothing more then.
+        """
+        sight, engine = self._next(), self._engine
+        if sight is None or engine is None or self._is_frozen or self._is_main_running():
+            return
+        if self._must_be_there(sight, engine.woken_count + woken_count) and not self._is_possible(sight):
+            self._is_frozen = True
+            self._frozen_until = self._loop.time() + _PATIENCE_S
+            self._stay_frozen(_PAUSE_S)
+            self._loop.attend(self._thaw, ())  # before anything else, when it is not busy any more
+
+    def _stay_frozen(self, pause_s: float) -> None:
+        sight = self._next()
+        if sight is None or self._is_possible(sight) or self._loop.time() > self._frozen_until:
+            return
+        self._loop.stall(pause_s)
+        self._thaws_at_s = max(self._thaws_at_s, self._loop.time()) + pause_s
+        next_pause_s = min(1.5 * pause_s, _PAUSE_MAX_S)
+        self._loop._scheduler.at(self._thaws_at_s - pause_s / 8, self._stay_frozen, (next_pause_s,))
+
+    def _thaw(self) -> None:
+        """Show what the rank was frozen for, before anything else runs on it."""
+        assert self._engine is not None
+        self._is_frozen = False
+        before = asyncio._get_running_loop()
+        asyncio._set_running_loop(self._loop)
+        try:
+            self._context.run(self._catch_up)
+        except Exception as error:
+            self._engine.fail(error)
+        finally:
+            asyncio._set_running_loop(before)
+
+    def _is_main_running(self) -> bool:
+        """Whether what runs now comes to a safe point, which waits by itself for what it is to see."""
+        return self._main is not None and asyncio.current_task(self._loop) is self._main
 
     # -- outside of safe points -------------------------------------------------------------------------------------
 
@@ -193,44 +339,41 @@ class Gate:
         self._timer, self._look_at_s = self._loop.call_later(after_s, self._look), at_s
 
     def _look(self) -> None:
-        """Show the next thing, unless user code has to come to a safe point first."""
+        """Show what is next, unless user code has to come to a safe point first."""
         assert self._engine is not None
         self._timer = None
-        self._engine.recheck()
         if self.is_done:
+            self._timers.release()
             self._engine.ring()
             return
-        group = self._group(self.log.entries)
-        if self._point is not None or ((self._permitted or not group) and not self._has_ended):
+        if self._point is not None:
             return
-        if self._permitted or not self._is_possible(group):
-            if not self._has_ended and not self._is_possible(group[:1]):
-                return
-            if self._loop.time() < self._patient_until:
-                self._look_soon(self._patient_until - self._loop.time() + _PAUSE_S)
-                return
-            if not self._patient_until:
-                is_first = not self._permitted and self._is_possible(group[:1])
-                patience_s = _PATIENCE_S if is_first else _END_PATIENCE_S
-                self._patient_until = self._loop.time() + patience_s
-                self._look_soon(patience_s + _PAUSE_S)
-                return
-            if self._permitted or not self._is_possible(group[:1]):
+        self._catch_up()
+        sight = self._next()
+        if sight is None and self._has_ended:
+            self._show_all()
+        elif sight is not None and self._is_possible(sight) and not self._permitted:
+            # Its place has not come, and the rank waits: some task has gone on in another order.
+            if sight is not self._put_off:
+                self._put_off = sight
+                self._look_soon(_PATIENCE_S)
+            elif self._loop.time() >= self._progressed_at + _PATIENCE_S:
+                self._show(sight)
+                self._look_soon()
+            else:
+                self._look_soon(self._progressed_at + _PATIENCE_S + _PAUSE_S - self._loop.time())
+        elif sight is not None and self._has_ended:
+            if self._loop.time() >= self._progressed_at + _PATIENCE_S:
                 self._show_all()
-                return
-            group = group[:1]
-        self._patient_until = 0.0
-        for sight in group:
-            self._show(sight)
-            self.log.entries.popleft()
-        self._engine.ring()
-        self._look_soon()
+            else:
+                self._look_soon(self._progressed_at + _PATIENCE_S + _PAUSE_S - self._loop.time())
 
     def _show_all(self) -> None:
         """Hold nothing back any more: main has ended, and ranks may come to their end in another order than then."""
         assert self._engine is not None
         self.log.entries.clear()
         self._permitted.clear()
+        self._timers.release()
         self._engine.ring()
 
     # -- what user code and protocols call --------------------------------------------------------------------------
@@ -249,187 +392,170 @@ class Gate:
         del budget_s
         engine = self._engine
         assert engine is not None
+        self._main = asyncio.current_task()
         clock = self._world.virtual_clock
         if clock is not None:
             await clock.before_safe_point()
+        while self._is_frozen:
+            await yield_to_loop()
+        await self._see_all_before()
         entries = self.log.entries
-        await self._until(self._has_seen_all_before, "what was seen before this safe point")
         if not entries and not self.log.is_over:
             await self._stop()
         point = entries.popleft() if entries else SafePoint()
         assert isinstance(point, SafePoint)
         self._point = point
-        engine.woken_count = 0
+        engine.woken_count = self._sent_count = self._uncounted_count = 0
+        self._note_progress()
         try:
             for turn in range(0, max(point.turn_count, 2), 2):
-                await self._show_turn(point, turn)
-                engine.turn = turn
+                await self._see_turn(turn)
                 engine.poll()
-                engine.turn = turn + 1
-                await self._yield(point, turn + 1)
-                try_count = 0
-                while self._group(point.sights, turn + 1) or self._permitted:
-                    await self._show_turn(point, turn + 1)
-                    if not engine.poll():
-                        engine.recheck()
-                    if not self._group(point.sights, turn + 1) and not self._permitted:
-                        break
-                    if self._permitted:
-                        await self._is_soon_possible([], try_count * _PATIENCE_S)
-                    await yield_to_loop()
-                    try_count += 1
-                    if try_count > _TRY_COUNT:
-                        if self._may_stop:
-                            await self._stop()
-                        raise self._divergence(f"{self._group(point.sights)[:1]} was seen, which does not happen now")
+                self._set_turn(turn + 1)
+                await self._wait_for_next()
+                self._loop.call_soon(self._on_turn)  # tasks that it wakes go on after this one
+                await yield_to_loop()
+                await self._see_turn(turn + 1)
         finally:
             self._point = None
             self._look_soon()
+        await self._wait_for_next()
         self._world.check()
 
-    async def _yield(self, point: SafePoint, turn: int) -> None:
-        """Let the rank's tasks run; what a pass took up between two of them it takes up there again."""
+    def _set_turn(self, turn: int) -> None:
         assert self._engine is not None
-        due = [sight for sight in point.sights if sight.turn <= turn]
-        while due and (is_deadline := isinstance(due[0], Passed)) | (due[0].counts and self._is_now(due[0])):
-            if not await self._is_soon_possible(due[:1], _POINT_PATIENCE_S) or not is_deadline:
-                break
-            self._show(due.pop(0))  # it was written down by the task that goes on in this turn
-            point.sights.popleft()
-            self._engine.recheck()
-        self._yielding = turn
-        try:
-            self._loop.call_soon(self._on_woken)  # tasks that it wakes go on after this one
-            await yield_to_loop()
-        finally:
-            self._yielding = 0
+        self._turn = self._engine.turn = turn
 
-    def _on_woken(self) -> None:
-        """Make the passes that were made before the task that goes on now."""
-        engine, point = self._engine, self._point
-        assert engine is not None
-        while self._yielding and point is not None and (group := self._group(point.sights, self._yielding)):
-            if not self._is_now(group[0]) or not self._is_possible(group[:1]):
+    def _on_turn(self) -> None:
+        if self._point is not None and not self._is_frozen:
+            self._catch_up()
+
+    async def _see_all_before(self) -> None:
+        """See what was seen before this safe point, and has not been seen yet."""
+        assert self._engine is not None
+        while (sight := self._next()) is not None or self._permitted:
+            if sight is not None and self._is_due(sight, self._engine.woken_count) and not self._is_left_to_task(sight):
+                await self._see(sight)
+            elif not await self._until_changed(sight):
+                if sight is None:
+                    break
+                await self._see(sight)
+        for _ in range(_TRY_COUNT):
+            point = self.log.entries[0] if self.log.entries else None
+            if not isinstance(point, SafePoint) or (
+                point.woken_count <= self._engine.woken_count and point.sent_count <= self._sent_count
+            ):
                 return
-            for sight in group:
-                self._show(sight)
-                point.sights.popleft()
-            engine.poll()
+            await yield_to_loop()
 
-    def _is_now(self, sight: Sight) -> bool:
-        """Whether a sight of this turn was seen before any other task went on."""
+    async def _until_changed(self, sight: Sight | None) -> bool:
+        """Let others run until something else is next; return False if it never is."""
         assert self._engine is not None
-        return not isinstance(sight, Taken) or not sight.is_of_pass or sight.woken_count <= self._engine.woken_count
+        for try_count in range(_TRY_COUNT):
+            self._engine.poll()
+            self._engine.recheck()
+            if try_count:
+                await self._loop.be_busy(_PAUSE_S * 2.0**try_count)
+            await yield_to_loop()
+            if self._next() is not sight or (sight is None and not self._permitted):
+                return True
+            if sight is not None and self._is_due(sight, self._engine.woken_count) and self._is_possible(sight):
+                return True
+        return False
+
+    async def _see_turn(self, turn: int) -> None:
+        """See all that was seen up to a turn of this safe point."""
+        assert self._engine is not None
+        self._set_turn(turn)
+        while (sight := self._next()) is not None:
+            is_due = self._is_due(sight, self._engine.woken_count) and not self._is_left_to_task(sight)
+            if is_due or not turn % 2 or not await self._until_changed(sight):
+                await self._see(sight)
+
+    async def _wait_for_next(self) -> None:
+        """Let nothing run before what is seen next is there."""
+        assert self._engine is not None
+        while (sight := self._next()) is not None and self._must_be_there(sight, self._engine.woken_count):
+            await self._until_possible(sight)
+            if not isinstance(sight, Passed):
+                return
+            self._show(sight)  # it was written down by the task that goes on in this turn
+            self._engine.recheck()
+
+    async def _see(self, sight: Sight) -> None:
+        """See something as soon as it is possible; nothing else on the rank happens meanwhile."""
+        while not await self._until_possible(sight):
+            if isinstance(sight, Taken) and any(map(self._is_cut_off, {rank for rank, _ in sight.keys})):
+                await self._stop()
+            if self._progressed_at < self._loop.time() - _TRY_COUNT * _PATIENCE_S:
+                raise self.comparison.divergence(in_words(sight))
+        if sight is self._next():
+            self._show(sight)
+
+    async def _until_possible(self, sight: Sight) -> bool:
+        pause_s, waited_s = _PAUSE_S, 0.0
+        while sight is self._next() and not self._is_possible(sight):
+            if waited_s > _PATIENCE_S:
+                return False
+            await self._loop.be_busy(pause_s)
+            waited_s += pause_s
+            pause_s = min(1.5 * pause_s, _PAUSE_MAX_S)
+        return True
 
     async def _stop(self) -> None:
         """Go no further: the record of this rank, or of one that it needs, ends here."""
         self.has_stopped = True
         await self._loop.create_future()
 
-    def _has_seen_all_before(self) -> bool:
-        entries = self.log.entries
-        return not entries or (isinstance(entries[0], SafePoint) and not self._permitted)
-
-    async def _show_turn(self, point: SafePoint, turn: int) -> None:
-        """Show what is to be seen up to a turn; nothing else on the rank happens meanwhile."""
-        assert self._engine is not None
-        while group := self._group(point.sights, turn):
-            if not await self._is_soon_possible(group):
-                group = group[:1]
-                if turn % 2 and isinstance(group[0], Taken) and not group[0].is_of_pass:
-                    pass  # what others do for it needs something of this rank: it stops when it has done that
-                elif not await self._is_soon_possible(group, _POINT_PATIENCE_S):
-                    return
-            for sight in group:
-                self._show(sight)
-                point.sights.popleft()
-            if any(isinstance(sight, Taken) and sight.is_of_pass for sight in group):
-                if turn % 2:
-                    self._engine.ring()
-                if self._group(point.sights, turn):
-                    self._engine.poll()
-
-    async def _is_soon_possible(self, group: list[Sight], patience_s: float = _PATIENCE_S) -> bool:
-        pause_s, waited_s = _PAUSE_S, 0.0
-        while not self._is_possible(group):
-            if waited_s > patience_s:
-                return False
-            await self._loop.be_busy(pause_s)
-            waited_s += pause_s
-            pause_s = min(2.0 * pause_s, _PATIENCE_S)
-        return True
-
-    def _is_waiting_for_permitted(self) -> bool:
-        return any(not self._mailbox.count(key) for key in self._permitted)
-
-    def note_sent(self) -> None:
-        """Stop after the step of the task that has sent something, if what is to be seen next has not come yet."""
-        point = self._point
-        if point is None:
-            return
-        due = self._group(point.sights, self._yielding)[:1] if self._yielding else []
-        if self._is_waiting_for_permitted() or (due and self._is_now(due[0]) and not self._is_possible(due)):
-            self._loop.stall(3.0 * _PATIENCE_S)
+    async def _park(
+        self, waiter: asyncio.Future[None], what: str = "a wake-up", *, is_of_request: bool = False
+    ) -> None:
+        """As :meth:`Engine.park`."""
+        if asyncio.current_task() is self._main:
+            self._main = None  # for this wait: what the rank sees meanwhile is not seen at a safe point
+        self._freeze_if_late()
+        await self._engine_park(waiter, what, is_of_request=is_of_request)
 
     async def _wait_until(
         self, condition: Callable[[], bool], what: str = "a condition", *, deadline: float | None = None
     ) -> bool:
         """As :meth:`Engine.until`, with deadlines that pass when they did."""
+        assert self._engine is not None
         if deadline is None or self.is_done:
             return await self._until(condition, what)
-        passed: asyncio.Future[None] = self._loop.create_future()
-        entry = what, passed
-        self._deadlines.append(entry)
-        self._look_soon()
-        try:
-            await self._until(lambda: passed.done() or condition(), what)
-            return not passed.done() or condition()
-        finally:
-            if entry in self._deadlines:
-                self._deadlines.remove(entry)
+        with self._deadlines.waiting(what, self._engine.recheck) as entry:
+            self._look_soon()
+            await self._until(lambda: entry.has_passed or condition(), what)
+            return not entry.has_passed or condition()
+
+    async def _park_until(
+        self, waiter: asyncio.Future[None], is_ready: Callable[[], bool], what: str, deadline: float
+    ) -> bool:
+        """As :meth:`Engine.park_until`, with deadlines that pass when they did."""
+        del deadline
+        assert self._engine is not None
+        with self._deadlines.waiting(what, functools.partial(resolve_waiter, waiter, None)) as entry:
+            self._look_soon()
+            await self._engine.park(waiter, what)
+            return not entry.has_passed or is_ready()
 
     # -- what it does -----------------------------------------------------------------------------------------------
 
     def _on_event(self, time_s: float, kind: str, fields: tuple[Field, ...]) -> None:
-        """Compare what the rank does with what it did."""
         assert self._engine is not None
-        if kind == "step":
-            self.iteration = int(fields[1])  # type: ignore[arg-type]
-        if kind not in DECISIONS or self._found or self._engine.failure:
-            return
-        event = Event(time_s, kind, fields)
-        decisions = self.log.decisions[kind]
-        if not decisions:
-            if self.log.is_over and not self.has_stopped:  # what comes after main's end may differ: it decides nothing
-                raise self._divergence(f"no more {kind} was recorded, and now there is [{event}]")
-            return
-        expected = decisions.popleft()
-        if _essence(expected) != _essence(event):
-            raise self._divergence(f"recorded was [{expected}], and now there is [{event}]")
+        if not self._engine.failure:
+            self.comparison.on_event(time_s, kind, fields, self.has_stopped)
 
     def note_end(self, error: BaseException | None) -> None:
         """Compare how main ended."""
-        if isinstance(error, asyncio.CancelledError):  # since the simulation is over
-            return
-        self.has_stopped = self._has_ended = True
-        self._look_soon()
-        now, recorded = "" if error is None else type(error).__name__, self.log.error.partition(":")[0]
-        came_late = recorded == RankLostError.__name__ and not now  # it failed elsewhere as this main returned
-        if self.log.is_over and not self._found and now != recorded and not came_late:
-            self._divergence(f"its main ended with [{self.log.error}], and now with [{now}]")
+        if not isinstance(error, asyncio.CancelledError):  # since the simulation is over
+            self.has_stopped = self._has_ended = True
+            self._look_soon()
+        self.comparison.on_end(error)
 
-    def where(self) -> str:
-        """Return how far the rank has come, in words."""
-        return f"after iteration {self.iteration}" if self.iteration >= 0 else "before its first step"
-
-    def _divergence(self, what: str) -> DivergenceError:
-        error = DivergenceError(f"rank {self.rank}, {self.where()}: {what}", rank=self.rank)
-        self._found.append(error)
-        return error
-
-
-def _essence(event: Event) -> tuple[str, list[Any]]:
-    """Return what a replay must repeat of an event: all but how long something took. A NaN repeats a NaN."""
-    named = zip(KINDS[event.kind], event.fields, strict=False)
-    plain = ((name, list(field) if isinstance(field, (tuple, list)) else field) for name, field in named)
-    return event.kind, [field if field == field else "nan" for name, field in plain if name != "seconds"]
+    def missing(self) -> tuple[float, str]:
+        """Return when the event was that came next in the recorded run, on the rank's clock, and what it was."""
+        sight = self._next()
+        entry = sight if sight is not None else next(iter(self.log.entries), None)
+        time_s = math.inf if entry is None else entry.time_s
+        return time_s, f"rank {self.rank}, {self.comparison.where()}: {in_words(sight)}"

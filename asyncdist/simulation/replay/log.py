@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, TypeAlias
 
+from asyncdist import tags
 from asyncdist.recording.events import Event
 
 #: Events that a replay must repeat, field by field.
@@ -23,46 +24,71 @@ Key: TypeAlias = tuple[int, int]
 
 
 @dataclass(slots=True)
-class Taken:
-    """Messages that one pass took up together, with nothing sent between them, or one that a task took by itself.
+class Sight:
+    """Something that comes to a rank from outside: a message, a time that is over, a loss.
+
+    Attributes:
+        turn: of the safe point, if it was within one.
+        woken_count: how many waits had ended by then since the last safe point began.
+        sent_count: how many messages the rank had sent by then since that.
+        time_s: when it was, on the clock of the rank.
+    """
+
+    turn: int
+    woken_count: int
+    sent_count: int
+    time_s: float
+    counts: ClassVar[bool] = True  #: Whether a clock reading tells its place by it.
+
+
+@dataclass(slots=True)
+class Taken(Sight):
+    """One pass took up messages together, with nothing sent between them; or a task took one by itself.
 
     Attributes:
         keys: their sources and tags.
-        is_of_pass: which of both.
-        turn: of the safe point.
-        woken_count: how many waits had ended by then in that safe point.
     """
 
     keys: list[Key]
-    is_of_pass: bool
-    turn: int
-    woken_count: int
-
-    @property
-    def counts(self) -> bool:
-        """Whether a clock reading tells its place by it: a task may be let to take its message early."""
-        return self.is_of_pass
 
 
 @dataclass(slots=True)
-class Passed:
+class TakenByTask(Taken):
+    """A task took a message by itself, between two of its awaits; in a replay it may do so a little earlier.
+
+    Attributes:
+        is_late: whether it wanted to take it in the replay when that was not there yet.
+        is_of_channel: whether it did so in a receive of a channel.
+    """
+
+    is_late: bool = False
+    is_of_channel: bool = False
+    counts: ClassVar[bool] = False
+
+
+@dataclass(slots=True)
+class Passed(Sight):
     """A deadline has passed for the task that waited for this."""
 
     what: str
-    turn: int
-    counts: ClassVar[bool] = True
 
 
 @dataclass(slots=True)
-class Lost:
+class Fired(Sight):
+    """A timer of the runtime has fired.
+
+    Attributes:
+        what: its name.
+    """
+
+    what: str
+
+
+@dataclass(slots=True)
+class Lost(Sight):
     """A rank was seen to be lost."""
 
     rank: int
-    turn: int
-    counts: ClassVar[bool] = True
-
-
-Sight: TypeAlias = Taken | Passed | Lost
 
 
 @dataclass(slots=True)
@@ -83,14 +109,19 @@ class SafePoint:
     """A safe point of the user's code.
 
     Attributes:
+        woken_count, sent_count: as of sights; when it began.
         sights: what the rank saw within it.
         turn_count: the passes and yields that it made.
         has_ended: whether that is recorded.
+        time_s: when it began.
     """
 
+    woken_count: int = 0
+    sent_count: int = 0
     sights: deque[Sight] = field(default_factory=deque)
     turn_count: int = 2
     has_ended: bool = False
+    time_s: float = 0.0
 
 
 Entry: TypeAlias = Sight | SafePoint
@@ -108,6 +139,7 @@ class RankLog:
         tags: those of messages that it received.
         is_over: whether the end of its main is recorded.
         error: with which main ended; "" where it returned.
+        is_native: see :func:`log_of`.
     """
 
     entries: deque[Entry]
@@ -117,6 +149,7 @@ class RankLog:
     tags: frozenset[int]
     is_over: bool
     error: str
+    is_native: bool
 
     @property
     def decision_count(self) -> int:
@@ -124,8 +157,14 @@ class RankLog:
         return sum(map(len, self.decisions.values()))
 
 
-def log_of(events: Iterable[Event]) -> RankLog:
-    """Read a rank's events, up to its last step where a signal has ended it: a replay has no signals."""
+def log_of(events: Iterable[Event], sent_before_count: int = 0, *, is_native: bool = False) -> RankLog:
+    """Read a rank's events, up to its last step where a signal has ended it: a replay has no signals.
+
+    Args:
+        events: as they were recorded.
+        sent_before_count: how many messages the rank sent before its world was open.
+        is_native: whether the backend carried collectives by itself: what a replay sends for them does not count.
+    """
     events = list(events)
     if any(event.kind == "over" and str(event.fields[0]).startswith(_SIGNALS) for event in events):
         steps = [place for place, event in enumerate(events) if event.kind == "step"]
@@ -134,39 +173,47 @@ def log_of(events: Iterable[Event]) -> RankLog:
     early: Counter[Key] = Counter()
     clock: defaultdict[int, deque[Reading]] = defaultdict(deque)
     decisions: defaultdict[str, deque[Event]] = defaultdict(deque)
-    tags = set()
+    received_tags = set()
     point: SafePoint | None = None
-    last_pass, seen_count, is_over, error = -1, 0, False, ""
+    last_pass, sent_count, seen_count, is_over, error = -1, -sent_before_count, 0, False, ""
     for event in events:
         to = entries if point is None else point.sights
         match event.kind, event.fields:
             case "safe_point", (False, *_):
-                point = SafePoint()
+                point = SafePoint(event.get("woken") or 0, sent_count, time_s=event.time_s)
                 entries.append(point)
-            case "safe_point", (True, int(turn_count)):
+                sent_count = 0
+            case "safe_point", (True, int(turn_count), *_):
                 if point is None:  # nothing was seen in it, so its beginning is not written down
-                    point = SafePoint()
+                    point = SafePoint(event.get("woken") or 0, sent_count, time_s=event.time_s)
                     entries.append(point)
+                    sent_count = 0
                 point.turn_count, point.has_ended = turn_count, True
                 point = None
             case "received", (int(source), int(tag), int(), -2, *_):
                 early[source, tag] += 1
-                tags.add(tag)
+                received_tags.add(tag)
             case "received", (int(source), int(tag), int(), int(number), int(turn), *_):
-                tags.add(tag)
-                if number >= 0 and to and isinstance(to[-1], Taken) and number == last_pass:
+                received_tags.add(tag)
+                if number >= 0 and to and type(to[-1]) is Taken and number == last_pass:
                     to[-1].keys.append((source, tag))
                 else:
-                    to.append(Taken([(source, tag)], number >= 0, turn, event.get("woken") or 0))
+                    kind = Taken if number >= 0 else TakenByTask
+                    woken_count = int(event.get("woken") or 0)
+                    to.append(kind(turn, woken_count, sent_count, event.time_s, [(source, tag)]))
                     seen_count += number >= 0
                 last_pass = number
-            case "sent", _:
+            case "sent", (int(), int(tag), *_):
                 last_pass = -1  # what the pass takes up after this may answer it
-            case "deadline", (str(what),):
-                to.append(Passed(what, to[-1].turn if to and point else 1))
+                sent_count += not (is_native and tags.COLLECTIVE_FIRST <= tag <= tags.COLLECTIVE_LAST)
+            case "deadline", (str(what), int(turn), int(woken_count)):
+                to.append(Passed(turn, woken_count, sent_count, event.time_s, what))
+                seen_count += 1
+            case "timer", (str(what), int(turn), int(woken_count)):
+                to.append(Fired(turn, woken_count, sent_count, event.time_s, what))
                 seen_count += 1
             case "lost", (int(rank),):
-                to.append(Lost(rank, to[-1].turn if to and point else 1))
+                to.append(Lost(to[-1].turn if to and point else 1, 0, sent_count, event.time_s, rank))
                 seen_count += 1
             case "clock", (float(seconds), int(line)):
                 clock[line].append(Reading(seconds, seen_count))
@@ -174,4 +221,4 @@ def log_of(events: Iterable[Event]) -> RankLog:
                 is_over, error = True, text
         if event.kind in DECISIONS:
             decisions[event.kind].append(event)
-    return RankLog(entries, early, clock, decisions, frozenset(tags), is_over, error)
+    return RankLog(entries, early, clock, decisions, frozenset(received_tags), is_over, error, is_native)

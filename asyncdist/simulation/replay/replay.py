@@ -13,7 +13,7 @@ import logging
 import random
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy
 import torch
@@ -23,8 +23,9 @@ from asyncdist.runtime.world import World
 from asyncdist.simulation.arguments import Compute
 from asyncdist.simulation.links import Network
 from asyncdist.simulation.processes.event_loop import RankLoop
-from asyncdist.simulation.replay.gate import DivergenceError, Gate
-from asyncdist.simulation.replay.log import log_of
+from asyncdist.simulation.replay.comparison import DivergenceError
+from asyncdist.simulation.replay.gate import Gate
+from asyncdist.simulation.replay.log import RankLog, log_of
 from asyncdist.simulation.replay.mailbox import Mailbox
 from asyncdist.simulation.replay.transport import ReplayTransport
 from asyncdist.simulation.report import SimReport
@@ -32,6 +33,11 @@ from asyncdist.simulation.simulate import STOPPED, instrument, simulate
 from asyncdist.transports.base import Transport
 
 logger = logging.getLogger("asyncdist.simulation.replay")
+
+#: After so many things in a row in which no rank sees anything the replay is over: a rank waits for what never comes.
+_IDLE_EVENT_COUNT: Final = 1_000_000
+#: Things that happen between two looks at that.
+_LOOK_EVERY: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +79,7 @@ def replay(
     """
     check_replayable(recording)
     ranks = {each.rank: each for each in recording.ranks}
-    logs = {rank: log_of(each.events()) for rank, each in ranks.items()}
+    logs = {rank: _log_of(each) for rank, each in ranks.items()}
     decision_count = sum(log.decision_count for log in logs.values())
     cut_ranks = tuple(rank for rank, log in sorted(logs.items()) if not log.is_over)
     mailboxes = [Mailbox() for _ in range(recording.size)]
@@ -81,15 +87,20 @@ def replay(
     found: list[DivergenceError] = []
     differing: list[DivergenceError] = []
 
+    def is_cut_off(rank: int) -> bool:
+        return rank in gates and gates[rank].has_stopped and (rank in cut_ranks or not gates[rank].is_done)
+
+    watch = _Watch(gates)
+
     def replayed(transport: Transport, loop: RankLoop) -> _ReplayedRank:
         rank = transport.rank
-        gate = gates[rank] = Gate(rank, logs[rank], mailboxes[rank], loop, found, may_stop=bool(cut_ranks))
+        gate = gates[rank] = Gate(rank, logs[rank], mailboxes[rank], loop, found, is_cut_off)
         return _ReplayedRank(transport, gate, ranks[rank], mailboxes, on_open)
 
     def is_over() -> bool:
         differing.extend(found[: 1 - len(differing)])  # what is found later comes of the clearing away
         ended = bool(cut_ranks) and len(gates) == recording.size and all(gate.has_stopped for gate in gates.values())
-        return bool(differing) or ended
+        return bool(differing) or ended or watch.is_over()
 
     report: SimReport | None = None
     token = instrument.set(replayed)
@@ -112,11 +123,53 @@ def replay(
         instrument.reset(token)
     if differing:
         raise differing[0]
-    waiting = [f"rank {rank}, {gate.where()}" for rank, gate in sorted(gates.items()) if not gate.has_stopped]
+    waiting = {rank: gate for rank, gate in gates.items() if not gate.has_stopped}
     if report is None or (waiting and not cut_ranks):
-        raise DivergenceError(f"{'; '.join(waiting)}: what was recorded next does not happen now")
+        raise _what_is_missing(waiting or gates, ranks)
     left_count = sum(log.decision_count for log in logs.values())
     return Replayed(report, decision_count - left_count, left_count, cut_ranks)
+
+
+class _Watch:
+    """Ends a replay in which nothing happens any more.
+
+    Args:
+        gates: of all ranks; it changes meanwhile.
+    """
+
+    def __init__(self, gates: Mapping[int, Gate]) -> None:
+        self._gates = gates
+        self._event_count = 0
+        self._progress_count = -1
+        self._progressed_at_count = 0
+
+    def is_over(self) -> bool:
+        """Return whether it is; called after each thing that happens."""
+        self._event_count += 1
+        if self._event_count % _LOOK_EVERY:
+            return False
+        progress_count = sum(gate.progress_count for gate in self._gates.values())
+        if progress_count != self._progress_count:
+            self._progress_count, self._progressed_at_count = progress_count, self._event_count
+        return self._event_count > self._progressed_at_count + _IDLE_EVENT_COUNT
+
+
+def _what_is_missing(gates: Mapping[int, Gate], ranks: Mapping[int, RankRecording]) -> DivergenceError:
+    """Return an error that names the first event of the recorded run that does not happen now."""
+
+    def missing(rank: int) -> tuple[float, str]:
+        time_s, text = gates[rank].missing()
+        return ranks[rank].unix_s(time_s), text
+
+    rank = min(gates, key=missing)
+    others = [f"rank {other} is there {gates[other].comparison.where()}" for other in sorted(gates) if other != rank]
+    return DivergenceError("; ".join([gates[rank].missing()[1], *others]), rank=rank)
+
+
+def _log_of(recorded: RankRecording) -> RankLog:
+    header = recorded.header
+    is_native = bool(header["capabilities"]["native_collectives"])
+    return log_of(recorded.events(), int(header.get("sent_before_count", 0)), is_native=is_native)
 
 
 def check_replayable(recording: Recording) -> None:

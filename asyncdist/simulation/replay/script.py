@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bdb
 import hashlib
 import logging
 import os
@@ -18,8 +17,8 @@ from asyncdist.recording.reader import Recording, RecordingError, read_recording
 from asyncdist.runtime.world import World
 from asyncdist.simulation.exploration.fault_plans import ScriptError
 from asyncdist.simulation.faults import Fault
+from asyncdist.simulation.replay.comparison import DivergenceError
 from asyncdist.simulation.replay.debugger import RankDebugger
-from asyncdist.simulation.replay.gate import DivergenceError
 from asyncdist.simulation.replay.replay import Replayed, check_replayable, replay
 from asyncdist.simulation.report import SimReport
 from asyncdist.simulation.run_script import Script, execute, print_failures, print_out, results_of
@@ -184,7 +183,7 @@ def _replay_once(recording: Recording, ran: _ReplayedScript) -> int:
     finally:
         if ran.debugger is not None:
             ran.debugger.close()
-    if isinstance(ended.error, bdb.BdbQuit):
+    if ran.debugger is not None and ran.debugger.quitting:  # what the ranks do from then on is no difference
         return 1
     if isinstance(ended.error, DivergenceError):
         print(f"asyncdist replay: the replay differs: {ended.error.message}", file=sys.stderr)

@@ -56,7 +56,7 @@ class ReplayTransport(Transport):
 
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
         self._mailboxes[dest].put(self.rank, tag, bytes(as_bytes(buffer)))
-        self._gate.note_sent()
+        self._gate.note_sent(tag)
         return _SENT
 
     def start_send(self, buffer: Buffer, dest: int, tag: int) -> Request | None:

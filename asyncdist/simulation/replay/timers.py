@@ -1,0 +1,130 @@
+"""Keeps the timers and deadlines of a replayed rank, which are over when they were in the recorded run."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from asyncdist.simulation.processes.event_loop import RankLoop
+
+
+class _Timer:
+    """One call that is to come.
+
+    Attributes:
+        what: names it.
+        when_s: its virtual time, which counts once all that was recorded has happened.
+    """
+
+    __slots__ = ("_args", "_call", "_context", "is_over", "what", "when_s")
+
+    def __init__(self, what: str, when_s: float, call: Callable[..., object], args: tuple[Any, ...]) -> None:
+        self.what = what
+        self.when_s = when_s
+        self.is_over = False
+        self._call = call
+        self._args = args
+        self._context = contextvars.copy_context()
+
+    def cancel(self) -> None:
+        """Never make the call."""
+        self.is_over = True
+
+    def fire(self) -> None:
+        """Make the call, unless it was made or cancelled."""
+        if not self.is_over:
+            self.is_over = True
+            self._context.run(self._call, *self._args)
+
+
+class Timers:
+    """Takes the place of :meth:`asyncdist.messaging.engine.Engine.call_later`.
+
+    Args:
+        loop: runs the rank.
+    """
+
+    def __init__(self, loop: RankLoop) -> None:
+        self._loop = loop
+        self._pending: list[_Timer] = []
+        self._is_released = False
+
+    def call_later(
+        self, delay_s: float, what: str, call: Callable[..., object], *args: Any, about: object = ""
+    ) -> _Timer:
+        """Keep a call until :meth:`fire`, or, after :meth:`release`, until its time."""
+        timer = _Timer(f"{what} {about}".rstrip(), self._loop.time() + delay_s, call, args)
+        if self._is_released:
+            self._loop.call_at(timer.when_s, timer.fire)
+        else:
+            self._pending = [each for each in self._pending if not each.is_over]
+            self._pending.append(timer)
+        return timer
+
+    def has(self, what: str) -> bool:
+        """Return whether a timer of this name is to come."""
+        return self._first(what) is not None
+
+    def fire(self, what: str) -> None:
+        """Make the call of the oldest timer of this name."""
+        timer = self._first(what)
+        assert timer is not None, f"no timer {what!r}"
+        timer.fire()
+
+    def release(self) -> None:
+        """Let those that are left fire by the virtual clock, since all that was recorded has happened."""
+        self._is_released = True
+        pending, self._pending = self._pending, []
+        for timer in pending:
+            self._loop.call_at(timer.when_s, timer.fire)
+
+    def _first(self, what: str) -> _Timer | None:
+        waiting = (timer for timer in self._pending if timer.what == what and not timer.is_over)
+        return min(waiting, key=lambda timer: timer.when_s, default=None)
+
+
+@dataclass(slots=True, eq=False)
+class Deadline:
+    """Belongs to a task that waits for something up to a time.
+
+    Attributes:
+        what: what it waits for, in words.
+        on_passed: wakes it.
+        has_passed: whether that time has come.
+    """
+
+    what: str
+    on_passed: Callable[[], object]
+    has_passed: bool = False
+
+
+class Deadlines:
+    """Keeps the deadlines of a rank's tasks."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Deadline] = []
+
+    @contextlib.contextmanager
+    def waiting(self, what: str, on_passed: Callable[[], object]) -> Iterator[Deadline]:
+        """Keep a deadline while the body waits; ``on_passed`` wakes it."""
+        deadline = Deadline(str(what), on_passed)
+        self._waiting.append(deadline)
+        try:
+            yield deadline
+        finally:
+            if deadline in self._waiting:
+                self._waiting.remove(deadline)
+
+    def has(self, what: str) -> bool:
+        """Return whether a task waits for this."""
+        return any(each.what == what for each in self._waiting)
+
+    def expire(self, what: str) -> None:
+        """Let the time of the task be over that has waited for this first."""
+        deadline = next(each for each in self._waiting if each.what == what)
+        self._waiting.remove(deadline)
+        deadline.has_passed = True
+        deadline.on_passed()
