@@ -8,6 +8,7 @@ machine it is for and all that is told.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import random
 import types
@@ -418,10 +419,16 @@ def agreements(rng: random.Random) -> None:
     size = rng.randrange(2, 6)
     sent: list[tuple[Any, int]] = []
     timer = types.SimpleNamespace(cancel=lambda: None)
-    loop = types.SimpleNamespace(time=lambda: rng.uniform(0, 100), call_later=lambda *_: timer)
+    now = functools.partial(rng.uniform, 0, 100)
     transport = types.SimpleNamespace(incarnation=0, may_return=False, size=size)
     engine: Any = types.SimpleNamespace(
-        loop=loop, recheck=lambda: None, poll=lambda: 0, failure=None, transport=transport
+        loop=types.SimpleNamespace(time=now),
+        clock=now,
+        call_later=lambda *_, **__: timer,
+        recheck=lambda: None,
+        poll=lambda: 0,
+        failure=None,
+        transport=transport,
     )
     channel: Any = types.SimpleNamespace(send_nowait=lambda message, dest: sent.append((message, dest)))
     told = Agreements(engine, channel, 0)

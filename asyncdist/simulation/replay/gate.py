@@ -82,7 +82,8 @@ class Gate:
         self._time = 0.0
         self._seen_count = 0
         self._sent_count = 0
-        self._uncounted_count = 0  # waits that end by what a task took by itself then
+        self._waiters: dict[asyncio.Task[Any] | None, asyncio.Future[None]] = {}
+        self._woken_late: set[asyncio.Task[Any] | None] = set()  # by what they had taken by themselves, without a wait
         self._is_frozen = False
         self._frozen_until = self._thaws_at_s = 0.0
         self._main: asyncio.Task[Any] | None = None  # the task that has come to a safe point last
@@ -131,16 +132,19 @@ class Gate:
 
     def _key_of_task(self, source: int, tag: int) -> Key | None:
         """Return what a task may take by itself now: one of the messages that are next, all of which tasks took."""
+        late: list[TakenByTask] = []
         for sight in self._sights():
-            if not isinstance(sight, TakenByTask):
-                return None
+            if not isinstance(sight, TakenByTask) or (late and not sight.is_beside(late[0])):
+                break
             (key,) = sight.keys
             if key[1] == tag and source in (ANY_SOURCE, key[0]):
-                if self._mailbox.count(key):
+                if not late and self._mailbox.count(key):
                     return key
-                sight.is_late, sight.is_of_channel = True, source == ANY_SOURCE
-                self._freeze_if_late()
-                return None
+                late.append(sight)  # the task took all of these one right after the other, and waits for them now
+        if late:
+            for sight in late:
+                sight.late_for = asyncio.current_task(self._loop)
+            self._freeze_if_late()
         return None
 
     def take(self, key: Key) -> bytes:
@@ -231,7 +235,7 @@ class Gate:
     @staticmethod
     def _is_left_to_task(sight: Sight) -> bool:
         """Whether a task is to take it by itself; that one has not tried to do so yet."""
-        return isinstance(sight, TakenByTask) and not sight.is_late
+        return isinstance(sight, TakenByTask) and sight.late_for is None
 
     def _must_be_there(self, sight: Sight, woken_count: int) -> bool:
         """Whether it is possible, or will be without this rank, before the rank's next step."""
@@ -248,9 +252,10 @@ class Gate:
         match sight:
             case Taken(keys=keys):
                 self._permitted.extend(keys)
-                # The task has waited for it, and did not then.
-                self._uncounted_count += isinstance(sight, TakenByTask) and sight.is_of_channel
                 self._engine.poll()
+                task = sight.late_for if isinstance(sight, TakenByTask) else None
+                if task is not None and (waiter := self._waiters.get(task)) is not None and waiter.done():
+                    self._woken_late.add(task)
             case Lost(rank=rank):
                 self._mailbox.lose(rank)
             case Fired(what=what):
@@ -274,9 +279,10 @@ class Gate:
         if self._is_done_with_turns():
             return
         self._catch_up()
-        if counts and self._uncounted_count:
-            self._uncounted_count -= 1
-            self._engine.woken_count -= 1
+        task = asyncio.current_task(self._loop)
+        if task in self._woken_late:
+            self._woken_late.remove(task)
+            self._engine.woken_count -= counts
         self._freeze_if_late(counts)
 
     def _is_done_with_turns(self) -> bool:
@@ -405,7 +411,8 @@ class Gate:
         point = entries.popleft() if entries else SafePoint()
         assert isinstance(point, SafePoint)
         self._point = point
-        engine.woken_count = self._sent_count = self._uncounted_count = 0
+        engine.woken_count = self._sent_count = 0
+        self._woken_late.clear()
         self._note_progress()
         try:
             for turn in range(0, max(point.turn_count, 2), 2):
@@ -511,10 +518,15 @@ class Gate:
         self, waiter: asyncio.Future[None], what: str = "a wake-up", *, is_of_request: bool = False
     ) -> None:
         """As :meth:`Engine.park`."""
-        if asyncio.current_task() is self._main:
+        task = asyncio.current_task()
+        if task is self._main:
             self._main = None  # for this wait: what the rank sees meanwhile is not seen at a safe point
         self._freeze_if_late()
-        await self._engine_park(waiter, what, is_of_request=is_of_request)
+        self._waiters[task] = waiter
+        try:
+            await self._engine_park(waiter, what, is_of_request=is_of_request)
+        finally:
+            del self._waiters[task]
 
     async def _wait_until(
         self, condition: Callable[[], bool], what: str = "a condition", *, deadline: float | None = None

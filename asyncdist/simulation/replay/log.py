@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -40,6 +41,10 @@ class Sight:
     time_s: float
     counts: ClassVar[bool] = True  #: Whether a clock reading tells its place by it.
 
+    def is_beside(self, other: Sight) -> bool:
+        """Whether no wait ended and no message was sent between the two."""
+        return (self.woken_count, self.sent_count) == (other.woken_count, other.sent_count)
+
 
 @dataclass(slots=True)
 class Taken(Sight):
@@ -57,12 +62,10 @@ class TakenByTask(Taken):
     """A task took a message by itself, between two of its awaits; in a replay it may do so a little earlier.
 
     Attributes:
-        is_late: whether it wanted to take it in the replay when that was not there yet.
-        is_of_channel: whether it did so in a receive of a channel.
+        late_for: the task that wanted to take it in the replay when that was not there yet; None for none.
     """
 
-    is_late: bool = False
-    is_of_channel: bool = False
+    late_for: asyncio.Task[Any] | None = None
     counts: ClassVar[bool] = False
 
 
