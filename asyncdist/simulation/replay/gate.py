@@ -27,7 +27,7 @@ from asyncdist.transports.base import ANY_SOURCE
 #: Virtual seconds between two looks for what a rank may see next. Whatever others do for it takes no time at all.
 _PAUSE_S: Final = 1e-5
 #: The longest pause between two such looks.
-_PAUSE_MAX_S: Final = 0.01
+_PAUSE_MAX_S: Final = 0.1
 #: Virtual seconds for which a rank waits for what it saw next before it is taken to have gone another way.
 _PATIENCE_S: Final = 300.0
 #: So often a safe point lets the rank's tasks run for it, where they have not come as far as they had then.

@@ -35,7 +35,7 @@ from asyncdist.transports.base import Transport
 logger = logging.getLogger("asyncdist.simulation.replay")
 
 #: After so many things in a row in which no rank sees anything the replay is over: a rank waits for what never comes.
-_IDLE_EVENT_COUNT: Final = 50_000
+_IDLE_EVENT_COUNT: Final = 200_000
 #: Things that happen between two looks at that.
 _LOOK_EVERY: Final = 64
 
