@@ -42,22 +42,20 @@ def messages_of_a_rank(ranks: int, **options: Any) -> tuple[float, list[OneSided
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "limits"),
+    ("options", "ranks", "limit"),
     [
         # It was 70, 250 and 1,033 with 8, 32 and 128 ranks.
-        ({"donor_count": 2}, {8: 90, 32: 270, 128: 120, 512: 120}),
+        *(({"donor_count": 2}, ranks, limit) for ranks, limit in ((8, 90), (32, 270), (128, 120))),
         # With half of 128 ranks as donors, one after the other, nobody was replaced in so many steps.
-        ({}, {8: 90, 32: 270, 128: 150, 512: 150}),
+        *(({}, ranks, limit) for ranks, limit in ((8, 90), (32, 270), (128, 150))),
     ],
-    ids=["two donors", "defaults"],
 )
-def test_messages_of_a_rank_do_not_grow_with_the_group(options: dict[str, Any], limits: dict[int, int]) -> None:
-    for ranks, limit in limits.items():
-        count, members = messages_of_a_rank(ranks, **options)
-        assert count <= limit, f"{ranks} ranks: {count:.1f} messages of each"
-        replacements = sum(member.num_replacements for member in members)
-        donors = sum(member.averaging_ranks for member in members)
-        assert donors <= replacements * options.get("donor_count", DEFAULT_DONOR_COUNT_MAX)
+def test_messages_of_a_rank_do_not_grow_with_the_group(options: dict[str, Any], ranks: int, limit: int) -> None:
+    count, members = messages_of_a_rank(ranks, **options)
+    assert count <= limit
+    replacements = sum(member.num_replacements for member in members)
+    donors = sum(member.averaging_ranks for member in members)
+    assert donors <= replacements * options.get("donor_count", DEFAULT_DONOR_COUNT_MAX)
 
 
 @pytest.mark.slow
@@ -67,8 +65,8 @@ def test_the_worst_are_judged_by_a_sample_in_a_large_group() -> None:
         count, members = messages_of_a_rank(ranks, replacement_mode="worst_ratio", replacement_ratio=0.2)
         counts.append(count)
         replaced = [rank for rank, member in enumerate(members) if member.num_replacements]
-        # By a sample of 32 with a fifth to be replaced; rank r is better than r others.
-        assert set(range(ranks // 16)) <= set(replaced) and max(replaced) < ranks // 2
+        # Rank r is better than r others. A rank better than 5 of 8 is among the worst fifth of 32 once in a million.
+        assert set(range(ranks // 16)) <= set(replaced) and max(replaced) < 5 * ranks // 8
     assert counts[1] <= 1.2 * counts[0] and counts[1] <= (2 * SAMPLE_COUNT + 20) * PUBLICATION_COUNT
 
 
