@@ -241,7 +241,7 @@ async def _main(world: ad.World, watch: Watch) -> int:
     def on_event(event: Any) -> None:
         if isinstance(event, SnapshotTaken):
             watch.note_snapshot(rank, event)
-        else:
+        elif isinstance(event, AverageApplied):
             events.append(event)
 
     try:

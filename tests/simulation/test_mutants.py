@@ -34,7 +34,7 @@ def test_every_defect_has_a_mutant_or_a_reason(table: Any) -> None:
     numbers = {mutant.defect for mutant in mutants if isinstance(mutant.defect, int)}
     assert numbers | set(left_out) == DEFECTS
     assert not numbers & set(left_out)
-    assert {mutant.defect for mutant in mutants} - numbers == {"network", "deadline", "route", "island", "reading"}
+    assert {mutant.defect for mutant in mutants} - numbers == {"network", "deadline", "route", "island", "reading", "sharded replica"}
 
 
 def test_every_scenario_exists(table: Any) -> None:
@@ -47,6 +47,7 @@ def test_every_scenario_exists(table: Any) -> None:
             "deadline_scenarios",
             "island_scenarios",
             "read_scenarios",
+            "sharded_replica_scenarios",
         )
     }
     for mutant in table.MUTANTS:

@@ -80,7 +80,7 @@ def test_a_report_is_one_page_whose_numbers_are_those_of_the_run(recording: Reco
 
 
 def test_a_report_of_many_ranks_has_quantiles_and_names_losses(tmp_path: Path) -> None:
-    faults = (ad.Kill(rank=0, at_s=0.03),)
+    faults = (ad.Kill(rank=0, at_s=0.015),)
     ad.simulate(train, ranks=70, seed=1, record=tmp_path, faults=faults)
     page = render(read_recording(tmp_path))
     assert "Of 70 ranks: least, quartiles, most" in page
