@@ -29,7 +29,7 @@ from asyncdist.simulation import (
 )
 from asyncdist.tags import COLLECTIVE_FIRST, CONTROL
 from asyncdist.transports.base import Capabilities
-from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy
+from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy, OneSidedSelectiveAveragingPolicy
 
 STEPS = 30
 
@@ -217,6 +217,22 @@ def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
     simulate(train, ranks=3, seed=3, record=tmp_path / "again", faults=faults, until_s=60.0)
     with pytest.raises(RecordingError, match="rank 2 was started again"):
         replay(train, recording=read_recording(tmp_path / "again"))
+
+
+def test_a_policy_that_reads_memory_of_others_is_refused(tmp_path: Path) -> None:
+    async def main(world: ad.World) -> None:
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        async with OneSidedSelectiveAveragingPolicy(model, optimizer, average_every=3) as policy:
+            for _ in range(6):
+                await policy.step(float(world.rank))
+
+    simulate(main, ranks=2, seed=1, record=tmp_path)
+    recording = read_recording(tmp_path)
+    replay(main, recording=recording)  # by messages
+    recording.ranks[0].header["capabilities"]["one_sided_reads"] = True
+    with pytest.raises(RecordingError, match="OneSidedSelectiveAveragingPolicy read each other's memory"):
+        replay(main, recording=recording)
 
 
 SCRIPT = """

@@ -180,11 +180,20 @@ def check_replayable(recording: Recording) -> None:
     if again:
         raise RecordingError(f"rank {again[0]} was started again in the recorded run; such a run cannot be replayed")
     first = recording.ranks[0].header
+    if first["capabilities"].get("one_sided_reads") and "OneSidedSelectiveAveragingPolicy" in _policies_of(recording):
+        raise RecordingError(
+            "the ranks of OneSidedSelectiveAveragingPolicy read each other's memory here, without messages;"
+            " such a run cannot be replayed"
+        )
     if first["torch"] != str(torch.__version__):
         logger.warning("recorded with torch %s; with %s numbers may differ", first["torch"], torch.__version__)
     for each in recording.ranks:
         if each.damage:
             logger.warning("%s: %s", each.path, each.damage)
+
+
+def _policies_of(recording: Recording) -> set[str]:
+    return {event.get("class_name") for each in recording.ranks for event in each.events() if event.kind == "policy"}
 
 
 class _ReplayedRank:
