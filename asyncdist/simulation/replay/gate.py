@@ -48,6 +48,7 @@ class Gate:
     Attributes:
         comparison: of what it does with what it did.
         has_stopped: whether the rank has come to the end of its record, or to that of its main.
+        goes_no_further: whether the former, or it needs something of such a rank.
         progress_count: how often it has seen something, or come to a safe point.
     """
 
@@ -63,7 +64,7 @@ class Gate:
         self.rank = rank
         self.log = log
         self.comparison = Comparison(rank, log, found)
-        self.has_stopped = False
+        self.has_stopped = self.goes_no_further = False
         self.progress_count = 0
         self._progressed_at = 0.0
         self._is_cut_off = is_cut_off
@@ -466,7 +467,9 @@ class Gate:
             await yield_to_loop()
             if self._next() is not sight or (sight is None and not self._permitted):
                 return True
-            if sight is not None and self._is_due(sight, self._engine.woken_count) and self._is_possible(sight):
+            if sight is None or self._is_left_to_task(sight):
+                continue
+            if self._is_due(sight, self._engine.woken_count) and self._is_possible(sight):
                 return True
         return False
 
@@ -511,7 +514,7 @@ class Gate:
 
     async def _stop(self) -> None:
         """Go no further: the record of this rank, or of one that it needs, ends here."""
-        self.has_stopped = True
+        self.has_stopped = self.goes_no_further = True
         await self._loop.create_future()
 
     async def _park(

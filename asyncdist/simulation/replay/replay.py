@@ -88,7 +88,7 @@ def replay(
     differing: list[DivergenceError] = []
 
     def is_cut_off(rank: int) -> bool:
-        return rank in gates and gates[rank].has_stopped and (rank in cut_ranks or not gates[rank].is_done)
+        return rank in gates and (gates[rank].goes_no_further or (rank in cut_ranks and gates[rank].has_stopped))
 
     watch = _Watch(gates)
 
@@ -127,6 +127,8 @@ def replay(
     if report is None or (waiting and not cut_ranks):
         raise _what_is_missing(waiting or gates, ranks)
     left_count = sum(log.decision_count for log in logs.values())
+    if left_count and not cut_ranks and not any(log.error for log in logs.values()):
+        raise _what_is_missing({rank: gate for rank, gate in gates.items() if logs[rank].decision_count}, ranks)
     return Replayed(report, decision_count - left_count, left_count, cut_ranks)
 
 
