@@ -65,6 +65,7 @@ def test_bad_options_are_one_line(options: tuple[str, ...], said: str) -> None:
     assert said in refused.stderr
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)  # two processes for each mutant import torch, on any number of cores
 def test_quick_mutants_are_found(tmp_path: Path) -> None:
     out = tmp_path / "found.json"

@@ -40,6 +40,7 @@ def test_the_first_seeds_keep_every_invariant(pytestconfig: pytest.Config) -> No
     explore(scenario, range(pytestconfig.getoption("seeds")), processes=1, quiet=True).check()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_every_seed_keeps_every_invariant(seen: Counter[str]) -> None:
     assert seen["digests"] == SEED_COUNT, "two seeds led to the same run"
@@ -47,24 +48,28 @@ def test_every_seed_keeps_every_invariant(seen: Counter[str]) -> None:
     assert seen["populations in which averages had to come"] >= 20
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("what", [*FAULTS, *OTHER])
 def test_it_happened_in_some_seed(seen: Counter[str], what: str) -> None:
     assert seen[what] >= 1, f"only these did: {', '.join(sorted(+seen))}"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", REPLACEMENT_MODES)
 def test_every_mode_replaced(seen: Counter[str], mode: str) -> None:
     assert seen[f"mode {mode}"] >= 100
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_was_applied_and_verified(seen: Counter[str], strategy: str) -> None:
     assert seen[f"strategy {strategy}"] >= 100
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_weights_are_those_of_the_snapshots_that_were_averaged(seen: Counter[str]) -> None:
     """Metrics change in every step; the weights were recomputed from those that were published with the snapshots."""

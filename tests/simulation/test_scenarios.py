@@ -180,6 +180,7 @@ def test_the_first_seeds_keep_every_invariant(pytestconfig: pytest.Config) -> No
     explore(scenario, range(pytestconfig.getoption("seeds")), processes=1, quiet=True).check()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.workers
 def test_every_seed_keeps_every_invariant(
@@ -197,6 +198,7 @@ def test_every_seed_keeps_every_invariant(
     assert seen["distinct digests"] == len(SEEDS), "two seeds led to the same run"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.workers
 @pytest.mark.parametrize("what", [*FAULTS, *GATES, *ABANDONED, *DECLINED, *LEFT_OUT, *KILLED, *TOLD, *OTHER])
@@ -204,6 +206,7 @@ def test_it_happened_in_some_seed(seen: Counter[str], what: str) -> None:
     assert seen[what] >= 1, f"only these did: {', '.join(sorted(+seen))}"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.workers
 def test_every_reason_that_was_given_is_one_that_this_suite_knows(seen: Counter[str]) -> None:
@@ -213,6 +216,7 @@ def test_every_reason_that_was_given_is_one_that_this_suite_knows(seen: Counter[
     assert given - {*ABANDONED, *DECLINED, *LEFT_OUT} <= rare
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.workers
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -220,12 +224,14 @@ def test_averages_of_each_strategy_were_applied_and_verified(seen: Counter[str],
     assert seen[f"strategy {strategy}"] >= 300
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.workers
 def test_averages_came_wherever_nothing_was_in_their_way(seen: Counter[str]) -> None:
     assert seen["populations in which averages had to come"] >= 15
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.workers
 def test_thousands_of_averages_were_applied_and_verified(seen: Counter[str]) -> None:
