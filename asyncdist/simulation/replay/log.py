@@ -216,7 +216,7 @@ def log_of(events: Iterable[Event], sent_before_count: int = 0, *, is_native: bo
                 to.append(Fired(turn, woken_count, sent_count, event.time_s, what))
                 seen_count += 1
             case "lost", (int(rank),):
-                to.append(Lost(to[-1].turn if to and point else 1, 0, sent_count, event.time_s, rank))
+                to.append(Lost(to[-1].turn if to and point else 0, 0, sent_count, event.time_s, rank))
                 seen_count += 1
             case "clock", (float(seconds), int(line)):
                 clock[line].append(Reading(seconds, seen_count))
