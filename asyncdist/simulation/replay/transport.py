@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from asyncdist.errors import TruncationError
+from asyncdist.errors import RankLostError, TruncationError
 from asyncdist.simulation.replay.gate import Gate
 from asyncdist.simulation.replay.mailbox import Mailbox
 from asyncdist.transports.base import (
@@ -55,13 +55,16 @@ class ReplayTransport(Transport):
     # -- messages ---------------------------------------------------------------------------------------------------
 
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
+        if dest in self._own.lost:
+            self._gate.note_sent(tag)
+            return _SentToLost(dest)
         self._mailboxes[dest].put(self.rank, tag, bytes(as_bytes(buffer)))
         self._gate.note_sent(tag)
         return _SENT
 
     def start_send(self, buffer: Buffer, dest: int, tag: int) -> Request | None:
-        self.isend(buffer, dest, tag)
-        return None
+        request = self.isend(buffer, dest, tag)
+        return None if request is _SENT else request
 
     def irecv(self, buffer: Buffer, source: int, tag: int) -> Request:
         return _Receive(self._gate, as_bytes(buffer), source, tag)
@@ -121,6 +124,16 @@ class _Sent:
 
 
 _SENT = _Sent()
+
+
+class _SentToLost(_Sent):
+    """A send that fails, since this rank has heard of the loss of the other one."""
+
+    def __init__(self, dest: int) -> None:
+        self._dest = dest
+
+    def test(self) -> bool:
+        raise RankLostError(f"rank {self._dest} is gone: its process has ended", rank=self._dest)
 
 
 class _Receive:
