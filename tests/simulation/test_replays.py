@@ -264,3 +264,22 @@ def test_a_script_that_has_changed_is_named_and_a_mended_one_need_not_go_the_sam
     assert replay_script(tmp_path / "run", script) is None, "mended"
     with pytest.raises(RecordingError, match=r"'nowhere.py', the script of the recorded run, is not there"):
         replay_script(tmp_path / "run", "nowhere.py")
+
+
+def test_a_send_to_a_lost_rank_fails_as_it_did(tmp_path: Path) -> None:
+    async def main(world: ad.World) -> str:
+        channel = world.channel(Word, tag=40)
+        while 2 not in world.services.gone:
+            await world.safe_point()
+            await world.sleep(0.01)
+        try:
+            await channel.send(Word(1), 2)
+        except ad.RankLostError:
+            return "lost"
+        return "sent"
+
+    recorded = simulate(main, ranks=3, seed=1, record=tmp_path, faults=(Kill(2, at_s=0.05),))
+    assert recorded.results[:2] == ("lost", "lost")
+    replayed = replay(main, recording=read_recording(tmp_path))
+    results = replayed.report.results[:2]  # it is over when the last main ends, whose result is not kept
+    assert "lost" in results and "sent" not in results
