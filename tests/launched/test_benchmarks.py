@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any, TypeAlias
 
 import pytest
+import torch
 from support import mpi, torchrun, warm
 
 pytestmark = pytest.mark.timeout(300)  # up to seven ranks, on any number of cores
@@ -151,6 +152,11 @@ def test_faces(bench: Bench) -> None:
     assert list(results) == ["coroutine", "blocking", "plain", "torchgfn", "lightning", "transformers"]
     for ranks in results.values():
         assert all(0 < figures["median_us"] <= figures["p95_us"] for figures in ranks.values()) and len(ranks) == 2
+
+
+def test_gpu(bench: Bench) -> None:
+    results = bench("gpu", "--transport", "torch")
+    assert bool(results) == torch.cuda.is_available(), "nothing is measured where there is no GPU, and the table says so"
 
 
 @pytest.mark.mpi

@@ -33,6 +33,7 @@ NAMES: Final = (
     "bandwidth",
     "beside",
     "step",
+    "gpu",
     "faces",
     "one-sided",
     "round",

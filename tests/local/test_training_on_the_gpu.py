@@ -1,0 +1,109 @@
+"""Policies over models on a GPU: what is applied is exact there, and training in mixed precision goes on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import asyncdist as ad
+from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy, AverageApplied, PolicyEvent
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+
+
+def test_a_part_of_the_own_weights_is_kept_as_on_the_host() -> None:
+    def trained(device: str) -> list[torch.Tensor]:
+        seen: list[torch.Tensor] = []
+
+        async def main(world: ad.World) -> None:
+            torch.manual_seed(world.rank)
+            model = nn.Sequential(nn.Linear(33, 65), nn.BatchNorm1d(65), nn.Linear(65, 3).double()).to(device)
+
+            def note(event: PolicyEvent) -> None:
+                if isinstance(event, AverageApplied):
+                    seen.append(torch.cat([tensor.detach().cpu().double().flatten() for tensor in model.parameters()]))
+
+            policy = AsyncSelectiveAveragingPolicy(
+                model,
+                torch.optim.Adam(model.parameters(), lr=0.0),
+                average_every=4,
+                replacement_ratio=0.25,
+                momentum=0.3,
+                on_event=note,
+            )
+            async with policy:
+                while not (seen and world.rank == 0) and policy.iteration < 500:
+                    await policy.step(float(world.rank))
+
+        ad.run_local(main, ranks=4, strict=True)
+        return seen
+
+    here, there = trained("cuda"), trained("cpu")
+    assert here and there and torch.equal(here[0], there[0])
+
+
+@pytest.mark.parametrize("state", ["keep", "reset"])
+@pytest.mark.parametrize(
+    "is_compiled", [False, pytest.param(True, marks=pytest.mark.workers)], ids=["plain", "compiled"]
+)
+def test_mixed_precision_with_a_scaler_goes_on_after_an_average(
+    monkeypatch: pytest.MonkeyPatch, state: str, is_compiled: bool
+) -> None:
+    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)  # no pool of processes, which would stay
+
+    async def main(world: ad.World) -> int:
+        torch.manual_seed(world.rank)
+        model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1)).to(world.device)
+        network = torch.compile(model) if is_compiled else model
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        scaler = torch.amp.GradScaler("cuda")
+        policy = AsyncSelectiveAveragingPolicy(
+            network, optimizer, average_every=4, replacement_ratio=0.25, optimizer_state=state
+        )
+        first = last = 0.0
+        async with policy:
+            for _ in range(120):
+                inputs = torch.randn(32, 16, device=world.device)
+                with torch.autocast("cuda", dtype=torch.float16):
+                    loss = (network(inputs).squeeze(1) - inputs.sum(1)).square().mean()
+                optimizer.zero_grad()
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                await policy.step(-loss)
+                last = float(loss.detach())
+                first = first or last
+        assert last < first
+        return policy.statistics().replacement_count
+
+    assert sum(ad.run_local(main, ranks=4, strict=True)) >= 1
+
+
+def test_everybody_takes_the_mean_of_all() -> None:
+    async def main(world: ad.World) -> list[float]:
+        model = nn.Linear(8, 8).to(world.device)
+        nn.init.constant_(model.weight, float(world.rank))
+        nn.init.constant_(model.bias, 2.0 * world.rank)
+        policy = AverageAllPolicy(model, torch.optim.SGD(model.parameters(), lr=0.0), average_every=3)
+        async with policy:
+            for _ in range(12):
+                await policy.step()
+        return [float(tensor.detach().unique()) for tensor in model.parameters()]
+
+    assert ad.run_local(main, ranks=3, strict=True) == [[1.0, 2.0]] * 3
+
+
+def test_a_checkpoint_brings_the_weights_and_the_random_state_of_the_gpu_back(tmp_path: object) -> None:
+    async def main(world: ad.World) -> bool:
+        model = nn.Linear(8, 8).to(world.device)
+        optimizer = torch.optim.Adam(model.parameters())
+        torch.randn(1, device=world.device)
+        await ad.save_population(str(tmp_path), model, optimizer)
+        kept, drawn = model.weight.detach().clone(), torch.randn(4, device=world.device)
+        with torch.no_grad():
+            model.weight.zero_()
+        await ad.load_population(str(tmp_path), model, optimizer)
+        return torch.equal(model.weight, kept) and torch.equal(torch.randn(4, device=world.device), drawn)
+
+    assert ad.run_local(main, ranks=1) == [True]
