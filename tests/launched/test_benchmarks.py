@@ -156,7 +156,9 @@ def test_faces(bench: Bench) -> None:
 
 def test_gpu(bench: Bench) -> None:
     results = bench("gpu", "--transport", "torch")
-    assert bool(results) == torch.cuda.is_available(), "nothing is measured where there is no GPU, and the table says so"
+    assert bool(results) == torch.cuda.is_available(), (
+        "nothing is measured where there is no GPU, and the table says so"
+    )
 
 
 @pytest.mark.mpi
