@@ -49,7 +49,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "USER_CHUNK_NBYTES", CHUNK_NBYTES)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_local(name: str, ranks: int) -> None:
     ad.run_local(run_case, name, ranks=ranks, loop="asyncio", strict=True)
@@ -77,7 +77,7 @@ def test_two_planes(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(
-    ("how", "kind"), [pytest.param("whole", "orderly", marks=pytest.mark.slow), ("bulk", "orderly")]
+    ("how", "kind"), [pytest.param("whole", "orderly", marks=[pytest.mark.slow, pytest.mark.long]), ("bulk", "orderly")]
 )
 def test_polled(how: str, kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a backend that ignores tags and does one thing after the other, alone and as what NCCL would be used for."""
@@ -102,7 +102,11 @@ def test_one_rank_alone(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [
-        pytest.param(name, ranks, marks=[pytest.mark.slow] if name in SLOW else [])
+        pytest.param(
+            name,
+            ranks,
+            marks=[*([pytest.mark.slow] if name in SLOW else []), *([pytest.mark.long] if ranks == 2 else [])],
+        )
         for name in NAMES
         for ranks in (1, 2, 3, 4)
         if ranks > 1 or not name.startswith("collectives.")

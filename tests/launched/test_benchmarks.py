@@ -22,6 +22,7 @@ from support import mpi, torchrun, warm
 
 pytestmark = pytest.mark.timeout(300)  # up to seven ranks, on any number of cores
 
+LONG_ON_TORCH = pytest.param("torch", marks=pytest.mark.long)
 RUN = Path(__file__).parents[2] / "tools" / "benchmarks" / "bench.py"
 
 
@@ -101,6 +102,7 @@ def test_latency_on_mpi(bench: Bench) -> None:
     check_latency(bench("latency", "--transport", "mpi"), "mpi")
 
 
+@pytest.mark.long
 def test_latency_on_torch_by_the_command(tmp_path: Path) -> None:
     """As a shell starts it, and so with cold ranks."""
     out = tmp_path / "results.json"
@@ -117,7 +119,7 @@ def check_latency(results: dict[str, Any], transport: str) -> None:
     assert 32 < results["frame_nbytes"] < 100
 
 
-@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), "torch"])
+@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), LONG_ON_TORCH])
 def test_bandwidth(bench: Bench, transport: str) -> None:
     results = bench("bandwidth", "--transport", transport)
     assert results.pop("transport") == transport
@@ -126,7 +128,7 @@ def test_bandwidth(bench: Bench, transport: str) -> None:
         assert figures["ratio"] == pytest.approx(figures["ours_gb_s"] / figures["raw_gb_s"])
 
 
-@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), "torch"])
+@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), LONG_ON_TORCH])
 def test_beside(bench: Bench, transport: str) -> None:
     results = bench("beside", "--transport", transport)
     assert results.pop("transport") == transport
@@ -147,6 +149,7 @@ def test_step(bench: Bench, name: str) -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.long
 def test_faces(bench: Bench) -> None:
     results = bench("faces")
     assert list(results) == ["coroutine", "blocking", "plain", "torchgfn", "lightning", "transformers"]
@@ -162,6 +165,7 @@ def test_gpu(bench: Bench) -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.long
 def test_round(bench: Bench) -> None:
     results = bench("round")
     assert results["ours_s"] > 0 and results["period_s"] > 0
@@ -173,6 +177,7 @@ def test_round(bench: Bench) -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.long
 def test_average(bench: Bench) -> None:
     results = bench("average")
     large, small = results["large"], results["small"]
@@ -183,6 +188,7 @@ def test_average(bench: Bench) -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.long
 def test_replay(bench: Bench) -> None:
     results = bench("replay")
     assert results["adds_per_s"] > 0 and results["raw_adds_per_s"] > 0
@@ -190,6 +196,7 @@ def test_replay(bench: Bench) -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.long
 def test_straggler(bench: Bench) -> None:
     results = bench("straggler")
     assert results["fast_steps_per_s"].keys() == {"none", "average_all", "selective"}
@@ -198,6 +205,7 @@ def test_straggler(bench: Bench) -> None:
     assert results["slow_reports"] >= 1
 
 
+@pytest.mark.long
 def test_scale(bench: Bench, tmp_path: Path) -> None:
     chart = tmp_path / "scale.png"
     results = bench("scale", "--chart", str(chart))
@@ -223,6 +231,7 @@ def test_scale(bench: Bench, tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.long
 def test_routes(bench: Bench) -> None:
     """Between hosts where such can be made; elsewhere that part is left out, and the bench says why."""
     results = bench("routes")
@@ -238,6 +247,7 @@ def test_record(bench: Bench) -> None:
     assert 0 < results["nbytes"] <= 200, "with its header, which is a part of so few steps"
 
 
+@pytest.mark.long
 def test_grace(bench: Bench) -> None:
     results = bench("grace")
     assert list(results) == [
@@ -248,7 +258,7 @@ def test_grace(bench: Bench) -> None:
         assert all(0 < found["share"] <= 1 for found in by_window.values())
 
 
-@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), "torch"])
+@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), LONG_ON_TORCH])
 def test_idle(bench: Bench, transport: str) -> None:
     results = bench("idle", "--transport", transport)
     assert results.pop("transport") == transport
@@ -258,6 +268,7 @@ def test_idle(bench: Bench, transport: str) -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.long
 def test_memory(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memory.RANKS", (3, 4))  # seven that step without a pause take a minute of two cores
     results = bench("memory")
@@ -277,6 +288,7 @@ def test_an_unknown_benchmark_is_refused(runner: ModuleType, capsys: pytest.Capt
     assert ended.value.code == 2 and "'speed'" in said and "latency" in said
 
 
+@pytest.mark.long
 def test_sim(bench: Bench) -> None:
     results = bench("sim")
     messages, large, seeds = results["messages"], results["large"], results["seeds"]
@@ -286,6 +298,7 @@ def test_sim(bench: Bench) -> None:
     assert all(found["rounds"] >= 2 and found["digests"] == 2 for found in seeds.values())
 
 
+@pytest.mark.long
 def test_goodput(bench: Bench, tmp_path: Path) -> None:
     """Figures of virtual time: they are the same on every machine."""
     chart = tmp_path / "chart.png"

@@ -542,6 +542,7 @@ assert abs(told["mean_reward"] - 0.01) < 1e-6
 """
 
 
+@pytest.mark.long
 def test_chances_on_the_grid_are_exact_and_what_comes_from_a_buffer_can_be_learnt_from() -> None:
     """In one process: it imports torchgfn, which takes seconds."""
     done = subprocess.run(
@@ -553,7 +554,10 @@ def test_chances_on_the_grid_are_exact_and_what_comes_from_a_buffer_can_be_learn
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("transport", "clients", "iterations"),
-    [pytest.param("mpi", [[0, 2], [1]], 16, marks=pytest.mark.mpi), ("torch", [[0, 1]], 8)],
+    [
+        pytest.param("mpi", [[0, 2], [1]], 16, marks=[pytest.mark.mpi, pytest.mark.long]),
+        ("torch", [[0, 1]], 8),
+    ],
 )
 def test_the_whole_demo_with_replay_buffers(
     transport: str, clients: list[list[int]], iterations: int, tmp_path: Path

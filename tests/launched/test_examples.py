@@ -26,6 +26,9 @@ PRINTS = {
     "transformers_train.py": "trained",
 }
 
+#: These have tests of their own over the same parts.
+LONG = {"ddp_replicas.py", "lightning_fit.py", "transformers_train.py"}
+
 
 def starts() -> dict[str, str]:
     """Of each file the command of the page."""
@@ -44,7 +47,9 @@ def test_every_example_is_on_the_page() -> None:
 
 @pytest.mark.mpi
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", PRINTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in PRINTS]
+)
 def test_it_runs(name: str, tmp_path: Path) -> None:
     first = run(name, tmp_path)
     assert PRINTS[name] in first

@@ -84,8 +84,10 @@ def test_simulated(tmp_path: Path) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("library", ["lightning", "transformers"])
-@pytest.mark.parametrize("run", [mpi.run_ranks, torchrun.run_ranks], ids=["mpi", "torch"])
+@pytest.mark.parametrize("library", ["lightning", pytest.param("transformers", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "run", [pytest.param(mpi.run_ranks, marks=pytest.mark.long), torchrun.run_ranks], ids=["mpi", "torch"]
+)
 def test_two_replicas_of_two_ranks_in_a_trainer_under_ddp(library: str, run: Any, tmp_path: Path) -> None:
     reports = run(4, SCRIPT.parent / "trainer_replicas.py", library, tmp_path, timeout_s=400).check().reports
     for rank in range(4):
@@ -140,6 +142,7 @@ def test_a_trainer_of_several_devices_is_refused_with_one_error(tmp_path: Path) 
 
 @pytest.mark.mpi
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_a_trainer_that_would_send_the_callback_to_processes_is_refused(tmp_path: Path) -> None:
     ended = fit(tmp_path, {}, {"devices": 2, "strategy": "ddp_spawn"})
     assert ended.returncodes == (1,) and "ValueError: SelectiveAveraging cannot be sent to another" in ended.stderr
@@ -147,6 +150,7 @@ def test_a_trainer_that_would_send_the_callback_to_processes_is_refused(tmp_path
 
 @pytest.mark.mpi
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_a_replica_without_a_launcher_trains_alone_and_says_so_once(tmp_path: Path) -> None:
     ended = fit(tmp_path, {"replica_size": 2}, {"devices": 2, "strategy": "ddp"}).check()
     assert ended.stdout.count("trained on 2") == 2 and ended.stderr.count("trains alone") == 1, ended.output()

@@ -24,6 +24,7 @@ def test_launched(start: Callable[..., Any]) -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.long
 def test_an_island_is_on_one_host_where_mpirun_gives_hosts_ranks_in_turn() -> None:
     mpi.require_mpi()
     if mpi.flavour() == "mpich":

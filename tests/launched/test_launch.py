@@ -256,6 +256,7 @@ ad.run(main)
 
 
 @pytest.mark.mpi
+@pytest.mark.long
 def test_a_child_of_a_rank_is_told_in_a_line_that_it_is_no_rank(tmp_path: Path) -> None:
     """It opened MPI as its parent, and hung or died of a segmentation fault: a script without a __main__ guard."""
     code, output, error = finish(start(tmp_path, UNGUARDED, ranks=1))

@@ -48,6 +48,7 @@ def test_it_runs(path: Path) -> None:
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.long
 def test_a_cell_that_fails_is_marked_and_the_next_one_runs() -> None:
     cells = [
         "import asyncdist as ad",

@@ -126,6 +126,7 @@ def sources(folder: Path) -> list[Path]:
     return [path for path in paths if "_compiled" not in path.parts]
 
 
+@pytest.mark.long
 def test_pip_installs_a_compiled_package(checkout: tuple[Path, ModuleType], tmp_path: Path) -> None:
     needs_compiler()
     folder, copy = checkout

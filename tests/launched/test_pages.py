@@ -12,11 +12,19 @@ import pytest
 from support import mpi, pages, warm
 
 FILES = {"python", "diff"}
+#: What these show has tests of its own, on the same libraries and benchmarks.
+LONG = {"docs/figures.md", "docs/integrations.md"}
 
 
 @pytest.mark.mpi
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("page", pages.pages_with("console"), ids=pages.name_of)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.long] if pages.name_of(page) in LONG else [], id=pages.name_of(page))
+        for page in pages.pages_with("console")
+    ],
+)
 def test_commands_print_what_is_shown(page: Path, tmp_path: Path) -> None:
     for block in pages.blocks(page):
         others = block.comments.get("files", "").strip()

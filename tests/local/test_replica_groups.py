@@ -39,7 +39,7 @@ def start(monkeypatch: pytest.MonkeyPatch, groups: list[list[int] | None], size:
     ad.run_local(main, ranks=4)
 
 
-@pytest.mark.parametrize("given", [[[0, 1], [1, 0], [2, 3], [2, 3]], [None] * 4])
+@pytest.mark.parametrize("given", [[[0, 1], [1, 0], [2, 3], [2, 3]], pytest.param([None] * 4, marks=pytest.mark.long)])
 def test_the_groups_of_the_replicas_are_right(given: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     start(monkeypatch, given)
 
@@ -61,6 +61,7 @@ def test_ranks_that_are_right_do_not_wait_for_one_that_is_not(monkeypatch: pytes
         start(monkeypatch, [[0, 1], [0, 1], [2, 3], [1, 3]], start_timeout_s=50.0)
 
 
+@pytest.mark.long
 def test_where_each_replica_has_a_process_group_of_its_own_the_numbers_are_compared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -125,6 +125,7 @@ def in_hash_order(seed: int, faults: Sequence[Fault] | None = None) -> ad.SimRep
     raise AssertionError(f"the order is {list({'alpha', 'beta', 'gamma', 'delta', 'epsilon', 'zeta', 'eta', 'theta'})}")
 
 
+@pytest.mark.long
 @pytest.mark.workers
 def test_processes_that_explore_have_one_order_of_sets_and_the_line_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
@@ -236,7 +237,7 @@ def test_a_scenario_that_raises_the_ctrl_c_of_a_rank_does_not_end_exploring() ->
 
 @pytest.mark.slow
 @pytest.mark.workers
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_seeds_that_pass_are_counted_in_silence(processes: int, capfd: pytest.CaptureFixture[str]) -> None:
     shown: list[ExploreReport] = []
     report = explore(passes, range(40), processes=processes, on_progress=shown.append)

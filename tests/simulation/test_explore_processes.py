@@ -42,6 +42,7 @@ explore(scenario, range(4), processes=2)
 """
 
 
+@pytest.mark.long
 @pytest.mark.workers
 def test_a_script_without_a_main_guard_is_one_clear_error(tmp_path: Path) -> None:
     """Each of its processes would start the exploration again; Python itself says so at length, in each of them."""
@@ -67,6 +68,7 @@ async def for_ever(world: ad.World) -> None:
         await world.safe_point()
 
 
+@pytest.mark.long
 @pytest.mark.workers
 def test_a_failure_does_not_wait_for_seeds_behind_it() -> None:
     report = explore(endless_but_for_one, range(100), processes=2, quiet=True)
@@ -93,7 +95,10 @@ if __name__ == "__main__":
 
 
 @pytest.mark.workers
-@pytest.mark.parametrize(("processes", "number"), [(1, signal.SIGINT), (2, signal.SIGINT), (2, signal.SIGKILL)])
+@pytest.mark.parametrize(
+    ("processes", "number"),
+    [(1, signal.SIGINT), (2, signal.SIGINT), pytest.param(2, signal.SIGKILL, marks=pytest.mark.long)],
+)
 def test_no_process_outlives_a_signal(tmp_path: Path, processes: int, number: signal.Signals) -> None:
     script = tmp_path / "endless.py"
     script.write_text(ENDLESS)

@@ -257,7 +257,7 @@ def test_a_rank_that_is_started_again_joins_its_island_and_gives_to_others() -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, 40, 10))
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.long) for first in (10, 20, 30))])
 def test_every_average_is_the_one_of_its_donors_whatever_fails(first: int) -> None:
     """What is checked is in ``island_scenarios``; none hangs, and nothing is left over."""
     reports = [scenario(seed) for seed in range(first, first + 10)]
@@ -268,6 +268,7 @@ def test_every_average_is_the_one_of_its_donors_whatever_fails(first: int) -> No
 # -- what it costs ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_messages_of_a_rank_do_not_grow_with_the_number_of_ranks() -> None:
     """In rounds; start and end have their own tests (``test_large_worlds.py``)."""
