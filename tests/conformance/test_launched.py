@@ -25,7 +25,7 @@ OF_MESSAGES = [name for name in NAMES if name.startswith(("transport.", "channel
 PROGRAM = Path(__file__).with_name("program.py")
 #: Of jobs on MPI: two ranks are each other's both neighbours, of four some are no neighbours, and pairs make disjoint
 #: groups. Other numbers are arithmetic above the transport, and seen on a hub and in the simulator.
-JOB_SIZES = (2, 4)
+JOB_SIZES = (pytest.param(2, marks=pytest.mark.long), 4)
 TORCH_JOB_SIZE = 4
 
 

@@ -34,6 +34,7 @@ ad.run(main)
     ],
     ids=["name", "module", "in-main", "launched", "sim", "sim-in-main", "explore"],
 )
+@pytest.mark.long
 def test_a_file_of_the_users_that_hides_the_package_is_explained(
     tmp_path: Path, source: str, command: list[str]
 ) -> None:

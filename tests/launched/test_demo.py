@@ -598,6 +598,7 @@ def test_the_whole_demo_with_replay_buffers(
     assert "They drew " in done.stdout
 
 
+@pytest.mark.long
 def test_the_training_script_runs_alone() -> None:
     command = [sys.executable, str(HYPERGRID / "train.py"), "--iterations", "3"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

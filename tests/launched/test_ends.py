@@ -175,6 +175,7 @@ class WithoutText(Exception):
 
 
 @pytest.mark.mpi
+@pytest.mark.long
 def test_an_exception_whose_text_no_message_can_carry_ends_the_job() -> None:
     ended = Ended("raises_at_length", 2, by_themselves=True)
     ended.check_failed()
@@ -197,6 +198,7 @@ def test_what_peers_are_told_of_a_failure_can_always_travel(error: Exception, su
 
 
 @pytest.mark.mpi
+@pytest.mark.long
 def test_a_mistake_that_all_ranks_make_is_told_once_where_they_hear_of_it_in_time() -> None:
     ended = Ended("raises_everywhere", 4)
     ended.check_failed()
@@ -215,6 +217,7 @@ def test_a_mistake_that_all_ranks_make_is_told_once_where_they_hear_of_it_in_tim
         ("is_no_coroutine_function", r"\(async def\); got is_no_coroutine_function \(PLACE\)"),
     ],
 )
+@pytest.mark.long
 def test_a_main_that_cannot_be_called_is_told_in_a_line_that_names_its_own(way: str, words: str) -> None:
     """It was a traceback per rank, or one whose last line was the runtime's."""
     ended = Ended(way, 3)
@@ -227,6 +230,7 @@ def test_a_main_that_cannot_be_called_is_told_in_a_line_that_names_its_own(way: 
 
 
 @pytest.mark.mpi
+@pytest.mark.long
 def test_ranks_of_different_versions_end_with_a_line_each_that_names_both() -> None:
     """It was a traceback of the runtime's own per rank."""
     ended = Ended("of_another_version", 3)
@@ -240,6 +244,7 @@ def test_ranks_of_different_versions_end_with_a_line_each_that_names_both() -> N
 
 
 @pytest.mark.mpi
+@pytest.mark.long
 def test_a_misspelt_name_keeps_pythons_suggestion() -> None:
     """The report of 3.11's own ``traceback`` has none."""
     ended = Ended("misspells_everywhere", 2)
@@ -338,6 +343,7 @@ def test_a_ctrl_c_during_the_report_adds_no_traceback(tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.long
 def test_mistakes_that_differ_are_all_told() -> None:
     ended = Ended("raises_its_own_everywhere", 2)
     ended.check_failed()
@@ -373,6 +379,7 @@ def test_a_task_that_fails_in_the_background_ends_the_job() -> None:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("way", ["shards_fail_in_the_function", "shards_fail_behind_it"])
+@pytest.mark.long
 def test_a_failure_inside_a_population_s_function_is_told_once(way: str) -> None:
     """The others hear of it twice: from the function's collective, and as of any failure."""
     ended = Ended(way, 3)
@@ -386,6 +393,7 @@ def test_a_failure_inside_a_population_s_function_is_told_once(way: str) -> None
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("way", ["raises_keyboard_interrupt", "raises_cancelled"])
+@pytest.mark.long
 def test_interrupts_and_cancellations_of_ones_own_making(way: str) -> None:
     ended = Ended(way, 2, by_themselves=True)
     ended.check_failed()

@@ -86,6 +86,7 @@ def test_beside_a_process_group_of_the_user(order: str) -> None:
 
 
 @pytest.mark.parametrize("order", ["around", "after"])
+@pytest.mark.long
 def test_beside_a_process_group_of_the_user_under_torchrun(order: str) -> None:
     result = run_torchrun(2, BESIDE_A_GROUP, order).check()
     assert result.reports == dict.fromkeys(range(2), [1.0] * SUM_COUNTS[order])
@@ -206,6 +207,7 @@ FAILS_ONCE = """
 
 
 @pytest.mark.parametrize(("when", "unshared"), [("early", "0"), ("late", "1")])
+@pytest.mark.long
 def test_two_agents_that_count_restarts_differently_meet_again(tmp_path: Path, when: str, unshared: str) -> None:
     """An agent counts its own failures: one said 0, the other 1, and ranks that went by that never met."""
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": unshared}
@@ -252,6 +254,7 @@ def test_ranks_that_never_come_are_named() -> None:
         assert f"rank {rank} waits for ranks [1, 3], which did not come" in result.stderr
 
 
+@pytest.mark.long
 def test_ranks_that_never_come_are_named_by_those_who_outwait_the_store() -> None:
     """Rank 0 gave up a moment before rank 2, whose error then was the store's, not the missing ranks."""
     patient = SHORT_START.replace("= 3.0", "= 3.0 if os.environ['RANK'] == '0' else 60.0")
@@ -437,6 +440,7 @@ def test_a_backend_that_carries_no_messages_is_refused(
 
 
 @pytest.mark.parametrize(("backend", "words"), NOT_THESE)
+@pytest.mark.long
 def test_the_command_refuses_it_before_anything_starts(backend: str, words: str) -> None:
     command = [sys.executable, "-m", "asyncdist", "run", "--transport", f"torch:{backend}", "-n", "2", "missing.py"]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)

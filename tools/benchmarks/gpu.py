@@ -91,9 +91,9 @@ class Training:
 
     def step(self) -> torch.Tensor:
         """Return the loss, which is on the GPU."""
-        loss = (self.model(self._inputs) - self._inputs).square().mean()
+        loss: torch.Tensor = (self.model(self._inputs) - self._inputs).square().mean()
         self._optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()
         return loss.detach()
 
