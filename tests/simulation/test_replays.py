@@ -183,6 +183,26 @@ def test_ranks_that_come_to_their_end_in_another_order_return_what_they_did(tmp_
     assert replay(adds, recording=read_recording(tmp_path)).report.results == (18.0,) * 4
 
 
+def test_what_was_received_before_the_world_was_open_is_not_mistaken_for_what_came_later(tmp_path: Path) -> None:
+    """As for the agreements with which a real job starts, and a simulated one does not."""
+
+    async def main(world: ad.World) -> list[float]:
+        totals = []
+        for number in range(4):
+            if world.rank == 0:
+                await world.sleep(0.1)  # then it finds the others' messages there and takes them one after the other
+            totals.append((await ad.all_reduce(torch.tensor([float(world.rank + number)]))).item())
+            await world.safe_point()
+        return totals
+
+    recorded = simulate(main, ranks=4, seed=1, record=tmp_path)
+    for each in read_recording(tmp_path).ranks:
+        others = [rank for rank in range(4) if rank != each.rank]
+        early = [Event(each.header["clock_s"], "received", (rank, COLLECTIVE_FIRST, 64, -2, 0)) for rank in others]
+        keep_events(each, lambda event: True, *early)
+    assert replay(main, recording=read_recording(tmp_path)).report.results == recorded.results
+
+
 def test_groups_of_mpi_are_agreed_on_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its members agree once more, with messages, before it makes a communicator."""
 

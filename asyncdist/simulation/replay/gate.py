@@ -101,6 +101,7 @@ class Gate:
         self._world, self._engine, self._until, self._engine_park = world, engine, engine.until, engine.park
         self._context = contextvars.copy_context()
         self._sent_count = engine.woken_count = 0
+        self._early.clear()  # the simulated start may not need all that the recorded one did
         engine.clock = services.time = world.time = self.read_clock
         services.events.sink = self._on_event
         engine.on_woken = self._on_woken
