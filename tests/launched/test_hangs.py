@@ -94,6 +94,7 @@ def test_mpi() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_torch() -> None:
     each_checked(hanging.tell_hangs("torch", SCRIPT, list(TOLD), {"dead_rank": ["--places", "3"]}, timeout_s=90))
 

@@ -132,6 +132,7 @@ def fit(folder: Path, options: dict[str, Any], trainer: dict[str, Any]) -> torch
 
 @pytest.mark.mpi
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_a_trainer_of_several_devices_is_refused_with_one_error(tmp_path: Path) -> None:
     """The process that Lightning had started for the second one told of variables of torchrun's."""
     ended = fit(tmp_path, {}, {"devices": 2})

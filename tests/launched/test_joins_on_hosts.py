@@ -6,6 +6,7 @@ import shlex
 import sys
 from pathlib import Path
 
+import pytest
 from support import hosts
 from support.mpi import ROOT
 
@@ -25,6 +26,7 @@ exit $code
 """
 
 
+@pytest.mark.long
 def test_a_rank_of_another_host_joins_by_the_name_of_the_first_one(tmp_path: Path) -> None:
     script = hosts.script("joins.py", tmp_path)
     names = {"python": sys.executable, "root": ROOT, "script": shlex.join(script), "folder": tmp_path}

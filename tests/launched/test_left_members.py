@@ -21,7 +21,7 @@ STARTS = pytest.mark.parametrize(
 )
 
 
-WAYS = pytest.mark.parametrize("way", ["left", "waiting"])
+WAYS = pytest.mark.parametrize("way", ["left", pytest.param("waiting", marks=pytest.mark.long)])
 
 
 @STARTS
@@ -44,6 +44,7 @@ def test_launched(start: Callable[..., Any], way: str) -> None:
 
 
 @STARTS
+@pytest.mark.long
 def test_a_consumer_that_returns_leaves_no_producer_waiting_launched(start: Callable[..., Any]) -> None:
     if start is mpi.run_ranks:
         mpi.require_mpi()

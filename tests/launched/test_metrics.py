@@ -99,6 +99,7 @@ def test_the_command_refuses_what_is_no_destination(options: list[str], words: s
     assert ended.stderr.count("\n") == 1
 
 
+@pytest.mark.long
 def test_wandb_itself_has_a_run_for_each_rank_offline(tmp_path: Path) -> None:
     """Only where it is installed: it brings a hundred megabytes, and is none of what the other tests need."""
     pytest.importorskip("wandb", reason="wandb is not installed: pip install 'asyncdist[wandb]'")

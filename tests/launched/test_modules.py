@@ -56,6 +56,7 @@ def test_a_module_of_a_package_runs_as_python_runs_it(package: Path, transport: 
         ([], "the following arguments are required: script"),
     ],
 )
+@pytest.mark.long
 def test_what_is_no_module(package: Path, words: list[str], told: str) -> None:
     ended = run(package, "-n", "2", *words)
     assert (ended.returncode, ended.stdout) == (2, "")

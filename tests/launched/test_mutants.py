@@ -82,6 +82,7 @@ def test_quick_mutants_are_found(tmp_path: Path) -> None:
     assert hunts[0]["error"] in repeated.stdout
 
 
+@pytest.mark.long
 def test_a_mutant_that_no_seed_shows_survives(tmp_path: Path) -> None:
     """On a copy whose scenario looks at nothing, the tool must not claim to have found anything."""
     top = copy_of_sources(tmp_path)

@@ -34,7 +34,10 @@ def test_there_are_two() -> None:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, id=path.stem, marks=[pytest.mark.long] * (path.stem != "population")) for path in NOTEBOOKS],
+)
 def test_it_runs(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells), "no outputs are kept"

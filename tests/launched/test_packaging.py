@@ -137,6 +137,7 @@ def test_pip_installs_a_compiled_package(checkout: tuple[Path, ModuleType], tmp_
     assert use(site).startswith("yes ")
 
 
+@pytest.mark.long
 def test_pip_makes_a_pure_wheel_where_no_compiler_is(checkout: tuple[Path, ModuleType], tmp_path: Path) -> None:
     folder, copy = checkout
     pretend_to_compile(copy)

@@ -12,8 +12,8 @@ import pytest
 from support import mpi, pages, warm
 
 FILES = {"python", "diff"}
-#: What these show has tests of its own, on the same libraries and benchmarks.
-LONG = {"docs/figures.md", "docs/integrations.md"}
+#: What these show has tests of its own, of the same libraries, benchmarks and commands.
+LONG = {f"docs/{name}.md" for name in ("figures", "integrations", "protocols", "recording", "replaying", "tutorial")}
 
 
 @pytest.mark.mpi

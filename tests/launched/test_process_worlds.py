@@ -35,6 +35,7 @@ report(world.rank, "ended")
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("how", ["elsewhere", "raise", "hook", "exit"])
+@pytest.mark.long
 def test_the_others_hear_how_a_rank_ends(how: str) -> None:
     result = mpi.run_source(2, PROGRAM.replace("{how!r}", repr(how)))
     if how == "elsewhere":

@@ -33,7 +33,9 @@ def check_same(result: subprocess.CompletedProcess[str], count_min: int) -> None
     assert int(found[1]) >= count_min, "rounds have taken place"
 
 
-@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), "torch"])
+@pytest.mark.parametrize(
+    "transport", [pytest.param("mpi", marks=pytest.mark.mpi), pytest.param("torch", marks=pytest.mark.long)]
+)
 def test_a_run_with_a_straggler_happens_again(tmp_path: Path, transport: str) -> None:
     recorded = record(tmp_path, transport, "120")
     assert recorded.returncode == 0, recorded.stderr

@@ -24,6 +24,7 @@ def dies(seed: int) -> ad.SimReport:
 
 
 @pytest.mark.workers
+@pytest.mark.long
 def test_a_process_that_dies_is_an_error() -> None:
     with pytest.raises(RuntimeError, match=r"died, in one of the seeds 0 to 3.*processes=1"):
         explore(dies, range(4), processes=2)

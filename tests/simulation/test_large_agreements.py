@@ -72,7 +72,10 @@ async def _start(world: ad.World, what: str) -> None:
     [
         *((ranks, what) for ranks in (17, 64) for what in ("agreement", "late", "group", "policy")),
         # Of the last messages of a policy there are more than a report keeps.
-        *(pytest.param(1000, what, marks=pytest.mark.slow) for what in ("agreement", "late", "group")),
+        *(
+            pytest.param(1000, what, marks=[pytest.mark.slow, pytest.mark.long])
+            for what in ("agreement", "late", "group")
+        ),
     ],
 )
 def test_each_rank_sends_and_takes_few_messages_and_knows_few_others(ranks: int, what: str) -> None:

@@ -98,7 +98,7 @@ def counted(report: SimReport, ranks: int) -> tuple[int, int]:
     [
         *((ranks, what) for ranks in (8, 17, 64) for what in ("public barrier", *OPERATIONS)),
         *(
-            pytest.param(ranks, what, marks=pytest.mark.slow)
+            pytest.param(ranks, what, marks=[pytest.mark.slow, pytest.mark.long])
             for ranks, operations in ((256, ("gather", "all_gather", "large mean")), (1000, ("public barrier", "sum")))
             for what in operations
         ),

@@ -308,6 +308,7 @@ def test_equal_arguments_give_equal_runs_and_other_seeds_others() -> None:
 
 
 @pytest.mark.workers
+@pytest.mark.long
 def test_digests_do_not_depend_on_the_process_or_its_hash_seed() -> None:
     program = """
 from simulation.test_models import tell_story

@@ -59,6 +59,7 @@ def test_messages_of_a_rank_do_not_grow_with_the_group(options: dict[str, Any], 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_worst_are_judged_by_a_sample_in_a_large_group() -> None:
     counts = []
     for ranks in (64, 128):

@@ -19,7 +19,7 @@ OPTIONS: dict[str, Any] = {"replica_size": 2, "swap_every": 2, "average_every": 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, 60, 10))
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.long) for first in range(10, 60, 10))])
 def test_seeds(first: int) -> None:
     seen: Counter[str] = Counter()
     for seed in range(first, first + 10):

@@ -82,7 +82,7 @@ else:
 
 
 @pytest.mark.workers
-@pytest.mark.parametrize("seed", [1, 5, 6])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in (5, 6))])
 def test_what_a_script_seeds_before_run_is_what_every_rank_draws(tmp_path: Path, seed: int) -> None:
     """Also where the simulation has the same seed as the script: that one counted as not seeded."""
     path = tmp_path / "seeded.py"
@@ -95,6 +95,7 @@ def test_what_a_script_seeds_before_run_is_what_every_rank_draws(tmp_path: Path,
 
 
 @pytest.mark.workers
+@pytest.mark.long
 def test_what_a_script_does_not_seed_differs_between_ranks_as_it_does_between_processes(tmp_path: Path) -> None:
     """The numbers of torch were alike on all ranks, and with them the models of a population."""
     path = tmp_path / "unseeded.py"
