@@ -136,6 +136,8 @@ class Outbox:
 
     def _prepare(self, kind: int, dest: int, payload_nbytes: int) -> _Prepared | None:
         """Return the prepared send for such messages, made now if need be; None where the transport gives none."""
+        if self._prepare_send is None and not self._prepared:
+            return None
         key = kind, dest, payload_nbytes
         self._last = self._prepared.get(key)
         if self._last is None and self._prepare_send is not None and payload_nbytes <= PREPARED_NBYTES_MAX:

@@ -54,6 +54,9 @@ cdef class Codec:
     cdef object _kind
     cdef tuple _plain_fields
     cdef object _checked
+    cdef object _last
+    cdef tuple _last_encoded
+    cdef bint _last_is_fixed
 
     @cython.locals(entry=tuple, payload=bytes)
     cpdef tuple encode(self, object message)

@@ -240,6 +240,10 @@ class Codec:
         self._kind = -1
         self._plain_fields: tuple[tuple[str, type[Any]], ...] | None = None
         self._checked: Any = None
+        # A broadcast sends one message to many ranks, one after the other.
+        self._last: Any = None
+        self._last_encoded = (-1, b"")
+        self._last_is_fixed = False
 
     def encode(self, message: Any) -> tuple[int, bytes]:
         """Return kind and payload of ``message``.
@@ -248,6 +252,12 @@ class Codec:
             LocalProtocolError: it is not of one of the channel's types, a field holds a value of the wrong type, or the
                 message is above the limit.
         """
+        if message is self._last:
+            if self._last_is_fixed:
+                return self._last_encoded
+            self._last_is_fixed = _is_fixed(message)
+        else:
+            self._last_is_fixed = False
         if type(message) is not self._last_type:  # often a message is of the same type as the last
             entry = self._by_type.get(type(message))
             if entry is None:
@@ -268,7 +278,9 @@ class Codec:
                 nbytes=len(payload),
                 limit_nbytes=PAYLOAD_NBYTES_MAX,
             )
-        return self._kind, payload
+        self._last = message
+        self._last_encoded = (self._kind, payload)
+        return self._last_encoded
 
     def _is_plain(self, message: Any) -> bool:
         """Return whether each field holds just what is declared, so that the receiver will take it."""
@@ -296,6 +308,18 @@ class Codec:
     def _no_type_of_ours(self, message: Any) -> LocalProtocolError:
         names = ", ".join(cls.__name__ for cls in self._by_type)
         return LocalProtocolError(f"this channel carries {names}, not {type(message).__name__}")
+
+
+def _is_fixed(value: Any) -> bool:
+    """Return whether a message, or a value in it, cannot change: a list may stand where a tuple is declared."""
+    if type(value) in _SCALARS or value is None:
+        return True
+    if type(value) is tuple:
+        return all(map(_is_fixed, value))
+    parameters = getattr(type(value), "__dataclass_params__", None)
+    if parameters is None or not parameters.frozen:
+        return False
+    return all(_is_fixed(getattr(value, name)) for name in value.__dataclass_fields__)
 
 
 def _decoder(cls: Any) -> Decode:

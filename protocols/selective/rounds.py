@@ -349,7 +349,8 @@ class RoundCoordinator:
         self._decision_count += 1
         start = now if self._window_start is None else self._window_start
         usable = self.roster.reported_since(now - self._rules.max_report_age_s)
-        paces = {rank: self._members[rank].pace(now) for rank in usable}
+        members = self._members
+        paces = ((rank, members[rank].pace(now)) for rank in usable)
         slow = self._patience.slow_ranks(paces, self.roster.cadence_s(), now)
         self._history.note_stragglers(self._decision_count, self.roster.stragglers(slow, start, now), start)
         self.roster.spend_reports()

@@ -13,7 +13,7 @@ Pure functions of what members say about their own time, and `Patience`, which k
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from statistics import median_low
 from typing import Final, NamedTuple
@@ -176,10 +176,10 @@ class Patience:
         """Wait for a member again, whose report counts no more."""
         self.awaited.add(rank)
 
-    def slow_ranks(self, paces: Mapping[int, Pace], cadence_s: float, now: float) -> frozenset[int]:
+    def slow_ranks(self, paces: Iterable[tuple[int, Pace]], cadence_s: float, now: float) -> frozenset[int]:
         """Return those of the members that could be judged which get no role, since rounds would wait for them."""
         self._held_at = min(now, self._held_at)
-        holds = {rank: hold_s(pace, self._stream_safe_points) for rank, pace in paces.items()}
+        holds = {rank: hold_s(pace, self._stream_safe_points) for rank, pace in paces}
         limit_s = max(self._tolerance_s, free_s(holds, cadence_s))
         slow = slow_ranks(holds, limit_s + HELD_SHARE * (now - self._held_at))
         self._holding = frozenset(rank for rank, hold_s in holds.items() if hold_s > limit_s) - slow

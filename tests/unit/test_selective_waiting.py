@@ -102,14 +102,14 @@ def test_a_grace_of_the_user_is_kept_to(given_s: float) -> None:
 def test_a_slow_rank_takes_part_when_that_holds_rounds_up_for_a_tenth_of_the_time() -> None:
     patience = Patience(None, 1)
     paces = {rank: Pace(1.0, 5.0, 0.0) for rank in range(3)} | {3: Pace(10.0, 50.0, 0.0)}
-    assert patience.slow_ranks(paces, 5.0, 0.0) == {3}
+    assert patience.slow_ranks(paces.items(), 5.0, 0.0) == {3}
     wait_s = (30.0 - FREE_CADENCES * 5.0) / HELD_SHARE
-    assert patience.slow_ranks(paces, 5.0, wait_s - 1) == {3}
-    assert patience.slow_ranks(paces, 5.0, wait_s + 1) == frozenset()
+    assert patience.slow_ranks(paces.items(), 5.0, wait_s - 1) == {3}
+    assert patience.slow_ranks(paces.items(), 5.0, wait_s + 1) == frozenset()
     patience.on_round([0, 1, 2], 3.0, wait_s + 2)
-    assert patience.slow_ranks(paces, 5.0, wait_s + 3) == frozenset(), "it has not had its turn"
+    assert patience.slow_ranks(paces.items(), 5.0, wait_s + 3) == frozenset(), "it has not had its turn"
     patience.on_round([0, 1, 3], 30.0, wait_s + 30)
-    assert patience.slow_ranks(paces, 5.0, wait_s + 31) == {3}
+    assert patience.slow_ranks(paces.items(), 5.0, wait_s + 31) == {3}
 
 
 # -- in rounds --------------------------------------------------------------------------------------------------------

@@ -269,6 +269,26 @@ def test_a_list_that_has_changed_since_the_last_message_is_checked() -> None:
         codec.encode(RealFirst(1.0, numbers))  # type: ignore[arg-type]
 
 
+def test_a_message_that_goes_to_many_ranks_is_packed_once_and_one_that_can_change_each_time() -> None:
+    codec = Codec(RealFirst | One)
+    numbers = RealFirst(0.0, (1.0, 2.0))
+    kind, payload = codec.encode(numbers)
+    codec.encode(numbers)
+    assert codec.encode(numbers)[1] is codec.encode(numbers)[1]
+    assert codec.encode(numbers) == (kind, payload)
+    assert codec.encode(One(1)) != codec.encode(One(2)), "another one is packed"
+    assert codec.encode(numbers) == (kind, payload)
+    changing: Any = [1.0, 2.0]
+    message = RealFirst(0.0, changing)
+    for _ in range(3):
+        assert codec.encode(message) == (kind, payload)
+    changing.append(3.0)
+    assert codec.encode(message)[1] == codec.encode(RealFirst(0.0, (1.0, 2.0, 3.0)))[1]
+    changing.append("a text")
+    with pytest.raises(LocalProtocolError):
+        codec.encode(message)
+
+
 @dataclass
 class NotFrozen:
     value: int
