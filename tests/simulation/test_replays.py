@@ -7,16 +7,18 @@ import contextlib
 import dataclasses
 import functools
 import random
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import asyncdist as ad
 from asyncdist.recording.events import Event
-from asyncdist.recording.reader import RankRecording, RecordingError, read_recording
+from asyncdist.recording.reader import RankRecording, Recording, RecordingError, read_recording
 from asyncdist.recording.writer import RecordOptions, RecordWriter
 from asyncdist.simulation import (
     DivergenceError,
@@ -150,6 +152,113 @@ def test_one_who_fails_fails_again(tmp_path: Path) -> None:
 def test_a_metric_that_is_no_number_is_so_again(tmp_path: Path) -> None:
     simulate(train, float("nan"), ranks=3, seed=1, record=tmp_path)
     assert replay(train, float("nan"), recording=read_recording(tmp_path)).decision_count > 50
+
+
+async def talks_after_a_kill(world: ad.World, word_count: int, killed_word_count: int) -> int:
+    """Rank 0 sends words to rank 1, after the first of which it waits for one of rank 2, which is to be killed."""
+    channel = world.channel(Word, tag=40)
+    if world.rank == 0:
+        for number in range(word_count):
+            await channel.send(Word(number), 1)
+            if number == 0:
+                await channel.receive()
+    elif world.rank == 1:
+        for _ in range(2):
+            await channel.receive()
+    else:
+        await world.safe_point()
+        for number in range(killed_word_count):
+            await channel.send(Word(number), 0)
+        await asyncio.sleep(1000.0)
+    return world.rank
+
+
+def record_with_a_kill(main: Callable[..., Coroutine[Any, Any, Any]], folder: Path, *args: object) -> Recording:
+    """Record three ranks; the record of rank 2, which is killed, ends with its first safe point."""
+    simulate(main, *args, ranks=3, seed=1, record=folder, faults=(Kill(2, at_s=1.0),))
+    killed, is_early = read_recording(folder).ranks[2], True
+
+    def wanted(event: Event) -> bool:
+        nonlocal is_early
+        was_early, is_early = is_early, is_early and event.kind != "safe_point"
+        return was_early
+
+    keep_events(killed, wanted)
+    return read_recording(folder)
+
+
+def test_ranks_that_need_a_killed_one_or_wait_for_such_a_rank_are_no_difference(tmp_path: Path) -> None:
+    recording = record_with_a_kill(talks_after_a_kill, tmp_path, 2, 1)
+    assert not any(event.kind == "sent" for event in recording.ranks[2].events()), "its record was torn before that"
+    replayed = replay(talks_after_a_kill, 2, 0, recording=recording)
+    assert replayed.cut_ranks == (2,)
+    assert replayed.report.results == (None, None, None), "rank 0 needs rank 2, and rank 1 needs rank 0"
+
+
+def test_a_safe_point_waits_for_a_rank_that_waits_for_a_killed_one(tmp_path: Path) -> None:
+    async def main(world: ad.World) -> None:
+        channel = world.channel(Word, tag=40)
+        if world.rank == 0:
+            await channel.send((await channel.receive()).message, 1)
+        elif world.rank == 1:
+            time.sleep(0.5)  # noqa: ASYNC251 - it computes
+            await world.safe_point()
+            assert channel.receive_nowait() is not None
+        else:
+            await world.safe_point()
+            await world.safe_point()
+            await channel.send(Word(1), 0)
+            await asyncio.sleep(1000.0)
+
+    replayed = replay(main, recording=record_with_a_kill(main, tmp_path))
+    assert replayed.report.results == (None, None, None)
+
+
+def test_a_message_of_a_living_rank_that_does_not_come_is_a_difference_although_another_was_killed(
+    tmp_path: Path,
+) -> None:
+    recording = record_with_a_kill(talks_after_a_kill, tmp_path, 2, 1)
+    with pytest.raises(DivergenceError, match=r"rank 1, .*a message of rank 0 on tag 40 came next; now none comes"):
+        replay(talks_after_a_kill, 1, 1, recording=recording)
+
+
+def test_a_safe_point_waits_for_what_has_not_come_and_not_for_what_came_of_a_killed_rank(tmp_path: Path) -> None:
+    """It saw both in one pass; that of the killed rank is there again, and that of the living one is not."""
+
+    async def main(world: ad.World, speaker_count: int) -> None:
+        channel = world.channel(Word, tag=40)
+        await world.safe_point()
+        if world.rank in range(3 - speaker_count, 3):
+            await channel.send(Word(world.rank), 0)
+        if world.rank == 0:
+            time.sleep(0.5)  # noqa: ASYNC251 - it computes
+        await world.safe_point()
+        if world.rank == 2:
+            await asyncio.sleep(1000.0)
+
+    recording = record_with_a_kill(main, tmp_path, 2)
+    senders = {event.get("source") for event in recording.ranks[0].events() if event.get("tag") == 40}
+    assert senders == {1, 2}
+    with pytest.raises(DivergenceError, match=r"rank 0, .*messages of ranks 1, 2 on .*tag 40 came next; now none"):
+        replay(main, 1, recording=recording)
+
+
+def test_collectives_without_recorded_messages_wait_for_a_killed_rank(tmp_path: Path) -> None:
+    """As those of MPI."""
+
+    async def main(world: ad.World) -> None:
+        await world.safe_point()
+        await world.safe_point()
+        await ad.barrier()
+        if world.rank == 2:
+            await asyncio.sleep(1000.0)
+        await world.safe_point()
+
+    for each in record_with_a_kill(main, tmp_path).ranks:
+        keep_events(each, lambda event: event.kind not in ("sent", "received") or event.get("tag") != COLLECTIVE_FIRST)
+    replayed = replay(main, recording=read_recording(tmp_path))
+    assert replayed.cut_ranks == (2,)
+    assert replayed.report.results == (None, None, None)
 
 
 async def adds(world: ad.World) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Final
 
 from asyncdist import tags
-from asyncdist.messaging.engine import Engine, yield_to_loop
+from asyncdist.messaging.engine import Awaited, Engine, yield_to_loop
 from asyncdist.messaging.polling import resolve_waiter
 from asyncdist.recording.events import Field
 from asyncdist.runtime.world import World
@@ -24,6 +24,7 @@ from asyncdist.simulation.replay.timers import Deadlines, Timers
 from asyncdist.simulation.scheduler import Handle
 from asyncdist.transports.base import ANY_SOURCE
 
+_COLLECTIVE_TAGS: Final = range(tags.COLLECTIVE_FIRST, tags.COLLECTIVE_LAST + 1)
 #: Virtual seconds between two looks for what a rank may see next. Whatever others do for it takes no time at all.
 _PAUSE_S: Final = 1e-5
 #: The longest pause between two such looks.
@@ -48,7 +49,6 @@ class Gate:
     Attributes:
         comparison: of what it does with what it did.
         has_stopped: whether the rank has come to the end of its record, or to that of its main.
-        goes_no_further: whether the former, or it needs something of such a rank.
         progress_count: how often it has seen something, or come to a safe point.
     """
 
@@ -64,9 +64,10 @@ class Gate:
         self.rank = rank
         self.log = log
         self.comparison = Comparison(rank, log, found)
-        self.has_stopped = self.goes_no_further = False
+        self.has_stopped = False
         self.progress_count = 0
         self._progressed_at = 0.0
+        self._goes_no_further = False
         self._is_cut_off = is_cut_off
         self._mailbox = mailbox
         self._loop = loop
@@ -116,6 +117,34 @@ class Gate:
     def is_done(self) -> bool:
         """Whether all that was recorded has happened once more."""
         return not self.log.entries and self._point is None
+
+    @property
+    def has_stopped_at_cut(self) -> bool:
+        """Whether it goes no further, since its record ends, or that of a rank that it needs."""
+        return self._goes_no_further or (self.has_stopped and not self.log.is_over)
+
+    @property
+    def is_at_cut(self) -> bool:
+        """Whether it may wait for ever, since its record ends before its main, or has stopped for that."""
+        return self.has_stopped_at_cut or (self.is_done and not self.log.is_over)
+
+    def awaited_ranks(self) -> set[int]:
+        """Return the ranks that have to send something before it goes on.
+
+        Of the collectives that a backend carried by itself the record has no messages, but the replay needs them.
+        """
+        engine, sight = self._engine, self._next()
+        missing = self._missing_sources(sight)
+        if engine is None or (sight is not None and missing and self._is_due(sight, engine.woken_count)):
+            return missing
+        waits = [engine.awaited(waiter) for waiter in self._waiters.values()]
+        unrecorded = [
+            peer
+            for what in waits
+            if isinstance(what, Awaited) and what.tag in _COLLECTIVE_TAGS and what.tag not in self.log.tags
+            for peer in what.peers()
+        ]
+        return missing.union(unrecorded)
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
@@ -182,7 +211,7 @@ class Gate:
 
     def note_sent(self, tag: int) -> None:
         """Count a message that the rank sends: what it sees next may have its place after that."""
-        self._sent_count += not (self.log.is_native and tags.COLLECTIVE_FIRST <= tag <= tags.COLLECTIVE_LAST)
+        self._sent_count += not (self.log.is_native and tag in _COLLECTIVE_TAGS)
         self._freeze_if_late()
 
     # -- what may be seen -------------------------------------------------------------------------------------------
@@ -211,13 +240,19 @@ class Gate:
     def _is_possible(self, sight: Sight) -> bool:
         match sight:
             case Taken():
-                return all(self._mailbox.count(key) >= count for key, count in self._keys_with(sight).items())
+                return not self._missing_sources(sight)
             case Passed(what=what):
                 return self._deadlines.has(what)
             case Fired(what=what):
                 return self._timers.has(what)
             case _:
                 return True
+
+    def _missing_sources(self, sight: Sight | None) -> set[int]:
+        """Return the ranks whose messages of a sight have not come."""
+        if not isinstance(sight, Taken):
+            return set()
+        return {key[0] for key, count in self._keys_with(sight).items() if self._mailbox.count(key) < count}
 
     def _keys_with(self, first: Taken) -> Counter[Key]:
         """Return the messages of a sight, and of those after it that a task took in the step that follows, if any."""
@@ -496,7 +531,7 @@ class Gate:
     async def _see(self, sight: Sight) -> None:
         """See something as soon as it is possible; nothing else on the rank happens meanwhile."""
         while not await self._until_possible(sight):
-            if isinstance(sight, Taken) and any(map(self._is_cut_off, {rank for rank, _ in sight.keys})):
+            if any(map(self._is_cut_off, self._missing_sources(sight))):
                 await self._stop()
             if self._progressed_at < self._loop.time() - _TRY_COUNT * _PATIENCE_S:
                 raise self.comparison.divergence(in_words(sight))
@@ -515,7 +550,7 @@ class Gate:
 
     async def _stop(self) -> None:
         """Go no further: the record of this rank, or of one that it needs, ends here."""
-        self.has_stopped = self.goes_no_further = True
+        self.has_stopped = self._goes_no_further = True
         await self._loop.create_future()
 
     async def _park(

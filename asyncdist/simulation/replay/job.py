@@ -1,0 +1,187 @@
+"""Holds the ranks of a replay, and judges how far they came."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy
+import torch
+
+from asyncdist.recording.reader import RankRecording, Recording
+from asyncdist.runtime.world import World
+from asyncdist.simulation.processes.event_loop import RankLoop
+from asyncdist.simulation.replay.comparison import DivergenceError
+from asyncdist.simulation.replay.gate import Gate
+from asyncdist.simulation.replay.log import RankLog, log_of
+from asyncdist.simulation.replay.mailbox import Mailbox
+from asyncdist.simulation.replay.transport import ReplayTransport
+from asyncdist.transports.base import Transport
+
+#: After so many things in a row in which no rank sees anything the replay is over: a rank waits for what never comes.
+_IDLE_EVENT_COUNT: Final = 200_000
+#: Things that happen between two looks at that.
+_LOOK_EVERY: Final = 64
+
+
+class ReplayedJob:
+    """Holds what a replay knows of its ranks: what they saw and did then, and how far they have come.
+
+    Args:
+        recording: of the job.
+        on_open: called with the world of each rank before its main begins.
+
+    Attributes:
+        decision_count: how many decisions were recorded.
+        left_count: how many of these were not come to; known when the simulation is over.
+        cut_ranks: the ranks whose record ends before their main.
+    """
+
+    def __init__(self, recording: Recording, on_open: Callable[[World], object] | None) -> None:
+        self._size = recording.size
+        self._on_open = on_open
+        self._recorded = {each.rank: each for each in recording.ranks}
+        self._logs = {rank: _log_of(each) for rank, each in self._recorded.items()}
+        self._mailboxes = [Mailbox() for _ in range(recording.size)]
+        self._gates: dict[int, Gate] = {}
+        self._found: list[DivergenceError] = []
+        self._watch = _Watch(self._gates)
+        self._is_judged = False
+        self._difference: DivergenceError | None = None
+        self.decision_count = self.left_count = self._count_left()
+        self.cut_ranks = tuple(rank for rank, log in sorted(self._logs.items()) if not log.is_over)
+
+    def open_rank(self, transport: Transport, loop: RankLoop) -> ReplayedRank:
+        """Return what takes the place of a rank's recording."""
+        rank = transport.rank
+        gate = Gate(rank, self._logs[rank], self._mailboxes[rank], loop, self._found, self._is_cut_off)
+        self._gates[rank] = gate
+        return ReplayedRank(transport, gate, self._recorded[rank], self._mailboxes, self._begin)
+
+    def _begin(self, world: World) -> None:
+        world.services.end_recording = lambda what, seconds: self._judge()
+        if self._on_open is not None:
+            self._on_open(world)
+
+    def is_over(self) -> bool:
+        """Return whether nothing more is to be seen; called after each thing that happens."""
+        return bool(self._found) or (bool(self.cut_ranks) and self._have_all_stopped()) or self._watch.is_over()
+
+    def _have_all_stopped(self) -> bool:
+        return len(self._gates) == self._size and all(gate.has_stopped for gate in self._gates.values())
+
+    def check(self) -> None:
+        """Raise DivergenceError if the ranks have done something else than then; the simulation is over."""
+        self._judge()
+        if self._difference is not None:
+            raise self._difference
+
+    def _judge(self) -> None:
+        """Look how far the ranks have come, once, before they are cleared away: they end by that, and decide things."""
+        if self._is_judged:
+            return
+        self._is_judged = True
+        self.left_count = self._count_left()
+        self._difference = self._found[0] if self._found else self._what_does_not_happen()
+
+    def _what_does_not_happen(self) -> DivergenceError | None:
+        cut_off = self._cut_off({rank for rank, gate in self._gates.items() if gate.is_at_cut})
+        waiting = [rank for rank, gate in self._gates.items() if not gate.has_stopped and rank not in cut_off]
+        if waiting:
+            return self._first_missing(waiting)
+        if self.left_count and not self.cut_ranks and not any(log.error for log in self._logs.values()):
+            return self._first_missing([rank for rank in self._gates if self._logs[rank].decision_count])
+        return None
+
+    def _is_cut_off(self, rank: int) -> bool:
+        """Return whether a rank goes no further, since its record ends, or that of one that it needs."""
+        return rank in self._cut_off({each for each, gate in self._gates.items() if gate.has_stopped_at_cut})
+
+    def _cut_off(self, ranks: Collection[int]) -> set[int]:
+        """Return these ranks, which go no further, and all that need something of one that goes no further."""
+        cut_off = set(ranks)
+        while more := {
+            rank
+            for rank, gate in self._gates.items()
+            if rank not in cut_off and not gate.has_stopped and not cut_off.isdisjoint(gate.awaited_ranks())
+        }:
+            cut_off |= more
+        return cut_off
+
+    def _count_left(self) -> int:
+        return sum(log.decision_count for log in self._logs.values())
+
+    def _first_missing(self, ranks: Iterable[int]) -> DivergenceError:
+        """Return an error that names the first event of the recorded run that does not happen now on these ranks."""
+        missing = {rank: self._gates[rank].missing() for rank in ranks}
+        first = min(missing, key=lambda rank: (self._recorded[rank].unix_s(missing[rank][0]), missing[rank][1]))
+        others = [rank for rank in sorted(missing) if rank != first]
+        places = [f"rank {rank} is there {self._gates[rank].comparison.where()}" for rank in others]
+        return DivergenceError("; ".join([missing[first][1], *places]), rank=first)
+
+
+class _Watch:
+    """Ends a replay in which nothing happens any more.
+
+    Args:
+        gates: of all ranks; it changes meanwhile.
+    """
+
+    def __init__(self, gates: Mapping[int, Gate]) -> None:
+        self._gates = gates
+        self._event_count = 0
+        self._progress_count = -1
+        self._progressed_at_count = 0
+
+    def is_over(self) -> bool:
+        """Return whether it is; called after each thing that happens."""
+        self._event_count += 1
+        if self._event_count % _LOOK_EVERY:
+            return False
+        progress_count = sum(gate.progress_count for gate in self._gates.values())
+        if progress_count != self._progress_count:
+            self._progress_count, self._progressed_at_count = progress_count, self._event_count
+        return self._event_count > self._progressed_at_count + _IDLE_EVENT_COUNT
+
+
+class ReplayedRank:
+    """Takes the place of a :class:`asyncdist.runtime.recording.Recording`: the other way round."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        gate: Gate,
+        recorded: RankRecording,
+        mailboxes: Sequence[Mailbox],
+        on_open: Callable[[World], object] | None,
+    ) -> None:
+        self._header: Mapping[str, Any] = recorded.header
+        self._gate = gate
+        self._on_open = on_open
+        self.transport: Transport = ReplayTransport(transport, gate, mailboxes, recorded.header)
+
+    def begin(self, world: World) -> None:
+        """Show the rank what it saw from now on, and draw what it drew."""
+        states = self._header["random"]
+        version, numbers, gauss = states["python"]
+        random.setstate((version, tuple(numbers), gauss))
+        name, keys, *rest = states["numpy"]
+        numpy.random.set_state((name, numpy.frombuffer(keys, dtype=numpy.uint32), int(rest[0]), int(rest[1]), rest[2]))
+        torch.set_rng_state(torch.frombuffer(bytearray(states["torch"]), dtype=torch.uint8))
+        self._gate.install(world)
+        if self._on_open is not None:
+            self._on_open(world)
+
+    def note_end(self, error: BaseException | None) -> None:
+        """Compare how main ended."""
+        self._gate.note_end(error)
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def _log_of(recorded: RankRecording) -> RankLog:
+    header = recorded.header
+    is_native = bool(header["capabilities"]["native_collectives"])
+    return log_of(recorded.events(), int(header.get("sent_before_count", 0)), is_native=is_native)
