@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from asyncdist.errors import RankLostError, TruncationError
+from asyncdist.simulation.replay.admission import Admission
 from asyncdist.simulation.replay.gate import Gate
 from asyncdist.simulation.replay.mailbox import Mailbox
 from asyncdist.transports.base import (
@@ -67,10 +68,10 @@ class ReplayTransport(Transport):
         return None if request is _SENT else request
 
     def irecv(self, buffer: Buffer, source: int, tag: int) -> Request:
-        return _Receive(self._gate, as_bytes(buffer), source, tag)
+        return _Receive(self._gate.admission, as_bytes(buffer), source, tag)
 
     def persistent_receive(self, buffer: Buffer, tag: int) -> PersistentReceive:
-        return _PersistentReceive(self._gate, as_bytes(buffer), ANY_SOURCE, tag)
+        return _PersistentReceive(self._gate.admission, as_bytes(buffer), ANY_SOURCE, tag)
 
     def lost_ranks(self) -> frozenset[int]:
         return frozenset(self._own.lost)
@@ -137,10 +138,10 @@ class _SentToLost(_Sent):
 
 
 class _Receive:
-    """A receive that completes when the gate lets it."""
+    """A receive that completes when it is admitted."""
 
-    def __init__(self, gate: Gate, buffer: memoryview, source: int, tag: int) -> None:
-        self._gate = gate
+    def __init__(self, admission: Admission, buffer: memoryview, source: int, tag: int) -> None:
+        self._admission = admission
         self._buffer = buffer
         self._from = source
         self._tag = tag
@@ -149,10 +150,10 @@ class _Receive:
         self.nbytes = 0
 
     def take(self) -> tuple[int, int] | None:
-        key = self._gate.next_key(self._from, self._tag)
+        key = self._admission.next_key(self._from, self._tag)
         if key is None:
             return None
-        data = self._gate.take(key)
+        data = self._admission.take(key)
         if len(data) > self._buffer.nbytes:
             raise TruncationError.of(len(data), self._buffer.nbytes, key[0])
         self._buffer[: len(data)] = data

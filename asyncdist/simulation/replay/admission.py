@@ -1,0 +1,106 @@
+"""Decides which message a receive of a replayed rank may take now."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+
+from asyncdist.messaging.engine import Engine
+from asyncdist.simulation.replay.agenda import Agenda
+from asyncdist.simulation.replay.log import Key, RankLog, TakenByTask
+from asyncdist.simulation.replay.mailbox import Mailbox
+from asyncdist.transports.base import ANY_SOURCE
+
+
+class Admission:
+    """Lets receives take messages that the rank has been shown, and tasks those that they took by themselves.
+
+    Args:
+        log: what the rank saw.
+        mailbox: where its messages wait.
+        agenda: what it sees next.
+        on_late: called where a task wants to take a message by itself that is not there yet.
+        on_taken: called as a message is taken.
+    """
+
+    def __init__(
+        self,
+        log: RankLog,
+        mailbox: Mailbox,
+        agenda: Agenda,
+        on_late: Callable[[], None],
+        on_taken: Callable[[], None],
+    ) -> None:
+        self._log = log
+        self._mailbox = mailbox
+        self._agenda = agenda
+        self._on_late = on_late
+        self._on_taken = on_taken
+        self._early = Counter(log.early)
+        self._permitted: deque[Key] = deque()
+        self._engine: Engine
+
+    def open(self, engine: Engine) -> None:
+        """Begin: main is about to."""
+        self._engine = engine
+        self._early.clear()  # the simulated start may not need all that the recorded one did
+
+    @property
+    def has_permitted(self) -> bool:
+        """Whether messages have been shown that no receive has taken yet."""
+        return bool(self._permitted)
+
+    def permit(self, keys: Iterable[Key]) -> None:
+        """Let receives take these messages."""
+        self._permitted.extend(keys)
+
+    def clear(self) -> None:
+        """Drop what is permitted: nothing is held back any more."""
+        self._permitted.clear()
+
+    def next_key(self, source: int, tag: int) -> Key | None:
+        """Return the source and tag of the message that a receive may take now; None for none."""
+        if tag not in self._log.tags or (self._agenda.is_done and self._log.is_over):
+            return self._mailbox.first(source, tag)
+        for key in self._permitted:
+            if _fits(key, source, tag):
+                return key if self._mailbox.count(key) else None
+        for key, count in self._early.items():
+            if count and _fits(key, source, tag) and self._mailbox.count(key):
+                return key
+        if not self._agenda.is_open or self._engine._in_pass:
+            return None
+        return self._key_of_task(source, tag)
+
+    def _key_of_task(self, source: int, tag: int) -> Key | None:
+        """Return what a task may take by itself now: one of the messages that are next, all of which tasks took."""
+        late: list[TakenByTask] = []
+        for sight in self._agenda.sights():
+            if not isinstance(sight, TakenByTask) or (late and not sight.is_beside(late[0])):
+                break
+            (key,) = sight.keys
+            if _fits(key, source, tag):
+                if not late and self._mailbox.count(key):
+                    return key
+                late.append(sight)  # the task took all of these one right after the other, and waits for them now
+        for sight in late:
+            sight.late_for = asyncio.current_task(self._engine.loop)
+        if late:
+            self._on_late()
+        return None
+
+    def take(self, key: Key) -> bytes:
+        """Take a message out."""
+        if key in self._permitted:
+            self._permitted.remove(key)
+        elif self._early[key]:
+            self._early[key] -= 1
+        else:
+            self._agenda.remove_taken(key)
+        self._on_taken()
+        return self._mailbox.pop(key)
+
+
+def _fits(key: Key, source: int, tag: int) -> bool:
+    return key[1] == tag and source in (ANY_SOURCE, key[0])

@@ -1,0 +1,204 @@
+"""Keeps what a replayed rank has still to see, and says when its place has come."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from asyncdist import tags
+from asyncdist.messaging.engine import Engine
+from asyncdist.simulation.replay.log import Entry, Fired, Key, Passed, RankLog, SafePoint, Sight, Taken, TakenByTask
+from asyncdist.simulation.replay.mailbox import Mailbox
+from asyncdist.simulation.replay.timers import Deadlines, Timers
+
+COLLECTIVE_TAGS: Final = range(tags.COLLECTIVE_FIRST, tags.COLLECTIVE_LAST + 1)
+
+
+class Agenda:
+    """Owns the place that a rank has come to in its record.
+
+    A place is a safe point and its turn, or the time between two of them; within it, how many waits have ended and how
+    many messages were sent.
+
+    Args:
+        log: what the rank saw.
+        mailbox: where its messages wait.
+        timers, deadlines: those of the rank.
+        now: returns the virtual time in seconds.
+
+    Attributes:
+        is_open: whether the rank's world is open; before that it sees nothing.
+        progress_count: how often it has seen something, or come to a safe point.
+        progressed_at_s: when it did so last.
+    """
+
+    def __init__(
+        self, log: RankLog, mailbox: Mailbox, timers: Timers, deadlines: Deadlines, now: Callable[[], float]
+    ) -> None:
+        self.is_open = False
+        self.progress_count = 0
+        self.progressed_at_s = 0.0
+        self._log = log
+        self._mailbox = mailbox
+        self._timers = timers
+        self._deadlines = deadlines
+        self._now = now
+        self._point: SafePoint | None = None
+        self._turn = 0
+        self._seen_count = 0
+        self._sent_count = 0
+        self._time_s = 0.0
+        self._engine: Engine  # which counts the waits that have ended
+
+    def open(self, engine: Engine) -> None:
+        """Begin: main is about to."""
+        self._engine = engine
+        self._sent_count = engine.woken_count = 0
+        self.is_open = True
+
+    # -- what comes next --------------------------------------------------------------------------------------------
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all that was recorded has happened once more."""
+        return not self._log.entries and self._point is None
+
+    @property
+    def is_in_point(self) -> bool:
+        """Whether a safe point is under way."""
+        return self._point is not None
+
+    def next(self) -> Sight | None:
+        """Return what the rank sees next; None if user code has to come to a safe point, or to end this one, first."""
+        return next(self.sights(), None)
+
+    def next_entry(self) -> Entry | None:
+        """Return what comes next, be it a safe point; None at the end of the record."""
+        return self.next() or next(iter(self._log.entries), None)
+
+    def sights(self) -> Iterator[Sight]:
+        """Yield what is to be seen before user code comes to its next safe point, or ends this one."""
+        for sight in self._all_sights():
+            if isinstance(sight, SafePoint) or (self._point is not None and sight.turn > self._turn):
+                return
+            yield sight
+
+    def _all_sights(self) -> deque[Any]:
+        return self._log.entries if self._point is None else self._point.sights
+
+    def remove(self, sight: Sight) -> None:
+        """Note that the rank sees this now."""
+        self._all_sights().remove(sight)
+        self._seen_count += sight.counts
+        self._note_progress()
+
+    def remove_taken(self, key: Key) -> None:
+        """Note that a task takes a message by itself, if it is one that a task took."""
+        for sight in self._all_sights():
+            if isinstance(sight, TakenByTask) and sight.keys == [key]:
+                self.remove(sight)
+                return
+
+    def clear(self) -> None:
+        """Drop all that is left."""
+        self._log.entries.clear()
+
+    def _note_progress(self) -> None:
+        self.progressed_at_s = self._now()
+        self.progress_count += 1
+
+    # -- safe points ------------------------------------------------------------------------------------------------
+
+    def is_point_due(self) -> bool:
+        """Return whether as many waits have ended, and messages were sent, as before the safe point that is next."""
+        point = self._log.entries[0] if self._log.entries else None
+        return not isinstance(point, SafePoint) or (
+            point.woken_count <= self._engine.woken_count and point.sent_count <= self._sent_count
+        )
+
+    def begin_point(self) -> int:
+        """Begin the next safe point; return its number of turns."""
+        entries = self._log.entries
+        point = entries.popleft() if entries else SafePoint()
+        assert isinstance(point, SafePoint), f"{point} was to be seen before this safe point"
+        self._point = point
+        self._engine.woken_count = self._sent_count = 0
+        self._note_progress()
+        return point.turn_count
+
+    def set_turn(self, turn: int) -> None:
+        """Come to a turn of the safe point."""
+        self._turn = self._engine.turn = turn
+
+    def end_point(self) -> None:
+        """End the safe point."""
+        self._point = None
+
+    # -- places -----------------------------------------------------------------------------------------------------
+
+    def note_sent(self, tag: int) -> None:
+        """Count a message that the rank sends."""
+        self._sent_count += not (self._log.is_native and tag in COLLECTIVE_TAGS)
+
+    def is_due(self, sight: Sight, ending_count: int = 0) -> bool:
+        """Return whether its place has come: as many waits have ended, and messages were sent, as before it then.
+
+        Args:
+            sight: one that comes next.
+            ending_count: how many waits end now, and are not counted yet.
+        """
+        if not isinstance(sight, Taken) and not self.is_possible(sight):
+            return False  # this rank has to do something for it, and not another one
+        if isinstance(sight, Passed):  # the wait that ends by it was counted before
+            ending_count += 1
+        return sight.woken_count <= self._engine.woken_count + ending_count and sight.sent_count <= self._sent_count
+
+    def must_be_there(self, sight: Sight, ending_count: int = 0) -> bool:
+        """Return whether it is possible, or will be without this rank, before the rank's next step."""
+        return self.is_due(sight, ending_count + isinstance(sight, TakenByTask))
+
+    def is_possible(self, sight: Sight) -> bool:
+        """Return whether all that it needs is there."""
+        match sight:
+            case Taken():
+                return not self.missing_sources(sight)
+            case Passed(what=what):
+                return self._deadlines.has(what)
+            case Fired(what=what):
+                return self._timers.has(what)
+            case _:
+                return True
+
+    def missing_sources(self, sight: Sight | None) -> set[int]:
+        """Return the ranks whose messages of a sight have not come."""
+        if not isinstance(sight, Taken):
+            return set()
+        return {key[0] for key, count in self._keys_with(sight).items() if self._mailbox.count(key) < count}
+
+    def _keys_with(self, first: Taken) -> Counter[Key]:
+        """Return the messages of a sight, and of those after it that a task took in the step that follows, if any."""
+        keys = Counter(first.keys)
+        for sight in self.sights():
+            if isinstance(sight, TakenByTask) and sight is not first:
+                if (
+                    sight.sent_count > max(first.sent_count, self._sent_count)
+                    or sight.woken_count > first.woken_count + 1
+                ):
+                    break
+                keys.update(sight.keys)
+            elif sight is not first:
+                break
+        return keys
+
+    # -- the clock --------------------------------------------------------------------------------------------------
+
+    def read_clock(self) -> float:
+        """Return what the clock said then to the line of code that calls this."""
+        readings = self._log.clock[sys._getframe(1).f_lineno]
+        while len(readings) > 1 and readings[0].seen_count < self._seen_count >= readings[1].seen_count:
+            readings.popleft()  # a task has not gone on then which did so in the recorded run, as it had nothing to do
+        if readings and readings[0].seen_count <= self._seen_count:
+            self._time_s = readings.popleft().seconds
+        return self._time_s
