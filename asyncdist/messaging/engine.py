@@ -296,7 +296,12 @@ class Engine(Poller):
         return None if found is None else self.loop.time() - found[1]
 
     async def until(
-        self, condition: Callable[[], bool], what: str = "a condition", *, deadline: float | None = None
+        self,
+        condition: Callable[[], bool],
+        what: str = "a condition",
+        *,
+        deadline: float | None = None,
+        is_of_request: bool = False,
     ) -> bool:
         """Wait until ``condition()`` holds; asked after every pass that completed something, and on :meth:`recheck`.
 
@@ -304,6 +309,7 @@ class Engine(Poller):
             condition: cheap, and without side effects. What it raises is raised here.
             what: the same in words, for reports.
             deadline: on the loop's clock, in seconds. Everything that has arrived is taken in before it is judged.
+            is_of_request: as for :meth:`park`.
 
         Returns:
             Whether it holds; False when the deadline has passed.
@@ -322,7 +328,7 @@ class Engine(Poller):
             self._conditions[waiter] = condition
             timer = self.loop.call_at(deadline, resolve_waiter, waiter, None) if deadline is not None else None
             try:
-                await self.park(waiter, what)
+                await self.park(waiter, what, is_of_request=is_of_request)
             finally:
                 del self._conditions[waiter]
                 if timer is not None:

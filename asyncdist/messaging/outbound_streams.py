@@ -72,10 +72,10 @@ class OutboundStream(StreamEnd):
         """
         self.start()
         try:
-            await self._until(lambda: self.is_stopping or self._is_posted)
+            await self._until(lambda: self.is_stopping or self._is_posted, is_of_request=True)
         finally:
             complete = self.cut()
-        await self._until(lambda: self.under_way_count == 0)
+        await self._until(lambda: self.under_way_count == 0, is_of_request=True)
         return complete
 
     def cut(self) -> bool:
@@ -95,7 +95,7 @@ class OutboundStream(StreamEnd):
         """
         self.is_stopping = True
         self._post(memoryview(b""))
-        await self._until(lambda: self.under_way_count == 0)
+        await self._until(lambda: self.under_way_count == 0, is_of_request=True)
 
     def _post_more(self) -> None:
         if self._posting:  # a chunk left at once: the loop below goes on

@@ -104,13 +104,15 @@ class StreamEnd:
             self._error = self._error or RankLostError(f"rank {self._peer} is gone", rank=self._peer)
         return self._error is not None
 
-    async def _until(self, condition: Callable[[], bool], deadline: float | None = None) -> None:
+    async def _until(
+        self, condition: Callable[[], bool], deadline: float | None = None, *, is_of_request: bool = False
+    ) -> None:
         def holds() -> bool:
             if self._is_over() and self._error is not None:
                 raise self._error
             return condition()
 
-        if not await self._engine.until(holds, self._what, deadline=deadline):
+        if not await self._engine.until(holds, self._what, deadline=deadline, is_of_request=is_of_request):
             raise TimeoutError(f"{self._what}: nothing more came in time")
 
 

@@ -23,6 +23,7 @@ from asyncdist.recording.writer import RecordOptions, RecordWriter
 from asyncdist.simulation import (
     DivergenceError,
     Kill,
+    Network,
     Restart,
     replay,
     replay_script,
@@ -54,6 +55,13 @@ def test_ranks_decide_as_they_did_and_have_the_same_weights(tmp_path: Path, seed
     assert replayed.report.results == recorded.results
     assert replayed.decision_count > 50
     assert (replayed.left_count, replayed.cut_ranks) == (0, ())
+
+
+@pytest.mark.parametrize("seed", [4, 7, 10])
+def test_sends_that_do_not_complete_at_once_are_no_waits_that_count(tmp_path: Path, seed: int) -> None:
+    """In a replay all do, so that what came after such a wait came too late, and a stop waited for a rank's end."""
+    recorded = simulate(train, ranks=4, seed=seed, record=tmp_path, network=Network(eager_nbytes=0))
+    assert replay(train, recording=read_recording(tmp_path)).report.results == recorded.results
 
 
 @dataclasses.dataclass(frozen=True)

@@ -314,14 +314,19 @@ class Gate:
             del self._waiters[task]
 
     async def _wait_until(
-        self, condition: Callable[[], bool], what: str = "a condition", *, deadline: float | None = None
+        self,
+        condition: Callable[[], bool],
+        what: str = "a condition",
+        *,
+        deadline: float | None = None,
+        is_of_request: bool = False,
     ) -> bool:
         """As :meth:`Engine.until`, with deadlines that pass when they did."""
         if deadline is None or self.agenda.is_done:
-            return await self._until(condition, what)
+            return await self._until(condition, what, is_of_request=is_of_request)
         with self._deadlines.waiting(what, self._engine.recheck) as entry:
             self._lookout.look_soon()
-            await self._until(lambda: entry.has_passed or condition(), what)
+            await self._until(lambda: entry.has_passed or condition(), what, is_of_request=is_of_request)
             return not entry.has_passed or condition()
 
     async def _park_until(
