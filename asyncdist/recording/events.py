@@ -48,8 +48,8 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     "received": ("source", "tag", "nbytes", "pass", "turn", "woken"),
     # A task has waited so many seconds, up to now; see :data:`asyncdist.recording.writer.WAIT_S_MIN`.
     "waited": ("what", "seconds"),
-    # Of other ranks: one was lost, or is there again as a new process.
-    "lost": ("rank",),
+    # Of other ranks: one was lost, or is there again as a new process; turn and waits are as of a message.
+    "lost": ("rank", "turn", "woken"),
     "returned": ("rank", "incarnation"),
     # The error that ends this rank, or "" where main has returned.
     "over": ("error",),

@@ -191,7 +191,7 @@ class Peers:
         if new:
             services.gone |= new
             for rank in new if is_lost else ():
-                services.events.add("lost", rank)
+                services.events.add("lost", rank, services.engine.turn, services.engine.woken_count)
             if not of_a_failure:
                 self.agreements.on_gone(new, is_lost=is_lost)
                 self.groups.ledger.on_gone()

@@ -420,3 +420,28 @@ def test_a_send_to_a_lost_rank_fails_as_it_did(tmp_path: Path) -> None:
     replayed = replay(main, recording=read_recording(tmp_path))
     results = replayed.report.results[:2]  # it is over when the last main ends, whose result is not kept
     assert "lost" in results and "sent" not in results
+
+
+def test_a_loss_is_seen_after_as_many_waits_as_it_was(tmp_path: Path) -> None:
+    """A task that is woken by the message before it finds the other rank alive, as it did."""
+    found: list[bool] = []
+
+    async def main(world: ad.World) -> None:
+        channel = world.channel(Word, tag=40)
+        if world.rank == 0:
+            for _ in range(2):
+                await channel.receive()
+                found.append(2 in world.services.gone)
+            while 2 not in world.services.gone:
+                await world.sleep(0.01)
+        elif world.rank == 1:
+            await channel.send(Word(1), 0)
+            await world.sleep(0.01)
+            await channel.send(Word(2), 0)
+        else:
+            await asyncio.sleep(1000.0)
+
+    simulate(main, ranks=3, seed=1, record=tmp_path, faults=(Kill(2, at_s=0.05),))
+    assert found == [False, False]
+    replay(main, recording=read_recording(tmp_path))
+    assert found == [False, False] * 2

@@ -10,6 +10,8 @@ from asyncdist.errors import AsyncdistError, RankLostError
 from asyncdist.recording.events import KINDS, Event, Field
 from asyncdist.simulation.replay.log import DECISIONS, Fired, Lost, Passed, RankLog, Sight, Taken
 
+#: Fields of a decision that a replay need not repeat.
+_NOT_REPEATED = frozenset({"seconds", "turn", "woken"})
 _TAGS = {tags.METRIC: "metric", tags.CONTROL: "control", tags.REPLAY: "replay", tags.PARAM: "stream control"}
 
 
@@ -95,7 +97,7 @@ def _name_of(tag: int) -> str:
 
 
 def _essence(event: Event) -> tuple[str, list[Any]]:
-    """Return what a replay must repeat of an event: all but how long something took. A NaN repeats a NaN."""
+    """Return what a replay must repeat of an event: all but its place and how long it took. A NaN repeats a NaN."""
     named = zip(KINDS[event.kind], event.fields, strict=False)
     plain = ((name, list(field) if isinstance(field, (tuple, list)) else field) for name, field in named)
-    return event.kind, [field if field == field else "nan" for name, field in plain if name != "seconds"]
+    return event.kind, [field if field == field else "nan" for name, field in plain if name not in _NOT_REPEATED]

@@ -215,8 +215,9 @@ def log_of(events: Iterable[Event], sent_before_count: int = 0, *, is_native: bo
             case "timer", (str(what), int(turn), int(woken_count)):
                 to.append(Fired(turn, woken_count, sent_count, event.time_s, what))
                 seen_count += 1
-            case "lost", (int(rank),):
-                to.append(Lost(to[-1].turn if to and point else 0, 0, sent_count, event.time_s, rank))
+            case "lost", (int(rank), *_):
+                turn, woken_count = int(event.get("turn") or 0), int(event.get("woken") or 0)
+                to.append(Lost(turn, woken_count, sent_count, event.time_s, rank))
                 seen_count += 1
             case "clock", (float(seconds), int(line)):
                 clock[line].append(Reading(seconds, seen_count))
