@@ -369,11 +369,11 @@ def start_script(
     ("to", "method"),
     [
         ("terminal", "forkserver"),
-        ("terminal", "spawn"),
+        pytest.param("terminal", "spawn", marks=pytest.mark.long),
         ("launcher", "forkserver"),
-        ("launcher, SIGTERM", "spawn"),
+        pytest.param("launcher, SIGTERM", "spawn", marks=pytest.mark.long),
         ("launcher, killed", "forkserver"),
-        ("launcher, killed", "spawn"),
+        pytest.param("launcher, killed", "spawn", marks=pytest.mark.long),
     ],
 )
 def test_no_rank_outlives_its_launcher(tmp_path: Path, method: str, to: str) -> None:
@@ -419,6 +419,7 @@ def test_a_function_under_the_main_guard_is_refused(tmp_path: Path) -> None:
     ],
     ids=["hangs", "exits", "no guard"],
 )
+@pytest.mark.long
 def test_a_rank_that_never_starts_is_explained(tmp_path: Path, options: dict[str, Any], words: str) -> None:
     process = start_script(tmp_path, method="spawn", **options)
     try:

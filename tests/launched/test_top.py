@@ -83,6 +83,7 @@ def test_top_shows_ranks_of_mpi_also_one_that_computes(tmp_path: Path) -> None:
     check_top(tmp_path, "mpi")
 
 
+@pytest.mark.long
 def test_top_shows_ranks_of_torch_also_one_that_computes(tmp_path: Path) -> None:
     check_top(tmp_path, "torch")
 
@@ -123,7 +124,9 @@ class Terminal:
         return self.job.returncode
 
 
-@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), "torch"])
+@pytest.mark.parametrize(
+    "transport", [pytest.param("mpi", marks=pytest.mark.mpi), pytest.param("torch", marks=pytest.mark.long)]
+)
 def test_live_shows_the_table_below_what_ranks_print_and_hands_the_exit_code_on(tmp_path: Path, transport: str) -> None:
     terminal = Terminal(command(tmp_path, "--live", transport=transport, arguments=("fails",)), tmp_path)
     try:
@@ -145,6 +148,7 @@ def test_a_signal_to_the_command_ends_the_job(tmp_path: Path) -> None:
         (tmp_path / "stop").touch()
 
 
+@pytest.mark.long
 def test_without_a_terminal_the_job_runs_without_the_table(tmp_path: Path) -> None:
     (tmp_path / "stop").touch()
     words = command(tmp_path, "--live", transport="torch")

@@ -30,6 +30,7 @@ def test_an_unplugged_host_is_lost_to_the_others_and_the_others_to_it() -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.long
 def test_a_job_that_mpirun_ends_since_it_has_lost_a_host_has_failed() -> None:
     """Its own exit code is 0, and it takes eight minutes to notice."""
     start = ["asyncdist", "run", "--hosts", "host1:2,host2:1", "--survive"]
