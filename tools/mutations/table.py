@@ -103,7 +103,8 @@ MUTANTS: Final = (
         4,
         "a snapshot is given back while chunks of it are under way",
         "asyncdist/messaging/outbound_streams.py",
-        "            complete = self.cut()\n        await self._until(lambda: self.under_way_count == 0)\n",
+        "            complete = self.cut()\n"
+        "        await self._until(lambda: self.under_way_count == 0, is_of_request=True)\n",
         "            complete = self.cut()\n",
         LATENESS,
     ),
