@@ -65,7 +65,7 @@ async def _steps(folder: str | None, step_count: int) -> Stretch:
     async with ad.open_world(record=folder) as world:
         model, data = model_of(1 << 14), torch.randn(64, 64)
         took: list[float] = []
-        policy = AsyncSelectiveAveragingPolicy(model, optimizer_of(model), average_every=20, threshold=1e9)
+        policy = AsyncSelectiveAveragingPolicy(model, optimizer_of(model), average_every=20, threshold=-1e9)
         async with policy:
             for _ in range(step_count):
                 _train(data)
