@@ -118,6 +118,16 @@ class Agenda:
             point.woken_count <= self._engine.woken_count and point.sent_count <= self._sent_count
         )
 
+    def is_seen_at_point(self, sight: Sight) -> bool:
+        """Return whether main comes to its next safe point before anybody goes on because of this sight.
+
+        So it was where no wait has ended between the two: main had gone on already, after a sleep for example.
+        """
+        if self._point is not None or type(sight) is not Taken:
+            return False
+        point = next((entry for entry in self._log.entries if isinstance(entry, SafePoint)), None)
+        return point is not None and point.woken_count <= self._engine.woken_count
+
     def begin_point(self) -> int:
         """Begin the next safe point; return its number of turns."""
         entries = self._log.entries

@@ -171,7 +171,7 @@ class Gate:
         while (sight := self.agenda.next()) is not None and self.agenda.is_due(sight):
             if self.admission.has_permitted and self._engine.poll() == 0 and self.admission.has_permitted:
                 return
-            if not self.agenda.is_possible(sight) or _is_left_to_task(sight):
+            if not self.agenda.is_possible(sight) or _is_left_to_task(sight) or self.agenda.is_seen_at_point(sight):
                 return
             self._show(sight)
 
