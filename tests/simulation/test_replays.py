@@ -422,6 +422,27 @@ def test_a_send_to_a_lost_rank_fails_as_it_did(tmp_path: Path) -> None:
     assert "lost" in results and "sent" not in results
 
 
+def test_a_message_to_a_lost_rank_that_is_not_waited_for_is_refused_as_it_was(tmp_path: Path) -> None:
+    found: list[str] = []
+
+    async def main(world: ad.World) -> None:
+        channel = world.channel(Word, tag=40)
+        while 1 not in world.services.gone:
+            await world.safe_point()
+            await world.sleep(0.01)
+        try:
+            channel.send_nowait(Word(1), 1)
+        except ad.RankLostError:
+            found.append("lost")
+        else:
+            found.append("sent")
+
+    simulate(main, ranks=2, seed=1, record=tmp_path, faults=(Kill(1, at_s=0.05),))
+    assert found == ["lost"]
+    replay(main, recording=read_recording(tmp_path))
+    assert found == ["lost"] * 2
+
+
 def test_a_loss_is_seen_after_as_many_waits_as_it_was(tmp_path: Path) -> None:
     """A task that is woken by the message before it finds the other rank alive, as it did."""
     found: list[bool] = []

@@ -63,10 +63,6 @@ class ReplayTransport(Transport):
         self._gate.note_sent(tag)
         return _SENT
 
-    def start_send(self, buffer: Buffer, dest: int, tag: int) -> Request | None:
-        request = self.isend(buffer, dest, tag)
-        return None if request is _SENT else request
-
     def irecv(self, buffer: Buffer, source: int, tag: int) -> Request:
         return _Receive(self._gate.admission, as_bytes(buffer), source, tag)
 
