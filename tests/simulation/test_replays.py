@@ -23,8 +23,10 @@ from asyncdist.recording.writer import RecordOptions, RecordWriter
 from asyncdist.simulation import (
     DivergenceError,
     Kill,
+    Link,
     Network,
     Restart,
+    Uniform,
     replay,
     replay_script,
     simulate,
@@ -441,6 +443,35 @@ def test_a_message_to_a_lost_rank_that_is_not_waited_for_is_refused_as_it_was(tm
     assert found == ["lost"]
     replay(main, recording=read_recording(tmp_path))
     assert found == ["lost"] * 2
+
+
+def test_a_message_that_came_right_before_a_safe_point_wakes_its_task_within_that(tmp_path: Path) -> None:
+    """In the replay it is there before, while user code still waits for something else."""
+    places: list[str] = []
+
+    async def main(world: ad.World) -> None:
+        channel, place = world.channel(Word, tag=40), "before"
+
+        async def listen() -> None:
+            await channel.receive()
+            places.append(place)
+
+        if world.rank == 0:
+            await channel.send(Word(1), 1)
+            return
+        listener = asyncio.create_task(listen())
+        await world.sleep(0.1)
+        loop: Any = asyncio.get_running_loop()
+        await loop.be_busy(0.2)  # the message arrives
+        world.services.engine.poll()
+        place = "within"
+        await world.safe_point()
+        await listener
+
+    simulate(main, ranks=2, seed=1, record=tmp_path, network=Network(link=Link(latency_s=Uniform(0.2, 0.2))))
+    assert places == ["within"]
+    replay(main, recording=read_recording(tmp_path))
+    assert places == ["within"] * 2
 
 
 def test_a_loss_is_seen_after_as_many_waits_as_it_was(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from asyncdist.simulation.replay.lookout import Lookout
 from asyncdist.simulation.replay.mailbox import Mailbox
 from asyncdist.simulation.replay.timers import Deadlines, Timers
 
+#: Virtual seconds for which a message waits for the safe point that came after it in the recorded run.
+_DEFERRAL_S: Final = 1.0
 #: So often a safe point lets the rank's tasks run for it, where they have not come as far as they had then.
 _TRY_COUNT: Final = 20
 
@@ -72,6 +74,8 @@ class Gate:
         self._waiters: dict[asyncio.Task[Any] | None, asyncio.Future[None]] = {}
         self._woken_late: set[asyncio.Task[Any] | None] = set()  # by what they had taken by themselves, without a wait
         self._main: asyncio.Task[Any] | None = None  # the task that has come to a safe point last
+        self._deferred: Sight | None = None
+        self._deferred_until_s = 0.0
         self._ring: Callable[[], None] = lambda: None
         self._engine: Engine
         self._world: World
@@ -171,9 +175,25 @@ class Gate:
         while (sight := self.agenda.next()) is not None and self.agenda.is_due(sight):
             if self.admission.has_permitted and self._engine.poll() == 0 and self.admission.has_permitted:
                 return
-            if not self.agenda.is_possible(sight) or _is_left_to_task(sight) or self.agenda.is_seen_at_point(sight):
+            if not self.agenda.is_possible(sight) or _is_left_to_task(sight) or self._is_deferred(sight):
                 return
             self._show(sight)
+
+    def _is_deferred(self, sight: Sight) -> bool:
+        """Whether user code comes to a safe point first, which sees this.
+
+        A pass took it up as user code was about to go on, after a sleep, or out of what a thread computed: the task
+        that it wakes went on within the safe point. Where user code waits for this after all, it waits a little.
+        """
+        if not self.agenda.is_seen_at_point(sight):
+            return False
+        now_s = self._loop.time()
+        if sight is not self._deferred:
+            self._deferred, self._deferred_until_s = sight, now_s + _DEFERRAL_S
+        if now_s >= self._deferred_until_s:
+            return False
+        self._lookout.look_soon(self._deferred_until_s - now_s + PAUSE_S)
+        return True
 
     def _on_woken(self, counts: bool) -> None:
         """Make the passes that were made before the task that goes on now."""
