@@ -215,6 +215,8 @@ class FrameReader:
 
 
 _SCALARS: Final = frozenset((bool, int, float, str, bytes))
+#: Is no message, as None is not: but that may be given for one, and has to be refused each time.
+_NOTHING: Final = object()
 
 
 class Codec:
@@ -241,7 +243,7 @@ class Codec:
         self._plain_fields: tuple[tuple[str, type[Any]], ...] | None = None
         self._checked: Any = None
         # A broadcast sends one message to many ranks, one after the other.
-        self._last: Any = None
+        self._last: Any = _NOTHING
         self._last_encoded = (-1, b"")
         self._last_is_fixed = False
 

@@ -278,6 +278,10 @@ def test_a_message_that_goes_to_many_ranks_is_packed_once_and_one_that_can_chang
     assert codec.encode(numbers) == (kind, payload)
     assert codec.encode(One(1)) != codec.encode(One(2)), "another one is packed"
     assert codec.encode(numbers) == (kind, payload)
+    nothing: Codec = Codec(One)
+    for _ in range(3):
+        with pytest.raises(LocalProtocolError, match="not NoneType"):
+            nothing.encode(None)
     changing: Any = [1.0, 2.0]
     message = RealFirst(0.0, changing)
     for _ in range(3):
