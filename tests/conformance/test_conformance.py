@@ -49,7 +49,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "USER_CHUNK_NBYTES", CHUNK_NBYTES)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3, 4])
+@pytest.mark.parametrize("ranks", [*(pytest.param(ranks, marks=pytest.mark.long) for ranks in (2, 3)), 4])
 @pytest.mark.parametrize("name", CASES)
 def test_local(name: str, ranks: int) -> None:
     ad.run_local(run_case, name, ranks=ranks, loop="asyncio", strict=True)
@@ -105,7 +105,7 @@ def test_one_rank_alone(name: str) -> None:
         pytest.param(
             name,
             ranks,
-            marks=[*([pytest.mark.slow] if name in SLOW else []), *([pytest.mark.long] if ranks == 2 else [])],
+            marks=[*([pytest.mark.slow] if name in SLOW else []), *([pytest.mark.long] if ranks in (2, 4) else [])],
         )
         for name in NAMES
         for ranks in (1, 2, 3, 4)

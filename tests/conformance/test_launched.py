@@ -74,6 +74,7 @@ ad.run(main)
 
 
 @pytest.mark.mpi
+@pytest.mark.long
 def test_mpi_broadcasts_more_than_two_gibibytes() -> None:
     """One tensor, on two ranks: it takes 2 GiB of memory, and a second or two."""
     free = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
@@ -94,7 +95,7 @@ def test_torch(torch_job: tuple[int, torchrun.Result], name: str) -> None:
     check(name, *torch_job)
 
 
-@pytest.fixture(scope="session", params=["truthful", "gloo and orderly"])
+@pytest.fixture(scope="session", params=[pytest.param("truthful", marks=pytest.mark.long), "gloo and orderly"])
 def polled_job(request: pytest.FixtureRequest) -> tuple[int, torchrun.Result]:
     """The same for polled backends: everything on one that keeps tags; streams alone on one that does not."""
     transport, _, bulk = request.param.partition(" and ")

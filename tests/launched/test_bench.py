@@ -22,12 +22,14 @@ FEW = {
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in ("bandwidth", "step"))) for name in FEW]
+)
 def test_each_prints_a_table_on_mpi(name: str) -> None:
     check(name, mpi.run_ranks(3, MAIN, name, *FEW[name]).check().stdout, "mpi: ", "mpi4py Send, Recv")
 
 
-@pytest.mark.parametrize("name", ["latency", "ringtest"])
+@pytest.mark.parametrize("name", [pytest.param("latency", marks=pytest.mark.long), "ringtest"])
 def test_each_prints_a_table_on_torch(name: str) -> None:
     check(name, torchrun.run_ranks(3, MAIN, name, *FEW[name]).check().stdout, "torch: ", "gloo send, recv")
 

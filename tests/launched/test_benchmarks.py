@@ -98,6 +98,7 @@ def numbers(value: Any) -> Iterator[float]:
 
 
 @pytest.mark.mpi
+@pytest.mark.long
 def test_latency_on_mpi(bench: Bench) -> None:
     check_latency(bench("latency", "--transport", "mpi"), "mpi")
 
@@ -119,7 +120,8 @@ def check_latency(results: dict[str, Any], transport: str) -> None:
     assert 32 < results["frame_nbytes"] < 100
 
 
-@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), LONG_ON_TORCH])
+@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), "torch"])
+@pytest.mark.long
 def test_bandwidth(bench: Bench, transport: str) -> None:
     results = bench("bandwidth", "--transport", transport)
     assert results.pop("transport") == transport
@@ -128,7 +130,8 @@ def test_bandwidth(bench: Bench, transport: str) -> None:
         assert figures["ratio"] == pytest.approx(figures["ours_gb_s"] / figures["raw_gb_s"])
 
 
-@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), LONG_ON_TORCH])
+@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), "torch"])
+@pytest.mark.long
 def test_beside(bench: Bench, transport: str) -> None:
     results = bench("beside", "--transport", transport)
     assert results.pop("transport") == transport
@@ -138,7 +141,7 @@ def test_beside(bench: Bench, transport: str) -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("name", ["step", "one-sided"])
+@pytest.mark.parametrize("name", ["step", pytest.param("one-sided", marks=pytest.mark.long)])
 def test_step(bench: Bench, name: str) -> None:
     results = bench(name)
     assert list(results) == ["85 k", "1.1 M", "20 M", "yield"]
@@ -241,6 +244,7 @@ def test_routes(bench: Bench) -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.long
 def test_record(bench: Bench) -> None:
     results = bench("record")
     assert results.keys() == {"plain_us", "recorded_us", "cost_us", "cost_of_mean_us", "nbytes"}
@@ -258,7 +262,8 @@ def test_grace(bench: Bench) -> None:
         assert all(0 < found["share"] <= 1 for found in by_window.values())
 
 
-@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), LONG_ON_TORCH])
+@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), "torch"])
+@pytest.mark.long
 def test_idle(bench: Bench, transport: str) -> None:
     results = bench("idle", "--transport", transport)
     assert results.pop("transport") == transport

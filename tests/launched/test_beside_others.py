@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from support import torchrun
 
 
+@pytest.mark.long
 def test_accelerate() -> None:
     reports = torchrun.run_ranks(2, "tests/scripts/accelerated.py", timeout_s=110).check().reports
     assert reports == {rank: {"processes": 2, "rank": rank, "same": True} for rank in range(2)}

@@ -189,6 +189,7 @@ def test_compiled_and_interpreted_modules_make_and_refuse_the_same() -> None:
     assert sum("shorter than a header" in line for line in lines) >= 20
 
 
+@pytest.mark.long
 def test_compiled_and_interpreted_simulations_are_equal() -> None:
     if compiled.reason_against() is not None and shutil.which("gcc") is None:
         pytest.skip("no compiler here")
@@ -234,6 +235,7 @@ def test_an_installation_does_without_a_compiler(tmp_path: Path) -> None:
     assert not earlier.exists()
 
 
+@pytest.mark.long
 def test_compiling_that_was_interrupted_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its empty folders passed for an attempt that had failed: tools/setup saw nothing to do, also while it went on."""
     monkeypatch.setenv(compiled.PURE_VARIABLE, "")
@@ -258,6 +260,7 @@ def test_compiling_that_was_interrupted_is_done_again(tmp_path: Path, monkeypatc
     assert subprocess.run(asked, timeout=100).returncode == 0, "compiled again at each set-up, in vain"
 
 
+@pytest.mark.long
 def test_a_wheel_of_a_checkout_leaves_what_its_editable_installation_uses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

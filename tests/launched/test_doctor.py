@@ -43,6 +43,7 @@ def examine(*command: str, is_cold: bool = False, **environ: str) -> subprocess.
 
 
 @pytest.mark.mpi
+@pytest.mark.long
 def test_a_healthy_machine() -> None:
     require_mpi()
     ended = examine(is_cold=True)

@@ -353,6 +353,7 @@ def test_mistakes_that_differ_are_all_told() -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.long
 def test_an_exception_reaches_those_who_wait_for_that_rank_in_a_policys_start() -> None:
     ended = Ended("raises_before_a_policy_of_others", 2, by_themselves=True)
     ended.check_failed()
@@ -402,6 +403,7 @@ def test_interrupts_and_cancellations_of_ones_own_making(way: str) -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.long
 def test_sys_exit_zero_is_a_rank_that_leaves_early() -> None:
     ended = Ended("exits_0", 3, by_themselves=True)
     assert ended.code == 0 and ended.statuses == [0, 0, 0], ended.story
@@ -409,6 +411,7 @@ def test_sys_exit_zero_is_a_rank_that_leaves_early() -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.long
 def test_sys_exit_with_a_code_ends_the_job_with_an_error() -> None:
     ended = Ended("exits_3", 2, by_themselves=True)
     ended.check_failed()
@@ -424,6 +427,7 @@ def test_a_killed_rank_ends_the_rest() -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.long
 def test_an_average_of_64_mib_that_loses_a_member_on_its_way_holds_nobody() -> None:
     """Before that another member leaves in the midst of one: that one completes, and the next says who is missing."""
     ended = Ended("killed_in_an_average", 3)
@@ -449,7 +453,14 @@ def test_a_rank_that_returns_early_leaves_the_others_averaging() -> None:
 # -- signals ----------------------------------------------------------------------------------------------------------
 
 
-PLACES = ("steps", "streams", "policy_streams", "policy_start", "before_run", "alone_in_the_handshake")
+PLACES = (
+    "steps",
+    pytest.param("streams", marks=pytest.mark.long),
+    "policy_streams",
+    pytest.param("policy_start", marks=pytest.mark.long),
+    "before_run",
+    "alone_in_the_handshake",
+)
 
 
 @pytest.mark.mpi
@@ -483,9 +494,9 @@ def test_sigterm_to_mpirun_ends_everything() -> None:
 @pytest.mark.parametrize(
     ("place", "number"),
     [
-        ("steps", signal.SIGINT),
+        pytest.param("steps", signal.SIGINT, marks=pytest.mark.long),
         ("steps", signal.SIGTERM),
-        ("policy_streams", signal.SIGTERM),
+        pytest.param("policy_streams", signal.SIGTERM, marks=pytest.mark.long),
         ("policy_start", signal.SIGINT),
     ],
 )
@@ -504,6 +515,7 @@ def test_a_signal_to_one_rank_during_its_set_up_ends_the_job(place: str, rank: i
 
 
 @pytest.mark.mpi
+@pytest.mark.long
 def test_a_signal_that_comes_while_mpi_starts_ends_the_job_once_it_has_started() -> None:
     def act(job: Job) -> None:
         time.sleep(2.0)  # rank 1 is inside MPI's own set-up by now, most likely; anywhere else will do

@@ -27,7 +27,14 @@ PRINTS = {
 }
 
 #: These have tests of their own over the same parts.
-LONG = {"ddp_replicas.py", "lightning_fit.py", "replay_buffer.py", "simulated_bug.py", "transformers_train.py"}
+LONG = {
+    "ddp_replicas.py",
+    "lightning_fit.py",
+    "population_checkpoints.py",
+    "replay_buffer.py",
+    "simulated_bug.py",
+    "transformers_train.py",
+}
 
 
 def starts() -> dict[str, str]:

@@ -14,7 +14,7 @@ from support import mpi, torchrun
     ("start", "count"),
     [
         pytest.param(mpi.run_ranks, 150, marks=pytest.mark.mpi, id="mpi"),  # each makes a communicator
-        pytest.param(torchrun.run_ranks, 950, id="torch"),
+        pytest.param(torchrun.run_ranks, 950, marks=pytest.mark.long, id="torch"),
     ],
 )
 def test_more_groups_than_there_is_room_for_at_a_time(start: Callable[..., Any], count: int) -> None:

@@ -35,10 +35,12 @@ def torch_job() -> torchrun.Result:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.long
 def test_torch(torch_job: torchrun.Result, name: str) -> None:
     check(name, 4, torch_job)
 
 
+@pytest.mark.long
 def test_torch_ends_cleanly(torch_job: torchrun.Result) -> None:
     assert torch_job.check().stderr == ""
 

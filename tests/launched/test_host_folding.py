@@ -15,7 +15,9 @@ STORIES = ["the_same_bits", "groups_in_turn", "cancelled", "cancelled_anywhere",
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), "torch"])
+@pytest.mark.parametrize(
+    "transport", [pytest.param("mpi", marks=pytest.mark.mpi), pytest.param("torch", marks=pytest.mark.long)]
+)
 def test_between_processes(transport: str) -> None:
     if transport == "mpi":
         mpi.require_mpi()
@@ -26,7 +28,7 @@ def test_between_processes(transport: str) -> None:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("turn", ["fold_share", "store"])
+@pytest.mark.parametrize("turn", [pytest.param("fold_share", marks=pytest.mark.long), "store"])
 def test_a_rank_that_is_killed_in_the_middle(turn: str) -> None:
     """The others get its loss, and their tensors as they were; nothing of the memory has a name to stay under."""
     source = f"""

@@ -21,7 +21,8 @@ def asyncdist(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.mpi
 @pytest.mark.timeout(250)
 @pytest.mark.parametrize(
-    "flavour", [pytest.param(each, marks=[pytest.mark.long] * (each == "transformers")) for each in _STARTERS]
+    "flavour",
+    [pytest.param(each, marks=[pytest.mark.long] * (each in ("lightning", "transformers"))) for each in _STARTERS],
 )
 def test_it_runs(flavour: str, tmp_path: Path) -> None:
     written = asyncdist(tmp_path, "init", flavour, "mine.py")

@@ -56,7 +56,7 @@ def test_on_mpi(library: str, tmp_path: Path) -> None:
 
 @pytest.mark.mpi  # Lightning asks mpi4py, where that is installed, and so loads MPI
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("library", ["lightning", "transformers"])
+@pytest.mark.parametrize("library", ["lightning", pytest.param("transformers", marks=pytest.mark.long)])
 def test_on_torch(library: str, tmp_path: Path) -> None:
     check(
         torchrun.run_ranks(2, SCRIPT, library, tmp_path, timeout_s=240, env=warm_environment()).check().reports,
@@ -66,7 +66,7 @@ def test_on_torch(library: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("library", ["plain", "lightning"])
+@pytest.mark.parametrize("library", ["plain", pytest.param("lightning", marks=pytest.mark.long)])
 def test_alone_it_trains_and_says_once_that_nothing_is_averaged(library: str, tmp_path: Path) -> None:
     ended = torchrun.run_jobs([([sys.executable, str(SCRIPT), library, str(tmp_path)], {})], 100.0).check()
     assert ended.stderr.count("trains alone") == 1, ended.stderr
@@ -84,10 +84,9 @@ def test_simulated(tmp_path: Path) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("library", ["lightning", pytest.param("transformers", marks=pytest.mark.long)])
-@pytest.mark.parametrize(
-    "run", [pytest.param(mpi.run_ranks, marks=pytest.mark.long), torchrun.run_ranks], ids=["mpi", "torch"]
-)
+@pytest.mark.parametrize("library", ["lightning", "transformers"])
+@pytest.mark.parametrize("run", [mpi.run_ranks, torchrun.run_ranks], ids=["mpi", "torch"])
+@pytest.mark.long
 def test_two_replicas_of_two_ranks_in_a_trainer_under_ddp(library: str, run: Any, tmp_path: Path) -> None:
     reports = run(4, SCRIPT.parent / "trainer_replicas.py", library, tmp_path, timeout_s=400).check().reports
     for rank in range(4):

@@ -15,7 +15,10 @@ SCRIPT = "tests/scripts/islands.py"
 
 @pytest.mark.parametrize(
     "start",
-    [pytest.param(mpi.run_ranks, marks=pytest.mark.mpi, id="mpi"), pytest.param(torchrun.run_ranks, id="torch")],
+    [
+        pytest.param(mpi.run_ranks, marks=[pytest.mark.mpi, pytest.mark.long], id="mpi"),
+        pytest.param(torchrun.run_ranks, id="torch"),
+    ],
 )
 def test_launched(start: Callable[..., Any]) -> None:
     if start is mpi.run_ranks:

@@ -82,6 +82,7 @@ def story(folder: Path) -> Iterator[Story]:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_a_place_is_taken_lost_and_taken_again(tmp_path: Path) -> None:
     """The first launcher starts two of three ranks; the others go on whatever happens to the third."""
     elsewhere = tmp_path / "elsewhere"

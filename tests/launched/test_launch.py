@@ -70,9 +70,10 @@ def test_no_mpi_at_all_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ("said", "words"),
     [
         (None, f"MPI needs mpi4py, which is not installed for {sys.executable} "),
-        (
+        pytest.param(
             "raise RuntimeError('cannot load MPI library\\nlibmpi.so.12: nowhere')",
             "mpi4py found no usable MPI library (cannot load MPI library); install one with pip",
+            marks=pytest.mark.long,
         ),
     ],
     ids=["no mpi4py", "no library"],
@@ -294,7 +295,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("transport", ["mpi", "torch"])
+@pytest.mark.parametrize("transport", ["mpi", pytest.param("torch", marks=pytest.mark.long)])
 def test_a_forked_child_ends_where_main_ends_and_the_ranks_go_on(tmp_path: Path, transport: str) -> None:
     """It left the world as if it were the rank: it hung, and took the rank's sockets from its loop."""
     process = start(tmp_path, FORKING, ranks=2, options=["--transport", transport], is_warm=True)

@@ -17,7 +17,10 @@ CONSUMERS_SCRIPT = "tests/scripts/left_consumers.py"
 
 STARTS = pytest.mark.parametrize(
     "start",
-    [pytest.param(mpi.run_ranks, marks=pytest.mark.mpi, id="mpi"), pytest.param(torchrun.run_ranks, id="torch")],
+    [
+        pytest.param(mpi.run_ranks, marks=pytest.mark.mpi, id="mpi"),
+        pytest.param(torchrun.run_ranks, marks=pytest.mark.long, id="torch"),
+    ],
 )
 
 

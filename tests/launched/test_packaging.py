@@ -97,6 +97,7 @@ def needs_compiler() -> None:
         pytest.skip("no compiler here, or no headers of Python")
 
 
+@pytest.mark.long
 def test_build_makes_a_source_archive_and_of_that_a_compiled_wheel(
     checkout: tuple[Path, ModuleType], tmp_path: Path
 ) -> None:

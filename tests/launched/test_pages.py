@@ -13,7 +13,10 @@ from support import mpi, pages, warm
 
 FILES = {"python", "diff"}
 #: What these show has tests of its own, of the same libraries, benchmarks and commands.
-LONG = {f"docs/{name}.md" for name in ("figures", "integrations", "protocols", "recording", "replaying", "tutorial")}
+LONG = {
+    f"docs/{name}.md"
+    for name in ("figures", "integrations", "protocols", "recording", "replaying", "tutorial", "worlds")
+}
 
 
 @pytest.mark.mpi

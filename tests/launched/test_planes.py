@@ -67,7 +67,14 @@ def test_a_bulk_plane_without_room_for_the_tags_is_refused() -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize(("transport", "bulk"), [("auto", "torch"), ("torch", "mpi"), ("auto", "torch:orderly")])
+@pytest.mark.parametrize(
+    ("transport", "bulk"),
+    [
+        ("auto", "torch"),
+        pytest.param("torch", "mpi", marks=pytest.mark.long),
+        pytest.param("auto", "torch:orderly", marks=pytest.mark.long),
+    ],
+)
 def test_messages_on_one_and_streams_on_the_other_between_processes(transport: str, bulk: str) -> None:
     """With averages, whose streams take the bulk plane too."""
     require_mpi()
@@ -176,7 +183,9 @@ def test_mpi_for_streams_under_torchruns_variables_says_what_to_start_with() -> 
 
 
 @pytest.mark.skipif(obstacle() is not None, reason="the kernel lets no process write to another's memory")
-@pytest.mark.parametrize(("transport", "share"), [pytest.param("mpi", 0.5, marks=pytest.mark.mpi), ("torch", 1.0)])
+@pytest.mark.parametrize(
+    ("transport", "share"), [pytest.param("mpi", 0.5, marks=[pytest.mark.mpi, pytest.mark.long]), ("torch", 1.0)]
+)
 def test_between_processes_of_a_host_a_part_of_large_tensors_is_granted_to_be_written(
     transport: str, share: float
 ) -> None:

@@ -35,7 +35,7 @@ def stories(transport: str, ranks: int) -> list[dict[str, Any]]:
     return [result.reports[rank] for rank in range(ranks)]
 
 
-@pytest.fixture(params=[pytest.param("mpi", marks=pytest.mark.mpi), "torch"])
+@pytest.fixture(params=[pytest.param("mpi", marks=pytest.mark.mpi), pytest.param("torch", marks=pytest.mark.long)])
 def told(request: pytest.FixtureRequest) -> Told:
     """``told(ranks, name)``: what each of so many ranks saw of one story."""
     return lambda ranks, name: [report[name] for report in stories(request.param, ranks)]

@@ -162,7 +162,7 @@ def test_a_receive_complete_before_anything_was_sent_is_a_lie() -> None:
     ("medium", "seen"),
     [
         (Medium({"receive": False}), "(its bytes had come) within 2 s"),
-        (Medium({}, delivers=False), "(its bytes had not come either) within 2 s"),
+        pytest.param(Medium({}, delivers=False), "(its bytes had not come either) within 2 s", marks=pytest.mark.long),
     ],
 )
 def test_works_that_never_turn_complete_are_named(medium: Medium, seen: str) -> None:
@@ -174,7 +174,11 @@ def test_works_that_never_turn_complete_are_named(medium: Medium, seen: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("call", "seen"), [("send", "rank 0's send to rank 1"), ("receive", "rank 1's receive from rank 0")]
+    ("call", "seen"),
+    [
+        ("send", "rank 0's send to rank 1"),
+        pytest.param("receive", "rank 1's receive from rank 0", marks=pytest.mark.long),
+    ],
 )
 def test_a_call_that_blocks_for_good_is_named_and_holds_nobody_up(call: str, seen: str) -> None:
     class Blocking(Ends):
@@ -192,6 +196,7 @@ def test_a_call_that_blocks_for_good_is_named_and_holds_nobody_up(call: str, see
     assert f"{seen} blocked: the call that starts it did not return within 3 s" in found[0]
 
 
+@pytest.mark.long
 def test_gloo_does_not_pass() -> None:
     """The day it does, it can be polled, and most of ``torch_distributed/gloo.py`` can go."""
     source = """
@@ -223,11 +228,15 @@ def test_gloo_does_not_pass() -> None:
     ("backend", "seen"),
     [
         ("hasty", r"rank \d's (send|receive) (to|from) rank \d was said to be complete"),
-        ("mute", r"rank \d's (send|receive) (to|from) rank \d was not said to be complete.* within 3 s"),
+        pytest.param(
+            "mute",
+            r"rank \d's (send|receive) (to|from) rank \d was not said to be complete.* within 3 s",
+            marks=pytest.mark.long,
+        ),
         ("broken", r"rank \d got an error: this backend is a ruin"),
     ],
 )
-@pytest.mark.parametrize("bulk", [False, True])
+@pytest.mark.parametrize("bulk", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_backend_that_fails_is_refused_by_all_ranks(backend: str, seen: str, bulk: bool) -> None:
     source = """
         import sys
@@ -279,11 +288,13 @@ def test_the_others_end_cleanly() -> None:
     assert ours(loss()) == []
 
 
+@pytest.mark.long
 def test_a_loss_that_nobody_waits_for_is_noticed() -> None:
     result = run_ranks(4, ENDS, "lost_at_rest", "truthful").check(0, 0, KILLED, 0)
     assert {rank: result.reports[rank]["lost"] for rank in SURVIVORS} == {rank: [VICTIM] for rank in SURVIVORS}
 
 
+@pytest.mark.long
 def test_an_exception_ends_the_job_everywhere() -> None:
     result = run_ranks(3, ENDS, "raises", "truthful").check(1, 1, 1)
     assert result.stderr.count("Traceback") == 1
@@ -291,6 +302,7 @@ def test_an_exception_ends_the_job_everywhere() -> None:
         assert f"asyncdist: rank {rank} stopped: rank 1 failed: ValueError: boom-7" in result.stderr
 
 
+@pytest.mark.long
 def test_messages_that_nobody_receives_do_not_hold_the_end() -> None:
     result = run_ranks(3, ENDS, "leaves_all_kinds_of_work", "truthful").check()
     assert "2 requests: left over" in result.stderr

@@ -170,10 +170,11 @@ IGNORES_SIGNALS = (
 @pytest.mark.parametrize(
     ("failure", "code", "words"),
     [
-        (
+        pytest.param(
             "raise RuntimeError('story')",
             1,
             ["RuntimeError: story", "rank 1 ended with exit code 1; stopping the others"],
+            marks=pytest.mark.long,
         ),
         ("sys.exit(7)", 7, ["rank 1 ended with exit code 7"]),
         ("sys.exit('what went wrong')", 1, ["what went wrong"]),

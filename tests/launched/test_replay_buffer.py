@@ -11,7 +11,7 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "replay.py"
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), "torch"])
+@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=[pytest.mark.mpi, pytest.mark.long]), "torch"])
 def test_between_processes(transport: str) -> None:
     if transport == "mpi":
         mpi.require_mpi()
@@ -22,7 +22,7 @@ def test_between_processes(transport: str) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), "torch"])
+@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=[pytest.mark.mpi, pytest.mark.long]), "torch"])
 def test_several_buffer_ranks_between_processes(transport: str) -> None:
     if transport == "mpi":
         mpi.require_mpi()
@@ -38,7 +38,9 @@ def test_several_buffer_ranks_between_processes(transport: str) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), "torch"])
+@pytest.mark.parametrize(
+    "transport", [pytest.param("mpi", marks=pytest.mark.mpi), pytest.param("torch", marks=pytest.mark.long)]
+)
 def test_scores_priorities_and_back_pressure_between_processes(transport: str) -> None:
     if transport == "mpi":
         mpi.require_mpi()

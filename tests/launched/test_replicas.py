@@ -32,9 +32,8 @@ def test_two_replicas_of_two_ranks_under_ddp() -> None:
 
 @pytest.mark.mpi
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "run", [mpi.run_ranks, pytest.param(torchrun.run_ranks, marks=pytest.mark.long)], ids=["mpi", "torch"]
-)
+@pytest.mark.parametrize("run", [mpi.run_ranks, torchrun.run_ranks], ids=["mpi", "torch"])
+@pytest.mark.long
 def test_two_replicas_of_two_ranks_under_fully_shard(run: Any) -> None:
     reports = run(4, SCRIPT.parent / "sharded_replicas.py", timeout_s=240).check().reports
     taken = []

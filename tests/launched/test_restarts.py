@@ -47,6 +47,7 @@ def test_ranks_are_killed_at_any_time_the_coordinators_too_and_take_part_again(t
     assert all(result.reports[rank]["admitted_at"] > 0 for rank in (0, 2)), "they go on with a member's iteration"
 
 
+@pytest.mark.long
 def test_a_rank_that_lives_another_job_and_another_version_are_refused_and_disturb_nobody() -> None:
     result = torchrun.run_jobs([(command(3, 1, "tests/scripts/refused_newcomers.py"), {})], TIMEOUT_S).check()
     lives, job, version = result.reports[2]

@@ -42,7 +42,7 @@ def require(transport: str) -> None:
 @pytest.mark.parametrize(
     ("transport", "count", "cases"),
     [
-        pytest.param("torch", 3, CASES),
+        pytest.param("torch", 3, CASES, marks=pytest.mark.long),
         pytest.param("mpi", 2, CASES, marks=MPI),
         pytest.param("torch", 2, (), marks=MORE),
         pytest.param("mpi", 3, (), marks=[MPI, MORE]),
@@ -118,9 +118,15 @@ STARTED = "while [ $(ls {folder} | wc -l) != 4 ]; do sleep 0.02; done"
     ("how", "after", "code", "message"),
     [
         ("well", "wait $job", 0, ""),
-        ("exit", "wait $job", 7, "asyncdist run: rank 2 ended with exit code 7; stopping the others"),
+        pytest.param(
+            "exit",
+            "wait $job",
+            7,
+            "asyncdist run: rank 2 ended with exit code 7; stopping the others",
+            marks=pytest.mark.long,
+        ),
         ("kill", "wait $job", 137, "asyncdist run: rank 2 was killed by SIGKILL"),
-        ("stay", "kill -TERM $job; wait $job", 143, ""),
+        pytest.param("stay", "kill -TERM $job; wait $job", 143, "", marks=pytest.mark.long),
         ("stay", "kill -KILL $job; wait $job", 137, ""),
         ("stay", "kill -KILL $(pgrep -P $job | tail -1); wait $job", 255, "the connection to host2 has ended"),
     ],

@@ -89,6 +89,7 @@ def test_two_steps_at_once_do_not_meet(program: list[str]) -> None:
     assert {rank: report[1] for rank, report in reports.items()} == {0: 2, 1: 2}
 
 
+@pytest.mark.long
 def test_the_example_for_sbatch(program: list[str], tmp_path: Path) -> None:
     """As it is, but for the numbers of this Slurm's nodes, its Python, and where the words go."""
     text = EXAMPLE.read_text()

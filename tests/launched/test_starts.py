@@ -13,7 +13,10 @@ SCRIPT = "tests/scripts/cancelled_starts.py"
 
 @pytest.mark.parametrize(
     "start",
-    [pytest.param(mpi.run_ranks, marks=pytest.mark.mpi, id="mpi"), pytest.param(torchrun.run_ranks, id="torch")],
+    [
+        pytest.param(mpi.run_ranks, marks=pytest.mark.mpi, id="mpi"),
+        pytest.param(torchrun.run_ranks, marks=pytest.mark.long, id="torch"),
+    ],
 )
 def test_a_start_that_is_cancelled_when_all_have_come_leaves_nobody_behind(start: Callable[..., Any]) -> None:
     """The others were in MPI_Comm_create_group for ever, or averaged without it and were out of step for good."""

@@ -76,6 +76,7 @@ COLD = """
 
 
 @pytest.mark.mpi
+@pytest.mark.long
 def test_a_rank_that_asyncdist_run_has_started_heeds_it_from_the_beginning_to_the_end() -> None:
     mpi.require_mpi()
     result = mpi.run_source(1, COLD, env={"PYTHONHASHSEED": "1"}).check()  # it starts cold

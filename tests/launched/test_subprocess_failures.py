@@ -70,7 +70,7 @@ def pids_in(folder: Path, count: int) -> list[int]:
         ("forkserver", "raise", ["rank 1 failed:", "story of rank 1", "in fail_on_rank_1"]),
         ("spawn", "raise", ["rank 1 failed:", "story of rank 1", "in fail_on_rank_1"]),
         ("forkserver", "kill", ["rank 1 was killed by SIGKILL"]),
-        ("spawn", "kill", ["rank 1 was killed by SIGKILL"]),
+        pytest.param("spawn", "kill", ["rank 1 was killed by SIGKILL"], marks=pytest.mark.long),
         ("forkserver", "exit", ["rank 1 exited with code 7"]),
     ],
 )
@@ -119,7 +119,9 @@ def start_children(folder: str, how: str) -> None:
 
 
 @pytest.mark.skipif(not guardians.ARE_HERE, reason="elsewhere only its process group ends with a rank")
-@pytest.mark.parametrize(("method", "how"), [("forkserver", "return"), ("spawn", "raise")])
+@pytest.mark.parametrize(
+    ("method", "how"), [("forkserver", "return"), pytest.param("spawn", "raise", marks=pytest.mark.long)]
+)
 def test_what_a_rank_has_started_ends_with_it(tmp_path: Path, method: str, how: str) -> None:
     launching = pytest.raises(RuntimeError, match="story") if how == "raise" else contextlib.nullcontext()
     with launching:
@@ -158,6 +160,7 @@ async def vanish_from_a_world(world: ad.World, folder: str) -> None:
     await ad.barrier()
 
 
+@pytest.mark.long
 def test_a_rank_that_failed_is_told_where_sigchld_is_ignored() -> None:
     """With "spawn" the launcher waited for ever: the kernel keeps no exit codes then."""
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -368,9 +371,9 @@ def start_script(
 @pytest.mark.parametrize(
     ("to", "method"),
     [
-        ("terminal", "forkserver"),
+        pytest.param("terminal", "forkserver", marks=pytest.mark.long),
         pytest.param("terminal", "spawn", marks=pytest.mark.long),
-        ("launcher", "forkserver"),
+        pytest.param("launcher", "forkserver", marks=pytest.mark.long),
         pytest.param("launcher, SIGTERM", "spawn", marks=pytest.mark.long),
         ("launcher, killed", "forkserver"),
         pytest.param("launcher, killed", "spawn", marks=pytest.mark.long),
@@ -442,6 +445,7 @@ def test_nothing_of_this_is_imported_with_the_package() -> None:
     assert ended.stdout == "[] True\n"
 
 
+@pytest.mark.long
 def test_a_function_of_an_interactive_session_is_refused() -> None:
     source = (
         "import asyncdist as ad\n"

@@ -251,6 +251,7 @@ def use_process_groups(folder: str, *args: Any, **kwargs: Any) -> None:
     report(folder, values)
 
 
+@pytest.mark.long
 def test_a_plain_function_finds_its_process_group_in_ranks_that_are_spawned(tmp_path: Path) -> None:
     launch_here(note_rank, config(2, launch_method="spawn"), str(tmp_path))
     assert reports(tmp_path) == [[rank, rank, 2, ad.default_backend()] for rank in range(2)]

@@ -37,7 +37,13 @@ def test_whatever_needs_a_rank_that_was_killed_says_that_it_is_lost() -> None:
     assert result.stderr == "rank 0 is lost; the job goes on with 2 of 3 ranks\n"
 
 
-@pytest.mark.parametrize(("story", "victim"), [("in_a_stream_of_its_sender", 0), ("in_a_stream_of_its_receiver", 1)])
+@pytest.mark.parametrize(
+    ("story", "victim"),
+    [
+        ("in_a_stream_of_its_sender", 0),
+        pytest.param("in_a_stream_of_its_receiver", 1, marks=pytest.mark.long),
+    ],
+)
 def test_a_death_in_the_midst_of_a_large_stream_ends_that_stream_alone(story: str, victim: int) -> None:
     reports = run(story).check().reports
     live = sorted({0, 1, 2} - {victim})
@@ -45,6 +51,7 @@ def test_a_death_in_the_midst_of_a_large_stream_ends_that_stream_alone(story: st
     assert found == [[f"RankLostError {victim}", live, float(sum(live))], [None, live, float(sum(live))]]
 
 
+@pytest.mark.long
 def test_a_failure_ends_the_job_as_it_does_elsewhere() -> None:
     result = run("fails_after_a_death").check(returncode=None)
     assert result.stderr.count("Traceback") == result.stderr.count("asyncdist: rank 1 failed:") == 1
@@ -52,6 +59,7 @@ def test_a_failure_ends_the_job_as_it_does_elsewhere() -> None:
     assert "after the world" not in result.stdout
 
 
+@pytest.mark.long
 def test_a_rank_that_is_left_alone_ends_well_also_where_the_program_has_loaded_mpi4py() -> None:
     result = run("with_mpi4py_of_its_own").check()
     assert (result.reports, result.stdout) == ({0: "alone"}, "after the world\n")
@@ -82,7 +90,7 @@ def test_a_rank_that_dies_before_mpi_has_started_ends_the_job() -> None:
     assert "asyncdist: a rank ended before it had joined the others (signal 9); the job ends" in result.stderr
 
 
-@pytest.mark.parametrize(("victim", "moment"), [(0, 1e-6), (1, 0.005)])
+@pytest.mark.parametrize(("victim", "moment"), [pytest.param(0, 1e-6, marks=pytest.mark.long), (1, 0.005)])
 def test_a_rank_that_dies_while_the_world_opens_is_lost_or_ends_the_job_in_one_line(victim: int, moment: float) -> None:
     """The others failed with a traceback each, and their guardians told mpirun to end more than once.
 
@@ -104,6 +112,7 @@ def test_the_others_open_their_world_when_a_rank_is_lost_that_has_opened_it() ->
     assert result.stderr == "rank 0 is lost; the job goes on with 2 of 3 ranks\n"
 
 
+@pytest.mark.long
 def test_the_user_ends_a_job_that_has_lost_a_rank() -> None:
     result = run("interrupted", interrupt_when="ready").check(returncode=None)
     assert "after the world" not in result.stdout and "Traceback" not in result.stderr

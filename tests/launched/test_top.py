@@ -79,6 +79,7 @@ def check_top(folder: Path, transport: str) -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.long
 def test_top_shows_ranks_of_mpi_also_one_that_computes(tmp_path: Path) -> None:
     check_top(tmp_path, "mpi")
 
@@ -138,6 +139,7 @@ def test_live_shows_the_table_below_what_ranks_print_and_hands_the_exit_code_on(
     assert len(re.findall(r"rank \d has seen the file", terminal.said)) == 2, terminal.said
 
 
+@pytest.mark.long
 def test_a_signal_to_the_command_ends_the_job(tmp_path: Path) -> None:
     terminal = Terminal(command(tmp_path, "--live", transport="torch"), tmp_path)
     try:

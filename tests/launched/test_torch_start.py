@@ -125,6 +125,7 @@ def test_a_group_without_variables_is_enough() -> None:
     assert run_source(2, source).check().reports == {0: [0, 2, "torch"], 1: [1, 2, "torch"]}
 
 
+@pytest.mark.long
 def test_a_group_of_the_users_that_no_launcher_made_is_found() -> None:
     """Started by torch.multiprocessing.spawn, each rank trained alone, and said nothing."""
     source = """
@@ -219,6 +220,7 @@ def test_two_agents_that_count_restarts_differently_meet_again(tmp_path: Path, w
     assert [values for _, values in result.reports.values()] == [[2, 2], [2, 2]]
 
 
+@pytest.mark.long
 def test_a_rank_that_comes_late_is_awaited_in_silence() -> None:
     """The store's own wait printed two lines a second."""
     source = """
@@ -264,6 +266,7 @@ def test_ranks_that_never_come_are_named_by_those_who_outwait_the_store() -> Non
     assert "before the store closed: " in result.stderr
 
 
+@pytest.mark.long
 def test_a_missing_rank_0_is_named() -> None:
     result = run_source(2, SHORT_START, missing=(0,)).check(1)
     assert "rank 1 waits for rank 0, but nobody serves a store at 127.0.0.1:" in result.stderr

@@ -28,7 +28,7 @@ STANDS = """
     ("number", "told", "said_by_2"),
     [
         ("SIGINT", "KeyboardInterrupt", "was interrupted"),
-        ("SIGTERM", "SystemExit: 143 (SIGTERM)", "was terminated (SIGTERM)"),
+        pytest.param("SIGTERM", "SystemExit: 143 (SIGTERM)", "was terminated (SIGTERM)", marks=pytest.mark.long),
     ],
 )
 def test_at_a_signal_every_rank_says_what_it_was_waiting_for(number: str, told: str, said_by_2: str) -> None:

@@ -41,7 +41,8 @@ def test_arguments_variables_directory_and_output_are_the_ranks_own() -> None:
         ("sys.exit(3)", 3, ""),
         ("raise ValueError('boom')", 1, "ValueError: boom"),
         ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, ""),
-        ("os.kill(os.getppid(), signal.SIGKILL); time.sleep(300)", 1, ""),  # the server's end is every rank's
+        # The server's end is every rank's. What runs next waits for another one.
+        pytest.param("os.kill(os.getppid(), signal.SIGKILL); time.sleep(300)", 1, "", marks=pytest.mark.long),
     ],
 )
 def test_it_ends_as_its_rank_does(ending: str, code: int, word: str) -> None:
@@ -92,6 +93,7 @@ def test_mpi_is_there() -> None:
 
 @is_possible
 @pytest.mark.parametrize(("threads", "word"), [("1", "warm"), ("2", "cold")])
+@pytest.mark.long
 def test_ranks_that_others_start_are_warm_with_the_variables_of_the_server(
     threads: str, word: str, tmp_path: Path
 ) -> None:

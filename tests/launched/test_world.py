@@ -45,6 +45,7 @@ def test_mpi_returns_each_ranks_value_and_open_world_works_too() -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.long
 def test_mpi_a_failure_is_printed_once_and_ends_every_rank() -> None:
     result = run_source(
         3,
@@ -101,7 +102,9 @@ def test_mpi_a_strict_end_that_finds_something_names_it_and_spares_the_others() 
     result.check()
 
 
-@pytest.mark.parametrize(("library", "word"), [("triton", "collected"), ("others", "")])
+@pytest.mark.parametrize(
+    ("library", "word"), [pytest.param("triton", "collected", marks=pytest.mark.long), ("others", "")]
+)
 def test_objects_of_a_library_that_counts_them_at_the_end_are_collected(library: str, word: str) -> None:
     """A GPU build of torch printed 60 lines of leaks for each rank."""
     source = f"""

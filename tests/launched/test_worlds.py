@@ -131,15 +131,15 @@ def blocking_in_sim() -> tuple[list[str], dict[str, str]]:
 @pytest.mark.parametrize(
     ("command", "world"),
     [
-        pytest.param(plain_mpirun, "mpi", marks=pytest.mark.mpi),
+        pytest.param(plain_mpirun, "mpi", marks=[pytest.mark.mpi, pytest.mark.long]),
         pytest.param(asyncdist_run_on_mpi, "mpi", marks=pytest.mark.mpi),
         (asyncdist_run_on_torch, "torch"),
-        (torch_run, "torch"),
-        (launch_subprocesses, "torch"),
-        (asyncdist_sim, "sim"),
+        pytest.param(torch_run, "torch", marks=pytest.mark.long),
+        pytest.param(launch_subprocesses, "torch", marks=pytest.mark.long),
+        pytest.param(asyncdist_sim, "sim", marks=pytest.mark.long),
         pytest.param(blocking_on_mpi, "mpi", marks=pytest.mark.mpi),
-        (blocking_on_torch, "torch"),
-        (blocking_in_sim, "sim"),
+        pytest.param(blocking_on_torch, "torch", marks=pytest.mark.long),
+        pytest.param(blocking_in_sim, "sim", marks=pytest.mark.long),
     ],
 )
 def test_every_way_to_start_three_ranks_ends_with_the_same_bits(
@@ -157,7 +157,7 @@ def test_ranks_that_are_told_by_variables_alone() -> None:
 
 
 @pytest.mark.timeout(TIMEOUT_S + 60)
-@pytest.mark.parametrize("script", [SCRIPT, BLOCKING])
+@pytest.mark.parametrize("script", [SCRIPT, pytest.param(BLOCKING, marks=pytest.mark.long)])
 def test_python_alone_is_one_rank_and_nothing_changes_its_weights(script: Path) -> None:
     result = torchrun.run_jobs([([sys.executable, str(script)], {})], TIMEOUT_S).check()
     assert result.stderr == ""
@@ -181,7 +181,7 @@ def test_hosted_on_one_loop(ranks: int, main: Any, capsys: pytest.CaptureFixture
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 10))])
 def test_simulated(seed: int) -> None:
     for ranks in (1, 2, RANKS):
         report = ad.simulate(worlds.main, ranks=ranks, seed=seed, strict=True)

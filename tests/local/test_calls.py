@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.seeds import seeds
 
 import asyncdist as ad
 from asyncdist.collectives.call_checker import CollectiveCall, CollectiveChecker
@@ -72,7 +73,7 @@ async def main(world):
     assert (one.byte_count, one.trace_digest) == (other.byte_count, other.trace_digest)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_groups_that_overlap_or_share_a_tag_are_told_apart(seed: int) -> None:
     async def main(world: ad.World) -> None:
         pair = await ad.new_group([world.rank & ~1, world.rank | 1])  # two at once, of one tag

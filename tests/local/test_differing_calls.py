@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from scripts import differing_calls
+from support.seeds import seeds
 
 import asyncdist as ad
 from asyncdist.errors import DisagreementError, RemoteError
@@ -20,7 +21,7 @@ def test_local() -> None:
     differing_calls.check(ad.run_local(differing_calls.main, ranks=3, strict=True))
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seeds(10))
 def test_simulated(seed: int) -> None:
     differing_calls.check(ad.simulate(differing_calls.main, ranks=3, seed=seed, strict=True).results)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from scripts import group_policies
+from support.seeds import seeds
 
 import asyncdist as ad
 
@@ -12,6 +13,6 @@ def test_local() -> None:
     group_policies.check(ad.run_local(group_policies.main, ranks=group_policies.RANKS, strict=True))
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seeds(10))
 def test_simulated(seed: int) -> None:
     group_policies.check(ad.simulate(group_policies.main, ranks=group_policies.RANKS, seed=seed, strict=True).results)

@@ -21,6 +21,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 from support.local import worlds
+from support.seeds import seeds
 from torch import nn
 
 import asyncdist as ad
@@ -174,7 +175,7 @@ class Barrier:
 
 
 @pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20))
 async def test_no_rank_reads_too_early_and_none_writes_too_early(seed: int) -> None:
     """Each rank's memory is spoilt before, and again by itself as soon as it is through, as the next call may do.
 

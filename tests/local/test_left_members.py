@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 from scripts import left_consumers, left_members
+from support.seeds import seeds
 
 import asyncdist as ad
 
@@ -22,7 +23,7 @@ def test_local(way: str) -> None:
 
 
 @WAYS
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_simulated(way: str, seed: int) -> None:
     left_members.check(ad.simulate(left_members.main, way, ranks=3, seed=seed, strict=True).results)
 
@@ -49,7 +50,7 @@ def test_what_a_member_has_begun_before_it_left_completes() -> None:
     assert ad.run_local(main, 0.05, ranks=4, strict=True) == [2.0] * 4
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_who_stops_since_another_has_failed_has_not_left(seed: int) -> None:
     """What it says to the others may come before the failure itself."""
 
@@ -72,7 +73,7 @@ def test_a_consumer_that_returns_leaves_no_producer_waiting(caplog: pytest.LogCa
         left_consumers.check(ad.run_local(left_consumers.main, ranks=3), caplog.text)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seeds(10))
 def test_a_consumer_that_returns_leaves_no_producer_waiting_simulated(
     seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.seeds import seeds
 
 import asyncdist as ad
 from asyncdist import World
@@ -32,7 +33,7 @@ def test_a_step_says_which_rank_is_lost_and_not_that_another_has_left() -> None:
         assert [results[rank] for rank in range(3) if rank != lost] == [lost, lost], seed
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seeds(10))
 def test_all_axes_of_a_mesh_end_with_one_of_its_ranks(seed: int) -> None:
     async def main(world: World) -> tuple[int, ...]:
         mesh = await ad.new_mesh({"POP": 2, "DP": 2})

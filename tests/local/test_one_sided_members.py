@@ -127,7 +127,7 @@ class Died(Exception):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("long_stream", [False, True])
+@pytest.mark.parametrize("long_stream", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_lost_donor_leaves_the_reader_with_its_own_weights_and_the_others_go_on(
     long_stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -210,7 +210,9 @@ class Wrapped(nn.parallel.DistributedDataParallel):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy", [pytest.param(name, marks=[pytest.mark.long] * (name != "selective")) for name in POLICIES]
+)
 def test_a_model_that_ddp_keeps_equal_is_refused(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicas diverged without a word. Trainers wrap models silently: the module inside is refused too."""
     model = nn.Sequential(nn.Linear(2, 2))
@@ -250,6 +252,7 @@ class Trainer:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_model_whose_trainer_was_deleted_is_no_longer_inside_a_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer lay in a reference cycle, and the model was refused until the collector happened to run."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
@@ -282,6 +285,7 @@ def test_a_wrapper_that_is_older_than_the_world_is_found(monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_wrappers_whose_constructor_has_not_run_are_looked_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """They have no modules yet, and every start of a policy raised AttributeError beside them."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)

@@ -442,6 +442,7 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("short_grace")
+@pytest.mark.long
 def test_when_the_coordinator_is_lost_another_member_takes_over(caplog: pytest.LogCaptureFixture) -> None:
     iterations = [0] * 4
     rounds: set[int] = set()
@@ -467,6 +468,7 @@ def test_when_the_coordinator_is_lost_another_member_takes_over(caplog: pytest.L
 
 
 @pytest.mark.usefixtures("short_grace")
+@pytest.mark.long
 def test_a_donor_lost_before_the_freeze_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     story = Story()
     applied: list[StepInfo] = []
@@ -498,6 +500,7 @@ def test_a_donor_lost_before_the_freeze_is_left_out(caplog: pytest.LogCaptureFix
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("short_grace")
+@pytest.mark.long
 def test_a_donor_lost_in_mid_stream_leaves_the_replacer_with_its_own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 64 bytes, each sent only when the receiver takes it: the stream is long, and 3 dies inside it.
 

@@ -114,7 +114,9 @@ def check_walk(seed: int, strategy: str, monkeypatch: pytest.MonkeyPatch) -> int
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(name, marks=[pytest.mark.long] * (name != "mean")) for name in STRATEGIES]
+)
 def test_random_walks_keep_every_promise(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random rates, metrics, weights, deadlines, early leaves: every average is the one of its donors' snapshots."""
     applied = [check_walk(seed, strategy, monkeypatch) for seed in range(6)]

@@ -321,6 +321,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused_and_nothing_changes(tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_save_in_which_a_rank_is_killed_leaves_a_whole_population(tmp_path: Path) -> None:
     """At each fourth turn: the checkpoint is the new one or the one before."""
     ad.simulate(save, tmp_path, [1.0, 1.0, 1.0], ranks=3, strict=True).value()

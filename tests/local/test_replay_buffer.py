@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.replay import on_ranks, run
+from support.seeds import seeds
 
 import asyncdist as ad
 from asyncdist.simulation.faults import Kill
@@ -78,7 +79,7 @@ def test_clients_may_have_the_keys_of_their_dicts_in_any_order() -> None:
     assert statistics.added == {0: 4, 1: 4}
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_simulated_with_tasks_that_add_and_draw_at_once(seed: int) -> None:
     async def client(world: ad.World, buffer: ReplayBuffer) -> int:
         async with asyncio.TaskGroup() as tasks:
@@ -206,7 +207,7 @@ def test_priorities_travel_and_can_be_changed() -> None:
 # -- ends -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seeds(10))
 @pytest.mark.parametrize("size", [1, 4000])
 def test_cancelled_requests_leave_nothing_behind(seed: int, size: int) -> None:
     """Each is stored whole or not at all; ``strict`` names what is left over."""

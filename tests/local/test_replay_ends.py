@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.replay import on_ranks, run
+from support.seeds import seeds
 
 import asyncdist as ad
 from asyncdist.simulation.faults import Kill
@@ -19,7 +20,7 @@ from protocols.replay import messages, server as replay_server
 # -- draws that wait --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seeds(10))
 @pytest.mark.parametrize("dies", [False, True])
 def test_a_draw_fails_when_those_who_add_have_left(seed: int, dies: bool) -> None:
     """Two learners ask for more than will ever come; one actor leaves, the other one leaves or dies."""
@@ -39,7 +40,7 @@ def test_a_draw_fails_when_those_who_add_have_left(seed: int, dies: bool) -> Non
     assert [report.results[2], report.results[3]] == [10, 10]
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seeds(10))
 def test_a_client_that_leaves_is_not_kept_by_its_own_draw(seed: int) -> None:
     """While it is in the block its other tasks may add; when it leaves, what they still add comes first."""
     draws: list[asyncio.Task[Any]] = []
@@ -108,7 +109,7 @@ def test_a_server_that_begins_late_is_not_flooded_by_knocks(in_flight_max: int) 
     assert report.results[1].added == {0: 1}
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_what_one_stay_left_behind_does_not_answer_the_next_one(seed: int) -> None:
     """The large add of the first stay is given up; its answer once became that of the second one's first request."""
 
@@ -136,7 +137,7 @@ def test_what_one_stay_left_behind_does_not_answer_the_next_one(seed: int) -> No
     assert report.results[0] == [1.0, 20_000.0, 2.0]
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seeds(10))
 @pytest.mark.parametrize("fails", [False, True])
 def test_leaving_while_large_items_come(seed: int, fails: bool) -> None:
     """In order, the block waits for the draw; by an exception, the draw is told. ``strict`` names a slot left over."""
@@ -260,7 +261,7 @@ def test_clients_of_a_server_that_gives_up_are_told_why(on: Any, row_count: int)
         results.value()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_a_server_that_gives_up_and_returns_at_once_is_heard_all_the_same(seed: int) -> None:
     """Its reason may be overtaken by the news that it has left."""
 
@@ -278,7 +279,7 @@ def test_a_server_that_gives_up_and_returns_at_once_is_heard_all_the_same(seed: 
     assert ad.run_local(main, ranks=2) == ["told", "gave up"]
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seeds(10))
 def test_who_is_alone_and_has_added_nothing_does_not_wait_for_itself(seed: int) -> None:
     async def client(world: ad.World, buffer: ReplayBuffer) -> int:
         with pytest.raises(ad.BusyError, match=r"n is 5; 'replay' holds 0 items, and nobody else may add"):

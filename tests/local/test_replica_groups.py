@@ -39,11 +39,13 @@ def start(monkeypatch: pytest.MonkeyPatch, groups: list[list[int] | None], size:
     ad.run_local(main, ranks=4)
 
 
-@pytest.mark.parametrize("given", [[[0, 1], [1, 0], [2, 3], [2, 3]], pytest.param([None] * 4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("given", [[[0, 1], [1, 0], [2, 3], [2, 3]], [None] * 4])
 def test_the_groups_of_the_replicas_are_right(given: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     start(monkeypatch, given)
 
 
+@pytest.mark.long
 def test_ddp_over_all_ranks_is_refused_with_both_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four ranks trained as two replicas, and DDP mixed the gradients of weights that differed, without a word."""
     told = r"DDP synchronises the ranks \[0, 1, 2, 3\], and this rank's replica is \[(0, 1|2, 3)\]"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.seeds import seeds
 
 import asyncdist as ad
 from asyncdist import World
@@ -15,7 +16,7 @@ from asyncdist.errors import ClosedError, RankLostError
 from asyncdist.simulation import Compute, Kill, Network, Uniform
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(40))
 def test_all_who_live_come_to_the_same_group(seed: int) -> None:
     rng = random.Random(seed)
     size = rng.randint(2, 7)

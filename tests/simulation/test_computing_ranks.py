@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from scripts.population import Mixed, sgd
+from support.seeds import seeds
 
 import asyncdist as ad
 from asyncdist.simulation import (
@@ -43,7 +44,7 @@ async def by_progress(world: ad.World) -> None:
 
 
 @pytest.mark.parametrize("call", [by_safe_point, by_progress])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(8))
 def test_a_computing_rank_is_busy(call: Callable[[ad.World], Awaitable[None]], seed: int) -> None:
     """None of its tasks, timers, callbacks, message handlers or loss listeners run, whatever happens meanwhile."""
     windows: list[tuple[float, float]] = []

@@ -236,7 +236,7 @@ async def crowd(world: ad.World, seed: int, count: int, wildcard: bool) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wildcard", [False, True])
+@pytest.mark.parametrize("wildcard", [pytest.param(False, marks=pytest.mark.long), True])
 def test_it_never_overtakes_loses_or_duplicates_in_any_trouble(wildcard: bool) -> None:
     fired: Counter[int] = Counter()
     for seed in SEEDS:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.seeds import seeds
 
 import asyncdist as ad
 from asyncdist.messaging.engine import yield_to_loop
@@ -120,7 +121,7 @@ def test_a_stream_that_nobody_takes_is_a_deadlock() -> None:
     assert "rank 0, main of rank 0: receive from 1, tag 3" in text
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seeds(10))
 def test_a_lock_taken_in_two_orders_is_a_deadlock_in_the_same_words_each_time(seed: int) -> None:
     async def main(world: ad.World) -> None:
         a, b = asyncio.Lock(), asyncio.Lock()

@@ -363,7 +363,7 @@ def test_every_send_receive_and_stream_of_the_survivors_ends() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 2], ids=["coordinator", "member"])
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.long)], ids=["coordinator", "member"])
 def test_nobody_hangs_when_a_rank_of_a_policy_dies_at_any_turn(victim: int) -> None:
     """Coordinator or member, in a round, between rounds or at the start: the others train on, and all of them end."""
     outcomes: Counter[str] = Counter()

@@ -110,6 +110,7 @@ def test_the_first_seed_that_fails_is_found_by_any_number_of_processes(
 
 
 @pytest.mark.workers
+@pytest.mark.long
 def test_the_line_repeats_the_failure_in_a_fresh_process() -> None:
     failure = explore(racy, range(1, 1000), processes=1, quiet=True).failure
     assert failure is not None
@@ -220,6 +221,7 @@ def raises_what_ended_a_rank(seed: int, faults: Sequence[Fault] | None = None) -
 
 
 @pytest.mark.workers
+@pytest.mark.long
 def test_a_failure_is_told_before_the_exit_that_a_signal_asks_for() -> None:
     failure = explore(gets_a_signal, range(9), processes=1, quiet=True).failure
     assert failure is not None
@@ -451,6 +453,7 @@ def fails_with_three_and_dies_with_one(seed: int, faults: Sequence[Fault] | None
 
 
 @pytest.mark.workers
+@pytest.mark.long
 def test_a_process_that_dies_while_shrinking_takes_no_failure_along() -> None:
     failure = explore(fails_with_three_and_dies_with_one, [0], processes=2, quiet=True).failure
     assert failure is not None

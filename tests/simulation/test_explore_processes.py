@@ -98,7 +98,11 @@ if __name__ == "__main__":
 @pytest.mark.workers
 @pytest.mark.parametrize(
     ("processes", "number"),
-    [(1, signal.SIGINT), (2, signal.SIGINT), pytest.param(2, signal.SIGKILL, marks=pytest.mark.long)],
+    [
+        (1, signal.SIGINT),
+        pytest.param(2, signal.SIGINT, marks=pytest.mark.long),
+        pytest.param(2, signal.SIGKILL, marks=pytest.mark.long),
+    ],
 )
 def test_no_process_outlives_a_signal(tmp_path: Path, processes: int, number: signal.Signals) -> None:
     script = tmp_path / "endless.py"

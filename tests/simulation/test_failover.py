@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from scripts.population import Roles
+from support.seeds import seeds
 from torch import nn
 
 import asyncdist as ad
@@ -471,7 +472,7 @@ def test_a_coordinator_keeps_its_task_where_members_pause_for_evaluations(is_res
         assert (statistics.coordinator_rank, statistics.epoch) == (0, 0)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seeds(10))
 def test_a_policy_starts_without_ranks_that_are_lost_before_it_or_while_it_starts(seed: int) -> None:
     """No launcher starts them again; the others start all the same, and average."""
     draws = random.Random(f"lost in the start {seed}")

@@ -12,7 +12,7 @@ SLOW = {"models.giving_up_in_the_middle_puts_the_weights_back", "models.large_mo
 NAMES = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in all_cases()]
 
 
-@pytest.mark.parametrize("ranks", [2, 5])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 5])
 @pytest.mark.parametrize("name", NAMES)
 def test_simulated(name: str, ranks: int) -> None:
     for seed in range(2):

@@ -31,6 +31,7 @@ def test_nothing_heavy_is_imported_before_it_is_used(module: str) -> None:
 
 
 @pytest.mark.workers
+@pytest.mark.long
 def test_the_first_use_imports_what_it_needs() -> None:
     """The other half: what the test above looks for would be seen."""
     loaded = set(fresh("import asyncdist, sys; asyncdist.run; print(*sys.modules)").split())

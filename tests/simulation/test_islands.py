@@ -24,7 +24,7 @@ from simulation.island_scenarios import COMPUTE, Ended, Given, population, scena
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("migration", ["ring", "random"])
+@pytest.mark.parametrize("migration", [pytest.param("ring", marks=pytest.mark.long), "random"])
 def test_the_best_weights_spread_over_all_islands(migration: str) -> None:
     """The best of each island gives to the next one, and so from island to island: the best of all reaches all."""
     options = {"islands": 4, "averaging_strategy": "best_only", "migration": migration, "steps": 250}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.seeds import seeds
 
 import asyncdist as ad
 from asyncdist.simulation import Fault, Join, Kill, Network, Restart, SimReport, Stall, Uniform, simulate
@@ -63,7 +64,7 @@ def test_a_rank_is_alone_until_the_others_have_come() -> None:
     assert all(firsts) and firsts == sorted(firsts)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seeds(10))
 def test_ranks_that_find_each_other_late_lose_nobody(seed: int) -> None:
     """Whichever of two newcomers finds the other first, the other one learns of it by that, and not once more."""
 

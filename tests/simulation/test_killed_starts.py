@@ -14,6 +14,14 @@ LEFT_APART: Final = (63, 85, 86, 98, 106, 113, 121, 137, 142, 150, 153, 157)
 
 
 @pytest.mark.slow
+def test_starts_that_left_ranks_apart_do_so_no_more() -> None:
+    """The first of them; the test below runs all, and others."""
+    for seed in LEFT_APART[:4]:
+        killed_start_scenarios.run(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.long
 def test_ranks_killed_in_a_start_leave_the_others_in_one_policy() -> None:
     """A few of many: see tools/soak."""
     seen: Counter[str] = Counter()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.seeds import seeds
 from support.steady_network import quiet
 
 import asyncdist as ad
@@ -191,7 +192,7 @@ def test_go_is_heard_though_the_leader_has_left_meanwhile(is_tree: bool) -> None
     assert set(report.results) == {"Agreed(number=0, values={'lr': '1'}, time=1)"}
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_ranks_that_die_keep_nobody_waiting_and_all_others_hear_the_same(seed: int) -> None:
     """Any but the leader, with one of its first messages or at some time; then the others agree once more."""
     rng = random.Random(f"killed {seed}")
@@ -220,6 +221,17 @@ def test_ranks_that_die_keep_nobody_waiting_and_all_others_hear_the_same(seed: i
 
 
 @pytest.mark.slow
+def test_ranks_killed_in_the_first_starts_over_the_tree_leave_the_others_in_one_policy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The test below runs more, and counts what they show."""
+    monkeypatch.setattr(relays, "DIRECT_COUNT_MAX", 1)
+    for seed in range(8):
+        killed_start_scenarios.run(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.long
 def test_ranks_killed_in_a_start_over_the_tree_leave_the_others_in_one_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relays, "DIRECT_COUNT_MAX", 1)
     seen: Counter[str] = Counter()

@@ -276,7 +276,7 @@ async def _meets_a_loss(world: ad.World, seed: int, victim: int, *, hears: bool)
 
 
 @pytest.mark.parametrize("hears", [True, False], ids=["told", "not told"])
-@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in range(1, 8))])
 def test_where_any_rank_dies_all_end_with_a_result_or_an_error_that_names_it(part: int, hears: bool) -> None:
     """The one at the top, one in the middle, one at the bottom: at any moment of any collective."""
     ends: Counter[str] = Counter()

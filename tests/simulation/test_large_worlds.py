@@ -9,6 +9,7 @@ import time
 from collections import Counter
 
 import pytest
+from support.seeds import seeds
 from support.steady_network import Number, quiet
 
 import asyncdist as ad
@@ -55,7 +56,7 @@ def test_where_ranks_leave_at_different_times_messages_do_not_grow_with_their_nu
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4))
 def test_who_waits_hears_soon_of_a_rank_that_has_left_also_where_many_have_left_long_ago(seed: int) -> None:
     async def main(world: ad.World) -> float:
         last = 1 + seed
@@ -70,7 +71,7 @@ def test_who_waits_hears_soon_of_a_rank_that_has_left_also_where_many_have_left_
     assert all(20.0 <= at < 20.0 + 3.5 for at in simulate(main, ranks=SIZE, seed=seed).results[SIZE // 2 + 1 :])
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4))
 def test_who_has_sent_in_vain_to_a_rank_that_has_left_hears_it_all_the_same(seed: int) -> None:
     async def main(world: ad.World) -> str:
         if world.rank == 3:
@@ -90,7 +91,7 @@ def test_who_has_sent_in_vain_to_a_rank_that_has_left_hears_it_all_the_same(seed
     assert "rank 3 has left" in str(report.results[30])
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(6))
 def test_who_waits_for_a_rank_that_has_left_hears_it_also_where_it_has_never_talked_to_it(seed: int) -> None:
     async def main(world: ad.World) -> str:
         if world.rank == SIZE - 1:
@@ -107,7 +108,7 @@ def test_who_waits_for_a_rank_that_has_left_hears_it_also_where_it_has_never_tal
     assert set(report.results[:-1]) == {report.results[0]} and f"rank {SIZE - 1} has left" in str(report.results[0])
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(6))
 def test_what_a_rank_sends_before_it_leaves_arrives_before_the_news(seed: int) -> None:
     async def main(world: ad.World) -> int:
         channel = world.channel(Number, tag=5)
@@ -127,7 +128,7 @@ def test_what_a_rank_sends_before_it_leaves_arrives_before_the_news(seed: int) -
     assert simulate(main, ranks=SIZE, seed=seed).results[0] == 3 * dests.count(0)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_ranks_that_die_while_all_end_keep_nobody(seed: int) -> None:
     rng = random.Random(seed)
     killed = rng.sample(range(SIZE), rng.choice([1, 3, SIZE // 2]))
@@ -143,7 +144,7 @@ def test_ranks_that_die_while_all_end_keep_nobody(seed: int) -> None:
     assert ends(report)["value"] >= SIZE - len(killed)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_frames_that_are_spoiled_while_all_end_are_sent_again(seed: int) -> None:
     rng = random.Random(seed)
     pairs = [(rank, parent) for rank in range(1, SIZE) if (parent := SpanningTree(SIZE, rank).parent) is not None]
@@ -158,7 +159,7 @@ def test_frames_that_are_spoiled_while_all_end_are_sent_again(seed: int) -> None
     assert ends(report) == {"value": SIZE}
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(6))
 def test_a_partition_or_a_stall_while_all_end_holds_them_up_and_no_more(seed: int) -> None:
     rng = random.Random(seed)
     faults: list[Fault] = [
@@ -173,7 +174,7 @@ def test_a_partition_or_a_stall_while_all_end_holds_them_up_and_no_more(seed: in
     assert ends(report) == {"value": SIZE}
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(8))
 def test_a_failure_reaches_all_also_those_below_a_rank_that_computes(seed: int) -> None:
     rng = random.Random(seed)
     failing, busy = rng.sample(range(SIZE), 2)

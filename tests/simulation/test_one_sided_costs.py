@@ -47,7 +47,8 @@ def messages_of_a_rank(ranks: int, **options: Any) -> tuple[float, list[OneSided
         # It was 70, 250 and 1,033 with 8, 32 and 128 ranks.
         *(({"donor_count": 2}, ranks, limit) for ranks, limit in ((8, 90), (32, 270), (128, 120))),
         # With half of 128 ranks as donors, one after the other, nobody was replaced in so many steps.
-        *(({}, ranks, limit) for ranks, limit in ((8, 90), (32, 270), (128, 150))),
+        *(({}, ranks, limit) for ranks, limit in ((8, 90), (32, 270))),
+        pytest.param({}, 128, 150, marks=pytest.mark.long),
     ],
 )
 def test_messages_of_a_rank_do_not_grow_with_the_group(options: dict[str, Any], ranks: int, limit: int) -> None:

@@ -77,6 +77,7 @@ def test_weights_are_those_of_the_snapshots_that_were_averaged(seen: Counter[str
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_seed_repeats_to_the_digest() -> None:
     """Donors are drawn from the world's own generator: chance follows from the seed."""
     seeds = [seed for seed in range(300, 340) if draw_plan(seed).ranks <= 4][:8]

@@ -201,6 +201,7 @@ def test_equal_calls_give_equal_runs_after_any_history_of_the_process(program: C
 
 
 @pytest.mark.workers
+@pytest.mark.long
 def test_equal_calls_give_equal_runs_in_other_processes() -> None:
     program = "from simulation.test_purity import PROGRAMS, outcome\nfor program in PROGRAMS: print(outcome(program))"
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])

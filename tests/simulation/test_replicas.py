@@ -57,7 +57,12 @@ async def train(world: ad.World, size: int, **options: Any) -> list[tuple[bytes,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("size", "options"), [(2, {}), (3, {"optimizer_state": "reset"}), (2, {"momentum": 0.25, "swap_every": 5})]
+    ("size", "options"),
+    [
+        pytest.param(2, {}, marks=pytest.mark.long),
+        pytest.param(3, {"optimizer_state": "reset"}, marks=pytest.mark.long),
+        (2, {"momentum": 0.25, "swap_every": 5}),
+    ],
 )
 def test_ranks_of_a_replica_are_equal_at_every_iteration(size: int, options: dict[str, Any]) -> None:
     async def main(world: ad.World) -> Any:

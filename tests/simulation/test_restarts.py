@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.seeds import seeds
 from torch import nn
 
 import asyncdist as ad
@@ -387,7 +388,7 @@ def test_a_policy_of_an_earlier_group_names_the_member_that_was_started_again() 
         assert all("rank 2 was started again, and is no member of the earlier group" in text for text in told)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_ranks_that_are_lost_while_a_policy_starts_join_it_when_they_were_started_again(seed: int) -> None:
     """The first ones, among which the coordinator is chosen, too; some come late, as from reading data."""
     rng = random.Random(f"lost in the start {seed}")
@@ -524,7 +525,7 @@ def test_a_request_of_the_process_before_admits_nobody() -> None:
     assert set(admitted) == {(2, 2)}
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_any_ranks_killed_and_started_again_at_any_time(seed: int) -> None:
     rng = random.Random(f"restarts {seed}")
     ranks = rng.randint(2, 6)

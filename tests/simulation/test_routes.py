@@ -110,7 +110,9 @@ def odd_population(seed: int, route: str) -> SimReport[Ended]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, SEED_COUNT, 10))
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(first, marks=pytest.mark.long) for first in range(10, SEED_COUNT, 10))]
+)
 def test_both_routes_give_the_same_bits(first: int) -> None:
     for seed in range(first, first + 10):
         direct, sharded = odd_population(seed, "direct"), odd_population(seed, "sharded")

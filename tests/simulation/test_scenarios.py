@@ -125,6 +125,9 @@ FOUND: dict[int, tuple[str, tuple[str, ...]]] = {
     ),
 }
 
+#: Those that take seconds.
+FOUND_LONG = (368025, 373902)
+
 #: What must have happened in some seed: a part of the suite that finds nothing any more would die unnoticed.
 FAULTS = tuple(f"fault {kind.__name__}" for kind in Fault.__args__ if kind is not Interrupt)  # which ends a job
 GATES = tuple(f"gate {name}" for name in ("threshold", "cooldown", "quorum", "grace_s", "max_report_age_s"))
@@ -240,7 +243,9 @@ def test_thousands_of_averages_were_applied_and_verified(seen: Counter[str]) -> 
     assert seen["applied with momentum"] >= 400
 
 
-@pytest.mark.parametrize("seed", FOUND, ids=str)
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[pytest.mark.long] * (seed in FOUND_LONG)) for seed in FOUND], ids=str
+)
 def test_a_seed_that_failed_once_passes_and_is_still_the_same_story(seed: int) -> None:
     story, events = FOUND[seed]
     seen = examine(seed).seen

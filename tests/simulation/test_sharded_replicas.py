@@ -74,6 +74,7 @@ def test_one_replica_alone_averages_nothing() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_lost_rank_ends_its_replica_and_no_other() -> None:
     """The others average among each other; what its counterparts were taking from it is abandoned on all of them."""
     steps = 400

@@ -172,6 +172,7 @@ ad.run(main)
 
 
 @pytest.mark.workers
+@pytest.mark.long
 def test_a_run_depends_neither_on_the_process_nor_on_the_system(tmp_path: Path) -> None:
     """The order of a set of strings and the system's random bytes were others in each process."""
     script = tmp_path / "hashing.py"
@@ -197,6 +198,7 @@ def test_a_run_depends_neither_on_the_process_nor_on_the_system(tmp_path: Path) 
 
 
 @pytest.mark.workers
+@pytest.mark.long
 def test_output_that_cannot_be_written_is_told_in_a_line(script: str) -> None:
     """It ended in a traceback of the command's internals."""
     words = [sys.executable, "-m", "asyncdist", "sim", script, "--ranks", "2"]
@@ -389,6 +391,7 @@ def test_exploring_stops_at_the_first_seed_that_fails(sim: Sim, script: str) -> 
 
 
 @pytest.mark.workers
+@pytest.mark.long
 def test_exploring_in_processes_shrinks_the_plan(sim: Sim, script: str) -> None:
     plan = [SlowRank(0, 0.0, 2.0), Kill(2, at_s=0.00012345), SlowLink(0, 1, 0.0, 3.0)]
     options = ["--ranks", 3, "--faults", format_faults(plan), "--explore", 8, "--processes", 2]
@@ -431,6 +434,7 @@ def test_exploring_without_a_failure(sim: Sim, script: str) -> None:
 
 
 @pytest.mark.workers
+@pytest.mark.long
 def test_a_terminal_gets_a_progress_bar(script: str) -> None:
     own, other = pty.openpty()
     termios.tcsetwinsize(other, (24, 100))

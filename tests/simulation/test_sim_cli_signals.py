@@ -30,7 +30,11 @@ if __name__ == "__main__":
 
 
 @pytest.mark.workers
-@pytest.mark.parametrize("process_count", [0, 1, 2], ids=["one run", "explore here", "explore in 2 processes"])
+@pytest.mark.parametrize(
+    "process_count",
+    [0, *(pytest.param(count, marks=pytest.mark.long) for count in (1, 2))],
+    ids=["one run", "explore here", "explore in 2 processes"],
+)
 def test_ctrl_c_ends_it_at_once_with_code_130(tmp_path: Path, process_count: int) -> None:
     script = tmp_path / "endless.py"
     script.write_text(ENDLESS)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, strategies as st
+from support.seeds import seeds
 
 from asyncdist import RemoteProtocolError
 from asyncdist.runtime.departing.departures import Departed, Departure, Departures, EndHeard, Stage
@@ -116,7 +117,7 @@ class Story:
             self.deliver() if self.under_way else self.hear_of_a_loss()
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(60))
 def test_all_hear_that_all_have_ended_whoever_is_lost_and_whatever_is_spoiled(seed: int) -> None:
     rng = random.Random(seed)
     story = Story(rng.choice([2, 3, 5, 17, 33]), rng, spoiled=0.2 * (seed % 4 == 3))
@@ -146,7 +147,7 @@ def test_all_hear_that_all_have_ended_whoever_is_lost_and_whatever_is_spoiled(se
     raise AssertionError([rank for rank in story.living if not story.ranks[rank].is_over])
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(30))
 def test_who_stays_hears_of_each_that_has_left(seed: int) -> None:
     rng = random.Random(seed)
     story = Story(33, rng)

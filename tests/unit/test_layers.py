@@ -115,7 +115,8 @@ def edges() -> set[tuple[str, str]]:
 
 def diagram() -> str:
     """The folders and their imports in Mermaid's language, without arrows that follow from others."""
-    above = {folder: {other for start, other in edges() if start == folder} for folder in FOLDERS}
+    all_edges = edges()
+    above = {folder: {other for start, other in all_edges if start == folder} for folder in FOLDERS}
     lines = ["graph TD"]
     for folder in reversed(FOLDERS):
         implied = {far for near in above[folder] for far in _reachable(near, above)}
