@@ -189,7 +189,6 @@ def test_compiled_and_interpreted_modules_make_and_refuse_the_same() -> None:
     assert sum("shorter than a header" in line for line in lines) >= 20
 
 
-@pytest.mark.long
 def test_compiled_and_interpreted_simulations_are_equal() -> None:
     if compiled.reason_against() is not None and shutil.which("gcc") is None:
         pytest.skip("no compiler here")
