@@ -342,8 +342,12 @@ class Collectives:
             await self._finish(group, self._started, start, what)
             return
         number = self._begin(self._membership, group)
-        self._membership.check(group, number)
-        await self._follow(group, number, start(), what)
+        try:
+            self._membership.check(group, number)
+            await self._follow(group, number, start(), what)
+        except AsyncdistError:
+            await self._engine.note_failed()
+            raise
 
     async def _follow(self, group: Group, number: int, request: Request, what: str) -> None:
         """Wait for a collective of the backend, which goes on if the caller is cancelled, until a member leaves."""

@@ -92,10 +92,11 @@ class Engine(Poller):
         turn: of the safe point that is under way, how many passes and yields it has made: odd while it yields.
         on_deadline: called with what was waited for when a deadline has passed; None as above.
         on_timer: called with the name of a timer of :meth:`call_later` as it fires; None as above.
+        on_failed: called as a task goes on after a collective that has failed; None as above.
         clock: returns the time of the loop; for what decides something by it, so that recordings can tell it.
         woken_count: how many waits for messages of channels, and for conditions, have ended since the last safe point
-            began, and how many collectives have begun. Waits for requests do not count: one that is done at once is not
-            waited for.
+            began, and how many collectives have begun or failed. Waits for requests do not count: one that is done at
+            once is not waited for.
         on_woken: called as any wait ends, with whether it counts, before that is counted; None as above.
 
     Args:
@@ -110,6 +111,7 @@ class Engine(Poller):
         self.on_safe_point: Callable[[bool], None] | None = None
         self.on_deadline: Callable[[str], None] | None = None
         self.on_timer: Callable[[str], None] | None = None
+        self.on_failed: Callable[[], None] | None = None
         self.clock: Callable[[], float] = loop.time
         self.woken_count = 0
         self.on_woken: Callable[[bool], None] | None = None
@@ -422,8 +424,20 @@ class Engine(Poller):
         self.collective_waits.add(waiter)
         try:
             return await self.settled_by(task, waiter, "a collective")
+        except AsyncdistError:
+            await self.note_failed()
+            raise
         finally:
             self.collective_waits.discard(waiter)
+
+    async def note_failed(self) -> None:
+        """Count the end of a collective that has failed, for recordings. A replay goes on when its turn has come.
+
+        What failed it may be no message, whose place would tell that; with the job it ends in any case.
+        """
+        if self.on_failed is not None and self.failure is None:
+            self.on_failed()
+            self.woken_count += 1
 
     async def ended(self, task: asyncio.Task[Any]) -> None:
         """Wait until a task has ended, however it ends. A cancellation of the caller leaves it alone."""

@@ -63,6 +63,10 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     "weights": ("policy", "checksum"),
     # A timer of the runtime has fired; turn and waits are as of a message.
     "timer": ("what", "turn", "woken"),
+    # A task goes on after a collective that has failed; turn and waits are as of a message.
+    "failed": ("turn", "woken"),
+    # Main is cancelled because of a signal.
+    "interrupted": (),
 }
 #: Events that a rank keeps in memory. Steps, messages and reports that come are not among them: they are too many.
 CAPACITY: Final = 256

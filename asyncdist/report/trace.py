@@ -37,6 +37,7 @@ _POINTS: Final = frozenset(
         "closed",
         "lost",
         "returned",
+        "interrupted",
         "over",
         "policy",
     }

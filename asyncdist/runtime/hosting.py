@@ -128,7 +128,7 @@ async def hosted(
         engine.start()  # again: messages are handled in this rank's context from now on
         monitor = FailureMonitor(world)
         world.agreements.is_interrupted = lambda: interrupts.received is not None
-        interrupts.ask_before(world.rank, functools.partial(describe_wait, asyncio.current_task(), world))
+        interrupts.ask_before(world.rank, functools.partial(_note_interrupt, asyncio.current_task(), world))
         teller = _teller(world, transport, options, stack)
         success: SystemExit | None = None  # sys.exit(0) is a way to return
         try:
@@ -163,6 +163,12 @@ async def hosted(
         if token is not None:
             with contextlib.suppress(ValueError):  # an async generator may be finalised in another context
                 _current_world.reset(token)
+
+
+def _note_interrupt(task: asyncio.Task[Any] | None, world: World) -> str | None:
+    """Note that a signal cancels main, and return what it waits for, in words."""
+    world.services.events.add("interrupted")
+    return describe_wait(task, world)
 
 
 def _exporter(world: World, transport: Transport, options: RankOptions) -> Exporter | None:

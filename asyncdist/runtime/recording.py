@@ -68,6 +68,7 @@ class Recording:
         services.end_recording = functools.partial(self._end, writer)
         engine.on_safe_point = functools.partial(self._note_safe_point, writer, engine)
         engine.on_deadline = functools.partial(self._note_deadline, writer, engine)
+        engine.on_failed = functools.partial(self._note_failed, writer, engine)
         engine.on_timer = functools.partial(self._note_timer, writer, engine)
         engine.clock = services.time = world.time = functools.partial(self._read_clock, writer, services.time)
         self._engine = engine
@@ -101,6 +102,10 @@ class Recording:
     @staticmethod
     def _note_timer(writer: RecordWriter, engine: Engine, what: str) -> None:
         writer.note("timer", what, engine.turn, engine.woken_count)
+
+    @staticmethod
+    def _note_failed(writer: RecordWriter, engine: Engine) -> None:
+        writer.note("failed", engine.turn, engine.woken_count)
 
     @staticmethod
     def _read_clock(writer: RecordWriter, clock: Callable[[], float]) -> float:

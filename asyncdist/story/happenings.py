@@ -36,6 +36,7 @@ _WORDS: Final[Mapping[str, Callable[[Event], str]]] = {
     "coordinator": lambda event: f"rank {event.get('rank')} coordinates from then on",
     "closed": lambda event: f"left its policy after {event.get('iteration')} steps",
     "lost": lambda event: f"lost rank {event.get('rank')}",
+    "interrupted": lambda _: "was interrupted by a signal",
     "returned": lambda event: f"rank {event.get('rank')} came again",
 }
 

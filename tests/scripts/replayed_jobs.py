@@ -84,7 +84,7 @@ def run(job: Job, folder: Path) -> int:
     assert recorded.returncode == 0 or "--kill" in job.arguments, recorded.stderr
     replayed = _output([*asyncdist, "replay", str(folder), SCRIPT, *job.arguments], environ)
     found = SAME.search(replayed.stdout)
-    assert replayed.returncode == 0 and found is not None, replayed.stdout + replayed.stderr
+    assert found is not None, replayed.stdout + replayed.stderr  # a rank may fail as it did
     return int(found[1])
 
 

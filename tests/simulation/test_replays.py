@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import asyncdist as ad
-from asyncdist.recording.events import Event
+from asyncdist.recording.events import KINDS, Event
 from asyncdist.recording.reader import RankRecording, Recording, RecordingError, read_recording
 from asyncdist.recording.writer import RecordOptions, RecordWriter
 from asyncdist.simulation import (
@@ -205,7 +205,11 @@ def test_ranks_that_need_a_killed_one_or_wait_for_such_a_rank_are_no_difference(
     assert replayed.report.results == (None, None, None), "rank 0 needs rank 2, and rank 1 needs rank 0"
 
 
-def test_a_safe_point_waits_for_a_rank_that_waits_for_a_killed_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ends_at_safe_point", [True, False])
+def test_a_safe_point_waits_for_a_rank_that_waits_for_a_killed_one(tmp_path: Path, ends_at_safe_point: bool) -> None:
+    """Its record ended before it sent what that rank needs: it stands at a safe point, or waits for a message."""
+    is_recorded = False
+
     async def main(world: ad.World) -> None:
         channel = world.channel(Word, tag=40)
         if world.rank == 0:
@@ -216,12 +220,16 @@ def test_a_safe_point_waits_for_a_rank_that_waits_for_a_killed_one(tmp_path: Pat
             assert channel.receive_nowait() is not None
         else:
             await world.safe_point()
-            await world.safe_point()
+            if ends_at_safe_point:
+                await world.safe_point()
+            elif is_recorded:
+                await channel.receive()
             await channel.send(Word(1), 0)
             await asyncio.sleep(1000.0)
 
-    replayed = replay(main, recording=record_with_a_kill(main, tmp_path))
-    assert replayed.report.results == (None, None, None)
+    recording = record_with_a_kill(main, tmp_path)
+    is_recorded = True
+    assert replay(main, recording=recording).report.results == (None, None, None)
 
 
 def test_a_message_of_a_living_rank_that_does_not_come_is_a_difference_although_another_was_killed(
@@ -497,3 +505,58 @@ def test_a_loss_is_seen_after_as_many_waits_as_it_was(tmp_path: Path) -> None:
     assert found == [False, False]
     replay(main, recording=read_recording(tmp_path))
     assert found == [False, False] * 2
+
+
+async def is_left_by_a_collective(world: ad.World, places: list[str]) -> None:
+    """On rank 0 a task receives a word while main is in a collective, which the loss of rank 2 ends."""
+    channel, place = world.channel(Word, tag=40), "before"
+
+    async def listen() -> None:
+        await channel.receive()
+        places.append(place)
+
+    if world.rank == 0:
+        listener = asyncio.create_task(listen())
+        with contextlib.suppress(ad.RankLostError):
+            await ad.barrier()
+        place = "after"
+        await listener
+    elif world.rank == 1:
+        await world.sleep(0.02)
+        await channel.send(Word(1), 0)
+        await world.sleep(0.1)
+    else:
+        await asyncio.sleep(1000.0)
+
+
+@pytest.mark.parametrize(
+    ("order", "woken_counts", "expected"),
+    [
+        (("received", "lost", "failed"), (1, 1, 2), "before"),  # as it is recorded
+        (("lost", "received", "failed"), (1, 1, 2), "before"),
+        (("lost", "received", "failed"), (1, 1, 1), "after"),  # the task has not gone on yet
+        (("lost", "failed", "received"), (1, 1, 2), "after"),
+    ],
+)
+def test_main_leaves_a_collective_that_fails_when_it_did(
+    tmp_path: Path, order: tuple[str, ...], woken_counts: tuple[int, ...], expected: str
+) -> None:
+    """A loss ends it, and messages that came since then, which take their time in the replay, came first or did not."""
+    places: list[str] = []
+    simulate(is_left_by_a_collective, places, ranks=3, seed=1, record=tmp_path, faults=(Kill(2, at_s=0.05),))
+    of_rank_0 = read_recording(tmp_path).ranks[0]
+    events = list(of_rank_0.events())
+    found = {event.kind: event for event in events if event.kind in order and event.get("tag") in (None, 40)}
+    at = min(events.index(event) for event in found.values())
+    named = [(found[kind], {"woken": count}) for kind, count in zip(order, woken_counts, strict=True)]
+    moved = [with_fields(event, **fields)._replace(time_s=found["received"].time_s) for event, fields in named]
+    before, after = events[:at], [event for event in events[at:] if event not in found.values()]
+    keep_events(of_rank_0, lambda event: False, *before, *moved, *after)
+    replay(is_left_by_a_collective, places, recording=read_recording(tmp_path))
+    assert places == ["before", expected]
+
+
+def with_fields(event: Event, **fields: int) -> Event:
+    """Return it with some other fields."""
+    named = zip(KINDS[event.kind], event.fields, strict=True)
+    return event._replace(fields=tuple(fields.get(name, value) for name, value in named))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from asyncdist.recording.events import Event
 from asyncdist.simulation.replay.agenda import Agenda
-from asyncdist.simulation.replay.log import Entry, RankLog, SafePoint, Taken, TakenByTask
+from asyncdist.simulation.replay.log import Entry, RankLog, Reading, SafePoint, Taken, TakenByTask, log_of
 from asyncdist.simulation.replay.mailbox import Mailbox
 
 
@@ -18,7 +19,7 @@ def agenda_of(*entries: Entry, woken_count: int = 0) -> Agenda:
     log = RankLog(deque(entries), Counter(), {}, {}, tags, is_over=True, error="", is_native=False)
     nobody: Any = SimpleNamespace(has=lambda what: False)
     agenda = Agenda(log, Mailbox(), nobody, nobody, lambda: 0.0)
-    engine: Any = SimpleNamespace(woken_count=0, turn=0)
+    engine: Any = SimpleNamespace(woken_count=0, turn=0, _in_pass=False)
     agenda.open(engine)
     engine.woken_count = woken_count
     return agenda
@@ -47,3 +48,41 @@ def test_what_a_task_takes_by_itself_and_what_no_safe_point_follows_is_not_put_o
     assert not agenda_of(by_task, SafePoint(0)).is_seen_at_point(by_task)
     last = Taken(0, 0, 0, 0.0, [(2, 1)])
     assert not agenda_of(last).is_seen_at_point(last)
+
+
+def test_a_line_that_read_the_clock_after_a_message_is_shown_that_first() -> None:
+    """Its task had been started before, and went on with what the message brought."""
+    message = Taken(0, 0, 0, 0.0, [(2, 1)])
+    agenda = agenda_of(message)
+    agenda._log.clock = defaultdict(deque)  # type: ignore[misc]
+
+    def read() -> float:
+        return agenda.read_clock()
+
+    line = read.__code__.co_firstlineno + 1
+    agenda._log.clock[line].extend([Reading(1.0, 0), Reading(2.0, 1)])
+    shown: list[Taken] = []
+
+    def catch_up() -> None:
+        shown.append(message)
+        agenda.remove(message)
+
+    agenda.catch_up = catch_up
+    assert (read(), shown) == (1.0, [])
+    assert (read(), shown) == (2.0, [message])
+
+
+@pytest.mark.parametrize(("marks_signal", "tags"), [(True, [1, 2]), (False, [1])])
+def test_a_rank_that_a_signal_has_ended_is_shown_what_came_before_it(marks_signal: bool, tags: list[int]) -> None:
+    """Where the signal was raised in user code, its place is not known: that is after the last step."""
+    events = [
+        Event(1.0, "received", (0, 1, 8, 1, 0, 0)),
+        Event(2.0, "step", (0, 0, 0.1)),
+        Event(3.0, "received", (0, 2, 8, 2, 0, 0)),
+        *([Event(4.0, "interrupted", ())] if marks_signal else []),
+        Event(5.0, "received", (0, 3, 8, 3, 0, 0)),
+        Event(6.0, "over", ("SystemExit: 143",)),
+    ]
+    log = log_of(events)
+    assert [tag for entry in log.entries if isinstance(entry, Taken) for _, tag in entry.keys] == tags
+    assert not log.is_over

@@ -9,7 +9,18 @@ from typing import Any, Final
 
 from asyncdist import tags
 from asyncdist.messaging.engine import Engine
-from asyncdist.simulation.replay.log import Entry, Fired, Key, Passed, RankLog, SafePoint, Sight, Taken, TakenByTask
+from asyncdist.simulation.replay.log import (
+    Entry,
+    Failed,
+    Fired,
+    Key,
+    Passed,
+    RankLog,
+    SafePoint,
+    Sight,
+    Taken,
+    TakenByTask,
+)
 from asyncdist.simulation.replay.mailbox import Mailbox
 from asyncdist.simulation.replay.timers import Deadlines, Timers
 
@@ -32,6 +43,7 @@ class Agenda:
         is_open: whether the rank's world is open; before that it sees nothing.
         progress_count: how often it has seen something, or come to a safe point.
         progressed_at_s: when it did so last.
+        catch_up: shows the rank all whose place has come.
     """
 
     def __init__(
@@ -40,6 +52,7 @@ class Agenda:
         self.is_open = False
         self.progress_count = 0
         self.progressed_at_s = 0.0
+        self.catch_up: Callable[[], None] = lambda: None
         self._log = log
         self._mailbox = mailbox
         self._timers = timers
@@ -88,6 +101,11 @@ class Agenda:
     def _all_sights(self) -> deque[Any]:
         return self._log.entries if self._point is None else self._point.sights
 
+    def has_failure(self) -> bool:
+        """Return whether a collective fails before the record ends."""
+        of_point = () if self._point is None else self._point.sights
+        return any(isinstance(each, Failed) for each in (*of_point, *self._log.entries))
+
     def remove(self, sight: Sight) -> None:
         """Note that the rank sees this now."""
         self._all_sights().remove(sight)
@@ -127,6 +145,23 @@ class Agenda:
             return False
         point = next((entry for entry in self._log.entries if isinstance(entry, SafePoint)), None)
         return point is not None and point.woken_count <= self._engine.woken_count
+
+    def failure_after(self, sight: Sight) -> tuple[Failed, bool] | None:
+        """Return the failure after which a task went on before anybody did because of this sight, if there is one.
+
+        Returns:
+            It, and whether all that was seen before it can be seen now.
+        """
+        if type(sight) is not Taken or any(tag in COLLECTIVE_TAGS for _, tag in sight.keys):
+            return None  # the latter may be what fails it
+        is_all_there = True
+        for other in self.sights():
+            if not other.is_beside(sight):
+                return None
+            if isinstance(other, Failed):
+                return other, is_all_there and self.is_possible(other)
+            is_all_there = is_all_there and self.is_possible(other)
+        return None
 
     def begin_point(self) -> int:
         """Begin the next safe point; return its number of turns."""
@@ -174,7 +209,7 @@ class Agenda:
         match sight:
             case Taken():
                 return not self.missing_sources(sight)
-            case Passed(what=what):
+            case Passed(what=what) | Failed(what=what):
                 return self._deadlines.has(what)
             case Fired(what=what):
                 return self._timers.has(what)
@@ -207,6 +242,8 @@ class Agenda:
     def read_clock(self) -> float:
         """Return what the clock said then to the line of code that calls this."""
         readings = self._log.clock[sys._getframe(1).f_lineno]
+        if readings and readings[0].seen_count > self._seen_count and not self._engine._in_pass:
+            self.catch_up()  # the rank had seen more by then, and the line's task goes on with that
         while len(readings) > 1 and readings[0].seen_count < self._seen_count >= readings[1].seen_count:
             readings.popleft()  # a task has not gone on then which did so in the recorded run, as it had nothing to do
         if readings and readings[0].seen_count <= self._seen_count:

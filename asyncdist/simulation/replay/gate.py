@@ -17,7 +17,7 @@ from asyncdist.simulation.replay.admission import Admission
 from asyncdist.simulation.replay.agenda import COLLECTIVE_TAGS, Agenda
 from asyncdist.simulation.replay.comparison import Comparison, DivergenceError, in_words
 from asyncdist.simulation.replay.hold import PATIENCE_S, PAUSE_MAX_S, PAUSE_S, Hold
-from asyncdist.simulation.replay.log import Fired, Lost, Passed, RankLog, Sight, Taken, TakenByTask
+from asyncdist.simulation.replay.log import Failed, Fired, Lost, Passed, RankLog, Sight, Taken, TakenByTask
 from asyncdist.simulation.replay.lookout import Lookout
 from asyncdist.simulation.replay.mailbox import Mailbox
 from asyncdist.simulation.replay.timers import Deadlines, Timers
@@ -37,7 +37,8 @@ class Gate:
         mailbox: where its messages wait.
         loop: runs it.
         found: differences are added to it.
-        is_cut_off: returns whether a rank goes no further, since its record ends, or that of one that it needs.
+        is_cut_off: returns whether a rank goes no further, since its record ends, or that of one that it needs; if
+            asked so, also whether it may be taken to do so, since it waits.
 
     Attributes:
         agenda: what it has still to see.
@@ -53,7 +54,7 @@ class Gate:
         mailbox: Mailbox,
         loop: RankLoop,
         found: list[DivergenceError],
-        is_cut_off: Callable[[int], bool],
+        is_cut_off: Callable[[int, bool], bool],
     ) -> None:
         self.rank = rank
         self.comparison = Comparison(rank, log, found)
@@ -66,6 +67,7 @@ class Gate:
         self._timers = Timers(loop)
         self._deadlines = Deadlines()
         self.agenda = Agenda(log, mailbox, self._timers, self._deadlines, loop.time)
+        self.agenda.catch_up = self._catch_up
         self._hold = Hold(self.agenda, loop, lambda: not self._is_main_running(), self._catch_up)
         self.admission = Admission(
             log, mailbox, self.agenda, self._hold.begin_if_late, lambda: self._lookout.look_soon()
@@ -94,7 +96,7 @@ class Gate:
         engine.on_woken = self._on_woken
         replaced: Any = engine
         replaced.until, replaced.park_until, replaced.park = self._wait_until, self._park_until, self._park
-        replaced.call_later = self._timers.call_later
+        replaced.note_failed, replaced.call_later = self._wait_as_failed, self._timers.call_later
         of_world: Any = world
         of_world.progress = of_world.safe_point = self._progress
 
@@ -167,7 +169,7 @@ class Gate:
                 self._mailbox.lose(rank)
             case Fired(what=what):
                 self._timers.fire(what)
-            case Passed(what=what):
+            case Passed(what=what) | Failed(what=what):
                 self._deadlines.expire(what)
 
     def _catch_up(self) -> None:
@@ -177,15 +179,19 @@ class Gate:
                 return
             if not self.agenda.is_possible(sight) or _is_left_to_task(sight) or self._is_deferred(sight):
                 return
+            failure = self.agenda.failure_after(sight)
+            if failure is not None and self.agenda.is_possible(failure[0]):
+                self._show(failure[0])  # what is shown next wakes tasks that went on after this one
             self._show(sight)
 
     def _is_deferred(self, sight: Sight) -> bool:
-        """Whether user code comes to a safe point first, which sees this.
+        """Whether user code comes to a safe point first, which sees this; or out of a collective that fails.
 
         A pass took it up as user code was about to go on, after a sleep, or out of what a thread computed: the task
         that it wakes went on within the safe point. Where user code waits for this after all, it waits a little.
         """
-        if not self.agenda.is_seen_at_point(sight):
+        failure = self.agenda.failure_after(sight)
+        if not self.agenda.is_seen_at_point(sight) and (failure is None or failure[1]):
             return False
         now_s = self._loop.time()
         if sight is not self._deferred:
@@ -295,9 +301,10 @@ class Gate:
     async def _see(self, sight: Sight) -> None:
         """See something as soon as it is possible; nothing else on the rank happens meanwhile."""
         while not await self._until_possible(sight):
-            if any(map(self._is_cut_off, self.agenda.missing_sources(sight))):
+            is_late = self.agenda.progressed_at_s < self._loop.time() - _TRY_COUNT * PATIENCE_S
+            if any(self._is_cut_off(rank, is_late) for rank in self.agenda.missing_sources(sight)):
                 await self._stop()
-            if self.agenda.progressed_at_s < self._loop.time() - _TRY_COUNT * PATIENCE_S:
+            if is_late:
                 raise self.comparison.divergence(in_words(sight))
         if sight is self.agenda.next():
             self._show(sight)
@@ -358,6 +365,16 @@ class Gate:
             self._lookout.look_soon()
             await self._engine.park(waiter, what)
             return not entry.has_passed or is_ready()
+
+    async def _wait_as_failed(self) -> None:
+        """As :meth:`Engine.note_failed`: go on after a collective that has failed, when the task went on then."""
+        if self._engine.failure is not None or not self.agenda.has_failure():
+            return
+        waiter = self._loop.create_future()
+        with self._deadlines.waiting(Failed.what, functools.partial(resolve_waiter, waiter, None)):
+            self._lookout.look_soon()
+            await self._park(waiter, Failed.what, is_of_request=True)
+        self._engine.woken_count += 1
 
     # -- what it does -----------------------------------------------------------------------------------------------
 

@@ -94,9 +94,11 @@ class ReplayedJob:
             return self._first_missing([rank for rank in self._gates if self._logs[rank].decision_count])
         return None
 
-    def _is_cut_off(self, rank: int) -> bool:
-        """Return whether a rank goes no further, since its record ends, or that of one that it needs."""
-        return rank in self._cut_off({each for each, gate in self._gates.items() if gate.has_stopped_at_cut})
+    def _is_cut_off(self, rank: int, or_waits: bool) -> bool:
+        """Return whether a rank goes no further, or waits, since its record ends, or that of one that it needs."""
+        return rank in self._cut_off(
+            {each for each, gate in self._gates.items() if gate.has_stopped_at_cut or (or_waits and gate.is_at_cut)}
+        )
 
     def _cut_off(self, ranks: Collection[int]) -> set[int]:
         """Return these ranks, which go no further, and all that need something of one that goes no further."""

@@ -95,6 +95,13 @@ class Lost(Sight):
 
 
 @dataclass(slots=True)
+class Failed(Sight):
+    """A task went on after a collective that had failed."""
+
+    what: ClassVar[str] = "that a collective has failed"
+
+
+@dataclass(slots=True)
 class Reading:
     """What the clock said.
 
@@ -161,17 +168,14 @@ class RankLog:
 
 
 def log_of(events: Iterable[Event], sent_before_count: int = 0, *, is_native: bool = False) -> RankLog:
-    """Read a rank's events, up to its last step where a signal has ended it: a replay has no signals.
+    """Read a rank's events, up to where a signal has ended it: a replay has no signals.
 
     Args:
         events: as they were recorded.
         sent_before_count: how many messages the rank sent before its world was open.
         is_native: whether the backend carried collectives by itself: what a replay sends for them does not count.
     """
-    events = list(events)
-    if any(event.kind == "over" and str(event.fields[0]).startswith(_SIGNALS) for event in events):
-        steps = [place for place, event in enumerate(events) if event.kind == "step"]
-        events = events[: steps[-1] + 1] if steps else []
+    events = _before_signal(list(events))
     entries: deque[Any] = deque()
     early: Counter[Key] = Counter()
     clock: defaultdict[int, deque[Reading]] = defaultdict(deque)
@@ -215,6 +219,9 @@ def log_of(events: Iterable[Event], sent_before_count: int = 0, *, is_native: bo
             case "timer", (str(what), int(turn), int(woken_count)):
                 to.append(Fired(turn, woken_count, sent_count, event.time_s, what))
                 seen_count += 1
+            case "failed", (int(turn), int(woken_count)):
+                to.append(Failed(turn, woken_count, sent_count, event.time_s))
+                seen_count += 1
             case "lost", (int(rank), *_):
                 turn, woken_count = int(event.get("turn") or 0), int(event.get("woken") or 0)
                 to.append(Lost(turn, woken_count, sent_count, event.time_s, rank))
@@ -226,3 +233,13 @@ def log_of(events: Iterable[Event], sent_before_count: int = 0, *, is_native: bo
         if event.kind in DECISIONS:
             decisions[event.kind].append(event)
     return RankLog(entries, early, clock, decisions, frozenset(received_tags), is_over, error, is_native)
+
+
+def _before_signal(events: list[Event]) -> list[Event]:
+    """Return what came before the signal that ended main, if one did; up to the last step, if it was raised there."""
+    if not any(event.kind == "over" and str(event.fields[0]).startswith(_SIGNALS) for event in events):
+        return events
+    places = {event.kind: place for place, event in enumerate(events)}
+    if "interrupted" in places:
+        return events[: places["interrupted"]]
+    return events[: places.get("step", -1) + 1]

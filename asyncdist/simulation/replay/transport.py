@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from asyncdist.errors import RankLostError, TruncationError
@@ -64,10 +64,10 @@ class ReplayTransport(Transport):
         return _SENT
 
     def irecv(self, buffer: Buffer, source: int, tag: int) -> Request:
-        return _Receive(self._gate.admission, as_bytes(buffer), source, tag)
+        return _Receive(self._gate.admission, self._own.lost, as_bytes(buffer), source, tag)
 
     def persistent_receive(self, buffer: Buffer, tag: int) -> PersistentReceive:
-        return _PersistentReceive(self._gate.admission, as_bytes(buffer), ANY_SOURCE, tag)
+        return _PersistentReceive(self._gate.admission, self._own.lost, as_bytes(buffer), ANY_SOURCE, tag)
 
     def lost_ranks(self) -> frozenset[int]:
         return frozenset(self._own.lost)
@@ -130,14 +130,19 @@ class _SentToLost(_Sent):
         self._dest = dest
 
     def test(self) -> bool:
-        raise RankLostError(f"rank {self._dest} is gone: its process has ended", rank=self._dest)
+        raise _gone(self._dest)
+
+
+def _gone(rank: int) -> RankLostError:
+    return RankLostError(f"rank {rank} is gone: its process has ended", rank=rank)
 
 
 class _Receive:
-    """A receive that completes when it is admitted."""
+    """A receive that completes when it is admitted, or fails when this rank has heard of the sender's loss."""
 
-    def __init__(self, admission: Admission, buffer: memoryview, source: int, tag: int) -> None:
+    def __init__(self, admission: Admission, lost: Collection[int], buffer: memoryview, source: int, tag: int) -> None:
         self._admission = admission
+        self._lost = lost
         self._buffer = buffer
         self._from = source
         self._tag = tag
@@ -157,7 +162,11 @@ class _Receive:
         return self.source, self.nbytes
 
     def test(self) -> bool:
-        return self.cancelled or self.take() is not None
+        if self.cancelled or self.take() is not None:
+            return True
+        if self._from in self._lost:
+            raise _gone(self._from)
+        return False
 
     def cancel(self) -> None:
         self.cancelled = True
