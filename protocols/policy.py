@@ -337,8 +337,9 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
             )
         if expose_params not in (None, True):
             raise ValueError(f"expose_params is {expose_params!r:.80}; allowed: None, True; average_every says when")
-        number = validation.count("iteration", iteration, least=0)
-        if not self._stepping:
+        is_next = type(iteration) is int and iteration == self.iteration - self._restarted_at  # as most are
+        number = iteration if is_next else validation.count("iteration", iteration, least=0)
+        if not self._stepping and not is_next:
             self._go_to(number)
         info = await self._guarded_step(local_metric)
         return model, optimizer, fields_of(info)

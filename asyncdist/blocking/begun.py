@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from dataclasses import dataclass
-from types import CoroutineType
 from typing import Any, Generic, Self, TypeVar, cast
 
 T = TypeVar("T")
@@ -26,13 +25,23 @@ class Outcome(Generic[T]):
         return cast(T, self.value)
 
 
-async def outcome_of(fn: Callable[[], Any]) -> Outcome[Any]:
-    """Call ``fn``, and await what it returns where that can be awaited."""
+async def outcome_of(made: Awaitable[T]) -> Outcome[T]:
+    """Await something, and return what comes of it."""
     try:
-        made = fn()
-        return Outcome(await made if type(made) is CoroutineType or inspect.isawaitable(made) else made)
+        return Outcome(await made)
     except BaseException as error:
         return Outcome(error=error)
+
+
+async def called(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call ``fn``, await what it returns where that can be awaited, and return its value."""
+    made = fn(*args, **kwargs)
+    return await made if inspect.isawaitable(made) else made
+
+
+async def awaited(made: Awaitable[T]) -> T:
+    """Make a coroutine of what can be awaited."""
+    return await made
 
 
 class BegunCall:
@@ -49,7 +58,7 @@ class BegunCall:
         is_cancelled: whether it is cancelled, rather than sent None, when it goes on.
     """
 
-    def __init__(self, coroutine: Coroutine[Any, Any, Outcome[Any]], awaited: Any) -> None:
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], awaited: Any) -> None:
         self.outcomes: list[Outcome[Any]] = []
         self.is_cancelled = False
         self._coroutine: Any = coroutine
@@ -58,7 +67,7 @@ class BegunCall:
     cr_frame = property(lambda self: self._coroutine.cr_frame)
     cr_await = property(lambda self: self._coroutine.cr_await)
 
-    def __await__(self) -> Generator[Any, Any, Outcome[Any]]:
+    def __await__(self) -> Generator[Any, Any, Any]:
         return cast(Generator[Any, Any, Any], self)
 
     def __iter__(self) -> Self:
@@ -74,7 +83,7 @@ class BegunCall:
             self.is_cancelled = False
             if inspect.getcoroutinestate(self._coroutine) == inspect.CORO_CREATED:  # it would not catch what is thrown
                 self._coroutine.close()
-                raise StopIteration(Outcome[Any](error=asyncio.CancelledError()))
+                raise asyncio.CancelledError
             if awaited is None or not awaited.cancel():
                 return self._coroutine.throw(asyncio.CancelledError())
         return awaited if awaited is not None else self._coroutine.send(value)

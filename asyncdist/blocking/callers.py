@@ -15,18 +15,21 @@ import asyncio
 import atexit
 import contextlib
 import contextvars
+import inspect
 import logging
 import sys
 import threading
+from asyncio import _get_running_loop, _set_running_loop
 from asyncio.tasks import _enter_task, _leave_task
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
+from types import CoroutineType
 from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
 import greenlet
 
-from asyncdist.blocking.begun import BegunCall, Outcome, Pause, outcome_of
+from asyncdist.blocking.begun import BegunCall, Outcome, Pause, awaited, called, outcome_of
 from asyncdist.blocking.idle_loop import IdleLoop
 from asyncdist.errors import ClosedError, LocalProtocolError
 from asyncdist.runtime.notebooks import is_loop_running
@@ -125,7 +128,7 @@ class Caller(abc.ABC):
             self._refuse()
         self._is_calling = True
         try:
-            return self._await_in_main(lambda: fn(*args, **kwargs)).result()
+            return cast(T, self._await_in_main(fn, args, kwargs))
         finally:
             self._is_calling = False
 
@@ -157,8 +160,8 @@ class Caller(abc.ABC):
         )
 
     @abc.abstractmethod
-    def _await_in_main(self, fn: Callable[[], Awaitable[T]]) -> Outcome[T]:
-        """Call ``fn`` in the task of main, and await what it returns."""
+    def _await_in_main(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call ``fn`` in the task of main, await what it returns where that can be awaited, and return its value."""
 
 
 @contextlib.contextmanager
@@ -212,6 +215,7 @@ class LoopCaller(Caller):
         except BaseException:
             self._end()
             raise
+        self.world.services.engine.is_loop_idle = self._is_idle
         self.is_open = True
         atexit.register(self._close_at_exit)
 
@@ -261,70 +265,91 @@ class LoopCaller(Caller):
         finally:
             self._interrupts.__exit__()
 
-    def _await_in_main(self, fn: Callable[[], Awaitable[T]]) -> Outcome[T]:
+    def _await_in_main(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_stopped:
             self._is_stopped = False
-            return Outcome(error=self._what_stops() or asyncio.CancelledError())
+            raise self._what_stops() or asyncio.CancelledError()
         interrupts = self._interrupts
         interrupts.raises_at_once = False
-        running = asyncio._get_running_loop()
+        running = _get_running_loop()
         if running is not None:
-            asyncio._set_running_loop(None)
+            _set_running_loop(None)
         try:
-            begun = self._begin(outcome_of(fn))
-            if isinstance(begun, BegunCall):
-                self._awaited = self._next = begun
-                self._wake_main()
-                # Main stops the loop. With a future to complete it turned once more: 20 us of 60, in cold caches.
-                while not begun.outcomes:
-                    if self._host.done():  # a second signal was raised inside the loop of a notebook's rank
-                        return Outcome(error=self._what_stops() or ClosedError("this world has ended"))
-                    self._loop.run_forever()
-                begun = begun.outcomes[0]
+            value = self._begin(fn, args, kwargs)
+            if type(value) is BegunCall:
+                value = self._finish(value)
+        except BaseException:
+            if interrupts.received is not None:
+                self._raise_if_stopped()
+            raise
         finally:
-            self._awaited = None
             if running is not None:
-                asyncio._set_running_loop(running)
+                _set_running_loop(running)
             interrupts.raises_at_once = True
-        if interrupts.received is None:
-            return begun
-        return self._unless_stopped(begun)
+        if interrupts.received is not None:
+            self._raise_if_stopped()
+        return value
 
-    def _unless_stopped(self, outcome: Outcome[T]) -> Outcome[T]:
-        """Return the outcome of a call, or what a signal raises that has come too late to end the call by itself.
+    def _begin(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call ``fn`` as main would, and run what it returns until it waits for something: most steps do not.
 
-        From here on signals are raised where the block is; the next call may be hours away, or wait for nothing.
-        """
-        if not (self._interrupts.withdraw() or self._is_stopped):
-            return outcome
-        self._is_stopped = False
-        error = self._what_stops()
-        if error is not None and outcome.error is not error:
-            error.__context__ = outcome.error
-        return Outcome(error=error)
-
-    def _begin(self, coroutine: Coroutine[Any, Any, Outcome[T]]) -> Outcome[T] | BegunCall:
-        """Run a call as main would, until it waits for something: most steps of a policy do not.
-
-        Such a step lets other tasks run once. Where none has anything to do no turn of the loop is made for them: it
-        takes 30 us, as the code between two calls leaves nothing of the loop in the caches.
+        Returns:
+            Its value, or a :class:`BegunCall`.
         """
         loop = self._loop
         if self._waiter.done():  # main runs another call still, after an interrupt
-            return BegunCall(coroutine, None)
+            return BegunCall(called(fn, args, kwargs), None)
         run = self._context.run
-        asyncio._set_running_loop(loop)
+        _set_running_loop(loop)
         _enter_task(loop, self._host)
         try:
-            awaited = run(coroutine.send, None)
-            if awaited is None and not loop.has_work(self.world.services.engine.spared_tick):
-                awaited = run(coroutine.send, None)
-        except StopIteration as ended:
-            return ended.value  # type: ignore[no-any-return]
+            made = run(fn, *args, **kwargs)
+            if type(made) is not CoroutineType:
+                if not inspect.isawaitable(made):
+                    return made
+                made = awaited(made)
+            try:
+                waits_for = run(made.send, None)
+                if waits_for is None and self._is_idle():
+                    waits_for = run(made.send, None)
+            except StopIteration as ended:
+                return ended.value
         finally:
             _leave_task(loop, self._host)
-            asyncio._set_running_loop(None)
-        return BegunCall(coroutine, awaited)
+            _set_running_loop(None)
+        return BegunCall(made, waits_for)
+
+    def _is_idle(self) -> bool:
+        """Whether nothing would run in a turn of the loop, so that a call need not yield for others.
+
+        A turn takes 30 us, as the code between two calls leaves nothing of the loop in the caches.
+        """
+        return not self._loop.has_work(self.world.services.engine.spared_tick)
+
+    def _finish(self, begun: BegunCall) -> Any:
+        """Let main go on with a call; return its value."""
+        self._awaited = self._next = begun
+        self._wake_main()
+        try:
+            # Main stops the loop. With a future to complete it turned once more: 20 us of 60, in cold caches.
+            while not begun.outcomes:
+                if self._host.done():  # a second signal was raised inside the loop of a notebook's rank
+                    raise self._what_stops() or ClosedError("this world has ended")
+                self._loop.run_forever()
+            return begun.outcomes[0].result()
+        finally:
+            self._awaited = None
+
+    def _raise_if_stopped(self) -> None:
+        """Raise what a signal raises that has come too late to end the call by itself.
+
+        From here on signals are raised where the block is; the next call may be hours away, or wait for nothing.
+        """
+        if self._interrupts.withdraw() or self._is_stopped:
+            self._is_stopped = False
+            error = self._what_stops()
+            assert error is not None, "a signal has come"
+            raise error
 
     def _pause(self) -> Pause:
         return Pause(self._loop, self._note_cancellation)
@@ -349,7 +374,7 @@ class LoopCaller(Caller):
                 opened.set_result(None)
                 await self._serve()
 
-        return await outcome_of(host)
+        return await outcome_of(host())
 
     async def _serve(self) -> None:
         """Await what the block calls, one after the other, until it ends; end with its error."""
@@ -366,9 +391,12 @@ class LoopCaller(Caller):
             if begun is None:
                 break
             begun.is_cancelled, self._is_stopped = self._is_stopped, False
-            outcome = await begun
-            if isinstance(outcome.error, asyncio.CancelledError):
-                outcome = Outcome(error=self._what_stops() or outcome.error)
+            try:
+                outcome = Outcome(await begun)
+            except asyncio.CancelledError as error:
+                outcome = Outcome(error=self._what_stops() or error)
+            except BaseException as error:
+                outcome = Outcome(error=error)
             begun.outcomes.append(outcome)
             if self._awaited is begun:
                 self._loop.stop()
@@ -385,12 +413,12 @@ class LoopCaller(Caller):
 @contextlib.contextmanager
 def aside() -> Iterator[None]:
     """Let a loop run in this thread, beside one that stands still meanwhile: a notebook's, of which this is a cell."""
-    running = asyncio._get_running_loop()
-    asyncio._set_running_loop(None)
+    running = _get_running_loop()
+    _set_running_loop(None)
     try:
         yield
     finally:
-        asyncio._set_running_loop(running)
+        _set_running_loop(running)
 
 
 # -- several ranks in a thread ----------------------------------------------------------------------------------------
@@ -436,5 +464,5 @@ class SwitchingCaller(Caller):
             _current.reset(token)
             del frame_of_caller[task]
 
-    def _await_in_main(self, fn: Callable[[], Awaitable[T]]) -> Outcome[T]:
-        return cast(Outcome[T], self._main.switch(fn))
+    def _await_in_main(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._main.switch(called(fn, args, kwargs)).result()

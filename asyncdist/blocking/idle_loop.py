@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import selectors
+from time import monotonic
 from typing import Any, Final
 
 #: What :meth:`IdleLoop.has_work` cannot see, such as a signal that asyncio handles, waits no longer than this.
@@ -20,9 +21,10 @@ class IdleLoop(asyncio.SelectorEventLoop):
         self._descriptors = selectors.DefaultSelector()
         super().__init__(self._descriptors)
         self._looked_at = 0.0  # when a turn was last asked for
-        self._own_count = len(self._descriptors.get_map())  # the pipe by which threads wake it
+        self._watched: Any = self._descriptors._fd_to_key  # type: ignore[attr-defined]  # its view takes two more calls
+        self._own_count = len(self._watched)  # the pipe by which threads wake it
         self._ready: Any  # as of the base class, in all versions of Python
-        self._scheduled: list[Any]
+        self._scheduled: list[Any]  # timers
 
     def has_work(self, spared: asyncio.Handle | None) -> bool:
         """Return whether a turn would run a callback, or look at descriptors that somebody waits for.
@@ -30,14 +32,16 @@ class IdleLoop(asyncio.SelectorEventLoop):
         Args:
             spared: a callback that alone is no reason for a turn.
         """
-        now, ready = self.time(), self._ready
+        now, ready, timers = monotonic(), self._ready, self._scheduled
         if (
             len(ready) > 1
             or (ready and ready[0] is not spared)
-            or len(self._descriptors.get_map()) > self._own_count
+            or len(self._watched) > self._own_count
             or now - self._looked_at > TURN_PERIOD_S
         ):
             self._looked_at = now
             return True
+        if not timers or timers[0]._when > now:
+            return False
         # A heap: if the first one is spared, the next one is the second or the third.
-        return any(timer is not spared and timer.when() <= now for timer in self._scheduled[:3])
+        return any(timer is not spared and timer._when <= now for timer in timers[:3])

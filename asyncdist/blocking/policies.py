@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Coroutine
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, Self, TypeVar
 
 from asyncdist.blocking.callers import Caller, current_caller, entered, find_caller, is_in_a_rank
 from asyncdist.blocking.world import World, open_world
@@ -37,7 +37,7 @@ class Policy(Generic[InfoT]):
 
     def __init__(self, awaited: _Awaited[InfoT]) -> None:
         self.awaited = awaited
-        self._caller: Caller
+        self._caller: Caller | None = None
         self._exits = ExitStack()
 
     def __repr__(self) -> str:
@@ -59,9 +59,9 @@ class Policy(Generic[InfoT]):
         with ExitStack() as exits:
             if find_caller() is None:
                 exits.enter_context(open_world())
-            self._caller = current_caller("policy")
-            exits.enter_context(entered(self.awaited, self._caller))
-            self._exits = exits.pop_all()
+            caller = current_caller("policy")
+            exits.enter_context(entered(self.awaited, caller))
+            self._caller, self._exits = caller, exits.pop_all()
         return self
 
     def __exit__(
@@ -72,7 +72,7 @@ class Policy(Generic[InfoT]):
     @property
     def world(self) -> World:
         """The world that it runs in."""
-        return World(self._running())
+        return World(self._caller or self._refuse())
 
     def step(self, local_metric: Any = None) -> InfoT:
         """Make progress, and change the model's weights if it is time; see :meth:`protocols.SpawnPolicy.step`.
@@ -80,21 +80,18 @@ class Policy(Generic[InfoT]):
         Raises:
             RuntimeError: outside of the block.
         """
-        return self._running().call(self.awaited.step, local_metric)
+        return (self._caller or self._refuse()).call(self.awaited.step, local_metric)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Do a ``step`` as torchgfn's policies do; see :meth:`protocols.SpawnPolicy.__call__`."""
         called: Any = self.awaited
-        return self._running().call(called, *args, **kwargs)
+        return (self._caller or self._refuse()).call(called, *args, **kwargs)
 
-    def _running(self) -> Caller:
-        try:
-            return self._caller
-        except AttributeError:
-            raise RuntimeError(f"this {type(self.awaited).__name__} is used in its block: with ... as policy") from None
+    def _refuse(self) -> NoReturn:
+        raise RuntimeError(f"this {type(self.awaited).__name__} is used in its block: with ... as policy")
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_caller", "awaited"):  # not set yet
+        if name == "awaited":  # not set yet
             raise AttributeError(name)
         return getattr(self.awaited, name)
 

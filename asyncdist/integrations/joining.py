@@ -18,6 +18,7 @@ from asyncdist.blocking.process_world import process_world
 from asyncdist.blocking.world import World
 from asyncdist.errors import LocalProtocolError
 from protocols import AsyncSelectiveAveragingPolicy, ReplicaAveragingPolicy, SpawnPolicy, StepInfo
+from protocols.step_info import NOTHING
 
 logger = logging.getLogger("asyncdist.integrations")
 
@@ -141,7 +142,8 @@ class Training:
         """Make progress; weights change here alone."""
         assert self.policy is not None, "it has begun"
         info = self.policy.step(metric)
-        self.replacement_count += bool(info)
+        if info is not NOTHING:
+            self.replacement_count += bool(info)
         return info
 
     def end(self, error: BaseException | None = None) -> None:

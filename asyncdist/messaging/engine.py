@@ -89,6 +89,8 @@ class Engine(Poller):
         collective_waits: the futures that coroutines await in collectives, for reports.
         on_waited: called with what was waited for, in words, and the seconds that it took; None where nobody asks.
         on_safe_point: called with False when a safe point begins, and with True when it has ended; None as above.
+        is_loop_idle: returns whether the loop has nothing to do beside the task that asks, which need not yield then;
+            None where that cannot be told.
         turn: of the safe point that is under way, how many passes and yields it has made: odd while it yields.
         on_deadline: called with what was waited for when a deadline has passed; None as above.
         on_timer: called with the name of a timer of :meth:`call_later` as it fires; None as above.
@@ -112,6 +114,7 @@ class Engine(Poller):
         self.on_deadline: Callable[[str], None] | None = None
         self.on_timer: Callable[[str], None] | None = None
         self.on_failed: Callable[[], None] | None = None
+        self.is_loop_idle: Callable[[], bool] | None = None
         self.clock: Callable[[], float] = loop.time
         self.woken_count = 0
         self.on_woken: Callable[[bool], None] | None = None
@@ -127,7 +130,7 @@ class Engine(Poller):
     ) -> None:
         """Alternate a pass with a yield to the loop until a pass completes nothing or the budget is spent.
 
-        It yields at least once, so the rank's other tasks run. Peers that never stop sending do not hold a rank: the
+        It yields at least once if others have anything to do. Peers that never stop sending do not hold a rank: the
         number of passes that bring only messages is bounded.
 
         Args:
@@ -148,7 +151,8 @@ class Engine(Poller):
         self.turn = self.woken_count = 0
         completed = self.poll()
         self.turn = 1
-        await yield_to_loop()
+        if self.is_loop_idle is None or not self.is_loop_idle():
+            await yield_to_loop()
         self.turn = 2
         if not completed:
             self.give_core()

@@ -220,7 +220,8 @@ class World:
         engine.turn = engine.woken_count = 0
         engine.poll()
         engine.turn = 1
-        await yield_to_loop()
+        if engine.is_loop_idle is None or not engine.is_loop_idle():
+            await yield_to_loop()
         engine.turn = 2
         if on_safe_point is not None:
             on_safe_point(True)
