@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, assert_never
+from typing import Any, Final, assert_never
 
 from asyncdist import Envelope, RankLostError, tags
 from asyncdist.collectives.agreement.messages import Agreed
@@ -45,6 +45,8 @@ from protocols.selective.round.state import Send
 from protocols.selective.rounds import RoundCoordinator
 from protocols.selective.rules import SelectiveRules
 from protocols.selective.statistics import CoordinatorStatistics
+
+_HEARD: Final = Heard()
 
 
 class PolicyScopes:
@@ -160,9 +162,10 @@ class Coordinator:
         try:
             while not self._is_over():
                 # Everything that has come is heard before any deadline is judged: this rank may have been computing.
-                while not self._is_stopped and (heard := next_control() or next_report()) is not None:
-                    if sends := self._hear(heard):
-                        self._send(sends)
+                for take in (next_control, next_report):
+                    while not self._is_stopped and (heard := take()) is not None:
+                        if sends := self._hear(heard):
+                            self._send(sends)
                 while self._gone:
                     self._send(core.on_lost(self._gone.pop(0), services.time()))
                 while self._left:
@@ -251,7 +254,7 @@ class Coordinator:
         match message:
             case Report() as report:  # nearly all are; a pattern with its fields takes five times as long
                 if report.asks:
-                    self._send((Send(rank, 0, Heard()),))
+                    self._answer(rank)
                 if report.host:
                     core.roster.note_host(rank, report.host)
                 self._journal.record("heard", rank, report.iteration, report.value)
@@ -273,6 +276,13 @@ class Coordinator:
                 return ()  # these go the other way
             case unknown:
                 assert_never(unknown)
+
+    def _answer(self, rank: int) -> None:
+        """Tell a member that its report was heard, as most are in each round."""
+        try:
+            self._control.send_nowait(_HEARD, rank)
+        except RankLostError:
+            self._gone.append(rank)
 
     def _send(self, sends: Sequence[Send]) -> None:
         post = self._control.send_nowait
