@@ -26,6 +26,7 @@ MODULES: Final = (
     "messaging.wire",
     "messaging.polling",
     "messaging.mailboxes",
+    "recording.writer",
     "transports.mpi_requests",
     "transports.persistent_send",
     "simulation.scheduler",

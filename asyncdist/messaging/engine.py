@@ -88,7 +88,8 @@ class Engine(Poller):
     Attributes:
         collective_waits: the futures that coroutines await in collectives, for reports.
         on_waited: called with what was waited for, in words, and the seconds that it took; None where nobody asks.
-        on_safe_point: called with False when a safe point begins, and with True when it has ended; None as above.
+        on_safe_point: called with False and :attr:`woken_count` when a safe point begins, and with True and
+            :attr:`turn` when it has ended; None as above.
         is_loop_idle: returns whether the loop has nothing to do beside the task that asks, which need not yield then;
             None where that cannot be told.
         turn: of the safe point that is under way, how many passes and yields it has made: odd while it yields.
@@ -110,7 +111,7 @@ class Engine(Poller):
         super().__init__(transport, loop)
         self.collective_waits: set[asyncio.Future[Any]] = set()
         self.on_waited: Callable[[str, float], None] | None = None
-        self.on_safe_point: Callable[[bool], None] | None = None
+        self.on_safe_point: Callable[[bool, int], None] | None = None
         self.on_deadline: Callable[[str], None] | None = None
         self.on_timer: Callable[[str], None] | None = None
         self.on_failed: Callable[[], None] | None = None
@@ -147,7 +148,7 @@ class Engine(Poller):
             now = self.loop.time
         on_safe_point = self.on_safe_point
         if on_safe_point is not None:
-            on_safe_point(False)
+            on_safe_point(False, self.woken_count)
         self.turn = self.woken_count = 0
         completed = self.poll()
         self.turn = 1
@@ -171,7 +172,7 @@ class Engine(Poller):
             self.turn |= 1
             await yield_to_loop()
         if on_safe_point is not None:
-            on_safe_point(True)
+            on_safe_point(True, self.turn)
         if self.failure is not None:
             raise self.failure
 

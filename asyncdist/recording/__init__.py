@@ -1,1 +1,5 @@
 """What happens on each rank: kept for reports, written to files, and read back."""
+
+from asyncdist import compiled
+
+__path__[:0] = compiled.search_path("recording")

@@ -132,6 +132,10 @@ def readable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
+def _readable_fields(fields: tuple[Field, ...]) -> list[Field]:
+    return [readable(field) if isinstance(field, str) else field for field in fields]
+
+
 def _digest_of(path: str) -> str:
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
@@ -202,32 +206,31 @@ class RecordWriter:
             _encode_into((code, int((time_s - self._block_began_at) * 1e6), *fields), block, -1)
         except UnicodeEncodeError:  # the name of a file in an error's text, for example
             del block[begin:]  # what was encoded of it
-            texts = (readable(field) if isinstance(field, str) else field for field in fields)
-            _encode_into((code, int((time_s - self._block_began_at) * 1e6), *texts), block, -1)
-        if code == _STEP and self._has_sent:
-            self.flush_sends()
-        elif len(block) >= _BLOCK_NBYTES or time_s - self._block_began_at >= _BLOCK_AGE_S:
+            _encode_into((code, int((time_s - self._block_began_at) * 1e6), *_readable_fields(fields)), block, -1)
+        is_block_full = len(block) >= _BLOCK_NBYTES or time_s - self._block_began_at >= _BLOCK_AGE_S
+        if is_block_full or (code == _STEP and self._has_sent):
             self.flush()
 
     def note(self, kind: str, *fields: Field) -> None:
         """Write an event down that happens now."""
         self.add(self._clock(), kind, fields)
 
-    def begin_safe_point(self, woken_count: int) -> None:
-        """Note that a safe point has begun: it is written down with what happens in it, or with its end alone."""
-        self._is_at_safe_point, self._woken_count = True, woken_count
+    def note_safe_point(self, has_ended: bool, number: int) -> None:
+        """Note the beginning of a safe point, which is written down with what happens in it, or with its end alone.
 
-    def end_safe_point(self, turn: int) -> None:
-        """Write down that a safe point has ended after so many passes and yields."""
+        Args:
+            has_ended: whether it is the end, at which messages that were sent are flushed: what other ranks have seen
+                of this one is known even if it is killed now.
+            number: of the beginning, how many waits had ended; of the end, how many passes and yields were made.
+        """
+        if not has_ended:
+            self._is_at_safe_point, self._woken_count = True, number
+            return
         if self._is_at_safe_point:
-            self.note("safe_point", True, turn, self._woken_count)
+            self.add(self._clock(), "safe_point", (True, number, self._woken_count))
         else:
-            self.note("safe_point", True, turn)
-
-    def flush_sends(self) -> None:
-        """Flush if a message was sent: what other ranks have seen of this one is known even if it is killed now."""
+            self.add(self._clock(), "safe_point", (True, number))
         if self._has_sent:
-            self._has_sent = False
             self.flush()
 
     def note_wait(self, what: str, seconds: float) -> None:
@@ -238,6 +241,7 @@ class RecordWriter:
     def flush(self) -> None:
         """Hand what is there to the kernel, which keeps it even if this process is killed."""
         if self._block and self._file is not None:
+            self._has_sent = False
             block, self._block = self._block, bytearray()
             self._write(_encode((self._block_began_at, zlib.crc32(block), block)))
 

@@ -66,7 +66,7 @@ class Recording:
         services.events.sink = writer.add
         services.count_waits(writer.note_wait)
         services.end_recording = functools.partial(self._end, writer)
-        engine.on_safe_point = functools.partial(self._note_safe_point, writer, engine)
+        engine.on_safe_point = writer.note_safe_point
         engine.on_deadline = functools.partial(self._note_deadline, writer, engine)
         engine.on_failed = functools.partial(self._note_failed, writer, engine)
         engine.on_timer = functools.partial(self._note_timer, writer, engine)
@@ -86,14 +86,6 @@ class Recording:
         else:
             self._sent_before_count += self._engine is None
             writer.note(kind, peer, tag, nbytes)
-
-    @staticmethod
-    def _note_safe_point(writer: RecordWriter, engine: Engine, has_ended: bool) -> None:
-        if has_ended:
-            writer.end_safe_point(engine.turn)
-            writer.flush_sends()
-        else:
-            writer.begin_safe_point(engine.woken_count)
 
     @staticmethod
     def _note_deadline(writer: RecordWriter, engine: Engine, what: str) -> None:

@@ -216,7 +216,7 @@ class World:
         engine = self._engine
         on_safe_point = engine.on_safe_point
         if on_safe_point is not None:
-            on_safe_point(False)
+            on_safe_point(False, engine.woken_count)
         engine.turn = engine.woken_count = 0
         engine.poll()
         engine.turn = 1
@@ -224,7 +224,7 @@ class World:
             await yield_to_loop()
         engine.turn = 2
         if on_safe_point is not None:
-            on_safe_point(True)
+            on_safe_point(True, engine.turn)
         self.check()
 
     def progress(self, budget_s: float = PROGRESS_BUDGET_S) -> Coroutine[Any, Any, None]:

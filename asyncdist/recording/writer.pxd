@@ -1,0 +1,27 @@
+cimport cython
+
+
+cdef Py_ssize_t _BLOCK_NBYTES
+cdef double _BLOCK_AGE_S
+cdef Py_ssize_t _SAFE_POINT
+cdef Py_ssize_t _SENT
+cdef Py_ssize_t _STEP
+
+
+cdef class RecordWriter:
+    cdef object _options
+    cdef object _clock
+    cdef object _rank
+    cdef object _file
+    cdef bint _is_over
+    cdef Py_ssize_t _nbytes
+    cdef bytearray _block
+    cdef double _block_began_at
+    cdef bint _is_at_safe_point
+    cdef Py_ssize_t _woken_count
+    cdef bint _has_sent
+
+    @cython.locals(block=bytearray, code=Py_ssize_t, begin=Py_ssize_t, is_block_full=bint)
+    cpdef object add(self, double time_s, object kind, tuple fields)
+    cpdef object note_safe_point(self, bint has_ended, Py_ssize_t number)
+    cpdef object flush(self)
