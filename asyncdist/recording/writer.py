@@ -199,7 +199,7 @@ class RecordWriter:
                 _encode_into(
                     (_SAFE_POINT, int((time_s - self._block_began_at) * 1e6), False, 0, self._woken_count), block, -1
                 )
-        if code == _SENT:
+        if code == _SENT and fields[0] != self._rank:
             self._has_sent = True
         begin = len(block)
         try:
