@@ -6,6 +6,7 @@ cdef double _BLOCK_AGE_S
 cdef Py_ssize_t _SAFE_POINT
 cdef Py_ssize_t _SENT
 cdef Py_ssize_t _STEP
+cdef Py_ssize_t _POLICY
 
 
 cdef class RecordWriter:

@@ -51,6 +51,7 @@ _CODES: Final = {kind: code for code, kind in enumerate(KINDS)}
 _SAFE_POINT: Final = _CODES["safe_point"]
 _SENT: Final = _CODES["sent"]
 _STEP: Final = _CODES["step"]
+_POLICY: Final = _CODES["policy"]
 _encode_into = msgspec.msgpack.Encoder().encode_into
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -208,7 +209,7 @@ class RecordWriter:
             del block[begin:]  # what was encoded of it
             _encode_into((code, int((time_s - self._block_began_at) * 1e6), *_readable_fields(fields)), block, -1)
         is_block_full = len(block) >= _BLOCK_NBYTES or time_s - self._block_began_at >= _BLOCK_AGE_S
-        if is_block_full or (code == _STEP and self._has_sent):
+        if is_block_full or (self._has_sent and code in (_STEP, _POLICY)):
             self.flush()
 
     def note(self, kind: str, *fields: Field) -> None:

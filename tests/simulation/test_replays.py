@@ -128,6 +128,18 @@ def test_a_recording_that_was_cut_short_ends_and_says_so(tmp_path: Path) -> None
     assert replayed.decision_count > 30 and replayed.left_count > 10
 
 
+@pytest.mark.parametrize("kept_count", [2, 8, 14])
+def test_a_rank_does_nothing_more_where_its_record_ends(tmp_path: Path, kept_count: int) -> None:
+    """Its timers fired for ever, so that it asked again and again who is late, and others took that for its answers."""
+    simulate(waits_a_little, ranks=4, seed=1, record=tmp_path)
+    cut = read_recording(tmp_path).ranks[0]
+    kept = [event for _, event in zip(range(kept_count), cut.events(), strict=False)]
+    keep_events(cut, lambda event: False, *kept)
+    replayed = replay(waits_a_little, recording=read_recording(tmp_path))
+    assert replayed.cut_ranks == (0,)
+    assert replayed.report.virtual_time_s < 1000.0
+
+
 def test_what_does_not_come_any_more_is_told_in_words(tmp_path: Path) -> None:
     async def waits(world: ad.World, speaker: int) -> None:
         channel = world.channel(Word, tag=40)

@@ -79,6 +79,11 @@ class Agenda:
         return not self._log.entries and self._point is None
 
     @property
+    def is_cut_short(self) -> bool:
+        """Whether the record ends before the rank's main did."""
+        return not self._log.is_over
+
+    @property
     def is_in_point(self) -> bool:
         """Whether a safe point is under way."""
         return self._point is not None

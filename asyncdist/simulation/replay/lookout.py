@@ -70,7 +70,8 @@ class Lookout:
         """Show what is next, unless user code has to come to a safe point first."""
         self._timer = None
         if self._agenda.is_done:
-            self._release()
+            if not self._agenda.is_cut_short:  # else it goes no further, as far as others can tell
+                self._release()
             return
         if self._agenda.is_in_point:
             return
