@@ -279,6 +279,7 @@ class LoopCaller(Caller):
             if type(value) is BegunCall:
                 value = self._finish(value)
         except BaseException:
+            interrupts.raises_at_once = True
             if interrupts.received is not None:
                 self._raise_if_stopped()
             raise
@@ -320,11 +321,12 @@ class LoopCaller(Caller):
         return BegunCall(made, waits_for)
 
     def _is_idle(self) -> bool:
-        """Whether nothing would run in a turn of the loop, so that a call need not yield for others.
+        """Whether a turn of the loop, which stands still now, would run nothing, so that a call need not yield.
 
         A turn takes 30 us, as the code between two calls leaves nothing of the loop in the caches.
         """
-        return not self._loop.has_work(self.world.services.engine.spared_tick)
+        loop = self._loop
+        return not loop.is_running() and not loop.has_work(self.world.services.engine.spared_tick)
 
     def _finish(self, begun: BegunCall) -> Any:
         """Let main go on with a call; return its value."""
@@ -393,6 +395,8 @@ class LoopCaller(Caller):
             begun.is_cancelled, self._is_stopped = self._is_stopped, False
             try:
                 outcome = Outcome(await begun)
+            except GeneratorExit:  # main is thrown away
+                raise
             except asyncio.CancelledError as error:
                 outcome = Outcome(error=self._what_stops() or error)
             except BaseException as error:

@@ -77,8 +77,7 @@ class SelectiveAveraging(Callback):
         self._loss = RunningLoss()
         self._trainer: pl.Trainer
         self._log: Any = None
-        self._has_stepped = False
-        self._step_count: int | None = 0
+        self._step_count = 0
         self._training = selective_averaging(average_every, mode, options, named=("monitor", "optimizer_index"))
         self._world = join()
         self._replica_size: int = options.get("replica_size", 1)
@@ -139,7 +138,7 @@ class SelectiveAveraging(Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the policy, together with all ranks."""
-        self._trainer, self._has_stepped, self._step_count = trainer, False, trainer.global_step
+        self._trainer = trainer
         self._loss.reset()
         self._training.begin(pl_module, self._choose(trainer.optimizers))
 
@@ -152,11 +151,9 @@ class SelectiveAveraging(Callback):
             )
         return optimizers[index or 0]
 
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
-        """Note that the batch ends with a step of an optimizer."""
-        self._has_stepped = True
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note how many steps were done before, which is known once a checkpoint has been loaded."""
+        self._step_count = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -165,24 +162,14 @@ class SelectiveAveraging(Callback):
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if self.monitor is None and loss is not None:
             self._loss.add(loss)
-        if not self._is_step_over(trainer):  # gradients are being accumulated
+        step_count = trainer.global_step
+        if step_count == self._step_count:  # gradients are being accumulated
             return
+        self._step_count = step_count
         self.last_info = self._training.step(self._metric)
         if self.last_info:
             self._loss.reset()
             self.log("replacements", float(self._training.replacement_count), prog_bar=True)
-
-    def _is_step_over(self, trainer: pl.Trainer) -> bool:
-        """Whether an optimizer has done a step in this batch.
-
-        Lightning tells of most before they are done. Of others, as of an optimizer that the module has unwrapped, its
-        count tells alone, which takes some calls to read.
-        """
-        if self._has_stepped:
-            self._has_stepped, self._step_count = False, None
-            return True
-        before, self._step_count = self._step_count, trainer.global_step
-        return before not in (None, self._step_count)
 
     def _metric(self) -> Any:
         if self.monitor is None:

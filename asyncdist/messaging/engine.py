@@ -90,8 +90,8 @@ class Engine(Poller):
         on_waited: called with what was waited for, in words, and the seconds that it took; None where nobody asks.
         on_safe_point: called with False and :attr:`woken_count` when a safe point begins, and with True and
             :attr:`turn` when it has ended; None as above.
-        is_loop_idle: returns whether the loop has nothing to do beside the task that asks, which need not yield then;
-            None where that cannot be told.
+        is_loop_idle: returns whether the task that asks runs beside the loop, which stands still and has nothing to do;
+            then it need not yield. None where tasks run in the loop alone.
         turn: of the safe point that is under way, how many passes and yields it has made: odd while it yields.
         on_deadline: called with what was waited for when a deadline has passed; None as above.
         on_timer: called with the name of a timer of :meth:`call_later` as it fires; None as above.

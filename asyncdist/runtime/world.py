@@ -206,7 +206,7 @@ class World:
         self.check()
 
     async def safe_point(self) -> None:
-        """Make one pass over what is outstanding, and yield once to the rank's other tasks.
+        """Make one pass over what is outstanding, and yield once to the rank's other tasks, if there are any.
 
         Raises:
             RankLostError: a peer has failed, and with it the job.

@@ -159,13 +159,17 @@ async def _is_told_by_another(world: World, error: BaseException) -> bool:
 
 async def _hear_why(world: World, seconds: float) -> None:
     """Wait for the report of a failure that may be on its way: of what stopped a peer, or of the same mistake there."""
-    deadline = asyncio.get_running_loop().time() + seconds
-    while world.services.engine.failure is None and asyncio.get_running_loop().time() < deadline:
-        world.services.engine.poll()
+    engine = world.services.engine
+    deadline = engine.loop.time() + seconds
+    while engine.failure is None:
         try:
-            await asyncio.sleep(0.001)
+            if not await engine.until(lambda: engine.failure is not None, "the failure of a peer", deadline=deadline):
+                return
         except asyncio.CancelledError:  # a signal that comes now asks for what is happening already
             _uncancel()
+        except Exception:
+            if engine.failure is None:
+                raise
 
 
 def refuse(error: BaseException, caller: FrameType) -> None:

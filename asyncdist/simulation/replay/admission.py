@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
 from asyncdist.messaging.engine import Engine
-from asyncdist.simulation.replay.agenda import Agenda
+from asyncdist.simulation.replay.agenda import COLLECTIVE_TAGS, Agenda
 from asyncdist.simulation.replay.log import Key, RankLog, TakenByTask
 from asyncdist.simulation.replay.mailbox import Mailbox
 from asyncdist.transports.base import ANY_SOURCE
@@ -77,6 +77,8 @@ class Admission:
         """Return what a task may take by itself now: one of the messages that are next, all of which tasks took."""
         late: list[TakenByTask] = []
         for sight in self._agenda.sights():
+            if tag not in COLLECTIVE_TAGS and self._agenda.is_seen_at_point(sight):
+                continue  # it comes after what user code takes before that safe point
             if not isinstance(sight, TakenByTask) or (late and not sight.is_beside(late[0])):
                 break
             (key,) = sight.keys

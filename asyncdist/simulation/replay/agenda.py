@@ -151,6 +151,18 @@ class Agenda:
         point = next((entry for entry in self._log.entries if isinstance(entry, SafePoint)), None)
         return point is not None and point.woken_count <= self._engine.woken_count
 
+    def first_late(self) -> TakenByTask | None:
+        """Return the first message behind those that are seen at the next safe point, if a task waits for it."""
+        first = next((sight for sight in self.sights() if not self.is_seen_at_point(sight)), None)
+        return first if isinstance(first, TakenByTask) and first.late_for is not None else None
+
+    def wakes_one_before_point(self, sight: Taken) -> bool:
+        """Return whether one wait alone ended between this sight, which comes now, and the next safe point."""
+        if self._point is not None or len(sight.keys) == 1:
+            return False
+        entry = next(iter(self._log.entries), None)
+        return isinstance(entry, SafePoint) and entry.woken_count == self._engine.woken_count + 1
+
     def failure_after(self, sight: Sight) -> tuple[Failed, bool] | None:
         """Return the failure after which a task went on before anybody did because of this sight, if there is one.
 

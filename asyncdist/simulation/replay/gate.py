@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any, Final
 
 from asyncdist.messaging.engine import Awaited, Engine, yield_to_loop
@@ -17,7 +17,7 @@ from asyncdist.simulation.replay.admission import Admission
 from asyncdist.simulation.replay.agenda import COLLECTIVE_TAGS, Agenda
 from asyncdist.simulation.replay.comparison import Comparison, DivergenceError, in_words
 from asyncdist.simulation.replay.hold import PATIENCE_S, PAUSE_MAX_S, PAUSE_S, Hold
-from asyncdist.simulation.replay.log import Failed, Fired, Lost, Passed, RankLog, Sight, Taken, TakenByTask
+from asyncdist.simulation.replay.log import Failed, Fired, Key, Lost, Passed, RankLog, Sight, Taken, TakenByTask
 from asyncdist.simulation.replay.lookout import Lookout
 from asyncdist.simulation.replay.mailbox import Mailbox
 from asyncdist.simulation.replay.timers import Deadlines, Timers
@@ -65,17 +65,20 @@ class Gate:
         self._mailbox = mailbox
         self._loop = loop
         self._timers = Timers(loop)
-        self._deadlines = Deadlines()
+        self._deadlines = Deadlines(loop)
         self.agenda = Agenda(log, mailbox, self._timers, self._deadlines, loop.time)
         self.agenda.catch_up = self._catch_up
         self._hold = Hold(self.agenda, loop, lambda: not self._is_main_running(), self._catch_up)
         self.admission = Admission(
             log, mailbox, self.agenda, self._hold.begin_if_late, lambda: self._lookout.look_soon()
         )
-        self._lookout = Lookout(self.agenda, self.admission, self._timers, loop, self._show, self._catch_up)
+        self._lookout = Lookout(
+            self.agenda, self.admission, self._timers, self._deadlines, loop, self._show, self._catch_up
+        )
         self._waiters: dict[asyncio.Task[Any] | None, asyncio.Future[None]] = {}
         self._woken_late: set[asyncio.Task[Any] | None] = set()  # by what they had taken by themselves, without a wait
-        self._main: asyncio.Task[Any] | None = None  # the task that has come to a safe point last
+        self._user: asyncio.Task[Any] | None = None  # the task that has come to a safe point last
+        self._main: asyncio.Task[Any] | None = None  # the same, unless it waits for something else
         self._deferred: Sight | None = None
         self._deferred_until_s = 0.0
         self._ring: Callable[[], None] = lambda: None
@@ -161,6 +164,8 @@ class Gate:
         match sight:
             case Taken(keys=keys):
                 self.admission.permit(keys)
+                if self.agenda.wakes_one_before_point(sight):
+                    self._wake_user(keys)
                 self._engine.poll()
                 task = sight.late_for if isinstance(sight, TakenByTask) else None
                 if task is not None and (waiter := self._waiters.get(task)) is not None and waiter.done():
@@ -172,13 +177,28 @@ class Gate:
             case Passed(what=what) | Failed(what=what):
                 self._deadlines.expire(what)
 
+    def _wake_user(self, keys: Collection[Key]) -> None:
+        """Let the user's task go on before others that these messages wake, if it waits for one of them.
+
+        A timeout had woken it already as they came.
+        """
+        if (waiter := self._waiters.get(self._user)) is None:
+            return
+        what = self._engine.awaited(waiter)
+        if isinstance(what, Awaited) and any(tag == what.tag and source in what.peers() for source, tag in keys):
+            resolve_waiter(waiter, None)
+
     def _catch_up(self) -> None:
         """Show all whose place has come, as far as it is possible."""
         while (sight := self.agenda.next()) is not None and self.agenda.is_due(sight):
             if self.admission.has_permitted and self._engine.poll() == 0 and self.admission.has_permitted:
                 return
-            if not self.agenda.is_possible(sight) or _is_left_to_task(sight) or self._is_deferred(sight):
+            if not self.agenda.is_possible(sight) or _is_left_to_task(sight):
                 return
+            if self._is_deferred(sight):
+                if (late := self.agenda.first_late()) is None or not self.agenda.is_possible(late):
+                    return
+                sight = late  # what a task waits for already comes first
             failure = self.agenda.failure_after(sight)
             if failure is not None and self.agenda.is_possible(failure[0]):
                 self._show(failure[0])  # what is shown next wakes tasks that went on after this one
@@ -221,7 +241,7 @@ class Gate:
     async def _progress(self, budget_s: float = 0.0) -> None:
         """Make the passes, and yield as often, as the recorded safe point did."""
         del budget_s
-        self._main = asyncio.current_task()
+        self._main = self._user = asyncio.current_task()
         clock = self._world.virtual_clock
         if clock is not None:
             await clock.before_safe_point()
@@ -350,8 +370,10 @@ class Gate:
     ) -> bool:
         """As :meth:`Engine.until`, with deadlines that pass when they did."""
         if deadline is None or self.agenda.is_done:
-            return await self._until(condition, what, is_of_request=is_of_request)
-        with self._deadlines.waiting(what, self._engine.recheck) as entry:
+            if self.agenda.is_cut_short:
+                deadline = None  # it goes no further
+            return await self._until(condition, what, deadline=deadline, is_of_request=is_of_request)
+        with self._deadlines.waiting(what, deadline, self._engine.recheck) as entry:
             self._lookout.look_soon()
             await self._until(lambda: entry.has_passed or condition(), what, is_of_request=is_of_request)
             return not entry.has_passed or condition()
@@ -360,8 +382,7 @@ class Gate:
         self, waiter: asyncio.Future[None], is_ready: Callable[[], bool], what: str, deadline: float
     ) -> bool:
         """As :meth:`Engine.park_until`, with deadlines that pass when they did."""
-        del deadline
-        with self._deadlines.waiting(what, functools.partial(resolve_waiter, waiter, None)) as entry:
+        with self._deadlines.waiting(what, deadline, functools.partial(resolve_waiter, waiter, None)) as entry:
             self._lookout.look_soon()
             await self._engine.park(waiter, what)
             return not entry.has_passed or is_ready()
@@ -371,7 +392,8 @@ class Gate:
         if self._engine.failure is not None or not self.agenda.has_failure():
             return
         waiter = self._loop.create_future()
-        with self._deadlines.waiting(Failed.what, functools.partial(resolve_waiter, waiter, None)):
+        wake = functools.partial(resolve_waiter, waiter, None)
+        with self._deadlines.waiting(Failed.what, self._loop.time(), wake):
             self._lookout.look_soon()
             await self._park(waiter, Failed.what, is_of_request=True)
         self._engine.woken_count += 1

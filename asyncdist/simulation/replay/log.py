@@ -236,10 +236,11 @@ def log_of(events: Iterable[Event], sent_before_count: int = 0, *, is_native: bo
 
 
 def _before_signal(events: list[Event]) -> list[Event]:
-    """Return what came before the signal that ended main, if one did; up to the last step, if it was raised there."""
-    if not any(event.kind == "over" and str(event.fields[0]).startswith(_SIGNALS) for event in events):
-        return events
-    places = {event.kind: place for place, event in enumerate(events)}
+    """Return what came before a signal to main; up to the last step, where a signal was raised in user code."""
+    places = {event.kind: place for place, event in reversed(list(enumerate(events)))}  # the first of each kind
     if "interrupted" in places:
         return events[: places["interrupted"]]
-    return events[: places.get("step", -1) + 1]
+    if any(event.kind == "over" and str(event.fields[0]).startswith(_SIGNALS) for event in events):
+        steps = [place for place, event in enumerate(events) if event.kind == "step"]
+        return events[: steps[-1] + 1] if steps else []
+    return events

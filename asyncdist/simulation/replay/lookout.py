@@ -10,7 +10,7 @@ from asyncdist.simulation.replay.admission import Admission
 from asyncdist.simulation.replay.agenda import Agenda
 from asyncdist.simulation.replay.hold import PATIENCE_S, PAUSE_S
 from asyncdist.simulation.replay.log import Sight
-from asyncdist.simulation.replay.timers import Timers
+from asyncdist.simulation.replay.timers import Deadlines, Timers
 from asyncdist.simulation.scheduler import Handle
 
 
@@ -20,7 +20,7 @@ class Lookout:
     Args:
         agenda: what the rank sees next.
         admission: which messages it may take.
-        timers: its timers.
+        timers, deadlines: its own.
         loop: runs it.
         show: lets it see something.
         catch_up: lets it see all whose place has come.
@@ -31,6 +31,7 @@ class Lookout:
         agenda: Agenda,
         admission: Admission,
         timers: Timers,
+        deadlines: Deadlines,
         loop: RankLoop,
         show: Callable[[Sight], None],
         catch_up: Callable[[], None],
@@ -38,6 +39,7 @@ class Lookout:
         self._agenda = agenda
         self._admission = admission
         self._timers = timers
+        self._deadlines = deadlines
         self._loop = loop
         self._show = show
         self._catch_up = catch_up
@@ -107,4 +109,5 @@ class Lookout:
 
     def _release(self) -> None:
         self._timers.release()
+        self._deadlines.release()
         self._engine.ring()

@@ -92,25 +92,32 @@ class Deadline:
 
     Attributes:
         what: what it waits for, in words.
+        when_s: its virtual time, which counts once all that was recorded has happened.
         on_passed: wakes it.
         has_passed: whether that time has come.
     """
 
     what: str
+    when_s: float
     on_passed: Callable[[], object]
     has_passed: bool = False
 
 
 class Deadlines:
-    """Keeps the deadlines of a rank's tasks."""
+    """Keeps the deadlines of a rank's tasks.
 
-    def __init__(self) -> None:
+    Args:
+        loop: runs the rank.
+    """
+
+    def __init__(self, loop: RankLoop) -> None:
+        self._loop = loop
         self._waiting: list[Deadline] = []
 
     @contextlib.contextmanager
-    def waiting(self, what: str, on_passed: Callable[[], object]) -> Iterator[Deadline]:
+    def waiting(self, what: str, when_s: float, on_passed: Callable[[], object]) -> Iterator[Deadline]:
         """Keep a deadline while the body waits; ``on_passed`` wakes it."""
-        deadline = Deadline(str(what), on_passed)
+        deadline = Deadline(str(what), when_s, on_passed)
         self._waiting.append(deadline)
         try:
             yield deadline
@@ -124,7 +131,15 @@ class Deadlines:
 
     def expire(self, what: str) -> None:
         """Let the time of the task be over that has waited for this first."""
-        deadline = next(each for each in self._waiting if each.what == what)
-        self._waiting.remove(deadline)
-        deadline.has_passed = True
-        deadline.on_passed()
+        self._expire(next(each for each in self._waiting if each.what == what))
+
+    def release(self) -> None:
+        """Let those that are left be over by the virtual clock, since all that was recorded has happened."""
+        for deadline in self._waiting:
+            self._loop.call_at(deadline.when_s, self._expire, deadline)
+
+    def _expire(self, deadline: Deadline) -> None:
+        if deadline in self._waiting:
+            self._waiting.remove(deadline)
+            deadline.has_passed = True
+            deadline.on_passed()
