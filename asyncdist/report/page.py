@@ -38,7 +38,25 @@ table {{ border-collapse: collapse; }} td, th {{ padding: 0.15em 0.8em 0.15em 0;
 <script>{plotly}</script></head><body>
 <h1>{title}</h1>
 {body}
-</body></html>
+<script>{drawing}</script></body></html>
+"""
+#: A figure is drawn when the reader is about to come to it: all of them at once take seconds.
+_DRAWING: Final = """
+const figures = new Set(document.querySelectorAll(".figure"));
+const draw = (place) => {
+  if (!figures.delete(place)) return;
+  const figure = JSON.parse(place.firstElementChild.textContent);
+  Plotly.newPlot(place, figure.data, figure.layout, {displaylogo: false, responsive: true});
+};
+const drawAll = () => figures.forEach(draw);
+if ("IntersectionObserver" in window) {
+  const look = (entries) => entries.forEach((entry) => entry.isIntersecting && draw(entry.target));
+  const observer = new IntersectionObserver(look, {rootMargin: "400px"});
+  figures.forEach((place) => observer.observe(place));
+  window.addEventListener("beforeprint", drawAll);
+} else {
+  drawAll();
+}
 """
 
 
@@ -47,10 +65,12 @@ def render(recording: Recording) -> str:
     summary = summarise(recording)
     sections = []
     for title, note, figure in _sections(summary, str(recording.ranks[0].header["transport"]).startswith("sim")):
-        drawn = figure.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False})
-        sections.append(f"<h2>{html.escape(title)}</h2>\n<p>{html.escape(note)}</p>\n{drawn}")
+        data = str(figure.to_json()).replace("</", "<\\/")  # which would end the script
+        drawn = f'<script type="application/json">{data}</script>'
+        place = f'<div class="figure" style="height: {figure.layout.height}px">{drawn}</div>'
+        sections.append(f"<h2>{html.escape(title)}</h2>\n<p>{html.escape(note)}</p>\n{place}")
     body = "\n".join([_facts(recording, summary), *sections, _news(summary)])
-    return _PAGE.format(title=f"Job {html.escape(recording.job)}", plotly=get_plotlyjs(), body=body)
+    return _PAGE.format(title=f"Job {html.escape(recording.job)}", plotly=get_plotlyjs(), body=body, drawing=_DRAWING)
 
 
 def _facts(recording: Recording, summary: Summary) -> str:
