@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -156,3 +157,43 @@ def test_reports_show_what_a_call_waits_for_that_was_begun_beside_the_loop() -> 
     with ad.blocking.open_world() as world:
         world.call(outer)
     assert names[-3:] == ["outer", "inner", "sleep"]
+
+
+def test_a_call_whose_loop_runs_yields_at_its_safe_points(turns: list[int]) -> None:
+    """There are reasons for a turn that no look at the loop shows: it is to stop, or a cancellation waits."""
+
+    async def cancels_itself(world: ad.World) -> None:
+        await asyncio.sleep(0.001)  # it goes on in the loop
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await world.safe_point()
+        pytest.fail("it was not cancelled")
+
+    with ad.blocking.open_world() as world:
+        settle(world, turns)
+        with pytest.raises(asyncio.CancelledError):
+            world.call(cancels_itself, world.awaited)
+        world.safe_point()  # of another call
+
+
+def test_a_task_that_makes_safe_points_all_the_time_holds_no_call_up(turns: list[int]) -> None:
+    """It did not let the loop stop until the next look at descriptors."""
+    counts = [0]
+
+    async def spins(world: ad.World) -> None:
+        while counts[0] < 100_000:
+            counts[0] += 1
+            await world.safe_point()
+
+    async def uses_a_thread(world: ad.World) -> None:
+        if not counts[0]:
+            world.spawn(spins(world))
+        await asyncio.get_running_loop().run_in_executor(None, time.sleep, 0.001)
+
+    with ad.blocking.open_world() as world:
+        settle(world, turns)
+        for _ in range(5):
+            world.call(uses_a_thread, world.awaited)
+        assert 0 < counts[0] < 100_000
+        counts[0] = 100_000

@@ -86,3 +86,30 @@ def test_a_rank_that_a_signal_has_ended_is_shown_what_came_before_it(marks_signa
     log = log_of(events)
     assert [tag for entry in log.entries if isinstance(entry, Taken) for _, tag in entry.keys] == tags
     assert not log.is_over
+
+
+@pytest.mark.parametrize(
+    ("keys", "woken_before_point", "is_alone"),
+    [
+        ([(2, 1), (3, 1)], 1, True),  # one of those that both wake had gone on before: a timeout had woken it
+        ([(2, 1), (3, 1)], 2, False),
+        ([(2, 1), (3, 1)], 0, False),
+        ([(2, 1)], 1, False),  # it wakes no other one
+    ],
+)
+def test_of_two_that_are_woken_before_a_safe_point_one_may_have_gone_on(
+    keys: list[tuple[int, int]], woken_before_point: int, is_alone: bool
+) -> None:
+    sight = Taken(0, 0, 0, 0.0, keys)
+    agenda = agenda_of(SafePoint(woken_before_point))
+    assert agenda.wakes_one_before_point(sight) == is_alone
+
+
+def test_what_user_code_takes_before_a_safe_point_comes_before_what_is_seen_there() -> None:
+    deferred, by_task = Taken(0, 1, 0, 0.0, [(2, 1)]), TakenByTask(0, 1, 1, 0.0, [(3, 1)])
+    agenda = agenda_of(deferred, by_task, SafePoint(1), woken_count=1)
+    assert agenda.is_seen_at_point(deferred)
+    assert agenda.first_late() is None, "nobody waits for it"
+    task: Any = object()
+    by_task.late_for = task
+    assert agenda.first_late() is by_task
