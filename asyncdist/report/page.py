@@ -65,7 +65,7 @@ def render(recording: Recording) -> str:
     summary = summarise(recording)
     sections = []
     for title, note, figure in _sections(summary, str(recording.ranks[0].header["transport"]).startswith("sim")):
-        data = str(figure.to_json()).replace("</", "<\\/")  # which would end the script
+        data = str(figure.to_json()).replace("<", "\\u003c")  # which might end the script, or begin a comment
         drawn = f'<script type="application/json">{data}</script>'
         place = f'<div class="figure" style="height: {figure.layout.height}px">{drawn}</div>'
         sections.append(f"<h2>{html.escape(title)}</h2>\n<p>{html.escape(note)}</p>\n{place}")

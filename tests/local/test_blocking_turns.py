@@ -15,6 +15,8 @@ import pytest
 import asyncdist as ad
 from asyncdist.blocking import idle_loop
 from asyncdist.blocking.idle_loop import IdleLoop
+from asyncdist.messaging.engine import yield_to_loop
+from asyncdist.runtime import world as runtime_world
 from asyncdist.runtime.watchdogs import frames_of
 
 
@@ -157,6 +159,33 @@ def test_reports_show_what_a_call_waits_for_that_was_begun_beside_the_loop() -> 
     with ad.blocking.open_world() as world:
         world.call(outer)
     assert names[-3:] == ["outer", "inner", "sleep"]
+
+
+def test_a_safe_point_beside_a_loop_with_nothing_to_do_does_not_yield(
+    turns: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    yields: list[int] = []
+
+    async def counted() -> None:
+        yields.append(1)
+        await yield_to_loop()
+
+    with ad.blocking.open_world() as world:
+        settle(world, turns)
+        monkeypatch.setattr(runtime_world, "yield_to_loop", counted)
+        for _ in range(100):
+            world.safe_point()
+        assert not yields
+        task = world.call(spawned, world.awaited)
+        world.safe_point()
+        assert yields and task.done()
+
+
+async def spawned(world: ad.World) -> asyncio.Task[None]:
+    async def returns() -> None:
+        pass
+
+    return world.spawn(returns())
 
 
 def test_a_call_whose_loop_runs_yields_at_its_safe_points(turns: list[int]) -> None:

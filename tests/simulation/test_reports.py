@@ -76,6 +76,9 @@ def test_a_report_is_one_page_whose_numbers_are_those_of_the_run(recording: Reco
     assert f"{kinds['decided']} of {kinds['decided']} rounds" in page
     assert f"{kinds['decided']}, with {kinds['applied']} replacements" in page
     assert page.count("<h2>") == 8
+    figures = re.findall(r'<div class="figure"[^>]*><script type="application/json">(.*?)</script></div>', page)
+    assert [json.loads(figure).keys() for figure in figures] == [{"data": 0, "layout": 0}.keys()] * 7
+    assert page.count("Plotly.newPlot(place") == 1, "each is drawn when the reader comes to it"
     assert not re.search(r"<(script|link|img)[^>]*(src|href)=", page), "it needs no network"
 
 
