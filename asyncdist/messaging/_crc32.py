@@ -1,3 +1,4 @@
+# cython: boundscheck=False, wraparound=False
 """Computes the CRC32 of frames. Where this is compiled, a table of eight rows beats zlib's call for small frames."""
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ LOOP_NBYTES_MAX: Final = _LOOP_NBYTES_MAX
 
 def _remainders() -> array[int]:
     """Return, for the loop, the remainder of each byte followed by 0 to 7 zero bytes, by the polynomial of CRC32."""
-    rows = [[~zlib.crc32(bytes([byte]), 0xFFFFFFFF) & 0xFFFFFFFF for byte in range(256)]]
-    while len(rows) < 8:
-        rows.append([last >> 8 ^ rows[0][last & 0xFF] for last in rows[-1]])
+    first = [~zlib.crc32(bytes([byte]), 0xFFFFFFFF) & 0xFFFFFFFF for byte in range(256)]
+    rows = [first]
+    for _ in range(7):
+        rows.append([crc >> 8 ^ first[crc & 0xFF] for crc in rows[len(rows) - 1]])  # -1 would be out of bounds
     return array("I", itertools.chain(*rows))
 
 
@@ -81,6 +83,12 @@ def of_header_and_payload(words: Any, after_crc: Any, payload: bytes) -> int:
     crc = _ONES
     for position in range(1, len(words)):
         crc = _after_word(crc ^ words[position])
-    for position in range(len(payload)):
+    nbytes = len(payload)
+    for position in range(0, nbytes - 3, 4):
+        word = payload[position + 3]
+        word = word << 8 | payload[position + 2]
+        word = word << 8 | payload[position + 1]
+        crc = _after_word(crc ^ (word << 8 | payload[position]))
+    for position in range(nbytes // 4 * 4, nbytes):
         crc = _REMAINDERS[(crc ^ payload[position]) & 0xFF] ^ crc >> 8
     return crc ^ _ONES

@@ -223,6 +223,10 @@ class Channel(Generic[MessageT]):
         """Return the next message if one is here, else None. Raises as ``receive``."""
         return self.inbox.take(0)
 
+    def receive_all(self) -> list[Envelope[MessageT]]:
+        """Return all messages that are here, in their order: none waits, and each is taken. Raises as ``receive``."""
+        return self.inbox.take_all()
+
     def __aiter__(self) -> AsyncIterator[Envelope[MessageT]]:
         """Iterate over messages until the channel is closed."""
         return self

@@ -65,6 +65,7 @@ cdef class Inbox:
     cpdef bint deliver(self, object decode, FrameReader frame, object source) except -1
     cdef bint _fill(self, object envelope) except -1
     cpdef object take(self, Py_ssize_t test_count)
+    cpdef list take_all(self)
     cpdef void wake_one(self)
 
 

@@ -317,6 +317,20 @@ class Inbox:
             self._receiver.resume(self)
         return envelope
 
+    def take_all(self) -> list[Envelope[Any]]:
+        """Return all messages that are here. Raises as :meth:`take`."""
+        envelope = self.take(0)
+        if envelope is None:
+            return []
+        envelopes = [envelope]
+        if self.mailbox:
+            more = [self._popleft() for _ in range(len(self.mailbox))]
+            envelopes += more
+            self.received_count += len(more)
+            if self.is_closed:
+                self._receiver.received_late_count += len(more)
+        return envelopes
+
     def on_restarted(self, source: int) -> None:
         """Expect the first message of a new process in the place of ``source``."""
         if source == self._source:

@@ -133,6 +133,7 @@ class Coordinator:
             incarnations={**services.restarted, services.rank: services.incarnation},
         )
         self._is_stopped = False
+        self._inform: Callable[[int], None] = lambda rank: None  # that another rank has taken over
         self._left: list[int] = []
         self._newcomers: dict[int, int] = {}  # ranks whose request is to be heard, with their incarnations
         self._guests: dict[int, int] = {}  # ranks of other islands that can give here, with their incarnations
@@ -157,15 +158,11 @@ class Coordinator:
             is_reserved: whether a user awaits this, and may cancel it while the members go on: they are told then.
         """
         core, services = self._core, self._services
-        next_control: Callable[[], Envelope[Any] | None] = self._control.receive_nowait
-        next_report: Callable[[], Envelope[Any] | None] = self._reports.receive_nowait
         try:
             while not self._is_over():
                 # Everything that has come is heard before any deadline is judged: this rank may have been computing.
-                for take in (next_control, next_report):
-                    while not self._is_stopped and (heard := take()) is not None:
-                        if sends := self._hear(heard):
-                            self._send(sends)
+                self._hear_all(self._control)
+                self._hear_all(self._reports)
                 while self._gone:
                     self._send(core.on_lost(self._gone.pop(0), services.time()))
                 while self._left:
@@ -192,7 +189,7 @@ class Coordinator:
         """Stop, since another rank has taken over; ``inform`` is called with each rank that still sends a message."""
         if not self._is_stopped:
             self._send(self._core.migrants.dismissals())
-        self._is_stopped = True
+        self._is_stopped, self._inform = True, inform
         self._close(afterwards=lambda envelope: inform(envelope.source))
 
     def _close(self, *, afterwards: Callable[[Envelope[Any]], None] | None = None) -> None:
@@ -248,9 +245,20 @@ class Coordinator:
             self._core.migrants.invite(rank, incarnation)
             self._migration.invite(rank, scopes.to_members, scopes.to_coordinator, self._epoch)
 
-    def _hear(self, envelope: Envelope[Report | ControlMessage]) -> Sequence[Send]:
-        core, now = self._core, self._services.time()
-        message, rank, number = envelope
+    def _hear_all(self, channel: Channel[Report] | Channel[ControlMessage]) -> None:
+        """Hear all messages that have come, which is now: a thousand members report within one of this rank's steps."""
+        if self._is_stopped or not channel.is_ready:
+            return
+        now, envelopes = self._services.time(), channel.receive_all()
+        for message, rank, number in envelopes:
+            if sends := self._hear(message, rank, number, now):
+                self._send(sends)
+
+    def _hear(self, message: Report | ControlMessage, rank: int, number: int, now: float) -> Sequence[Send]:
+        core = self._core
+        if self._is_stopped:  # by what came while the messages before this one were answered
+            self._inform(rank)
+            return ()
         match message:
             case Report() as report:  # nearly all are; a pattern with its fields takes five times as long
                 if report.asks:

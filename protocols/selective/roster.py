@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Mapping
 from decimal import ROUND_CEILING, Decimal
 
 from protocols.selective.round.state import Member, ReportRecord
-from protocols.selective.waiting import cadence_s, is_late
+from protocols.selective.waiting import Pace, cadence_s, is_late
 
 
 class Roster:
@@ -98,11 +98,31 @@ class Roster:
             member.fresh = False
         self.fresh_count = 0
 
+    def paces_of_others(self, now: float) -> dict[int, Pace]:
+        """Return what is known of the time of those members that have not reported since the last decision."""
+        if self.fresh_count == self.live_count:
+            return {}
+        return {rank: member.pace(now) for rank, member in self.members.items() if not member.fresh and member.counts}
+
+    def slowest_pace(self, ranks: Iterable[int], now: float) -> Pace | None:
+        """Return the longest step, shortest interval and longest silence of these; None where one has no interval."""
+        members = [self.members[rank] for rank in ranks]
+        interval_s = min(
+            min([member.interval_s for member in members], default=0.0),
+            min([member.last_interval_s for member in members], default=0.0),
+        )
+        if not interval_s:
+            return None
+        heard_at = min([member.heard_at for member in members if member.heard_at is not None])
+        return Pace(max([member.step_s for member in members]), interval_s, now - heard_at)
+
     def stragglers(self, slow: Collection[int], start: float, now: float) -> list[tuple[int, float | None]]:
         """Return those of `slow`, and members that are late for a decision, each with its report's time after `start`.
 
         That is None where the report has not come.
         """
+        if not slow and self.fresh_count == self.live_count:
+            return []
         cadence_s = self.cadence_s()
         return [
             (rank, member.heard_at - start if member.fresh and member.heard_at is not None else None)

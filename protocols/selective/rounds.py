@@ -16,10 +16,10 @@ from protocols.selective.joining.newcomers import Newcomers
 from protocols.selective.messages import Admitted, Joined, Leave, Rejoin
 from protocols.selective.roster import Roster
 from protocols.selective.round.course import RoundCourse
-from protocols.selective.round.state import Member, ReportRecord, Round, Send, values_of
+from protocols.selective.round.state import Member, Round, Send, as_record, values_of
 from protocols.selective.rules import SelectiveRules, decide
 from protocols.selective.statistics import CoordinatorStatistics, History
-from protocols.selective.waiting import Patience
+from protocols.selective.waiting import BELIEVED_MAX_S, Patience, believed_s
 
 
 class RoundCoordinator:
@@ -96,7 +96,9 @@ class RoundCoordinator:
             return self._on_strange_report(rank)
         self._note(("{:.6f} rank {} reports {} at iteration {}", (now, rank, value, iteration)))
         member.report_count += 1
-        member.hear(step_time_s, interval_s, now)
+        # Nearly all are believed, and a call takes as long as ten comparisons.
+        step_s = step_time_s if 0.0 < step_time_s <= BELIEVED_MAX_S else believed_s(step_time_s)
+        member.hear(step_s, interval_s if 0.0 < interval_s <= BELIEVED_MAX_S else believed_s(interval_s), now)
         if not math.isfinite(value):
             self._nonfinite_count += 1
         if iteration > self._largest_iteration:
@@ -106,7 +108,7 @@ class RoundCoordinator:
         if member.applied_iteration is not None and iteration <= member.applied_iteration:
             self._ignore("Report from before the average was applied")
             return ()
-        member.report = ReportRecord(iteration, value, step_time_s, now)
+        member.report = as_record((iteration, value, step_s, now))
         if member.fresh:  # a newer one before the next decision, which was not due, and is not for this
             return ()
         roster, patience = self.roster, self._patience
@@ -331,11 +333,8 @@ class RoundCoordinator:
         if not self.roster.live_count or self.roster.fresh_count < self.roster.quorum_count:
             self._patience.on_no_quorum()
         elif self._patience.deadline is None:
-            others = {
-                rank: member.pace(now) for rank, member in self._members.items() if not member.fresh and member.counts
-            }
             start = now if self._window_start is None else self._window_start
-            self._patience.on_quorum(others, self.roster.cadence_s(), now - start, now)
+            self._patience.on_quorum(self.roster.paces_of_others(now), self.roster.cadence_s(), now - start, now)
 
     def _decision_is_due(self, now: float, timers: bool) -> bool:
         """Tell whether all live members have reported, or enough of them and nobody is waited for any longer."""
@@ -351,11 +350,12 @@ class RoundCoordinator:
         usable = self.roster.reported_since(now - self._rules.max_report_age_s)
         members = self._members
         paces = ((rank, members[rank].pace(now)) for rank in usable)
-        slow = self._patience.slow_ranks(paces, self.roster.cadence_s(), now)
+        slowest = self.roster.slowest_pace(usable, now)
+        slow = self._patience.slow_ranks(paces, self.roster.cadence_s(), now, slowest=slowest)
         self._history.note_stragglers(self._decision_count, self.roster.stragglers(slow, start, now), start)
         self.roster.spend_reports()
         self._window_start = None
-        judged = {rank: report for rank, report in usable.items() if rank not in slow}
+        judged = {rank: report for rank, report in usable.items() if rank not in slow} if slow else usable
         self.migrants.on_decision(self._decision_count, judged)
         guests = self.migrants.usable(judged, now - self._rules.max_report_age_s)
         decision = decide(values_of(judged), self._rules, values_of(guests))
@@ -363,7 +363,7 @@ class RoundCoordinator:
             self._tell("{:.6f} decision {} over {}: no action", now, self._decision_count, sorted(usable))
             return
         self._acted_at_iteration = self._largest_iteration
-        sends += self._course.start(decision, usable | guests, now)
+        sends += self._course.start(decision, usable | guests if guests else usable, now)
 
     def _is_cooling_down(self) -> bool:
         """Tell whether the last acting round is too recent, counted in iterations of the fastest member."""

@@ -25,10 +25,11 @@ FREE_ROUNDS: Final = 2.0
 NOISE_S: Final = 0.1
 #: The part of the time by which slow ranks may hold rounds up.
 HELD_SHARE: Final = 0.1
+#: A longer reported time, in seconds, is not believed: every deadline stays finite.
+BELIEVED_MAX_S: Final = 3600.0
 #: Steps of its own that a rank needs for its role, beside those of streams: to hear of it, and to have the result.
 _ROLE_STEP_COUNT: Final = 2
 _RECENT_ROUND_COUNT: Final = 9  # their median time is what a round takes
-_LIMIT_S: Final = 3600.0  # a longer reported time is not believed: every deadline stays finite
 
 
 class Pace(NamedTuple):
@@ -51,9 +52,9 @@ as_pace: Final[Callable[[tuple[float, float, float]], Pace]] = partial(tuple.__n
 
 def believed_s(claimed_s: float) -> float:
     """Return a time that deadlines can be made of: a report may claim anything. 0 is not known."""
-    if 0.0 < claimed_s <= _LIMIT_S:
+    if 0.0 < claimed_s <= BELIEVED_MAX_S:
         return claimed_s
-    return _LIMIT_S if _LIMIT_S < claimed_s < math.inf else 0.0
+    return BELIEVED_MAX_S if BELIEVED_MAX_S < claimed_s < math.inf else 0.0
 
 
 def cadence_s(intervals_s: Sequence[float]) -> float:
@@ -176,9 +177,23 @@ class Patience:
         """Wait for a member again, whose report counts no more."""
         self.awaited.add(rank)
 
-    def slow_ranks(self, paces: Iterable[tuple[int, Pace]], cadence_s: float, now: float) -> frozenset[int]:
-        """Return those of the members that could be judged which get no role, since rounds would wait for them."""
+    def slow_ranks(
+        self, paces: Iterable[tuple[int, Pace]], cadence_s: float, now: float, *, slowest: Pace | None = None
+    ) -> frozenset[int]:
+        """Return those of the members that could be judged which get no role, since rounds would wait for them.
+
+        Args:
+            paces: Theirs, each with its rank. Where `slowest` is quick enough they are not looked at.
+            cadence_s: The population's time between reports.
+            now: The present time.
+            slowest: The longest step, shortest interval and longest silence of all of them; None says nothing.
+        """
         self._held_at = min(now, self._held_at)
+        if slowest is not None and hold_s(slowest, self._stream_safe_points) <= max(
+            self._tolerance_s, FREE_CADENCES * cadence_s
+        ):
+            self._holding = frozenset()
+            return self._holding
         holds = {rank: hold_s(pace, self._stream_safe_points) for rank, pace in paces}
         limit_s = max(self._tolerance_s, free_s(holds, cadence_s))
         slow = slow_ranks(holds, limit_s + HELD_SHARE * (now - self._held_at))

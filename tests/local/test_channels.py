@@ -316,6 +316,23 @@ async def test_latest_wins_keeps_the_newest_of_each_source() -> None:
         assert found == {0: 49, 1: 149, 2: 249}
 
 
+async def test_all_that_is_here_is_received_at_once(pair: list[World]) -> None:
+    a, b = both(pair, capacity=3)
+    assert b.receive_all() == []
+    for i in range(5):
+        a.send_nowait(Number(i), 1)
+    for numbers in ([0, 1, 2], [3, 4]):  # the tag stalls when the mailbox is full, and goes on when it is empty
+        pair[1].services.engine.poll()
+        assert [envelope.message.value for envelope in b.receive_all()] == numbers
+    assert (b.receive_all(), b.statistics().received_count) == ([], 5)
+    a.send_nowait(Number(5), 1)
+    pair[1].services.engine.poll()
+    b.close()
+    assert [envelope.message.value for envelope in b.receive_all()] == [5], "what had arrived can still be read"
+    with pytest.raises(ClosedError):
+        b.receive_all()
+
+
 async def test_a_handler_is_called_in_place_of_a_mailbox(pair: list[World]) -> None:
     heard: list[Any] = []
     a, b = (world.services.open_channel(Number, tag=TAG, scope=1, name="h", handler=heard.append) for world in pair)

@@ -1,6 +1,7 @@
 """How long the coordinator of selective averaging waits, and for whom: rules on values, and in rounds by hand."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given, settings, strategies as st
 from support.selective import OpenedCoordinator
 
 from protocols.selective.messages import Assign
+from protocols.selective.roster import Roster
 from protocols.selective.round.state import Send
 from protocols.selective.rounds import RoundCoordinator
 from protocols.selective.rules import SelectiveRules
@@ -110,6 +112,32 @@ def test_a_slow_rank_takes_part_when_that_holds_rounds_up_for_a_tenth_of_the_tim
     assert patience.slow_ranks(paces.items(), 5.0, wait_s + 3) == frozenset(), "it has not had its turn"
     patience.on_round([0, 1, 3], 30.0, wait_s + 30)
     assert patience.slow_ranks(paces.items(), 5.0, wait_s + 31) == {3}
+
+
+@LAWS
+@given(
+    st.dictionaries(st.integers(0, 9), st.tuples(times, times, times, times, st.floats(0.0, 99.0)), min_size=1),
+    st.none() | times,
+)
+def test_law_one_look_at_the_slowest_pace_changes_nothing(
+    told: dict[int, tuple[float, float, float, float, float]], grace_s: float | None
+) -> None:
+    roster = Roster(told, 1.0, have_joined=True, incarnations={})
+    for rank, (*times_s, heard_at) in told.items():
+        for place in (0, 1):
+            roster.members[rank].hear(*times_s[place::2], heard_at)
+    paces = [(rank, member.pace(100.0)) for rank, member in roster.members.items()]
+    one, two = Patience(grace_s, 3), Patience(grace_s, 3)
+    cadence = roster.cadence_s()
+    slow = one.slow_ranks(paces, cadence, 100.0, slowest=roster.slowest_pace(told, 100.0))
+    assert slow == two.slow_ranks(paces, cadence, 100.0)
+    assert vars(one) == vars(two)
+
+
+def test_where_the_slowest_pace_is_quick_enough_no_other_one_is_looked_at() -> None:
+    paces: Iterator[tuple[int, Pace]] = iter([(0, Pace(1.0, 5.0, 1.0))])
+    assert Patience(None, 1).slow_ranks(paces, 5.0, 0.0, slowest=Pace(1.0, 5.0, 1.0)) == frozenset()
+    assert len(list(paces)) == 1
 
 
 # -- in rounds --------------------------------------------------------------------------------------------------------

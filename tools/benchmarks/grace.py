@@ -24,7 +24,7 @@ import random
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,9 +86,12 @@ def _watched(seen: Seen, size: int, kind: type[Patience]) -> type[Patience]:
     """Return that patience, which writes down what it decides."""
 
     class Watched(kind):  # type: ignore[misc, valid-type]
-        def slow_ranks(self, paces: Mapping[int, Pace], cadence_s: float, now: float) -> frozenset[int]:
-            slow: frozenset[int] = super().slow_ranks(paces, cadence_s, now)
-            judged = [pace for rank, pace in paces.items() if rank not in slow]
+        def slow_ranks(
+            self, paces: Iterable[tuple[int, Pace]], cadence_s: float, now: float, *, slowest: Pace | None = None
+        ) -> frozenset[int]:
+            known = dict(paces)
+            slow: frozenset[int] = super().slow_ranks(known.items(), cadence_s, now, slowest=slowest)
+            judged = [pace for rank, pace in known.items() if rank not in slow]
             seen.share.append(len(judged) / size)
             seen.age_steps.extend(pace.silent_s / _STEP_S for pace in judged)
             return slow

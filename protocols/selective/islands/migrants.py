@@ -10,8 +10,8 @@ from typing import Final, NamedTuple, TypeVar
 
 from protocols.ranking import order_worst_first
 from protocols.selective.messages import End, Joined
-from protocols.selective.round.state import Member, ReportRecord, Send, step_s
-from protocols.selective.waiting import FREE_ROUNDS, NOISE_S
+from protocols.selective.round.state import Member, ReportRecord, Send
+from protocols.selective.waiting import FREE_ROUNDS, NOISE_S, believed_s
 
 T = TypeVar("T")
 
@@ -73,7 +73,7 @@ class Migrants:
         if self._invited.get(rank) != joined.incarnation:
             return False
         del self._invited[rank]
-        report = ReportRecord(joined.iteration, joined.value, joined.step_time_s, now)
+        report = ReportRecord(joined.iteration, joined.value, believed_s(joined.step_time_s), now)
         _put_newest(self._waiting, rank, Guest(report, joined.incarnation))
         return True
 
@@ -86,11 +86,11 @@ class Migrants:
         """Return the reports of guests that a round may name: none that is old, or much slower than all members."""
         if not self._waiting:
             return {}
-        limit_s = FREE_ROUNDS * max(map(step_s, reports.values()), default=0.0) + NOISE_S
+        limit_s = FREE_ROUNDS * max([report.step_s for report in reports.values()], default=0.0) + NOISE_S
         return {
             rank: guest.report
             for rank, guest in self._waiting.items()
-            if guest.report.received_at >= oldest_at and step_s(guest.report) <= limit_s
+            if guest.report.received_at >= oldest_at and guest.report.step_s <= limit_s
         }
 
     def enter(self, guests: tuple[int, ...], round: int) -> None:

@@ -13,7 +13,7 @@ from protocols.selective.islands.migrants import Migrants
 from protocols.selective.joining.newcomers import Newcomers
 from protocols.selective.messages import End
 from protocols.selective.roster import Roster
-from protocols.selective.round.state import ReportRecord, Round, Send, sends_of, step_s
+from protocols.selective.round.state import ReportRecord, Round, Send, sends_of
 from protocols.selective.rules import Decision, SelectiveRules, reducers_of, sources_of
 from protocols.selective.statistics import HISTORY_LENGTH, History, LeftOut
 from protocols.selective.waiting import Patience
@@ -78,7 +78,7 @@ class RoundCourse:
         assert sum(decision.weights) > 0 or not decision.donors, broken(f"{decision} has no weight")
         self.decided_count += 1
         self._last_number += 1
-        patience_s = max([step_s(judged[rank]) for rank in decision.waited_for], default=0.0)
+        patience_s = max([judged[rank].step_s for rank in decision.waited_for], default=0.0)
         limit_at, hosts = math.inf, self._roster.hosts_of(decision.donors + decision.replacers)
         reducers = reducers_of(decision, self._rules.route, self._model_nbytes, self._last_number, hosts)
         sources = sources_of(decision, reducers, self._model_nbytes, hosts)
@@ -112,7 +112,7 @@ class RoundCourse:
         state.frozen = True
         timeouts = state.timeouts_s(self._rules.round_timeout_s, self._stream_safe_points)
         sends += state.freezings(self._rules.metric_mode, timeouts)
-        margin_s = max(2 * step_s(state.judged[rank]) for rank in timeouts) + self._rules.round_timeout_s / 4
+        margin_s = 2 * max([state.judged[rank].step_s for rank in timeouts]) + self._rules.round_timeout_s / 4
         state.deadline = min(now + max(timeouts.values()) + margin_s, state.limit_at)
         self._history.guests += [(state.number, rank) for rank in self._migrants.named if rank in state.ready]
         self._history.tell("{:.6f} round {}: frozen with donors {}", now, state.number, sorted(state.ready))
