@@ -27,6 +27,8 @@ EVENT_COUNT_MAX: Final = 1_000_000
 _COLLECT_EVERY: Final = 10_000
 #: So many collections of the youngest objects are followed by one of the middle generation.
 _MIDDLE_EVERY: Final = 16
+#: With many ranks only every eighth is made: what is young is mostly alive then, and looked through in vain.
+_MANY_RANKS_EVERY: Final = 8
 #: After so many collections the simulation is a long one.
 _MANY_COLLECTIONS: Final = 4
 #: Cancelled timers are dropped from the heap when they are more than this, and more than half of it, as in asyncio.
@@ -47,7 +49,7 @@ class Scheduler:
 
     Args:
         rng: draws the order of things that happen at the same time.
-        on_many: called when much has happened, and each time when that has doubled; None for nothing.
+        on_many: with many ranks, called when much has happened, and each time when that has doubled; else None.
 
     Attributes:
         now: virtual seconds since the start.
@@ -176,6 +178,8 @@ class Scheduler:
         is_power_of_two = number & (number - 1) == 0
         if self._on_many is not None and is_power_of_two and number >= _MANY_COLLECTIONS:
             self._on_many()
+        if self._on_many is not None and number % _MANY_RANKS_EVERY:
+            return
         is_power_of_four = number >= 64 and is_power_of_two and number.bit_length() % 2 == 1
         gc.collect(2 if is_power_of_four or number % 1024 == 0 else int(number % _MIDDLE_EVERY == 0))
 

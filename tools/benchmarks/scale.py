@@ -25,6 +25,7 @@ import argparse
 import json
 import math
 import resource
+import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -270,9 +271,10 @@ def _passed_per_s(ranks: int, count: int) -> float:
 
 
 def _rates(many: int, count: int) -> dict[str, float]:
-    """The rates of many ranks, and of eight ranks before and after."""
-    before, of_many, after = (_passed_per_s(ranks, count) for ranks in (8, many, 8))
-    return {"ranks": many, "per_s": of_many, "of_8_per_s": (before + after) / 2}
+    """The rates of many ranks, and of eight ranks, medians of three taken in turn."""
+    taken = [[_passed_per_s(ranks, count) for ranks in (8, many)] for _ in range(3)]
+    of_8, of_many = (statistics.median(each) for each in zip(*taken, strict=True))
+    return {"ranks": many, "per_s": of_many, "of_8_per_s": of_8}
 
 
 def _check_applied(seconds: Sequence[float], replacer_count: int) -> None:
