@@ -300,24 +300,27 @@ class LoopCaller(Caller):
         loop = self._loop
         if self._waiter.done():  # main runs another call still, after an interrupt
             return BegunCall(called(fn, args, kwargs), None)
-        run = self._context.run
         _set_running_loop(loop)
         _enter_task(loop, self._host)
         try:
-            made = run(fn, *args, **kwargs)
-            if type(made) is not CoroutineType:
-                if not inspect.isawaitable(made):
-                    return made
-                made = awaited(made)
-            try:
-                waits_for = run(made.send, None)
-                if waits_for is None and self._is_idle():
-                    waits_for = run(made.send, None)
-            except StopIteration as ended:
-                return ended.value
+            return self._context.run(self._step_in_context, fn, args, kwargs)
         finally:
             _leave_task(loop, self._host)
             _set_running_loop(None)
+
+    def _step_in_context(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do what :meth:`_begin` does, where main's context, loop and task are the current ones."""
+        made = fn(*args, **kwargs)
+        if type(made) is not CoroutineType:
+            if not inspect.isawaitable(made):
+                return made
+            made = awaited(made)
+        try:
+            waits_for = made.send(None)
+            if waits_for is None and self._is_idle():
+                waits_for = made.send(None)
+        except StopIteration as ended:
+            return ended.value
         return BegunCall(made, waits_for)
 
     def _is_idle(self) -> bool:

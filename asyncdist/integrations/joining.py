@@ -141,7 +141,7 @@ class Training:
     def step(self, metric: Any) -> StepInfo:
         """Make progress; weights change here alone."""
         assert self.policy is not None, "it has begun"
-        info = self.policy.step(metric)
+        info: StepInfo = self._caller.call(self.policy.awaited.step, metric)
         if info is not NOTHING:
             self.replacement_count += bool(info)
         return info

@@ -77,6 +77,7 @@ class SelectiveAveraging(Callback):
         self._loss = RunningLoss()
         self._trainer: pl.Trainer
         self._log: Any = None
+        self._steps: Any = None
         self._step_count = 0
         self._training = selective_averaging(average_every, mode, options, named=("monitor", "optimizer_index"))
         self._world = join()
@@ -153,7 +154,8 @@ class SelectiveAveraging(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note how many steps were done before, which is known once a checkpoint has been loaded."""
-        self._step_count = trainer.global_step
+        self._steps = _steps_of(trainer)
+        self._step_count = self._steps.completed
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -162,7 +164,7 @@ class SelectiveAveraging(Callback):
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if self.monitor is None and loss is not None:
             self._loss.add(loss)
-        step_count = trainer.global_step
+        step_count = self._steps.completed
         if step_count == self._step_count:  # gradients are being accumulated
             return
         self._step_count = step_count
@@ -183,6 +185,35 @@ class SelectiveAveraging(Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Leave the policy; the exception is the trainer's."""
         self._training.end(exception)
+
+
+class _GlobalStep:
+    """Counts the steps of the optimizer as the trainer does."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+
+    @property
+    def completed(self) -> int:
+        return self._trainer.global_step
+
+
+def _steps_of(trainer: pl.Trainer) -> Any:
+    """Return what counts the steps of the optimizer, as ``completed``.
+
+    ``trainer.global_step`` finds it anew each time, through seven properties.
+    """
+    try:
+        loop: Any = trainer.fit_loop.epoch_loop
+        if trainer.lightning_module.automatic_optimization:
+            found = loop.automatic_optimization.optim_progress.optimizer.step.total
+        else:
+            found = loop.manual_optimization.optim_step_progress.total
+        if found.completed == trainer.global_step:
+            return found
+    except AttributeError:  # another version of Lightning has it elsewhere
+        pass
+    return _GlobalStep(trainer)
 
 
 def _write_below(trainer: pl.Trainer, folder: str) -> None:

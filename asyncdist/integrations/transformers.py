@@ -113,7 +113,7 @@ class SelectiveAveraging(TrainerCallback):
         loss = output.get("loss") if isinstance(output, dict) else None
         if model.training and loss is not None:
             self._has_losses = True
-            self._loss.add(loss.mean() if loss.dim() else loss)
+            self._loss.add(loss)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Do a step of the policy."""
