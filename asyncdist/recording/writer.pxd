@@ -20,9 +20,12 @@ cdef class RecordWriter:
     cdef double _block_began_at
     cdef bint _is_at_safe_point
     cdef Py_ssize_t _woken_count
+    cdef Py_ssize_t _turn_count
     cdef bint _has_sent
 
     @cython.locals(block=bytearray, code=Py_ssize_t, begin=Py_ssize_t, is_block_full=bint)
     cpdef object add(self, double time_s, object kind, tuple fields)
     cpdef object note_safe_point(self, bint has_ended, Py_ssize_t number)
+    @cython.locals(block=bytearray, turn_count=Py_ssize_t)
+    cdef object _add_safe_point(self, double time_s)
     cpdef object flush(self)

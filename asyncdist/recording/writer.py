@@ -164,8 +164,9 @@ class RecordWriter:
         self._nbytes = 0
         self._block = bytearray()
         self._block_began_at = clock()
-        self._is_at_safe_point = False
+        self._is_at_safe_point = False  # one has begun, which is not written down yet
         self._woken_count = 0
+        self._turn_count = -1  # of a safe point whose end is not written down yet
         self._has_sent = False
 
     @property
@@ -194,12 +195,8 @@ class RecordWriter:
         if not block:
             self._block_began_at = time_s
         code = _CODES[kind]
-        if self._is_at_safe_point:
-            self._is_at_safe_point = False
-            if code != _SAFE_POINT:
-                _encode_into(
-                    (_SAFE_POINT, int((time_s - self._block_began_at) * 1e6), False, 0, self._woken_count), block, -1
-                )
+        if self._is_at_safe_point or self._turn_count >= 0:
+            self._add_safe_point(time_s)
         if code == _SENT and fields[0] != self._rank:
             self._has_sent = True
         begin = len(block)
@@ -217,22 +214,35 @@ class RecordWriter:
         self.add(self._clock(), kind, fields)
 
     def note_safe_point(self, has_ended: bool, number: int) -> None:
-        """Note the beginning of a safe point, which is written down with what happens in it, or with its end alone.
+        """Note the beginning or the end of a safe point. It is written down with the next event.
 
         Args:
             has_ended: whether it is the end, at which messages that were sent are flushed: what other ranks have seen
                 of this one is known even if it is killed now.
             number: of the beginning, how many waits had ended; of the end, how many passes and yields were made.
         """
-        if not has_ended:
-            self._is_at_safe_point, self._woken_count = True, number
+        if has_ended:
+            self._turn_count = number
+            if self._has_sent:
+                self.flush()
             return
-        if self._is_at_safe_point:
-            self.add(self._clock(), "safe_point", (True, number, self._woken_count))
+        if self._turn_count >= 0:
+            self._add_safe_point(self._clock())
+        self._is_at_safe_point, self._woken_count = True, number
+
+    def _add_safe_point(self, time_s: float) -> None:
+        """Write down that a safe point has begun, that it has ended, or both at once where nothing happened in it."""
+        block = self._block
+        if not block:
+            self._block_began_at = time_s
+        at_us, turn_count = int((time_s - self._block_began_at) * 1e6), self._turn_count
+        if not self._is_at_safe_point:
+            _encode_into((_SAFE_POINT, at_us, True, turn_count), block, -1)
+        elif turn_count >= 0:
+            _encode_into((_SAFE_POINT, at_us, True, turn_count, self._woken_count), block, -1)
         else:
-            self.add(self._clock(), "safe_point", (True, number))
-        if self._has_sent:
-            self.flush()
+            _encode_into((_SAFE_POINT, at_us, False, 0, self._woken_count), block, -1)
+        self._is_at_safe_point, self._turn_count = False, -1
 
     def note_wait(self, what: str, seconds: float) -> None:
         """Write down that a task has waited."""
@@ -241,6 +251,8 @@ class RecordWriter:
 
     def flush(self) -> None:
         """Hand what is there to the kernel, which keeps it even if this process is killed."""
+        if self._turn_count >= 0 and not self._is_over:
+            self._add_safe_point(self._clock())
         if self._block and self._file is not None:
             self._has_sent = False
             block, self._block = self._block, bytearray()

@@ -51,6 +51,38 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert found.ranks[0].unix_s(102.0) - found.began_at == 2.0
 
 
+def test_safe_points_are_written_in_their_order_with_the_next_event(tmp_path: Path) -> None:
+    clock = Clock()
+    to = RecordWriter(RecordOptions(tmp_path), clock, 0)
+    to.open(header())
+    to.note_safe_point(False, 7)
+    to.note_safe_point(True, 2)
+    to.note("step", 0, 0, 0.5)  # nothing happened in that one: its beginning and its end are one event
+    to.note_safe_point(False, 8)
+    to.note("received", 1, 7000, 24)
+    to.note_safe_point(True, 3)
+    to.note_safe_point(False, 9)  # no event between two of them
+    to.note("sent", 1, 7000, 24)
+    assert not list(read_recording(tmp_path).ranks[0].events())
+    to.note_safe_point(True, 4)  # what was sent is known now, even if this rank is killed
+    expected = [
+        ("safe_point", (True, 2, 7)),
+        ("step", (0, 0, 0.5)),
+        ("safe_point", (False, 0, 8)),
+        ("received", (1, 7000, 24)),
+        ("safe_point", (True, 3)),
+        ("safe_point", (False, 0, 9)),
+        ("sent", (1, 7000, 24)),
+        ("safe_point", (True, 4)),
+    ]
+    assert [(event.kind, event.fields) for event in read_recording(tmp_path).ranks[0].events()] == expected
+    to.note_safe_point(False, 9)
+    to.note_safe_point(True, 5)
+    to.close()
+    last = list(read_recording(tmp_path).ranks[0].events())[-1]
+    assert (last.kind, last.fields) == ("safe_point", (True, 5, 9)), "the end of a file waits for no event"
+
+
 def test_a_file_is_one_stream_of_messagepack(tmp_path: Path) -> None:
     """As the module's text says: anybody can read it."""
     recorded(tmp_path)
