@@ -155,7 +155,9 @@ FORKED = """
 
     def listens(pid, path):
         bound = f"{path}~"  # it is renamed once it listens, and the kernel keeps the first name
-        [inode] = [line.split()[6] for line in open("/proc/net/unix") if line.rstrip().endswith(bound)]
+        known = [line.split() for line in open("/proc/net/unix") if line.rstrip().endswith(bound)]
+        # Of another test that looks for jobs there may be a connection, which has the same name, and does not listen.
+        [inode] = [inode for _, _, _, flags, _, _, inode, _ in known if int(flags, 16) & 1 << 16]
         links = [os.path.realpath(each) for each in pathlib.Path(f"/proc/{pid}/fd").iterdir()]
         return any(link.endswith(f"socket:[{inode}]") for link in links)
 
