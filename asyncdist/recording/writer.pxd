@@ -23,8 +23,9 @@ cdef class RecordWriter:
     cdef Py_ssize_t _turn_count
     cdef bint _has_sent
 
-    @cython.locals(block=bytearray, code=Py_ssize_t, begin=Py_ssize_t, is_block_full=bint)
+    @cython.locals(block=bytearray, code=Py_ssize_t, begin=Py_ssize_t)
     cpdef object add(self, double time_s, object kind, tuple fields)
+    cdef bint _is_block_due(self, double time_s) except -1
     cpdef object note_safe_point(self, bint has_ended, Py_ssize_t number)
     @cython.locals(block=bytearray, turn_count=Py_ssize_t)
     cdef object _add_safe_point(self, double time_s)

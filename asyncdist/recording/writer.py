@@ -205,9 +205,11 @@ class RecordWriter:
         except UnicodeEncodeError:  # the name of a file in an error's text, for example
             del block[begin:]  # what was encoded of it
             _encode_into((code, int((time_s - self._block_began_at) * 1e6), *_readable_fields(fields)), block, -1)
-        is_block_full = len(block) >= _BLOCK_NBYTES or time_s - self._block_began_at >= _BLOCK_AGE_S
-        if is_block_full or (self._has_sent and code in (_STEP, _POLICY)):
+        if self._is_block_due(time_s) or (self._has_sent and code in (_STEP, _POLICY)):
             self.flush()
+
+    def _is_block_due(self, time_s: float) -> bool:
+        return len(self._block) >= _BLOCK_NBYTES or time_s - self._block_began_at >= _BLOCK_AGE_S
 
     def note(self, kind: str, *fields: Field) -> None:
         """Write an event down that happens now."""
@@ -221,13 +223,18 @@ class RecordWriter:
                 of this one is known even if it is killed now.
             number: of the beginning, how many waits had ended; of the end, how many passes and yields were made.
         """
+        if self._is_over:
+            return
         if has_ended:
             self._turn_count = number
             if self._has_sent:
                 self.flush()
             return
-        if self._turn_count >= 0:
-            self._add_safe_point(self._clock())
+        if self._turn_count >= 0:  # there was no event since: safe points alone
+            time_s = self._clock()
+            self._add_safe_point(time_s)
+            if self._is_block_due(time_s):
+                self.flush()
         self._is_at_safe_point, self._woken_count = True, number
 
     def _add_safe_point(self, time_s: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,54 @@ def test_alone_it_trains_and_says_once_that_nothing_is_averaged(library: str, tm
     ended = torchrun.run_jobs([([sys.executable, str(SCRIPT), library, str(tmp_path)], {})], 100.0).check()
     assert ended.stderr.count("trains alone") == 1, ended.stderr
     assert ended.reports[0]["weights"] == [0.0] * 4
+
+
+LIGHTNING_STEPS = """
+    import types
+    import lightning.pytorch as pl
+    import torch
+    from asyncdist.integrations import lightning
+
+    class Module(pl.LightningModule):
+        def __init__(self, each):
+            super().__init__()
+            self.net, self.each = torch.nn.Linear(2, 1), each
+            self.automatic_optimization = not each
+
+        def training_step(self, batch, index):
+            loss = self.net(batch[0]).sum()
+            if self.each and index % self.each == self.each - 1:
+                self.manual_backward(loss)
+                self.optimizers().step()
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    class Count(pl.Callback):
+        def on_train_end(self, trainer, module):
+            print("steps", averaging.policy.iteration, trainer.global_step)
+
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(6, 2)))
+    for each, accumulated, found in (0, 2, True), (3, 1, True), (0, 2, False):
+        if not found:  # as in a version of Lightning that counts elsewhere
+            steps_of = lightning._steps_of
+            lightning._steps_of = lambda trainer: steps_of(types.SimpleNamespace(global_step=trainer.global_step))
+            lightning._GlobalStep.completed = property(lambda steps: trainer.global_step)
+        averaging = lightning.SelectiveAveraging(100)
+        trainer = pl.Trainer(max_epochs=1, accelerator="cpu", accumulate_grad_batches=accumulated, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, callbacks=[averaging, Count()])
+        trainer.fit(Module(each), data)
+"""
+
+
+@pytest.mark.mpi
+def test_a_step_of_lightnings_optimizer_is_a_step_of_the_policy(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(textwrap.dedent(LIGHTNING_STEPS))
+    ended = torchrun.run_jobs([([sys.executable, str(script)], {})], 100.0).check()
+    told = [line for line in ended.stdout.splitlines() if line.startswith("steps")]
+    assert told == ["steps 3 3", "steps 2 2", "steps 3 3"], ended.output()
 
 
 def test_simulated(tmp_path: Path) -> None:

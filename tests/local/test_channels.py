@@ -145,7 +145,7 @@ async def test_reserved_tags_are_refused_and_say_for_what(pair: list[World], tag
 
 async def test_every_tag_that_is_not_reserved_can_be_had(pair: list[World]) -> None:
     for tag in (0, 7000, tags.BULK_LAST + 1, 32767):
-        pair[0].channel(Number, tag=tag)
+        assert pair[0].channel(Number, tag=tag).demultiplexer.tag == tag
 
 
 async def test_two_owners_of_one_tag_collide_by_name(pair: list[World]) -> None:

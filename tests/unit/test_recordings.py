@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import tracemalloc
 from pathlib import Path
 
 import msgpack
@@ -81,6 +82,27 @@ def test_safe_points_are_written_in_their_order_with_the_next_event(tmp_path: Pa
     to.close()
     last = list(read_recording(tmp_path).ranks[0].events())[-1]
     assert (last.kind, last.fields) == ("safe_point", (True, 5, 9)), "the end of a file waits for no event"
+
+
+def test_safe_points_alone_fill_blocks_and_after_the_end_nothing_is_kept(tmp_path: Path) -> None:
+    to = RecordWriter(RecordOptions(tmp_path, limit_nbytes=100_000), Clock(), 0)
+    to.open(header())
+
+    def pass_safe_points(count: int) -> None:
+        for _ in range(count):
+            to.note_safe_point(False, 0)
+            to.note_safe_point(True, 1)
+
+    pass_safe_points(10_000)
+    assert len(list(read_recording(tmp_path).ranks[0].events())) > 1_000, "they wait for no other event"
+    pass_safe_points(20_000)
+    assert not to.is_recording, "the limit is reached"
+    tracemalloc.start()
+    try:
+        pass_safe_points(20_000)
+        assert tracemalloc.get_traced_memory()[0] < 10_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_file_is_one_stream_of_messagepack(tmp_path: Path) -> None:

@@ -282,8 +282,8 @@ def _check_applied(seconds: Sequence[float], replacer_count: int) -> None:
     assert applied_count == replacer_count, f"{applied_count} of {replacer_count} replacers have applied an average"
 
 
-def rows(results: Results) -> list[Row]:
-    """The table."""
+def _size_rows(results: Results) -> list[Row]:
+    """What a round moves, and takes, by the number of ranks and the route."""
     found = []
     for size, by_route in _by_size(results).items():
         for route, figures in by_route.items():
@@ -313,6 +313,12 @@ def rows(results: Results) -> list[Row]:
                 seconds = f"{figures['seconds']:.3f} s"
                 against = f"{figures['seconds'] / MODEL_S:.1f} models"
                 found.append(Row(f"{size} ranks, {route}: seconds of a round", seconds, against, *target))
+    return found
+
+
+def rows(results: Results) -> list[Row]:
+    """The table."""
+    found = _size_rows(results)
     large = results["population"]
     name = f"population of {large['ranks']}, small model, {large['rounds']} rounds"
     for figures in results["islands"].values():
