@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._inductor import config as inductor
 
 import asyncdist as ad
 from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy, AverageApplied, PolicyEvent
@@ -47,11 +48,7 @@ def test_a_part_of_the_own_weights_is_kept_as_on_the_host() -> None:
 @pytest.mark.parametrize(
     "is_compiled", [False, pytest.param(True, marks=pytest.mark.workers)], ids=["plain", "compiled"]
 )
-def test_mixed_precision_with_a_scaler_goes_on_after_an_average(
-    monkeypatch: pytest.MonkeyPatch, state: str, is_compiled: bool
-) -> None:
-    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)  # no pool of processes, which would stay
-
+def test_mixed_precision_with_a_scaler_goes_on_after_an_average(state: str, is_compiled: bool) -> None:
     async def main(world: ad.World) -> int:
         torch.manual_seed(world.rank)
         model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1)).to(world.device)
@@ -77,7 +74,8 @@ def test_mixed_precision_with_a_scaler_goes_on_after_an_average(
         assert last < first
         return policy.statistics().replacement_count
 
-    assert sum(ad.run_local(main, ranks=4, strict=True)) >= 1
+    with inductor.patch(compile_threads=1):  # no pool of processes, which would stay
+        assert sum(ad.run_local(main, ranks=4, strict=True)) >= 1
 
 
 def test_everybody_takes_the_mean_of_all() -> None:
