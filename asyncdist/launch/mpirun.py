@@ -34,6 +34,11 @@ ROOT_VARIABLES: Final = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFI
 #: For a job that leaves its host nowhere: Open MPI's transfers over libfabric, whose look for devices takes a second of
 #: each start, reach nobody there.
 _ON_ONE_HOST: Final[Mapping[str, Mapping[str, str]]] = {"openmpi": {"OMPI_MCA_btl": "^ofi"}, "mpich": {}}
+#: Within an allocation Open MPI would take hosts and their slots from it, and start its daemons by srun, whatever hosts
+#: and ranks it is given. The first two are for version 5, the others for those before.
+_BESIDE_SLURM: Final[Mapping[str, str]] = dict.fromkeys(
+    ("PRTE_MCA_ras", "PRTE_MCA_plm", "OMPI_MCA_ras", "OMPI_MCA_plm"), "^slurm"
+)
 #: The descriptor on which a rank of a job that survives losses says that MPI has started.
 _STARTED: Final = 199
 # Debian installs both side by side under the longer names.
@@ -354,6 +359,8 @@ def build_environment(
         settings["OMPI_MCA_osc"] = "^ucx"  # the wheel's prints an error whenever a window is made
         if os.geteuid() == 0:
             settings |= dict.fromkeys(ROOT_VARIABLES, "1")
+        if "SLURM_JOB_ID" in environ:
+            settings |= _BESIDE_SLURM
     elif ranks > cores:  # yield the core while polling
         settings |= {
             "MPIR_CVAR_POLLS_BEFORE_YIELD": "1",

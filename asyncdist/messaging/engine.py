@@ -321,26 +321,32 @@ class Engine(Poller):
         Returns:
             Whether it holds; False when the deadline has passed.
         """
-        drained = False
-        while not condition():
-            if deadline is not None and self.loop.time() >= deadline:
-                if drained:
-                    if self.on_deadline is not None:
-                        self.on_deadline(str(what))
-                    return False
-                await self.drain()
-                drained = True
-                continue
-            waiter = self._new_waiter()
-            self._conditions[waiter] = condition
-            timer = self.loop.call_at(deadline, resolve_waiter, waiter, None) if deadline is not None else None
-            try:
-                await self.park(waiter, what, is_of_request=is_of_request)
-            finally:
-                del self._conditions[waiter]
-                if timer is not None:
-                    timer.cancel()
-        return True
+        drained = has_waited = False
+        try:
+            while not condition():
+                has_waited = True
+                if deadline is not None and self.loop.time() >= deadline:
+                    if drained:
+                        if self.on_deadline is not None:
+                            self.on_deadline(str(what))
+                        return False
+                    await self.drain()
+                    drained = True
+                    continue
+                waiter = self._new_waiter()
+                self._conditions[waiter] = condition
+                timer = self.loop.call_at(deadline, resolve_waiter, waiter, None) if deadline is not None else None
+                try:
+                    await self.park(waiter, what, is_of_request=is_of_request or deadline is not None)
+                finally:
+                    del self._conditions[waiter]
+                    if timer is not None:
+                        timer.cancel()
+            return True
+        finally:
+            # With a deadline the wait ends here: where that has woken the task, what comes in decides what ends it.
+            if has_waited and deadline is not None:
+                self._note_woken(not is_of_request)
 
     async def park_until(
         self, waiter: asyncio.Future[None], is_ready: Callable[[], bool], what: str, deadline: float
@@ -358,17 +364,18 @@ class Engine(Poller):
         """
         timer = self.loop.call_at(deadline, resolve_waiter, waiter, None)
         try:
-            await self.park(waiter, what)
+            await self.park(waiter, what, is_of_request=True)
+            if is_ready() or self.loop.time() < deadline:
+                return True
+            await self.drain()
+            if is_ready():
+                return True
+            if self.on_deadline is not None:
+                self.on_deadline(str(what))
+            return False
         finally:
             timer.cancel()
-        if is_ready() or self.loop.time() < deadline:
-            return True
-        await self.drain()
-        if is_ready():
-            return True
-        if self.on_deadline is not None:
-            self.on_deadline(str(what))
-        return False
+            self._note_woken(True)  # as in until
 
     async def park(self, waiter: asyncio.Future[None], what: str = "a wake-up", *, is_of_request: bool = False) -> None:
         """Wait for ``waiter``, which a pass will settle; the driver polls as often as it can meanwhile.

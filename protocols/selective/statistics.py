@@ -197,6 +197,7 @@ class SelectiveStatistics:
             rows.append(("coordinator", f"rank {self.coordinator_rank}"))
         if self.coordinator is not None:
             rows.append(("rounds decided here", self.coordinator.rounds_decided))
+            rows += [(f"by the {route} route", count) for route, count in self.coordinator.routes.items() if count]
             rows += [
                 (f"straggler: rank {late.rank}", f"decision {late.decision}") for late in self.coordinator.stragglers
             ]

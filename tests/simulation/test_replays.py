@@ -465,6 +465,35 @@ def test_a_message_to_a_lost_rank_that_is_not_waited_for_is_refused_as_it_was(tm
     assert found == ["lost"] * 2
 
 
+def test_a_send_fails_as_it_did_by_a_loss_that_came_after_the_last_safe_point(tmp_path: Path) -> None:
+    found: list[str] = []
+
+    async def main(world: ad.World) -> None:
+        channel = world.channel(Word, tag=40)
+        if world.rank == 1:
+            await asyncio.sleep(1000.0)
+        await world.safe_point()
+        loop: Any = asyncio.get_running_loop()
+        await loop.be_busy(0.2)
+        try:
+            channel.send_nowait(Word(1), 1)
+        except ad.RankLostError:
+            found.append("lost")
+        else:
+            found.append("sent")
+        await world.sleep(0.1)
+
+    simulate(main, ranks=2, seed=1, record=tmp_path, faults=(Kill(1, at_s=0.05),))
+    of_rank_0 = read_recording(tmp_path).ranks[0]
+    events = list(of_rank_0.events())
+    loss = next(event for event in events if event.kind == "lost")
+    at = next(place for place, event in enumerate(events) if event.kind == "sent")
+    rest = [event for event in events[at:] if event is not loss]
+    keep_events(of_rank_0, lambda event: False, *events[:at], loss._replace(time_s=events[at].time_s), *rest)
+    replay(main, recording=read_recording(tmp_path))
+    assert found == ["lost"] * 2
+
+
 def test_a_message_that_came_right_before_a_safe_point_wakes_its_task_within_that(tmp_path: Path) -> None:
     """In the replay it is there before, while user code still waits for something else."""
     places: list[str] = []

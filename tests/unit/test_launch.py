@@ -412,6 +412,12 @@ def test_ranks_get_a_share_of_the_cores_and_the_users_settings_win() -> None:
     assert environment["OMP_NUM_THREADS"] == "3"
 
 
+def test_open_mpi_takes_hosts_and_slots_as_given_within_an_allocation() -> None:
+    assert "PRTE_MCA_ras" not in mpirun.build_environment("openmpi", {}, ranks=4, threads=None, cores=8)
+    environment = mpirun.build_environment("openmpi", {"SLURM_JOB_ID": "7"}, ranks=4, threads=None, cores=8)
+    assert environment["PRTE_MCA_ras"] == environment["PRTE_MCA_plm"] == "^slurm"
+
+
 def test_mpich_yields_only_when_there_are_more_ranks_than_cores() -> None:
     assert "MPIR_CVAR_POLLS_BEFORE_YIELD" in mpirun.build_environment("mpich", {}, ranks=4, threads=None, cores=2)
     assert "MPIR_CVAR_POLLS_BEFORE_YIELD" not in mpirun.build_environment("mpich", {}, ranks=2, threads=None, cores=2)

@@ -350,9 +350,9 @@ MUTANTS: Final = (
         "deadline",
         "waiting for a condition has no timer: the deadline is judged when something else happens",
         "asyncdist/messaging/engine.py",
-        "            timer = self.loop.call_at(deadline, resolve_waiter, waiter, None) "
+        "                timer = self.loop.call_at(deadline, resolve_waiter, waiter, None) "
         "if deadline is not None else None\n",
-        "            timer = None\n",
+        "                timer = None\n",
         ABSENT,
     ),
     Mutant(

@@ -61,11 +61,11 @@ class Admission:
 
     def next_key(self, source: int, tag: int) -> Key | None:
         """Return the source and tag of the message that a receive may take now; None for none."""
-        if tag not in self._log.tags or (self._agenda.is_done and self._log.is_over):
-            return self._mailbox.first(source, tag)
         for key in self._permitted:
             if _fits(key, source, tag):
                 return key if self._mailbox.count(key) else None
+        if tag not in self._log.tags or (self._agenda.is_done and self._log.is_over):
+            return self._mailbox.first(source, tag)
         for key, count in self._early.items():
             if count and _fits(key, source, tag) and self._mailbox.count(key):
                 return key

@@ -213,8 +213,6 @@ class Agenda:
         """
         if not isinstance(sight, Taken) and not self.is_possible(sight):
             return False  # this rank has to do something for it, and not another one
-        if isinstance(sight, Passed):  # the wait that ends by it was counted before
-            ending_count += 1
         return sight.woken_count <= self._engine.woken_count + ending_count and sight.sent_count <= self._sent_count
 
     def must_be_there(self, sight: Sight, ending_count: int = 0) -> bool:

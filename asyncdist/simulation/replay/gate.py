@@ -151,6 +151,11 @@ class Gate:
         if not self.agenda.is_open or self.agenda.is_done or tag not in self._log.tags:
             self._ring()
 
+    def see_losses(self) -> None:
+        """See the losses that the rank saw before the send that comes now, which may fail by them."""
+        while isinstance(sight := self.agenda.next(), Lost) and self.agenda.is_open and self.agenda.is_due(sight):
+            self._show(sight)
+
     def note_sent(self, tag: int) -> None:
         """Count a message that the rank sends: what it sees next may have its place after that."""
         self.agenda.note_sent(tag)

@@ -130,8 +130,8 @@ class Deadlines:
         return any(each.what == what for each in self._waiting)
 
     def expire(self, what: str) -> None:
-        """Let the time of the task be over that has waited for this first."""
-        self._expire(next(each for each in self._waiting if each.what == what))
+        """Let the time be over that was to be over first, of those of tasks that wait for this."""
+        self._expire(min((each for each in self._waiting if each.what == what), key=lambda each: each.when_s))
 
     def release(self) -> None:
         """Let those that are left be over by the virtual clock, since all that was recorded has happened."""

@@ -56,6 +56,7 @@ class ReplayTransport(Transport):
     # -- messages ---------------------------------------------------------------------------------------------------
 
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
+        self._gate.see_losses()
         if dest in self._own.lost:
             self._gate.note_sent(tag)
             return _SentToLost(dest)

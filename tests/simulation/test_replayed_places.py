@@ -1,0 +1,64 @@
+"""In which order a replay lets come what came to a rank: what records tell of it, and what is chosen by them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict, deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import asyncdist as ad
+from asyncdist.simulation.replay.admission import Admission
+from asyncdist.simulation.replay.log import RankLog
+from asyncdist.simulation.replay.mailbox import Mailbox
+from asyncdist.simulation.replay.timers import Deadlines
+from asyncdist.transports.base import ANY_SOURCE
+
+
+@pytest.mark.parametrize("after_s", [-1.0, 0.01])
+def test_a_wait_that_its_deadline_wakes_ends_after_what_came_in_meanwhile(after_s: float) -> None:
+    """So what is written down of that has its place before the end of the wait, as it has in a replay."""
+
+    async def main(world: ad.World) -> tuple[bool, int, int]:
+        engine = world.services.engine
+        drain, came, counts = engine.drain, asyncio.Event(), []
+
+        async def drain_and_hear() -> None:
+            await drain()
+            counts.append(engine.woken_count)
+            came.set()
+
+        replaced: Any = engine
+        replaced.drain, engine.woken_count = drain_and_hear, 0
+        holds = await engine.until(came.is_set, deadline=engine.loop.time() + after_s)
+        return holds, *counts, engine.woken_count
+
+    assert ad.run_local(main, ranks=1) == [(True, 0, 1)]
+
+
+def test_of_two_deadlines_of_one_name_the_earlier_one_passes() -> None:
+    """Two policies of one class have such."""
+    passed: list[str] = []
+    loop: Any = None
+    deadlines = Deadlines(loop)
+    with (
+        deadlines.waiting("reports", 2.0, lambda: passed.append("later")),
+        deadlines.waiting("reports", 1.0, lambda: passed.append("earlier")),
+    ):
+        deadlines.expire("reports")
+        deadlines.expire("reports")
+    assert passed == ["earlier", "later"]
+
+
+def test_what_a_rank_is_shown_last_comes_in_the_order_in_which_it_came() -> None:
+    """There is nothing more to see then, but others have sent in another order."""
+    log = RankLog(deque(), Counter(), defaultdict(deque), defaultdict(deque), frozenset({40}), True, "", False)
+    mailbox = Mailbox()
+    agenda: Any = SimpleNamespace(is_done=True, is_open=True)
+    admission = Admission(log, mailbox, agenda, lambda: None, lambda: None)
+    mailbox.put(1, 40, b"1")
+    mailbox.put(0, 40, b"0")
+    admission.permit([(0, 40), (1, 40)])
+    assert admission.next_key(ANY_SOURCE, 40) == (0, 40)
