@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import math
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -374,6 +375,10 @@ def _main(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def _init(flavour: str, path: Path) -> int:
     text = resources.files("asyncdist.starters").joinpath(f"{flavour}.py").read_text(encoding="utf-8")
+    if path.stem in re.findall(r"^(?:from|import) (\w+)", text, re.MULTILINE):
+        hidden = "the script imports a module of this name, which it would hide; name another file"
+        print(f"asyncdist init: {str(path)!r}: {hidden}", file=sys.stderr)
+        return 2
     for name in ("train.py", "gossip.py"):  # as it is called in what its head says of how to start it
         text = text.replace(f" {name} ", f" {path} ").replace(f" {name}\n", f" {path}\n")
     try:

@@ -95,11 +95,11 @@ def refuse_inside_a_world() -> None:
     """Raise LocalProtocolError where the code of a rank would open a second world."""
     here = _current_world.get(None)
     if here is not None and here.is_open and here.process_id == os.getpid():  # a forked child is no rank
-        lasting = " until the process ends (in a notebook: restart the kernel)" if here is _world_of_process else ""
-        raise LocalProtocolError(
-            f"a world is open here already{lasting}, {here!r}: use that one, as asyncdist.current_world() returns it",
-            rank=here.rank,
-        )
+        lasting, way_out = "", "use that one, as asyncdist.current_world() returns it"
+        if here is _world_of_process:
+            lasting = " until the process ends"
+            way_out += ", or, for another one, another process (in a notebook: restart the kernel)"
+        raise LocalProtocolError(f"a world is open here already{lasting}, {here!r}: {way_out}", rank=here.rank)
 
 
 class World:

@@ -57,3 +57,10 @@ def test_what_is_there_stays(tmp_path: Path) -> None:
     assert ended.returncode == 2 and "'plain', 'lightning', 'transformers', 'protocol'" in ended.stderr
     ended = asyncdist(tmp_path, "init", "plain", "nowhere/train.py")
     assert ended.returncode == 2 and "No such file" in ended.stderr
+
+
+@pytest.mark.parametrize("name", ["lightning.py", "torch.py", "asyncdist.py"])
+def test_no_script_hides_a_module_that_it_imports(tmp_path: Path, name: str) -> None:
+    ended = asyncdist(tmp_path, "init", "lightning", name)
+    assert ended.returncode == 2 and f"'{name}': the script imports a module of this name" in ended.stderr
+    assert not list(tmp_path.iterdir())

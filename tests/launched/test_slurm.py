@@ -81,6 +81,16 @@ def test_worlds_of_one_rank_name_the_plugin_and_what_there_is(program: list[str]
     assert {"none", "pmi2"} <= set(offered)
 
 
+@pytest.mark.mpi
+def test_asyncdist_run_starts_as_many_ranks_as_it_is_told_within_an_allocation(tmp_path: Path) -> None:
+    """Open MPI would start one for each task of the allocation, on its nodes."""
+    mpi.require_mpi()
+    (tmp_path / "train.py").write_text(TRAIN)
+    words = ["srun", "-n", "1", sys.executable, "-m", "asyncdist", "run", "-n", "3", str(tmp_path / "train.py")]
+    reports = slurm.run(1, words).check().reports
+    assert {rank: report[:2] for rank, report in reports.items()} == {rank: ["mpi", 3] for rank in range(3)}
+
+
 def test_two_steps_at_once_do_not_meet(program: list[str]) -> None:
     """Each is told a port of its own."""
     step = f"srun -n 2 -N 1 --overlap {shlex.join(program)}"

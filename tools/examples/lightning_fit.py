@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
+import asyncdist as ad
 from asyncdist.integrations.lightning import SelectiveAveraging
 
 
@@ -24,7 +25,10 @@ class Module(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
+torch.manual_seed(0)  # the same data and first weights on all ranks
 data = DataLoader(TensorDataset(torch.randn(512, 8)), batch_size=16, shuffle=True)
-trainer = Trainer(max_epochs=2, devices=1, callbacks=[SelectiveAveraging(average_every=20)])
-trainer.fit(Module(), data)
+module, averaging = Module(), SelectiveAveraging(average_every=20)
+ad.seed_all(0)  # from here on each rank draws its own numbers
+trainer = Trainer(max_epochs=2, devices=1, callbacks=[averaging])
+trainer.fit(module, data)
 print("trained")
