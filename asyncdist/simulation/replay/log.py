@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ DECISIONS: Final = frozenset(
     }
 )
 #: The errors with which a signal ends a main.
-_SIGNALS: Final = ("SystemExit: 1", "KeyboardInterrupt")
+_SIGNALS: Final = (f"SystemExit: {128 + signal.SIGTERM}", "KeyboardInterrupt")
 #: A message, by its source and tag.
 Key: TypeAlias = tuple[int, int]
 
