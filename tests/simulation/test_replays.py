@@ -444,6 +444,14 @@ def test_a_send_to_a_lost_rank_fails_as_it_did(tmp_path: Path) -> None:
     assert "lost" in results and "sent" not in results
 
 
+def how_a_send_ends(channel: ad.Channel[Word], dest: int) -> str:
+    try:
+        channel.send_nowait(Word(1), dest)
+    except ad.RankLostError:
+        return "lost"
+    return "sent"
+
+
 def test_a_message_to_a_lost_rank_that_is_not_waited_for_is_refused_as_it_was(tmp_path: Path) -> None:
     found: list[str] = []
 
@@ -452,12 +460,7 @@ def test_a_message_to_a_lost_rank_that_is_not_waited_for_is_refused_as_it_was(tm
         while 1 not in world.services.gone:
             await world.safe_point()
             await world.sleep(0.01)
-        try:
-            channel.send_nowait(Word(1), 1)
-        except ad.RankLostError:
-            found.append("lost")
-        else:
-            found.append("sent")
+        found.append(how_a_send_ends(channel, 1))
 
     simulate(main, ranks=2, seed=1, record=tmp_path, faults=(Kill(1, at_s=0.05),))
     assert found == ["lost"]
@@ -475,12 +478,7 @@ def test_a_send_fails_as_it_did_by_a_loss_that_came_after_the_last_safe_point(tm
         await world.safe_point()
         loop: Any = asyncio.get_running_loop()
         await loop.be_busy(0.2)
-        try:
-            channel.send_nowait(Word(1), 1)
-        except ad.RankLostError:
-            found.append("lost")
-        else:
-            found.append("sent")
+        found.append(how_a_send_ends(channel, 1))
         await world.sleep(0.1)
 
     simulate(main, ranks=2, seed=1, record=tmp_path, faults=(Kill(1, at_s=0.05),))
