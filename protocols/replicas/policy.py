@@ -121,7 +121,7 @@ class ReplicaAveragingPolicy(SpawnPolicy):
         self.swap_every = _largest_divisor(average_every) if swap_every is None else swap_every
         if swap_every is not None and average_every % validation.count("swap_every", swap_every):
             validation.refuse("swap_every", swap_every, f"a divisor of average_every, which is {average_every}")
-        for refused in ("islands", "island_size", "coordinator", "successors"):
+        for refused in ("islands", "island_size", "migrate_every", "migration", "coordinator", "successors"):
             if options.get(refused):
                 validation.refuse(refused, options[refused], "none where replicas are averaged")
         self.is_sharded = self._holds_shards()

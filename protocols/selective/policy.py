@@ -107,8 +107,9 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         islands, island_size: divides the ranks, host by host, into so many populations, or those of so many ranks (some
             dozens are best), with a coordinator each: of equal size always, and 2 ranks or more.
         migrate_every: after so many decisions in an island its best rank is one more donor of a round in another
-            island, if it is better there than those that are replaced. It stays where it is, and goes on.
-        migration: that is the next island (``"ring"``), or one drawn at random (``"random"``).
+            island, if it is better there than those that are replaced. It stays where it is, and goes on. 10 by
+            default.
+        migration: that is the next island (``"ring"``, the default), or one drawn at random (``"random"``).
         drain_timeout_s: how long leaving waits for streams under way.
         start_timeout_s: how long the start waits for the last member.
         coordinator: the rank that runs :func:`protocols.coordinate`; the group's first member by default.
@@ -146,8 +147,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         route: Literal["auto", "direct", "sharded"] = "auto",
         islands: int | None = None,
         island_size: int | None = None,
-        migrate_every: int = 10,
-        migration: Literal["ring", "random"] = "ring",
+        migrate_every: int | None = None,
+        migration: Literal["ring", "random"] | None = None,
         drain_timeout_s: float = 10.0,
         start_timeout_s: float = 60.0,
         coordinator: int | None = None,
@@ -181,7 +182,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             max_report_age_s=max_report_age_s,
             round_timeout_s=round_timeout_s,
             route=route,
-            migrate_every=self._islands.migrate_every if self._islands.are_on else 0,
+            migrate_every=self._islands.migrate_every or 0,
         )
         self._averaging = AveragingOptions(
             averaging_strategy=averaging_strategy,

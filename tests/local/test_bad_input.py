@@ -55,6 +55,8 @@ from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy, OneSidedS
         ({"islands": 2, "island_size": 4}, ["islands is 2 and island_size is 4", "one of them"]),
         ({"islands": 2, "migrate_every": 0}, ["migrate_every is 0", "1 or more"]),
         ({"islands": 2, "migration": "star"}, ["migration is 'star'", "'ring', 'random'"]),
+        ({"migrate_every": 10}, ["migrate_every is 10; allowed: none without islands or island_size"]),
+        ({"migration": "ring"}, ["migration is 'ring'; allowed: none without islands or island_size"]),
         ({"islands": 2, "coordinator": 0}, ["coordinator is 0", "none beside islands"]),
         ({"island_size": 2, "successors": [1]}, ["successors is [1]", "none beside islands"]),
         (

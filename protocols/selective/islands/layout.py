@@ -21,17 +21,18 @@ class IslandOptions:
     Args:
         islands: How many; None to tell by `island_size`, or for no islands.
         island_size: The ranks of each.
-        migrate_every: Decisions of an island's coordinator from one emigrant to the next.
-        migration: One of `TOPOLOGIES`.
+        migrate_every: Decisions of an island's coordinator from one emigrant to the next; 10 by default, and None
+            without islands.
+        migration: One of `TOPOLOGIES`, by default the first of them; None without islands.
 
     Raises:
-        ValueError: An option is out of range, or both numbers are given.
+        ValueError: An option is out of range, both numbers are given, or neither is and something is said of migration.
     """
 
     islands: int | None = None
     island_size: int | None = None
-    migrate_every: int = 10
-    migration: str = "ring"
+    migrate_every: int | None = None
+    migration: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse what is wrong on any number of ranks."""
@@ -39,9 +40,15 @@ class IslandOptions:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, validation.count(name, value, least=least, besides=", or None"))
-        object.__setattr__(self, "migrate_every", validation.count("migrate_every", self.migrate_every))
-        if self.migration not in TOPOLOGIES:
+        if self.migrate_every is not None:
+            object.__setattr__(self, "migrate_every", validation.count("migrate_every", self.migrate_every))
+        if self.migration not in (None, *TOPOLOGIES):
             validation.refuse("migration", self.migration, ", ".join(map(repr, TOPOLOGIES)))
+        for name, default in (("migrate_every", 10), ("migration", TOPOLOGIES[0])):
+            value = getattr(self, name)
+            if value is not None and not self.are_on:
+                validation.refuse(name, value, "none without islands or island_size, as there is nowhere to migrate to")
+            object.__setattr__(self, name, default if value is None and self.are_on else value)
         if self.islands is not None and self.island_size is not None:
             raise ValueError(
                 f"islands is {self.islands} and island_size is {self.island_size}; allowed: one of them, "
