@@ -65,6 +65,12 @@ def _seconds(text: str) -> float:
     return number
 
 
+def _folder(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("'' names no folder; allowed: a folder, which is made if it is not there")
+    return text
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="asyncdist",
@@ -190,7 +196,10 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
         ),
     )
     run.add_argument(
-        "--record", metavar="DIR", help="write down there what each rank does; see record in asyncdist.run"
+        "--record",
+        type=_folder,
+        metavar="DIR",
+        help="write down there what each rank does; see record in asyncdist.run",
     )
     run.add_argument(
         "--metrics",
@@ -233,6 +242,7 @@ def _add_sim(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     sim.add_argument(
         "--record",
+        type=_folder,
         metavar="DIR",
         help="write down there what each rank does, for asyncdist report; with --explore what it does in the seed that "
         "fails",
@@ -402,7 +412,7 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     hosts, ssh = _hosts(options)
     environ = environment.environment()
     try:
-        named = options.transport or ("torch" if options.join is not None else None)
+        named = "torch" if options.transport is None and options.join is not None else options.transport
         transport, backend, environ = environment.choose_transport(named, environ)
         if backend != environment.TORCH_BACKEND:
             from asyncdist.transports import select  # imports torch, to say what is wrong
@@ -496,7 +506,7 @@ def _hosts(options: argparse.Namespace) -> tuple[list[remote_hosts.Host], list[s
         if getattr(options, name) is not None:
             raise local_host.LaunchError(f"--{name} is for the ranks of this host, not for --hosts")
     hosts = remote_hosts.place_ranks(remote_hosts.parse_hosts(options.hosts), options.ranks)
-    return hosts, remote_hosts.split_ssh(options.ssh or remote_hosts.SSH)
+    return hosts, remote_hosts.split_ssh(remote_hosts.SSH if options.ssh is None else options.ssh)
 
 
 def _check_newcomers(transport: str, backend: str, options: argparse.Namespace) -> None:

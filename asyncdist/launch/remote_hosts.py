@@ -120,16 +120,16 @@ def split_ssh(command: str) -> list[str]:
     """Return the words of ``--ssh``.
 
     Raises:
-        local_host.LaunchError: its program is not there.
+        local_host.LaunchError: it names no program, or one that is not there.
     """
     try:
         words = shlex.split(command)
     except ValueError as error:
         raise local_host.LaunchError(f"--ssh {command!r}: {error}") from error
     if not words or shutil.which(words[0]) is None:
+        lacking = f"there is no program {words[0]!r}" if words else "no program is named"
         raise local_host.LaunchError(
-            f"--ssh {command!r}: there is no program {words[0] if words else ''!r}; allowed is a command that takes a "
-            "host and a command line, as ssh does"
+            f"--ssh {command!r}: {lacking}; allowed is a command that takes a host and a command line, as ssh does"
         )
     return words
 

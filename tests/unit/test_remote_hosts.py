@@ -48,7 +48,12 @@ def test_too_few_slots_are_counted() -> None:
 
 @pytest.mark.parametrize(
     ("command", "problem"),
-    [("no-such-ssh -x", "no program 'no-such-ssh'"), ("", "no program ''"), ("a 'b", "No closing")],
+    [
+        ("no-such-ssh -x", "no program 'no-such-ssh'"),
+        ("", "no program is named"),
+        (" ", "no program is"),
+        ("a 'b", "No closing"),
+    ],
 )
 def test_an_ssh_that_is_not_there_is_named(command: str, problem: str) -> None:
     with pytest.raises(local_host.LaunchError, match=re.escape(f"--ssh {command!r}: ") + f".*{problem}"):
@@ -111,6 +116,9 @@ def test_mpich_is_told_of_hosts_and_variables() -> None:
         (["--hosts", "a:2", "-n", "3"], "1 too few"),
         (["--hosts", "a:2", "--restarts", "1", "--transport", "torch"], "--restarts is for the ranks of this host"),
         (["--hosts", "a:2", "--ssh", "no-such-ssh"], "there is no program 'no-such-ssh'"),
+        (["--hosts", "a:2", "--ssh", ""], "--ssh '': no program is named; allowed is a command that takes a host"),
+        (["-n", "2", "--transport", ""], "--transport is ''; allowed are 'mpi', 'torch'"),
+        (["-n", "2", "--record", ""], "--record: '' names no folder; allowed: a folder"),
     ],
 )
 def test_a_wrong_command_line_is_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
