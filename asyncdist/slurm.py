@@ -42,6 +42,11 @@ def has_plugin(environ: Mapping[str, str]) -> bool:
     return environ.get("SLURM_MPI_TYPE", "none") != "none"
 
 
+def speaks_pmix(environ: Mapping[str, str]) -> bool:
+    """Return whether srun itself tells this task of the others by PMIx (``--mpi=pmix``)."""
+    return environ.get("PMIX_NAMESPACE", "").startswith("slurm.pmix")
+
+
 def is_sruns(source: str, environ: Mapping[str, str]) -> bool:
     """Return whether srun started the ranks that the variable ``source`` tells of.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -37,16 +38,13 @@ def check_world_size(
     if expected is None or expected == actual:
         return
     if slurm.is_sruns(source, environ):
-        offered = ", ".join(list_plugins())
-        offer = f"srun --mpi=list offers {offered}" if offered else "srun --mpi=list says what is there"
-        raise TransportError(
+        raise _wrong_plugin(
             f"srun started {expected} ranks, but the MPI library sees a world of {actual}: {_title(library)} does not "
-            "understand what srun tells it of the others. Start with "
-            f"{srun_for(library_flavour(library))} -n {expected} python script.py ({offer}), with "
-            f"ASYNCDIST_TRANSPORT=torch, which needs no plugin, or in the allocation with mpirun -n {expected} python "
-            "script.py",
-            expected=expected,
-            actual=actual,
+            "understand what srun tells it of the others",
+            expected,
+            actual,
+            library,
+            list_plugins,
         )
     raise _mismatch(
         f"the launcher started {expected} ranks, but the MPI library sees a world of {actual}",
@@ -56,14 +54,37 @@ def check_world_size(
     )
 
 
-def check_library(started: Launch, library: str) -> None:
-    """Refuse, before MPI_Init, a library that would end the process there: MPICH under Open MPI's mpirun.
+def check_library(
+    started: Launch,
+    library: str,
+    *,
+    environ: Mapping[str, str] = environment.VARIABLES,
+    list_plugins: Callable[[], Sequence[str]] = slurm.list_plugins,
+) -> None:
+    """Refuse, before MPI_Init, a library that would end the process there.
 
-    The other way round Open MPI makes worlds of one rank, which ``check_world_size`` finds.
+    That is MPICH under Open MPI's mpirun, and MPICH built without PMIx under ``srun --mpi=pmix``. The other way round
+    Open MPI makes worlds of one rank, which ``check_world_size`` finds.
+
+    Args:
+        started: How this process was started.
+        library: What the library says of itself: MPICH's text has the options that it was configured with.
+        environ: As ``check_world_size``.
+        list_plugins: As ``check_world_size``.
 
     Raises:
         TransportError: As ``check_world_size``.
     """
+    size = started.expected_size
+    if slurm.speaks_pmix(environ) and started.source == "PMIX_RANK" and _fails_with_pmix(library, size):
+        raise _wrong_plugin(
+            f"srun started {f'{size} ranks, and tells them' if size else '1 rank, and tells it'} of the job by PMIx "
+            f"(--mpi=pmix), but the MPI library ({_title(library)}) was built without PMIx",
+            size,
+            None,
+            library,
+            list_plugins,
+        )
     if started.source == "OMPI_COMM_WORLD_SIZE" and library_flavour(library) == "mpich":
         message = f"Open MPI's mpirun started {started.expected_size} ranks, but the MPI library is MPICH"
         raise _mismatch(message, started.expected_size, None, library)
@@ -97,6 +118,34 @@ def library_flavour(version: str) -> Flavour | None:
     if "Open MPI" in version:
         return "openmpi"
     return "mpich" if "MPICH" in version else None
+
+
+def _fails_with_pmix(library: str, size: int | None) -> bool:
+    """Return whether this is a library of MPICH whose configuration names no PMIx, which is not among its defaults.
+
+    Before version 5 one rank alone (``size`` None) could start all the same.
+    """
+    found = re.search(r"MPICH Version:\s*(\d+).*^MPICH configure:([^\n]*)", library, re.MULTILINE | re.DOTALL)
+    return found is not None and "pmix" not in found[2] and (size is not None or int(found[1]) >= 5)
+
+
+def _wrong_plugin(
+    message: str,
+    expected: int | None,
+    actual: int | None,
+    library: str,
+    list_plugins: Callable[[], Sequence[str]],
+) -> TransportError:
+    offered = ", ".join(list_plugins())
+    offer = f"srun --mpi=list offers {offered}" if offered else "srun --mpi=list says what is there"
+    size = expected or 1
+    return TransportError(
+        f"{message}. Start with {srun_for(library_flavour(library))} -n {size} python script.py ({offer}), with "
+        "ASYNCDIST_TRANSPORT=torch, which needs no plugin, or in the allocation with "
+        f"mpirun -n {size} python script.py",
+        expected=expected,
+        actual=actual,
+    )
 
 
 def _mismatch(message: str, expected: int | None, actual: int | None, library: str) -> TransportError:

@@ -82,6 +82,19 @@ def test_worlds_of_one_rank_name_the_plugin_and_what_there_is(program: list[str]
 
 
 @pytest.mark.mpi
+def test_mpich_under_the_plugin_of_open_mpi_is_told_which_one_is_its_own(program: list[str]) -> None:
+    """MPI_Init would abort there, in words of MPICH's own."""
+    mpi.require_mpi()
+    if mpi.flavour() != "mpich":
+        pytest.skip("Open MPI speaks PMIx")
+    require_plugin("pmix")
+    result = slurm.run(1, ["srun", "--mpi=pmix", "-n", "2", *program])
+    assert result.returncodes != (0,) and result.reports == {} and "Abort(" not in result.stderr
+    assert "srun started 2 ranks, and tells them of the job by PMIx (--mpi=pmix)" in result.stderr
+    assert "was built without PMIx. Start with srun --mpi=pmi2 -n 2 python script.py (" in result.stderr
+
+
+@pytest.mark.mpi
 def test_asyncdist_run_starts_as_many_ranks_as_it_is_told_within_an_allocation(tmp_path: Path) -> None:
     """Open MPI would start one for each task of the allocation, on its nodes."""
     mpi.require_mpi()

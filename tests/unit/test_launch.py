@@ -315,6 +315,55 @@ def test_mpich_under_open_mpis_mpirun_is_refused_before_it_can_abort() -> None:
     mpi_launchers.check_library(launch.detect(HYDRA), "MPICH Version: 5.0.2")
 
 
+MPICH = (
+    "MPICH Version:      {version}\nMPICH ABI:   18:2:6\nMPICH configure:    --with-device=ch4 {pmix}\nMPICH CC: cc\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("version", "tasks", "started", "way"),
+    [
+        ("5.0.2", {}, "srun started 2 ranks, and tells them", "srun --mpi=pmi2 -n 2 "),
+        ("4.1", {}, "srun started 2 ranks, and tells them", "srun --mpi=pmi2 -n 2 "),
+        (
+            "5.0.2",
+            {"SLURM_STEP_NUM_TASKS": "1", "PMIX_RANK": "0", "SLURM_PROCID": "0"},
+            "1 rank, and tells it",
+            "-n 1 ",
+        ),
+    ],
+)
+def test_mpich_without_pmix_is_refused_under_it_before_it_can_abort(
+    version: str, tasks: dict[str, str], started: str, way: str
+) -> None:
+    environ = RECORDED["srun --mpi=pmix -n 2"][0] | tasks
+    with pytest.raises(TransportError, match=started) as caught:
+        mpi_launchers.check_library(
+            launch.detect(environ),
+            MPICH.format(version=version, pmix=""),
+            environ=environ,
+            list_plugins=lambda: ["none", "pmi2"],
+        )
+    said = str(caught.value)
+    assert f"(MPICH Version: {version}) was built without PMIx" in said and way in said
+    assert "(srun --mpi=list offers none, pmi2)" in said and "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("version", "changes"),
+    [
+        (MPICH.format(version="5.0.2", pmix="--with-pmix=/usr"), {}),
+        (MPICH.format(version="4.1", pmix=""), {"SLURM_STEP_NUM_TASKS": "1", "PMIX_RANK": "0", "SLURM_PROCID": "0"}),
+        (MPICH.format(version="5.0.2", pmix=""), {"PMIX_NAMESPACE": "prterun-host-16584@1"}),
+        ("MPI VERSION    : CRAY MPICH version 8.1.32.110", {}),
+        ("Open MPI v5.0.11", {}),
+    ],
+)
+def test_other_libraries_and_launchers_with_pmix_are_left_to_themselves(version: str, changes: dict[str, str]) -> None:
+    environ = RECORDED["srun --mpi=pmix -n 2"][0] | changes
+    mpi_launchers.check_library(launch.detect(environ), version, environ=environ, list_plugins=list)
+
+
 @pytest.mark.parametrize("expected", [3, None])
 def test_a_world_of_the_right_or_of_unknown_size_is_accepted(expected: int | None) -> None:
     mpi_launchers.check_world_size(expected, 3, "any")
