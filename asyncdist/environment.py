@@ -213,6 +213,7 @@ class TorchRendezvous:
         admits_restarted: Whether ranks may join the world later: those that are killed and started again, or new ones.
         job: What the launcher calls the job.
         empty_count: How many places, the highest, have no process when the world begins.
+        why_missing: Why rank 0 may be at another address, for errors; empty where nothing is known of that.
     """
 
     rank: int
@@ -224,6 +225,7 @@ class TorchRendezvous:
     admits_restarted: bool = False
     job: str = ""
     empty_count: int = 0
+    why_missing: str = ""
 
 
 def check_alone(environ: Mapping[str, str] = os.environ) -> None:
@@ -254,11 +256,13 @@ def torch_rendezvous(environ: Mapping[str, str] = os.environ) -> TorchRendezvous
 
     Raises:
         ValueError: Variables are missing, are no numbers or contradict each other; names all of them. Or MASTER_ADDR
-            leads to no host.
+            leads to no host, or Slurm tells of a rank 0 that is not where the ranks would meet.
     """
+    why_missing = ""
     missing = [name for name in TORCH_NAMES if not environ.get(name)]
     if missing and slurm.find_step(variables := Variables(environ)) is not None:
         variables.check()
+        why_missing = slurm.why_no_rank_0(environ)
         environ, missing = {**environ, **slurm.torch_variables(environ)}, []
     if missing:
         raise ValueError(
@@ -282,6 +286,7 @@ def torch_rendezvous(environ: Mapping[str, str] = os.environ) -> TorchRendezvous
         admits_restarted=is_served and bool(environ.get(INCARNATION_VARIABLE)),
         job=environ.get("TORCHELASTIC_RUN_ID", ""),
         empty_count=variables.number(EMPTY_VARIABLE) or 0,
+        why_missing=why_missing,
     )
 
 

@@ -59,7 +59,13 @@ def is_sruns(source: str, environ: Mapping[str, str]) -> bool:
 
 
 def torch_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what torchrun would tell this task of a step; where the ranks meet is the user's to say, if wanted."""
+    """Return what torchrun would tell this task of a step; where the ranks meet is the user's to say, if wanted.
+
+    Raises:
+        ValueError: they would meet on the first host, and rank 0 is known to run on another one.
+    """
+    if not environ.get("MASTER_ADDR") and _is_rank_0_elsewhere(environ):
+        raise ValueError(f"rank 0 does not run where the ranks would meet. {why_no_rank_0(environ)}")
     job, step = environ.get("SLURM_JOB_ID", "0"), environ.get("SLURM_STEP_ID", "0")
     return {
         "RANK": environ["SLURM_PROCID"],
@@ -68,6 +74,25 @@ def torch_variables(environ: Mapping[str, str]) -> dict[str, str]:
         "MASTER_PORT": environ.get("MASTER_PORT") or str(port(int(job), int(step))),
         "TORCHELASTIC_RUN_ID": f"slurm {job}.{step}",
     }
+
+
+def _is_rank_0_elsewhere(environ: Mapping[str, str]) -> bool:
+    """Return whether this task knows that rank 0 is not on the first host: tasks there do, and those beside rank 0."""
+    node, tasks = environ.get("SLURM_NODEID"), environ.get("SLURM_GTIDS")
+    if not node or not tasks:
+        return bool(node) and node != "0" and environ["SLURM_PROCID"] == "0"
+    return (node == "0") != ("0" in tasks.split(","))
+
+
+def why_no_rank_0(environ: Mapping[str, str]) -> str:
+    """Return why rank 0 may not be found where the ranks of a step meet; empty where the user says the place."""
+    if environ.get("MASTER_ADDR"):
+        return ""
+    nodelist = environ.get("SLURM_STEP_NODELIST", "")
+    return (
+        f"That is on {first_host(nodelist)}, the first host of SLURM_STEP_NODELIST={nodelist}, since Slurm names no "
+        "other; with srun --distribution=arbitrary rank 0 may run elsewhere: set MASTER_ADDR to its host"
+    )
 
 
 def port(job: int, step: int) -> int:

@@ -59,6 +59,18 @@ def test_srun_without_a_plugin_runs_on_torch(program: list[str]) -> None:
     assert slurm.run(2, ["srun", "-N", "2", "-n", "3", *program]).check().reports == by_rank("torch")
 
 
+def test_a_rank_0_that_is_not_on_the_first_host_is_told_at_once(program: list[str]) -> None:
+    """Slurm sorts the hosts of a step, whatever ranks they have; with the address of rank 0 they meet."""
+    step = f"srun -N 2 -n 2 -m arbitrary -w host2,host1 {shlex.join(program)}"
+    result = slurm.run(2, ["sh", "-c", f"{step}; export MASTER_ADDR=host2; {step}"]).check()
+    said = "rank 0 does not run where the ranks would meet. That is on host1, the first host of SLURM_STEP_NODELIST"
+    assert result.stderr.count(said) == 2
+    assert {rank: report[:3] for rank, report in result.reports.items()} == {
+        0: ["torch", 2, "host2"],
+        1: ["torch", 2, "host1"],
+    }
+
+
 @pytest.mark.mpi
 def test_srun_with_the_plugin_of_the_mpi_runs_on_it(program: list[str]) -> None:
     mpi.require_mpi()

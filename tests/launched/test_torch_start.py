@@ -272,6 +272,23 @@ def test_a_missing_rank_0_is_named() -> None:
     assert "rank 1 waits for rank 0, but nobody serves a store at 127.0.0.1:" in result.stderr
 
 
+@pytest.mark.parametrize("local_rank", ["0", "1"])
+def test_one_rank_of_each_host_says_what_it_waits_for(
+    local_rank: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All waited in silence where MASTER_ADDR, or Slurm's first host, was not the host of rank 0."""
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setattr(rendezvous, "NOTICE_S", 0.0)
+    port = local_host.find_free_port()
+    place = environment.TorchRendezvous(1, 2, "127.0.0.1", port, False, why_missing="It may be elsewhere")
+    with pytest.raises(TransportError, match=r"rank 1 waits for rank 0, but nobody.*: .*It may be elsewhere"):
+        rendezvous._await_server(place, time.monotonic() + 0.1, "rank 0")
+    said = f"rank 1 waits for rank 0: nobody serves a store at 127.0.0.1:{port} (MASTER_ADDR, MASTER_PORT) yet"
+    assert [said in text and text.endswith(". It may be elsewhere") for text in caplog.messages] == (
+        [True] if local_rank == "0" else []
+    )
+
+
 def test_a_port_that_is_taken_is_named() -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))

@@ -74,6 +74,41 @@ def test_a_first_host_that_is_not_known_is_named() -> None:
         environment.torch_rendezvous({**STEP, "SLURM_STEP_NODELIST": "no.such.host.invalid"})
 
 
+ELSEWHERE = (
+    "rank 0 does not run where the ranks would meet. That is on localhost, the first host of SLURM_STEP_NODELIST"
+)
+
+
+@pytest.mark.parametrize(
+    ("node", "tasks", "rank", "is_known"),
+    [
+        ("1", "0,3", "3", True),
+        ("1", "0", "0", True),
+        ("0", "1,2", "1", True),
+        ("2", "1", "1", False),
+        ("0", "0,10", "10", False),
+        ("1", "10,20", "10", False),
+        ("1", "", "0", True),
+        ("1", "", "1", False),
+        ("0", "", "1", False),
+        ("", "", "0", False),
+    ],
+)
+def test_a_rank_0_that_is_known_not_to_be_on_the_first_host_is_told(
+    node: str, tasks: str, rank: str, is_known: bool
+) -> None:
+    """The store of rank 0 was tried for 90 s where it was not, and the others waited for 300 s."""
+    places = {"SLURM_NODEID": node, "SLURM_GTIDS": tasks, "SLURM_PROCID": rank, "SLURM_STEP_NUM_TASKS": "30"}
+    environ = {**STEP, **places, "SLURM_STEP_NODELIST": "localhost,host[1-2]"}
+    if is_known:
+        with pytest.raises(ValueError, match=f"{ELSEWHERE}.*--distribution=arbitrary.*set MASTER_ADDR to its host"):
+            environment.torch_rendezvous(environ)
+    else:
+        assert environment.torch_rendezvous(environ).why_missing.startswith("That is on localhost, the first host of")
+    found = environment.torch_rendezvous({**environ, "MASTER_ADDR": "127.0.0.1"})
+    assert (found.address, found.why_missing) == ("127.0.0.1", "")
+
+
 def test_what_slurm_says_must_fit_together() -> None:
     with pytest.raises(ValueError, match=r"SLURM_PROCID=3 is outside 0\.\.2"):
         environment.torch_rendezvous({**STEP, "SLURM_PROCID": "3"})

@@ -23,6 +23,7 @@ their sizes differ.
 from __future__ import annotations
 
 import functools
+import logging
 import secrets
 import socket
 import time
@@ -33,8 +34,11 @@ from typing import Any, Final, Protocol
 from torch import distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from asyncdist import environment
 from asyncdist.errors import TransportError
 from asyncdist.transports.torch_distributed.failures import reason
+
+logger = logging.getLogger("asyncdist.transports.torch_distributed.meeting.rendezvous")
 
 #: The pause between two looks. A wait inside the store would see no signal, and logs warnings.
 _PAUSE_S: Final = 0.02
@@ -44,6 +48,8 @@ _CONNECT_S: Final = 1.0
 _SHORTEST_CONNECT_S: Final = 0.1
 _STORE_TIMEOUT: Final = timedelta(seconds=60)
 _UNANSWERED: Final = "unanswered"
+#: How long nobody may serve a store before one rank of each host says what it waits for.
+NOTICE_S: Final = 5.0
 
 
 class Rendezvous(Protocol):
@@ -59,6 +65,7 @@ class Rendezvous(Protocol):
         admits_restarted: whether ranks may join the world later: those that are killed and started again, or new ones.
         job: what the launcher calls the job.
         empty_count: how many places, the highest, have no process when the world begins.
+        why_missing: why rank 0 may be at another address, for errors; empty where nothing is known of that.
     """
 
     @property
@@ -79,6 +86,8 @@ class Rendezvous(Protocol):
     def job(self) -> str: ...
     @property
     def empty_count(self) -> int: ...
+    @property
+    def why_missing(self) -> str: ...
     def __hash__(self) -> int: ...
 
 
@@ -412,14 +421,19 @@ def _place(rendezvous: Rendezvous, port: int) -> str:
 
 
 def _await_server(rendezvous: Rendezvous, deadline: float, whose: str) -> None:
-    try:
-        await_listener(rendezvous.address, rendezvous.port, deadline)
-    except OSError as error:
-        raise TransportError(
-            f"rank {rendezvous.rank} waits for {whose}, but nobody serves a store at "
-            f"{_place(rendezvous, rendezvous.port)}: {error}",
-            port=rendezvous.port,
-        ) from error
+    waits = f"rank {rendezvous.rank} waits for {whose}"
+    place = f"nobody serves a store at {_place(rendezvous, rendezvous.port)}"
+    cause = f". {rendezvous.why_missing}" if rendezvous.why_missing else ""
+    for until in (min(time.monotonic() + NOTICE_S, deadline), deadline):
+        try:
+            await_listener(rendezvous.address, rendezvous.port, until)
+            return
+        except OSError as error:
+            if until == deadline:
+                raise TransportError(f"{waits}, but {place}: {error}{cause}", port=rendezvous.port) from error
+            if environment.local_rank() in (None, 0):
+                left_s = deadline - until
+                logger.warning("%s: %s yet, and it goes on for up to %.0f s (%s)%s", waits, place, left_s, error, cause)
 
 
 def await_listener(address: str, port: int, deadline: float) -> None:
