@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
 TOP = Path(__file__).resolve().parent
@@ -66,6 +67,16 @@ def extensions(scratch: str) -> list[Extension]:
     return made
 
 
+class Build(build):
+    """Begins with an empty folder: all that lies there goes into a wheel, also of modules that were deleted since."""
+
+    def run(self) -> None:
+        """Empty the folder, unless the caller has named one, and fill it."""
+        if (TOP / "build") in Path(self.build_lib).resolve().parents:
+            shutil.rmtree(self.build_lib, ignore_errors=True)
+        super().run()
+
+
 class BuildExtensions(build_ext):
     """Puts what is compiled into the checkout where that is what will be imported, and nothing there for a wheel.
 
@@ -93,4 +104,4 @@ class BuildExtensions(build_ext):
 
 Path("build").mkdir(exist_ok=True)
 with tempfile.TemporaryDirectory(dir="build") as scratch:  # setuptools takes relative paths alone
-    setup(ext_modules=extensions(scratch), cmdclass={"build_ext": BuildExtensions})
+    setup(ext_modules=extensions(scratch), cmdclass={"build": Build, "build_ext": BuildExtensions})

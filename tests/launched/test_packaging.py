@@ -138,6 +138,22 @@ def test_pip_installs_a_compiled_package(checkout: tuple[Path, ModuleType], tmp_
     assert use(site).startswith("yes ")
 
 
+def test_a_wheel_has_nothing_of_earlier_builds(checkout: tuple[Path, ModuleType], tmp_path: Path) -> None:
+    """Modules that had been deleted since were in it, from the folder ``build`` of the checkout."""
+    folder, _ = checkout
+    pure = {compiled.PURE_VARIABLE: "1"}
+    gone = folder / "protocols" / "gone.py"
+    gone.touch()
+    run(sys.executable, "setup.py", "--quiet", "build", cwd=folder, **pure)
+    gone.unlink()
+    assert list((folder / "build").rglob(gone.name)), "the earlier build has left nothing"
+    run(*PIP, "wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path, folder, cwd=tmp_path, **pure)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as packed:
+        names = packed.namelist()
+    assert "protocols/policy.py" in names and "protocols/gone.py" not in names
+
+
 @pytest.mark.long
 def test_pip_makes_a_pure_wheel_where_no_compiler_is(checkout: tuple[Path, ModuleType], tmp_path: Path) -> None:
     folder, copy = checkout
