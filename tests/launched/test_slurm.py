@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import mpi, slurm, warm
+from support import hosts, mpi, slurm, warm
 from support.mpi import ROOT, base_environment
 
 EXAMPLE = ROOT / "docs" / "train.sbatch"
@@ -51,8 +51,8 @@ def require_plugin(name: str) -> None:
 
 def by_rank(transport: str) -> dict[int, list[object]]:
     """What three ranks on two nodes report: the first node has two."""
-    hosts = ["host1", "host1", "host2"]
-    return {rank: [transport, 3, hosts[rank], 3.0, "1"] for rank in range(3)}
+    names = ["host1", "host1", "host2"]
+    return {rank: [transport, 3, names[rank], 3.0, "1"] for rank in range(3)}
 
 
 def test_srun_without_a_plugin_runs_on_torch(program: list[str]) -> None:
@@ -114,6 +114,27 @@ def test_asyncdist_run_starts_as_many_ranks_as_it_is_told_within_an_allocation(t
     words = ["srun", "-n", "1", sys.executable, "-m", "asyncdist", "run", "-n", "3", str(tmp_path / "train.py")]
     reports = slurm.run(1, words).check().reports
     assert {rank: report[:2] for rank, report in reports.items()} == {rank: ["mpi", 3] for rank in range(3)}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("transport", ["torch", pytest.param("mpi", marks=pytest.mark.mpi)])
+def test_asyncdist_run_starts_its_ranks_on_the_hosts_that_it_is_told_within_an_allocation(
+    transport: str, tmp_path: Path
+) -> None:
+    """They are not those of the allocation, and what srun says of its own task is not about them."""
+    if transport == "mpi":
+        mpi.require_mpi()
+    (tmp_path / "train.py").write_text(TRAIN)
+    start = [sys.executable, "-m", "asyncdist", "run", "--ssh", f"{hosts.PROGRAM.parent / 'ssh'} -x"]
+    start += ["--hosts", "host2:1,host1:2", "--transport", transport, str(tmp_path / "train.py")]
+    task = "if [ $SLURM_PROCID = 1 ]; then export -p | grep ' SLURM_'; fi"
+    step = f"srun -n 2 sh -c {shlex.quote(task)} >{tmp_path}/task"
+    words = ["salloc", "-Q", "-N", "1", "-n", "2", "sh", "-c", f"{step}; . {tmp_path}/task; {shlex.join(start)}"]
+    reports = slurm.run(2, words).check().reports
+    assert "SLURM_STEP_NUM_TASKS" in (tmp_path / "task").read_text()
+    assert {rank: report[:3] for rank, report in reports.items()} == {
+        rank: [transport, 3, host] for rank, host in enumerate(["host2", "host1", "host1"])
+    }
 
 
 def test_two_steps_at_once_do_not_meet(program: list[str]) -> None:
