@@ -13,6 +13,8 @@ import pytest
 import yaml
 from support import pages
 
+from protocols import AsyncSelectiveAveragingPolicy, OneSidedSelectiveAveragingPolicy
+
 #: What every block may use without an import, as the pages say.
 PRELUDE = "from dataclasses import dataclass\nimport torch\nimport asyncdist as ad\n"
 #: Languages whose blocks are for people, and those that other tests run.
@@ -87,6 +89,30 @@ def test_a_difference_is_an_import_and_two_lines_at_most(page: Path) -> None:
             compile(block.program(), block.place, "exec")
             before = "".join(f"{line[2:]}\n" for line in lines if line[:1] != "+")
             compile(before, block.place, "exec")
+
+
+def test_the_tables_of_options_are_those_of_the_policies() -> None:
+    """The page let readers give the one-sided policy all options of the other one."""
+    page = (pages.ROOT / "docs" / "policies.md").read_text()
+    rounds, own = (section(page, f"## {title}") for title in ("Selective averaging", "Without a coordinator"))
+    shared = set(re.findall(r"`(\w+)`", own.partition("it takes ")[2].partition("; the others")[0]))
+    elsewhere = {"model", "optimizer", "model_builder", "name", "group", "world"}
+    for policy, told in (
+        (AsyncSelectiveAveragingPolicy, options_of(rounds)),
+        (OneSidedSelectiveAveragingPolicy, {*options_of(own), *shared}),
+    ):
+        assert told == inspect.signature(policy).parameters.keys() - elsewhere, policy.__name__
+    assert shared < options_of(rounds) and not shared & options_of(own)
+
+
+def section(page: str, title: str) -> str:
+    return page.partition(f"\n{title}\n")[2].partition("\n## ")[0]
+
+
+def options_of(text: str) -> set[str]:
+    """The options that the first column of its table names."""
+    rows = re.findall(r"^\| (`[^|]*) \|", text, re.MULTILINE)
+    return {name for row in rows for name in re.findall(r"`(\w+)`", row)}
 
 
 @pytest.mark.parametrize("page", pages.pages_with("yaml"), ids=pages.name_of)
