@@ -19,6 +19,8 @@ from asyncdist.launch import host_agent, remote_hosts
 RUN = "asyncdist run"
 SSH = hosts.PROGRAM.parent / "ssh"
 LAYOUTS = {2: "host1:2,host2:2", 3: "host1:2,host2:1,host3:1"}
+#: Mbit/s of each host's card, where messages are to wait for it.
+RATE = 200
 #: Cases of the helpers with much and little to send, from one and from all; the others are arithmetic.
 CASES = (
     "everyday.large_and_small_values_together",
@@ -40,19 +42,21 @@ def require(transport: str) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("transport", "count", "cases"),
+    ("transport", "count", "cases", "rate"),
     [
-        pytest.param("torch", 3, CASES, marks=pytest.mark.long),
-        pytest.param("mpi", 2, CASES, marks=MPI),
-        pytest.param("torch", 2, (), marks=MORE),
-        pytest.param("mpi", 3, (), marks=[MPI, MORE]),
+        pytest.param("torch", 3, CASES, None, marks=pytest.mark.long),
+        pytest.param("mpi", 2, CASES, None, marks=MPI),
+        pytest.param("torch", 2, (), RATE, marks=MORE),
+        pytest.param("mpi", 3, (), RATE, marks=[MPI, MORE]),
     ],
 )
-def test_a_policy_helpers_and_a_replay_buffer(transport: str, count: int, cases: tuple[str, ...]) -> None:
+def test_a_policy_helpers_and_a_replay_buffer(
+    transport: str, count: int, cases: tuple[str, ...], rate: int | None
+) -> None:
     require(transport)
     where = ["--hosts", LAYOUTS[count], "--ssh", f"{SSH} -x", "--transport", transport]
     words = ["asyncdist", "run", *where, *hosts.script("on_hosts.py", *cases)]
-    reports = hosts.run(count, words, timeout_s=280).check().reports
+    reports = hosts.run(count, words, rate=rate, timeout_s=280).check().reports
     names = [name for host in LAYOUTS[count].split(",") for name in [host[:5]] * int(host[6:])]
     assert [reports[rank]["host"] for rank in range(4)] == names
     assert {report["transport"] for report in reports.values()} == {transport}
@@ -82,13 +86,17 @@ def test_the_demo_ends_ranks_by_their_numbers_on_this_host_alone(
 @pytest.mark.more_hosts
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("transport", [pytest.param("mpi", marks=MPI), "torch"])
-def test_the_demo(transport: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("count", "layout", "rate"), [(2, LAYOUTS[2], None), (3, "host1:2,host2:1,host3:2", RATE)])
+def test_the_demo(transport: str, count: int, layout: str, rate: int | None, tmp_path: Path) -> None:
+    """On three hosts a fifth rank keeps a replay buffer."""
     pytest.importorskip("gfn")
     require(transport)
-    demo = [sys.executable, ROOT / "tools" / "hypergrid" / "demo.py", "--hosts", LAYOUTS[2], "--transport", transport]
-    words = [*demo, "--quick", "--verify", "--chart", tmp_path / "chart.png"]
-    result = hosts.run(2, words, timeout_s=500).check()
+    demo = [sys.executable, ROOT / "tools" / "hypergrid" / "demo.py", "--hosts", layout, "--transport", transport]
+    words = [*demo, "--quick", "--verify", "--buffer-ranks", count - 2]
+    words += ["--chart", tmp_path / "chart.png", "--report", tmp_path / "report.html"]
+    result = hosts.run(count, words, rate=rate, timeout_s=500).check()
     assert re.search(r"All [1-9]\d* averages equal those recomputed", result.stdout), result.output()
+    assert ("They drew " in result.stdout) == (count == 3)
 
 
 # -- how jobs end -----------------------------------------------------------------------------------------------------
