@@ -126,18 +126,30 @@ def heed_story_requests() -> None:
     """
     if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL and "SLURM_JOB_ID" not in os.environ:
         signal.signal(signal.SIGUSR1, tell_no_world)
+        atexit.register(_heed_no_more)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+
+
+def _heed_no_more() -> None:
+    """Ignore SIGUSR1 where it would be heeded: at its end the interpreter gives all signals their default actions."""
+    if callable(signal.getsignal(signal.SIGUSR1)):
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def tell_no_world(_number: int, frame: types.FrameType | None) -> None:
     """Say where this process stands: a handler of SIGUSR1."""
     rank = next((f"rank {os.environ[name]}" for name in _RANK_VARIABLES if os.environ.get(name)), "this process")
-    while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith("<frozen"):
+    while frame is not None and frame.f_back is not None and _is_passed_over(frame):
         frame = frame.f_back
-    where = f"; it stands in {frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+    has_begun = frame is not None and frame.f_code.co_filename != __file__
+    where = f"; it stands in {frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None and has_begun else ""
     with contextlib.suppress(Exception):  # nothing may come of a signal that only asks
         sys.stderr.write(f"asyncdist: {rank} has no open world yet, or none any more{where}\n")
         sys.stderr.flush()
+
+
+def _is_passed_over(frame: types.FrameType) -> bool:
+    return frame.f_code.co_filename.startswith("<frozen") or frame.f_globals.get("__name__") == "signal"
 
 
 def _prefix_output() -> None:

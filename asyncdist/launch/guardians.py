@@ -16,6 +16,8 @@ A rank of ``asyncdist run`` has two guardians above it, small processes that do 
   signals to that group: signals from mpirun, or from a terminal, reach the rank without the outer guardian. PARENT is
   the launcher's pid where it sends signals to the outer guardian alone, and 0 under mpirun.
 - SIGUSR1 is blocked when the rank begins, and waits there until :mod:`asyncdist.rank_program` has a handler for it.
+  A guardian that is about to begin ignores it. mpirun lets all signals through to what it starts, with their default
+  actions, so a shell, which begins in a millisecond or two, sees to that before Python begins.
 - Where a job is to go on when ranks die, a rank says on the descriptor STARTED (0 in other jobs) when it has joined the
   world, and when it has left it in a way that the others know of. mpirun does nothing about a rank that fails earlier,
   and the others would wait for it for ever: the outer guardian asks mpirun to end the job, as it does for a rank that
@@ -42,6 +44,8 @@ from typing import Final, NoReturn
 PROGRAM: Final = os.path.abspath(__file__)
 #: Whether guardians exist: other systems have no subreapers, and tell no process of its parent's end.
 ARE_HERE: Final = sys.platform.startswith("linux")
+#: What a guardian begins with under mpirun, which may pass SIGUSR1 on to it at once.
+_IGNORING_SIGUSR1: Final = ("/bin/sh", "-c", "trap '' USR1; exec \"$@\"", "sh")
 #: How long processes that a rank has left may take to end by themselves.
 GRACE_S: Final = 0.5
 #: How long processes that were killed may take to be gone; only the kernel can hold them.
@@ -65,7 +69,8 @@ def guarded(command: list[str], *, parent: int = 0, started: int = 0) -> list[st
         parent, started: see the module's text.
     """
     # Isolated and without site-packages it starts in 10 ms.
-    return [sys.executable, "-I", "-S", PROGRAM, str(parent), str(started), *command] if ARE_HERE else command
+    guardian = [sys.executable, "-I", "-S", PROGRAM, str(parent), str(started), *command]
+    return ([] if parent else [*_IGNORING_SIGUSR1]) + guardian if ARE_HERE else command
 
 
 def end_signal() -> int:
@@ -136,6 +141,8 @@ def main(parent: int, started: int, command: list[str]) -> NoReturn:
     group = os.getpgrp()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    if parent == 0:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # it was ignored until here
     outer = _stand_guard(parent or os.getppid(), signals_group=parent == 0, heard=heard)
     os.setpgid(0, 0)
     inner = _stand_guard(outer, signals_group=False)

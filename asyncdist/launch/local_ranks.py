@@ -336,9 +336,11 @@ def signals_as_events(events: queue.SimpleQueue[Event]) -> Iterator[None]:
     for number, handler in previous.items():
         if handler is not signal.SIG_IGN:
             signal.signal(number, lambda caught, _: events.put(("signal", caught)))
+    before = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
     try:
         yield
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for number, handler in previous.items():
             signal.signal(number, handler)
 

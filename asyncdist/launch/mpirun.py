@@ -130,6 +130,7 @@ def run(
     )
     if not (survives and hosts):
         _clear_remains()
+        _let_story_requests_through()
         os.execve(mpirun, command, environ)
     return _run_watched(mpirun, command, environ)
 
@@ -146,6 +147,14 @@ def _clear_remains() -> None:
             shutil.rmtree(folder)
 
 
+def _let_story_requests_through() -> None:
+    """Let SIGUSR1 do nothing to this process until mpirun, which it becomes, passes it on; answer one that came."""
+    if signal.SIGUSR1 in signal.sigpending():
+        print("asyncdist run: no rank has begun yet", file=sys.stderr, flush=True)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+
+
 def _run_watched(mpirun: str, command: list[str], environ: Mapping[str, str]) -> int:
     """Run mpirun as a child that dies with this process; returns 1 where it has ended the job after losing a host.
 
@@ -157,7 +166,8 @@ def _run_watched(mpirun: str, command: list[str], environ: Mapping[str, str]) ->
     def begin() -> None:
         guardians.die_with_parent(own)
         _clear_remains()
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until mpirun passes it on
+        signal.pthread_sigmask(signal.SIG_SETMASK, before - {signal.SIGUSR1})
 
     # Not in a "with", which would close a pipe that the thread reads, and wait for it.
     launcher = subprocess.Popen(command, executable=mpirun, env=dict(environ), stderr=subprocess.PIPE, preexec_fn=begin)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 from support import mpi, torchrun
 
 from asyncdist import rank_program
-from asyncdist.launch import local_ranks
+from asyncdist.launch import guardians, local_ranks
 
 STARTS = pytest.mark.parametrize(
     "start",
@@ -128,6 +130,83 @@ def test_a_rank_that_is_asked_before_it_can_answer_goes_on(tmp_path: Path, capfd
     assert ended.wait(60) and process.returncode == 0
     assert "has no open world yet" in capfd.readouterr().err
     assert signal.SIGUSR1 not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+# The launcher is asked as soon as it does anything of its own.
+ASKS_LAUNCHER = """
+import os, runpy, signal, sys
+
+class Asks:
+    def find_spec(self, name, *_):
+        if name == "asyncdist.cli":
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+sys.meta_path.insert(0, Asks())
+runpy.run_module("asyncdist", run_name="__main__", alter_sys=True)
+"""
+STARTS_OF_LAUNCHER = [
+    pytest.param((), "asyncdist run: no rank has begun yet", marks=pytest.mark.mpi, id="mpi"),
+    pytest.param(("--transport", "torch"), "asyncdist: rank 0 has no open world yet", id="torch"),
+]
+
+
+@pytest.mark.parametrize(("options", "answer"), STARTS_OF_LAUNCHER)
+def test_a_launcher_that_is_asked_while_it_imports_goes_on(tmp_path: Path, options: Sequence[str], answer: str) -> None:
+    """It ended with 138, and there was no job."""
+    if not options:
+        mpi.require_mpi()
+    (tmp_path / "train.py").write_text("print('runs')")
+    command = [sys.executable, "-c", ASKS_LAUNCHER, "run", "-n", "1", *options, "train.py"]
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=mpi.base_environment(), capture_output=True, text=True, check=False, timeout=100
+    )
+    assert (ended.returncode, ended.stdout) == (0, "runs\n"), ended.stderr
+    assert ended.stderr.startswith(answer)
+
+
+BECOMES_MPIRUN = """
+import os
+from asyncdist.launch import mpirun
+
+mpirun._let_story_requests_through()
+os.execv("/bin/sh", ["sh", "-c", "kill -USR1 $$; echo lives"])
+"""
+
+
+def test_an_mpirun_that_is_asked_while_it_begins_goes_on() -> None:
+    """It ended before it had a handler."""
+    ended = subprocess.run(
+        [sys.executable, "-c", BECOMES_MPIRUN], env=mpi.base_environment(), capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "lives\n", "")
+
+
+@pytest.mark.skipif(not guardians.ARE_HERE, reason="there are no guardians")
+def test_a_guardian_under_mpirun_is_asked_while_it_begins() -> None:
+    """It ended, and mpirun the job."""
+    command = guardians.guarded(["/bin/true"])
+    before = command[: command.index(sys.executable)]
+    asked = subprocess.run([*before, "/bin/sh", "-c", "kill -USR1 $$; echo lives"], capture_output=True, check=False)
+    assert (asked.returncode, asked.stdout) == (0, b"lives\n")
+
+
+LAST = """
+import os, signal
+
+class Last:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGUSR1):
+        kill(pid, number)
+
+last = Last()
+"""
+
+
+def test_a_rank_that_is_asked_while_its_interpreter_ends_is_not_killed(tmp_path: Path) -> None:
+    """It died of the signal, and mpirun ended a job that had succeeded."""
+    script = tmp_path / "train.py"
+    script.write_text(LAST)
+    ended = subprocess.run(rank_program.rank_command(str(script), ()), capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 OWN = """

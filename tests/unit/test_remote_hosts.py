@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 
 import pytest
 
 from asyncdist import cli, local_host
-from asyncdist.launch import mpirun, remote_hosts, remote_ranks
+from asyncdist.launch import guardians, mpirun, remote_hosts, remote_ranks
 from asyncdist.launch.remote_hosts import Host
 
 HOSTS = [Host("a", 2), Host("user@b", 1)]
@@ -91,7 +90,7 @@ def test_each_rank_is_told_its_place() -> None:
 def test_open_mpi_is_told_of_hosts_and_variables() -> None:
     variables = ["A", "OMPI_MCA_osc", "PATH"]
     command = mpirun.build_command("openmpi", "mpirun", "x.py", [], ranks=3, hosts=HOSTS, variables=variables)
-    options = " ".join(command).partition(sys.executable)[0]
+    options = " ".join(command).partition(guardians.guarded(["x"])[0])[0]
     assert options == "mpirun -n 3 --host a:2,user@b:1 --bind-to none --map-by slot -x A -x PATH "
     settings = mpirun.ssh_settings("openmpi", ["ssh", "-p", "22"])
     assert settings["PRTE_MCA_plm_ssh_agent"] == settings["OMPI_MCA_plm_rsh_agent"] == "ssh -p 22"
@@ -99,7 +98,7 @@ def test_open_mpi_is_told_of_hosts_and_variables() -> None:
 
 def test_mpich_is_told_of_hosts_and_variables() -> None:
     command = mpirun.build_command("mpich", "mpirun", "x.py", [], ranks=3, hosts=HOSTS, variables=["A", "PATH"])
-    options = " ".join(command).partition(sys.executable)[0]
+    options = " ".join(command).partition(guardians.guarded(["x"])[0])[0]
     assert options == "mpirun -n 3 -hosts a:2,user@b:1 -genvlist A,PATH "
     assert mpirun.ssh_settings("mpich", ["sh", "-p", "22"]) == {
         "HYDRA_LAUNCHER": "ssh",
