@@ -38,6 +38,8 @@ ENDS_JOB: Final = b"3"
 MODULE_VARIABLE: Final = "ASYNCDIST_MODULE"
 #: Is 1 where each line that a rank prints is to begin with its number.
 PREFIX_VARIABLE: Final = "ASYNCDIST_PREFIX"
+#: Names the process whose output is that of the job, where its mpirun passes nothing on while it stops the ranks.
+LAUNCHER_VARIABLE: Final = "ASYNCDIST_LAUNCHER"
 _RANK_VARIABLES: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 _guardian: int | None = None
 #: Is 1 in the ranks of a job that goes on when ranks die: Open MPI's ``mpirun --with-ft ulfm`` sets it.
@@ -220,6 +222,36 @@ class _Ending:
             with contextlib.suppress(OSError, ValueError):  # its reader has gone
                 file.flush()
         os._exit(self.code)
+
+
+def write_past_mpirun() -> None:
+    """Let what this rank prints from now on go straight to the files of its launcher, where it lives on this host.
+
+    Open MPI's mpirun reads nothing more of its ranks once it stops them. What the program has sent elsewhere stays so.
+    """
+    launcher = os.environ.get(LAUNCHER_VARIABLE, "")
+    if not launcher.isdecimal() or int(launcher) not in _ancestors():
+        return
+    for number in (1, 2):
+        with contextlib.suppress(OSError):  # it is closed, or a socket, or nobody reads there any more
+            if os.path.samestat(os.fstat(number), os.stat(f"/proc/{os.getppid()}/fd/{number}")):
+                flags = os.O_WRONLY | os.O_APPEND | os.O_NOCTTY | os.O_NONBLOCK
+                opened = os.open(f"/proc/{launcher}/fd/{number}", flags)
+                os.set_blocking(opened, True)
+                os.dup2(opened, number)
+                os.close(opened)
+
+
+def _ancestors() -> list[int]:
+    """Return the process that has started this one, the one that has started that, and so on."""
+    found = [os.getppid()]
+    with contextlib.suppress(OSError, ValueError):
+        while found[-1] > 1:
+            fields = (
+                Path(f"/proc/{found[-1]}/stat").read_bytes().rpartition(b")")[2].split()
+            )  # a name may hold anything
+            found.append(int(fields[1]))
+    return found
 
 
 def tell_guardian(news: bytes) -> bool:

