@@ -85,7 +85,7 @@ def _facts(recording: Recording, summary: Summary) -> str:
         ("transport", str(header["transport"])),
         ("steps", f"{steps:,} of all ranks"),
         ("rounds", f"{len(summary.rounds):,}, with {len(summary.applied):,} replacements"),
-        ("messages", f"{summary.nbytes.sum() / 1e6:,.1f} MB; what hosts share in memory is not among them"),
+        ("messages", f"{_size(summary.nbytes.sum())}; what hosts share in memory is not among them"),
     ]
     if recording.missing:
         facts.append(("without a recording", f"ranks {', '.join(map(str, recording.missing))}"))

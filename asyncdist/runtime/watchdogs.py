@@ -21,6 +21,11 @@ logger = logging.getLogger("asyncdist.runtime.watchdogs")
 #: futures from those that a peer or the user settles.
 _TIMED: Final = frozenset({asyncio.sleep.__code__, asyncio.to_thread.__code__})
 _LIBRARIES: Final = frozenset({"asyncdist", "protocols", "asyncio", "contextlib"})
+#: Coroutines of asyncio that wait for tasks, by what users call.
+_JOINS: Final = {asyncio.TaskGroup.__aexit__.__code__: "asyncio.TaskGroup", asyncio.wait.__code__: "asyncio.wait"}
+#: Tasks of which it is told what they wait for, where one wait is for several; and how deep.
+_PART_COUNT_MAX: Final = 4
+_PART_DEPTH_MAX: Final = 3
 #: Of a main that awaits what code without an event loop calls: returns the frame of that code, or one that it called.
 frame_of_caller: Final[WeakKeyDictionary[asyncio.Task[Any], Callable[[], types.FrameType | None]]] = WeakKeyDictionary()
 
@@ -164,12 +169,7 @@ class StallWatch:
     def _tell(self, awaited: Sequence[Any]) -> None:
         assert self._main is not None, "there is no main to watch"
         known = [self._world.services.engine.awaited(future) for future in awaited]
-        of_peers = dict.fromkeys(what for what in known if what is not None)
-        if of_peers:
-            own = [] if None not in known else ["a future of its own"]
-            where = _with_line(self._main, ", and ".join([*of_peers, *own]))
-        else:
-            where = what_awaits(self._main, self._world)
+        where = _part_in_words(self._main, self._world, _PART_DEPTH_MAX)
         text = f"has waited for {self._options.stall_s:g} s: {where}"
         if self._end is None or None in known:
             if not self.is_told_elsewhere():
@@ -183,7 +183,7 @@ def describe_wait(main: asyncio.Task[Any] | None, world: World) -> str | None:
     if main is None or main is asyncio.current_task():
         return None
     if any(not is_library(frame) for frame in frames_of(main)):
-        return what_awaits(main, world)
+        return _part_in_words(main, world, _PART_DEPTH_MAX)
     tasks = world.spawned_tasks()
     if not tasks:
         return "the other ranks, its main having returned"
@@ -271,10 +271,50 @@ def wait_of(task: asyncio.Task[Any], world: World | None) -> tuple[str, types.Fr
     return what or (_name(awaited) if settler is None else settler.get_name()), frames[position]
 
 
-def _with_line(task: asyncio.Task[Any], what: str) -> str:
-    """Append the line of the user's code, if any, in which ``task`` stands."""
-    own = next((frame for frame in reversed(frames_of(task)) if not is_library(frame)), None)
-    return f"{what}, in {line_of(own)}" if own else what
+def wait_with_parts(
+    task: asyncio.Task[Any], world: World, depth: int = _PART_DEPTH_MAX
+) -> tuple[str, types.FrameType | None]:
+    """Do as :func:`wait_of`, but go on from a wait for other tasks to what these wait for, each with its line."""
+    what, frame = wait_of(task, world)
+    joined = _joined(task, world) if depth and frame is not None else None
+    return what if joined is None else _join_in_words(*joined, world, depth), frame
+
+
+def _joined(task: asyncio.Task[Any], world: World) -> tuple[str, Iterable[Any]] | None:
+    """Return what the user's code has called to wait for tasks, and these; None where it waits for something else."""
+    frames, waiter = frames_of(task), waiter_of(task)
+    position = next(i for i in reversed(range(len(frames))) if not is_library(frames[i]))
+    called = frames[position + 1 :]
+    if called:
+        join = _JOINS.get(called[0].f_code)
+        parts = _parts_of(task) if join is not None else None
+        return None if join is None or parts is None else (join, parts)
+    if isinstance(waiter, asyncio.Task):
+        return waiter.get_name(), [waiter]
+    gathered: Iterable[Any] | None = getattr(waiter, "_children", None)
+    is_librarys = world.services.engine.settler(waiter) is not None
+    return None if gathered is None or is_librarys else ("asyncio.gather", gathered)
+
+
+def _join_in_words(join: str, parts: Iterable[Any], world: World, depth: int) -> str:
+    """Say of each part what it waits for, first of those that wait for peers; parts of the same words are one."""
+    engine = world.services.engine
+    counts: dict[tuple[bool, str], int] = {}
+    for part in parts:
+        if part is not None and not part.done():
+            is_for_peers = any(map(engine.awaited, futures_awaited(part, world, set()) or ()))
+            key = not is_for_peers, _part_in_words(part, world, depth - 1)
+            counts[key] = counts.get(key, 0) + 1
+    texts = [f"{text} ({counts[key]} tasks)" if counts[key] > 1 else text for key in sorted(counts) for text in key[1:]]
+    more = [f"and {len(texts) - _PART_COUNT_MAX} more"] if len(texts) > _PART_COUNT_MAX else []
+    return f"{join} [{'; '.join([*texts[:_PART_COUNT_MAX], *more])}]" if texts else join
+
+
+def _part_in_words(part: Any, world: World, depth: int) -> str:
+    if not isinstance(part, asyncio.Task):
+        return str(world.services.engine.awaited(part) or _name(part))
+    what, frame = wait_with_parts(part, world, depth) if waiter_of(part) is not None else ("about to run", None)
+    return f"{what}, in {line_of(frame)}" if frame is not None else what
 
 
 def line_of(frame: types.FrameType) -> str:

@@ -69,6 +69,11 @@ TOLD = {
         rf"; the last that came from it came to rank [02] {WAITS} ago",
         rf"ranks 0, 2 wait {WAITS} for rank 1, not there yet: barrier, .*, in stopped <stopped 0>",
     ],
+    "gathered": [
+        rf"rank 0 waits {WAITS} for any of ranks 1, 2: asyncio.gather \[a message on Note, tag 100, "
+        r"in take <gathered 2> \(2 tasks\)\], in gathered <gathered 0>",
+        rf"ranks 1, 2 wait {WAITS} for rank 0, not there yet: barrier, .*, in gathered <gathered 1>",
+    ],
 }
 
 

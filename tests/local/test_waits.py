@@ -7,6 +7,7 @@ import contextlib
 import logging
 import math
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Coroutine
@@ -343,6 +344,44 @@ def test_only_a_main_whose_wait_does_not_end_by_itself_is_spoken_of(
     assert len(said) == count
     for text in said:
         assert text.startswith("main of rank 0 has waited for 10 s: ") and "test_waits.py:" in text
+
+
+@pytest.mark.parametrize(
+    ("work", "told"),
+    [
+        (meets, "barrier, in meets"),
+        (gathers, "asyncio.gather [a message on Note, tag 100; stream from rank 1, tag 8001], in gathers"),
+        (
+            awaits_a_group,
+            "asyncio.TaskGroup [a message on Note, tag 100, in never; barrier, in meets], in awaits_a_group",
+        ),
+        (awaits_a_task, "task N [a message on Note, tag 100, in never], in awaits_a_task"),
+        (
+            waits_for_the_first_of_two,
+            "asyncio.wait [a message on Note, tag 100, in receives; Event.wait, in own], in waits_for_the_first_of_two",
+        ),
+    ],
+)
+def test_a_wait_for_tasks_goes_on_to_what_these_wait_for(
+    work: Work, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The line of main said nothing of theirs, and a barrier was called all_gather."""
+
+    async def main(world: ad.World) -> None:
+        channel = world.channel(Note, tag=100)
+        if world.rank == 0:
+            watch = StallWatch(world, asyncio.ensure_future(work(world, channel)), WatchdogOptions(stall_s=10.0))
+            await asyncio.sleep(0)
+            watch.begin()
+            await world.sleep(30)
+            watch.end()
+        await world.sleep(99)
+
+    with contextlib.suppress(ad.DeadlockError):  # what it waits for never comes
+        ad.simulate(main, ranks=2, seed=3, strict=False)
+    (said,) = [text for text in warnings(caplog) if "has waited for" in text]
+    said = re.sub(r" \([^ ]*test_waits.py:\d+\)", "", re.sub(r"task \d+", "task N", said))
+    assert said == f"main of rank 0 has waited for 10 s: {told}"
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,17 @@ async def stopped(world: ad.World) -> None:
     await ad.barrier()  # stopped 0
 
 
+async def take(notes: ad.Channel[Note]) -> None:
+    await notes.receive()  # gathered 2
+
+
+async def gathered(world: ad.World) -> None:
+    notes = world.channel(Note, tag=100)
+    if world.rank == 0:
+        await asyncio.gather(take(notes), take(notes), asyncio.sleep(0))  # gathered 0
+    await ad.barrier()  # gathered 1
+
+
 HANGS: dict[str, Callable[[ad.World], Awaitable[None]]] = {
     each.__name__: each
     for each in (
@@ -136,6 +147,7 @@ HANGS: dict[str, Callable[[ad.World], Awaitable[None]]] = {
         full_channel,
         waiting_buffer,
         stopped,
+        gathered,
     )
 }
 

@@ -75,6 +75,8 @@ def test_a_report_is_one_page_whose_numbers_are_those_of_the_run(recording: Reco
     page = render(recording)
     assert f"{kinds['decided']} of {kinds['decided']} rounds" in page
     assert f"{kinds['decided']}, with {kinds['applied']} replacements" in page
+    assert 1e3 <= summary.nbytes.sum() < 1e6
+    assert f"{summary.nbytes.sum() / 1e3:.3g} kB; what hosts share" in page, "it was 0.0 MB"
     assert page.count("<h2>") == 8
     figures = re.findall(r'<div class="figure"[^>]*><script type="application/json">(.*?)</script></div>', page)
     assert [json.loads(figure).keys() for figure in figures] == [{"data": 0, "layout": 0}.keys()] * 7

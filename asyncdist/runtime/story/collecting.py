@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from asyncdist.messaging.services import Services
 from asyncdist.runtime.story.signs import Signs
-from asyncdist.runtime.watchdogs import frames_of, futures_awaited, is_library, line_of, wait_of, waiter_of
+from asyncdist.runtime.watchdogs import frames_of, futures_awaited, is_library, line_of, wait_with_parts, waiter_of
 from asyncdist.runtime.world import World
 from asyncdist.story.facts import ChannelState, Collective, MainState, PolicyState, RankStory, Wait
 from asyncdist.story.happenings import events_in_words
@@ -103,7 +103,7 @@ def _waits(world: World, main: asyncio.Task[Any], *, with_main: bool) -> Iterato
 
 def _wait(who: str, task: asyncio.Task[Any], world: World) -> Wait:
     engine = world.services.engine
-    what, frame = wait_of(task, world)
+    what, frame = wait_with_parts(task, world)
     futures = futures_awaited(task, world, set())
     if futures is None:
         does = str(what) if waiter_of(task) is not None else ""
