@@ -110,7 +110,9 @@ def _rank(rank: int, last: _LastOf, end_s: float) -> list[str]:
     how = f"ended by {last.over.rstrip(': ')}" if last.over else "its recording ends without an end of main"
     lines = [f"  rank {rank}: {how}; its last event was {age} before that of the job"]
     if last.steps:
-        lines.append(f"    {last.steps} steps")
+        # A killed process takes with it what it has not written down: see asyncdist.recording.writer.
+        more = " or more: those of its last second may not be written down" if last.over is None else ""
+        lines.append(f"    {last.steps} steps{more}")
     now = end_s - last.file.unix_s(0.0)
     if last.waited is not None:
         ago = seconds_in_words(max(0.0, now - last.waited.time_s))

@@ -127,7 +127,7 @@ def _tell_wait(wait: Wait, story: RankStory, stories: Mapping[int, RankStory]) -
     seconds = story.still_s if wait.seconds is None else wait.seconds
     needs = awaited_ranks(wait, stories)
     what = wait.what
-    if wait.tag is not None and f"tag {wait.tag}" not in what:
+    if wait.tag is not None and wait.collective is None and f"tag {wait.tag}" not in what:
         what = f"{what}, tag {wait.tag}"
     if wait.collective is not None:
         what = f"{what}, the {_ordinal(wait.collective.number)} collective of {len(wait.collective.ranks)} ranks"

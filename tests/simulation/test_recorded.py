@@ -147,3 +147,7 @@ def test_the_story_of_a_recording_says_what_a_rank_had_come_to(tmp_path: Path) -
     lines = tell_recording(str(tmp_path)).splitlines()
     assert "  ranks 0, 2, 3 have returned from main" in lines
     assert any(line.startswith("  rank 1: its recording ends without an end of main") for line in lines)
+    (steps,) = [event.get("iteration") for event in read_recording(tmp_path).ranks[1].events() if event.kind == "step"][
+        -1:
+    ]
+    assert f"    {steps} steps or more: those of its last second may not be written down" in lines
