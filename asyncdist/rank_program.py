@@ -107,10 +107,30 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
         error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # without this frame
         _leave_world(error)
         with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C has ended a peer first, and this rank reports that
-            sys.excepthook(type(error), error, error.__traceback__)
+            _tell_error(error)
         code = ending.code = 130 if isinstance(error, KeyboardInterrupt) else 1
         _end_job(code)
         sys.exit(code)
+
+
+def _tell_error(error: BaseException) -> None:
+    """Let Python print an error; of a Ctrl-C that met an import, which every rank would print, print one line."""
+    trace, line, is_import = error.__traceback__, "", False
+    while trace is not None and isinstance(error, KeyboardInterrupt):
+        code = trace.tb_frame.f_code
+        is_modules = code.co_name == "<module>" and trace.tb_frame.f_globals.get("__name__") != "__main__"
+        is_import = is_import or is_modules or code.co_filename.startswith("<frozen importlib")
+        if not is_import:
+            line = f"{code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    if is_import:
+        sys.stderr.write(f"asyncdist: {_own_name()} was interrupted in an import, in {line}\n")
+    else:
+        sys.excepthook(type(error), error, error.__traceback__)
+
+
+def _own_name() -> str:
+    return next((f"rank {os.environ[name]}" for name in _RANK_VARIABLES if os.environ.get(name)), "this process")
 
 
 def _leave_world(error: BaseException) -> None:
@@ -140,13 +160,12 @@ def _heed_no_more() -> None:
 
 def tell_no_world(_number: int, frame: types.FrameType | None) -> None:
     """Say where this process stands: a handler of SIGUSR1."""
-    rank = next((f"rank {os.environ[name]}" for name in _RANK_VARIABLES if os.environ.get(name)), "this process")
     while frame is not None and frame.f_back is not None and _is_passed_over(frame):
         frame = frame.f_back
     has_begun = frame is not None and frame.f_code.co_filename != __file__
     where = f"; it stands in {frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None and has_begun else ""
     with contextlib.suppress(Exception):  # nothing may come of a signal that only asks
-        sys.stderr.write(f"asyncdist: {rank} has no open world yet, or none any more{where}\n")
+        sys.stderr.write(f"asyncdist: {_own_name()} has no open world yet, or none any more{where}\n")
         sys.stderr.flush()
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from support import mpi, torchrun
 
+from asyncdist import rank_program
 from asyncdist.launch import guardians
 
 STANDS = """
@@ -91,3 +92,18 @@ def test_what_a_program_has_sent_elsewhere_stays_there_at_a_signal(tmp_path: Pat
     ended = subprocess.run(command, capture_output=True, text=True, env=mpi.base_environment(), check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "on standard error\n")
     assert (tmp_path / "own").read_text() == "before\non standard output\n"
+
+
+def test_ctrl_c_in_an_import_is_one_line_and_elsewhere_a_traceback(tmp_path: Path) -> None:
+    """Each rank printed the frames of torch's import, and the lines of several ranks were mixed."""
+    (tmp_path / "slow.py").write_text("raise KeyboardInterrupt")
+    script = tmp_path / "train.py"
+    for text, told in (("\nimport slow", "was interrupted in an import, in "), ("1\nraise KeyboardInterrupt", "")):
+        script.write_text(text)
+        command = rank_program.rank_command(str(script), ())
+        ended = subprocess.run(command, env={"RANK": "3"}, capture_output=True, text=True, check=False)
+        assert ended.returncode == 130
+        if told:
+            assert ended.stderr == f"asyncdist: rank 3 {told}{script}:2\n"
+        else:
+            assert ended.stderr.startswith("Traceback")
