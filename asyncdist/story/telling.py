@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -65,9 +66,7 @@ def tell_job(stories: Mapping[int, RankStory], silent: Sequence[Silent] = ()) ->
     for text, ranks in groups[:GROUP_COUNT_MAX]:
         lines.append(f"  {ranks_in_words(ranks)} {text if len(ranks) == 1 else _plural(text)}")
         if len(stories) <= DETAIL_COUNT_MAX or stories[ranks[0]].state in ("computes", "blocks"):
-            for rank in ranks:
-                prefix = "" if len(ranks) == 1 else f"rank {rank}: "
-                lines += [f"    {prefix}{line.strip()}" for line in _details(stories[rank], stories)]
+            lines += [f"    {line}" for line in _details_of_all(ranks, stories)]
     if len(groups) > GROUP_COUNT_MAX:
         lines.append(f"  and {len(groups) - GROUP_COUNT_MAX} more")
     others = some.size - len(stories) - len(silent) - len(some.lost) - len(some.left)
@@ -173,6 +172,17 @@ def _details(story: RankStory, stories: Mapping[int, RankStory]) -> list[str]:
     if story.events:
         lines.append(f"  lately: {'; '.join(story.events)}")
     return lines
+
+
+def _details_of_all(ranks: Sequence[int], stories: Mapping[int, RankStory]) -> list[str]:
+    """Return the details of ranks that do the same; what several of them have to say is said once."""
+    told: dict[tuple[str, int], list[int]] = {}
+    for rank in ranks:
+        counts: Counter[str] = Counter()
+        for line in _details(stories[rank], stories):
+            told.setdefault((line.strip(), counts[line]), []).append(rank)
+            counts[line] += 1
+    return [line if len(ranks) == 1 else f"{ranks_in_words(its)}: {line}" for (line, _), its in told.items()]
 
 
 def _tell_silent(silent: Silent, stories: Mapping[int, RankStory]) -> str:

@@ -35,6 +35,23 @@ def of(*stories: RankStory) -> dict[int, RankStory]:
     return {each.rank: each for each in stories}
 
 
+def test_what_several_ranks_that_do_the_same_have_to_say_is_said_once() -> None:
+    """Each of them had lines of its own."""
+    channel = ChannelState("Note", 100, 0, 0, 0, False)
+    worker = Wait("worker", "Event.wait")
+    ranks = [
+        replace(story(rank, collective(2), worker, worker), started={7100: 2}, channels=(channel,)) for rank in (1, 2)
+    ]
+    ranks[1] = replace(ranks[1], channels=(channel, replace(channel, tag=101, sent_count=3)))
+    told = tell_job(of(replace(story(0), started={7100: 1}), *ranks)).splitlines()
+    assert told[-4:] == [
+        "    ranks 1, 2: its task worker waits 60 s: Event.wait",
+        "    ranks 1, 2: its task worker waits 60 s: Event.wait",
+        "    ranks 1, 2: channel Note, tag 100: 0 sent, 0 received, 0 not read",
+        "    rank 2: channel Note, tag 101: 3 sent, 0 received, 0 not read",
+    ]
+
+
 class TestWhoWaitsForWhom:
     def test_ranks_in_a_circle_are_stuck_and_who_waits_for_them_is_too(self) -> None:
         stories = of(story(0, waits_for(1)), story(1, waits_for(0)), story(2, waits_for(0)))
