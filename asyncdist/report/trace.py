@@ -1,8 +1,9 @@
 """A recording as a trace that Perfetto (https://ui.perfetto.dev) and chrome://tracing open.
 
-The format is Chrome's Trace Event Format, in JSON. Each rank is a process with four tracks: its steps, what it does in
-rounds, its messages, and its waits. An arrow leads from each message's sending to its receiving. Traces that torch's
-profiler has exported can be added; they are laid over the ranks by the clock of the day that both name.
+The format is Chrome's Trace Event Format, in JSON. Each rank is a process with five tracks: its steps, what it does in
+rounds, what it sends, what it receives, and its waits. An arrow leads from each message's sending to its receiving.
+Traces that torch's profiler has exported can be added; they are laid over the ranks by the clock of the day that both
+name.
 
 Perfetto knows the two ends of an arrow by a hexadecimal number, and leaves out an arrow with another name.
 """
@@ -12,19 +13,22 @@ from __future__ import annotations
 import gzip
 import json
 import math
+from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from asyncdist.recording.events import KINDS, Event
-from asyncdist.recording.reader import Recording
+from asyncdist.recording.reader import RankRecording, Recording
 from asyncdist.report.clocks import Clocks
 
 Entry: TypeAlias = dict[str, Any]
 
-STEPS, ROUNDS, MESSAGES, WAITS = range(4)
-TRACKS: Final = ("steps", "rounds", "messages", "waits")
+#: The tracks, as threads of their process. To Perfetto 0 is another name of a process's first thread, whose number is
+#: that of the process.
+STEPS, ROUNDS, SENT, RECEIVED, WAITS = range(1, 6)
+TRACKS: Final = {STEPS: "steps", ROUNDS: "rounds", SENT: "sent", RECEIVED: "received", WAITS: "waits"}
 #: Events that are points of the rounds' track.
 _POINTS: Final = frozenset(
     {
@@ -43,7 +47,9 @@ _POINTS: Final = frozenset(
     }
 )
 #: How long a message is drawn, in microseconds: arrows need something to end at.
-_MESSAGE_US: Final = 1.0
+_MESSAGE_US: Final = 0.1
+#: Waits are told to the millisecond, as uvloop's clock is: one may seem to begin by so much before the last one's end.
+_WAIT_SLACK_US: Final = 1000.0
 #: Processes of profilers are numbered from here on, so many for each file.
 _PROFILER_PID: Final = 1_000_000
 #: Arrows of one line of messages, and those of one profile, are numbered within so many; the profiles' come last.
@@ -96,30 +102,42 @@ def _finite(value: Any) -> Any:
 
 
 def _entries(recording: Recording) -> Iterator[Entry]:
-    clocks = Clocks(recording)
-    arrows = _Arrows(recording)
+    """Yield what is no profile's. What was received comes last: it is drawn no earlier than it was sent."""
+    clocks, arrows = Clocks(recording), _Arrows(recording)
     for each in recording.ranks:
-        pid = each.rank + recording.size * each.incarnation
-        host = each.header["hostname"]
-        again = f", started again ({each.incarnation})" if each.incarnation else ""
-        yield _meta("process_name", pid, 0, f"rank {each.rank} on {host}{again}")
-        yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": each.rank}}
-        for track, name in enumerate(TRACKS):
-            yield _meta("thread_name", pid, track, name)
-        offset = clocks.offset(each)
-        role: tuple[float, int, str] | None = None
-        at_us = 0.0
+        yield from _head(recording, each)
+        tracks, sent = _Tracks(_pid(recording, each)), _Messages(_pid(recording, each), each.rank, arrows)
+        at_us, offset = 0.0, clocks.offset(each)
         for event in each.events():
             at_us = 1e6 * (event.time_s + offset)
-            if event.kind == "role":
-                if role is not None:
-                    yield _role(pid, role, at_us)
-                state, number = str(event.get("state")), int(event.get("round"))
-                role = None if state in ("idle", "out") else (at_us, number, state)
+            if event.kind == "sent":
+                yield from sent.begin(event, at_us)
             else:
-                yield from _entries_of(pid, each.rank, event, at_us, arrows)
-        if role is not None:
-            yield _role(pid, role, at_us)
+                yield from tracks.entries(event, at_us)
+        yield from tracks.rest(at_us)
+    for each in recording.ranks:
+        received, offset = _Messages(_pid(recording, each), each.rank, arrows), clocks.offset(each)
+        for event in each.events():
+            if event.kind == "received":
+                yield from received.end(event, 1e6 * (event.time_s + offset))
+
+
+def _pid(recording: Recording, each: RankRecording) -> int:
+    return each.rank + recording.size * each.incarnation
+
+
+def _head(recording: Recording, each: RankRecording) -> Iterator[Entry]:
+    """Yield the names of a process and of its tracks."""
+    pid, host = _pid(recording, each), each.header["hostname"]
+    again = f", started again ({each.incarnation})" if each.incarnation else ""
+    yield _meta("process_name", pid, STEPS, f"rank {each.rank} on {host}{again}")
+    yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": STEPS, "args": {"sort_index": each.rank}}
+    for track, name in TRACKS.items():
+        yield _meta("thread_name", pid, track, name)
+
+
+def _meta(kind: str, pid: int, track: int, name: str) -> Entry:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": track, "args": {"name": name}}
 
 
 class _Arrows:
@@ -134,74 +152,134 @@ class _Arrows:
         ranks = [each.rank for each in recording.ranks]
         self._restarted = {rank for rank in ranks if ranks.count(rank) > 1} if len(set(ranks)) < len(ranks) else set()
         self._lines: dict[tuple[int, int, int], int] = {}
-        self._counts: defaultdict[tuple[int, str], int] = defaultdict(int)
+        self._begun_us: defaultdict[int, array[float]] = defaultdict(lambda: array("d"))
+        self._ended_counts: defaultdict[int, int] = defaultdict(int)
 
-    def number(self, phase: str, source: int, dest: int, tag: int) -> int | None:
-        """Return the number of the next arrow that begins (``"s"``) or ends (``"f"``) on this line."""
-        if not self._restarted.isdisjoint((source, dest)):
+    def begin(self, line: tuple[int, int, int], at_us: float) -> int | None:
+        """Return the number of the next arrow that begins on a line (source, destination, tag)."""
+        if not self._restarted.isdisjoint(line[:2]):
             return None
-        line = self._lines.setdefault((source, dest, tag), len(self._lines))
-        count = self._counts[line, phase]
-        self._counts[line, phase] = count + 1
-        return line * _ARROWS + count
+        number = self._lines.setdefault(line, len(self._lines))
+        self._begun_us[number].append(at_us)
+        return number * _ARROWS + len(self._begun_us[number]) - 1
+
+    def end(self, line: tuple[int, int, int]) -> tuple[int | None, float]:
+        """Return the number of the next arrow that ends on a line, and when it began."""
+        if not self._restarted.isdisjoint(line[:2]):
+            return None, -math.inf
+        number = self._lines.setdefault(line, len(self._lines))
+        count = self._ended_counts[number]
+        self._ended_counts[number] = count + 1
+        begun_us = self._begun_us[number]
+        return number * _ARROWS + count, begun_us[count] if count < len(begun_us) else -math.inf
 
 
-def _meta(kind: str, pid: int, track: int, name: str) -> Entry:
-    return {"ph": "M", "name": kind, "pid": pid, "tid": track, "args": {"name": name}}
+class _Messages:
+    """What one process has sent, or received, in the order of time; messages of one moment stand in a row.
+
+    Args:
+        pid, rank: of the process.
+        arrows: numbers the messages of the job.
+    """
+
+    def __init__(self, pid: int, rank: int, arrows: _Arrows) -> None:
+        self._pid = pid
+        self._rank = rank
+        self._arrows = arrows
+        self._free_us = -math.inf
+
+    def begin(self, event: Event, at_us: float) -> Iterator[Entry]:
+        """Yield a message that was sent, and the beginning of its arrow."""
+        dest, tag, at_us = int(event.get("dest")), int(event.get("tag")), max(at_us, self._free_us)
+        number = self._arrows.begin((self._rank, dest, tag), at_us)
+        yield from self._entries(SENT, f"to {dest}", event, at_us, number, {"ph": "s"})
+
+    def end(self, event: Event, at_us: float) -> Iterator[Entry]:
+        """Yield a message that was received, and the end of its arrow."""
+        source = int(event.get("source"))
+        number, begun_us = self._arrows.end((source, self._rank, int(event.get("tag"))))
+        at_us = max(at_us, self._free_us, begun_us + _MESSAGE_US)
+        yield from self._entries(RECEIVED, f"from {source}", event, at_us, number, {"ph": "f", "bp": "e"})
+
+    def _entries(
+        self, track: int, words: str, event: Event, at_us: float, number: int | None, end: Entry
+    ) -> Iterator[Entry]:
+        self._free_us = at_us + _MESSAGE_US
+        tag = event.get("tag")
+        facts = {"tag": tag, "nbytes": event.get("nbytes")}
+        yield _span(self._pid, track, f"{words}, tag {tag}", at_us, self._free_us, facts)
+        if number is not None:
+            arrow = {"cat": "message", "name": f"tag {tag}", "id": f"{number:#x}", "pid": self._pid, "tid": track}
+            yield {**end, **arrow, "ts": round(at_us, 3)}
 
 
-def _role(pid: int, role: tuple[float, int, str], until_us: float) -> Entry:
-    began_us, number, state = role
-    return _span(pid, ROUNDS, state, began_us, until_us - began_us, {"round": number})
+class _Tracks:
+    """The steps, rounds and waits of one process.
+
+    Args:
+        pid: of the process.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._roles: dict[int, tuple[float, int, str]] = {}  # by policy
+        self._ends_us: defaultdict[int, list[float]] = defaultdict(lambda: [-math.inf])
+
+    def entries(self, event: Event, at_us: float) -> Iterator[Entry]:
+        """Yield what one event of the recording adds."""
+        at = {"pid": self._pid, "ts": round(at_us, 3)}
+        match event.kind:
+            case "role":
+                policy, state = int(event.get("policy")), str(event.get("state"))
+                yield from self._role(policy, at_us)
+                if state not in ("idle", "out"):
+                    self._roles[policy] = at_us, int(event.get("round")), state
+            case "step":
+                facts = {"iteration": event.get("iteration")}
+                yield from self._added(STEPS, "policy.step", at_us - 1e6 * float(event.get("seconds")), at_us, facts)
+            case "metric":
+                value = float(event.get("value"))
+                if math.isfinite(value):
+                    yield {"ph": "C", "name": "metric", "tid": STEPS, **at, "args": {"metric": value}}
+                else:  # a counter has numbers alone
+                    yield {"ph": "i", "s": "t", "name": f"metric {value}", "tid": STEPS, **at}
+            case "waited":
+                began_us, what = at_us - 1e6 * float(event.get("seconds")), str(event.get("what"))
+                yield from self._added(WAITS, what, began_us, at_us, {}, slack_us=_WAIT_SLACK_US)
+            case kind if kind in _POINTS:
+                facts = dict(zip(KINDS[kind], event.fields, strict=False))
+                yield {"ph": "i", "s": "t", "name": kind, "tid": ROUNDS, **at, "args": facts}
+
+    def rest(self, at_us: float) -> Iterator[Entry]:
+        """Yield the roles that last until the end."""
+        for policy in list(self._roles):
+            yield from self._role(policy, at_us)
+
+    def _role(self, policy: int, until_us: float) -> Iterator[Entry]:
+        if policy in self._roles:
+            began_us, number, state = self._roles.pop(policy)
+            yield from self._added(ROUNDS, state, began_us, until_us, {"round": number})
+
+    def _added(
+        self, track: int, name: str, began_us: float, until_us: float, facts: Entry, *, slack_us: float = 0.0
+    ) -> Iterator[Entry]:
+        """Yield a span; on a track beside, where it overlaps another one. Perfetto would leave it out."""
+        ends_us = self._ends_us[track]
+        free = [place for place, end_us in enumerate(ends_us) if round(end_us, 3) <= round(began_us + slack_us, 3)]
+        place = max(free, key=ends_us.__getitem__, default=len(ends_us))
+        beside = track + place * len(TRACKS)
+        if place == len(ends_us):
+            ends_us.append(-math.inf)
+            yield _meta("thread_name", self._pid, beside, TRACKS[track])
+        began_us = min(max(began_us, ends_us[place]), until_us)
+        ends_us[place] = until_us
+        yield _span(self._pid, beside, name, began_us, until_us, facts)
 
 
-def _span(pid: int, track: int, name: str, began_us: float, took_us: float, facts: Entry) -> Entry:
-    return {
-        "ph": "X",
-        "name": name,
-        "pid": pid,
-        "tid": track,
-        "ts": round(began_us, 3),
-        "dur": round(took_us, 3),
-        "args": facts,
-    }
-
-
-def _entries_of(pid: int, rank: int, event: Event, at_us: float, arrows: _Arrows) -> Iterator[Entry]:
-    facts = dict(zip(KINDS[event.kind], event.fields, strict=False))
-    match event.kind:
-        case "step":
-            took_us = 1e6 * float(event.get("seconds"))
-            yield _span(pid, STEPS, "policy.step", at_us - took_us, took_us, {"iteration": event.get("iteration")})
-        case "metric":
-            value, at = float(event.get("value")), {"pid": pid, "tid": STEPS, "ts": round(at_us, 3)}
-            if math.isfinite(value):
-                yield {"ph": "C", "name": "metric", **at, "args": {"metric": value}}
-            else:  # a counter has numbers alone
-                yield {"ph": "i", "s": "t", "name": f"metric {value}", **at}
-        case "waited":
-            took_us = 1e6 * float(event.get("seconds"))
-            yield _span(pid, WAITS, str(event.get("what")), at_us - took_us, took_us, {})
-        case "sent":
-            yield from _message(pid, "s", rank, int(event.get("dest")), event, at_us, arrows)
-        case "received":
-            yield from _message(pid, "f", int(event.get("source")), rank, event, at_us, arrows)
-        case kind if kind in _POINTS:
-            ts = round(at_us, 3)
-            yield {"ph": "i", "s": "t", "name": kind, "pid": pid, "tid": ROUNDS, "ts": ts, "args": facts}
-
-
-def _message(
-    pid: int, phase: str, source: int, dest: int, event: Event, at_us: float, arrows: _Arrows
-) -> Iterator[Entry]:
-    """Yield a message's end, and that of its arrow."""
-    tag = int(event.get("tag"))
-    words = f"to {dest}" if phase == "s" else f"from {source}"
-    yield _span(pid, MESSAGES, f"{words}, tag {tag}", at_us, _MESSAGE_US, {"tag": tag, "nbytes": event.get("nbytes")})
-    number = arrows.number(phase, source, dest, tag)
-    if number is not None:
-        arrow = {"ph": phase, "cat": "message", "name": f"tag {tag}", "id": f"{number:#x}"}
-        yield {**arrow, "pid": pid, "tid": MESSAGES, "ts": round(at_us, 3), **({"bp": "e"} if phase == "f" else {})}
+def _span(pid: int, track: int, name: str, began_us: float, until_us: float, facts: Entry) -> Entry:
+    began_us = round(began_us, 3)
+    dur = round(round(until_us, 3) - began_us, 3)
+    return {"ph": "X", "name": name, "pid": pid, "tid": track, "ts": began_us, "dur": dur, "args": facts}
 
 
 def _profile(recording: Recording, path: Path, number: int) -> list[Entry]:
