@@ -14,7 +14,7 @@ import gzip
 import json
 import math
 from array import array
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -283,7 +283,12 @@ def _span(pid: int, track: int, name: str, began_us: float, until_us: float, fac
 
 
 def _profile(recording: Recording, path: Path, number: int) -> list[Entry]:
-    """Read a trace of torch's profiler, with its times since the job began and processes of its own."""
+    """Read a trace of torch's profiler, with its times since the job began and processes of its own.
+
+    It names its rank where the program has opened torch.distributed; else the number of its process tells it.
+    """
+    process_counts = Counter(each.header["pid"] for each in recording.ranks)  # of several hosts
+    rank_of_pid = {each.header["pid"]: each.rank for each in recording.ranks if process_counts[each.header["pid"]] == 1}
     try:
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
             content = json.load(file)
@@ -305,8 +310,9 @@ def _profile(recording: Recording, path: Path, number: int) -> list[Entry]:
             if entry.get("ph") in ("s", "t", "f"):
                 arrow = arrows.setdefault(entry.get("id"), len(arrows))
                 moved["id"] = f"{_PROFILER_ARROWS + number * _ARROWS + arrow:#x}"
-            if entry.get("name") == "process_name" and rank is not None:
-                moved["args"] = {"name": f"rank {rank}, torch: {entry.get('args', {}).get('name', '')}"}
+            owner = rank_of_pid.get(entry.get("pid")) if rank is None else rank
+            if entry.get("name") == "process_name" and owner is not None:
+                moved["args"] = {"name": f"rank {owner}, torch: {entry.get('args', {}).get('name', '')}"}
             found.append(moved)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise TraceError(f"{path} is no trace of torch's profiler: {type(error).__name__} {error}") from error

@@ -183,6 +183,12 @@ def test_traces_of_torchs_profiler_are_added_with_processes_and_times_of_their_o
     added = [entry for entry in entries if entry["name"] == "aten::add"]
     assert added and all(entry["pid"] >= 1_000_000 for entry in added)
     assert all(abs(entry["ts"]) < 1e6 * 3600 for entry in added), "the same clock"
+    assert not any("torch: " in str(entry.get("args")) for entry in entries), "all ranks are of this process"
+    alone = tmp_path / "alone"
+    ad.simulate(train, ranks=1, seed=5, record=alone)
+    write_trace(read_recording(alone), tmp_path / "alone.json", [tmp_path / "torch.json"])
+    names = [entry["args"]["name"] for entry in entries_of(tmp_path / "alone.json") if entry["name"] == "process_name"]
+    assert any(name.startswith("rank 0, torch: ") for name in names)
     (tmp_path / "foreign.json").write_text('{"traceEvents": 3}')
     with pytest.raises(TraceError, match=r"foreign\.json is no trace of torch's profiler"):
         write_trace(recording, tmp_path / "x.json", [tmp_path / "foreign.json"])
