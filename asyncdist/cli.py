@@ -135,10 +135,10 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
         "run",
         help="start a script on several ranks of this host, or of others",
         usage=(
-            "asyncdist run -n RANKS | --hosts HOST:RANKS,... [--ssh CMD] | --join HOST:PORT [-n RANKS] "
-            "[--transport mpi|torch] [--mpi openmpi|mpich] [--survive] [--restarts N] [--places N] "
-            "[--threads-per-rank N] [--stall-s S] [--record DIR] [--metrics PORT|SINK] [--live] [--prefix] "
-            "script.py | -m MODULE [arguments]"
+            "asyncdist run -n RANKS | --hosts HOST:RANKS,... [--ssh CMD] | --join HOST:PORT [-n RANKS]\n"
+            "                     [--transport mpi|torch] [--mpi openmpi|mpich] [--threads-per-rank N]\n"
+            "                     [--survive] [--restarts N] [--places N] [--stall-s S] [--record DIR]\n"
+            "                     [--metrics PORT|SINK] [--live] [--prefix] script.py | -m MODULE [arguments]"
         ),
         description=(
             "Start a script on several ranks of this host, or of others that ssh reaches: with the MPI that is "
@@ -146,6 +146,15 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
         ),
         allow_abbrev=False,
     )
+    _add_places(run)
+    _add_lives(run)
+    _add_watching(run)
+    run.add_argument("-m", dest="module", metavar="MODULE", help="run a module in place of a script, as python -m does")
+    run.add_argument("script", nargs="?", help="a Python script; the words after it are passed to it unchanged")
+
+
+def _add_places(run: _Parser) -> None:
+    """Add the options of where ranks run, and over what they talk."""
     run.add_argument("-n", "--ranks", type=_count, metavar="RANKS", help="the number of processes")
     run.add_argument(
         "--hosts",
@@ -159,6 +168,16 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
         help=f"transport of the ranks (default: {environment.TRANSPORT_VARIABLE}, else mpi); torch means torch:gloo",
     )
     run.add_argument("--mpi", choices=environment.FLAVOURS, help="which MPI, where two are installed")
+    run.add_argument(
+        "--threads-per-rank",
+        type=_count,
+        metavar="N",
+        help="OMP_NUM_THREADS of each rank (default: its share of the cores)",
+    )
+
+
+def _add_lives(run: _Parser) -> None:
+    """Add the options of ranks that are lost, start again or come later."""
     run.add_argument(
         "--survive",
         action="store_true",
@@ -181,12 +200,10 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
         metavar="HOST:PORT",
         help="join a job of --places, at the address that it has printed, with -n RANKS (default: 1) in free places",
     )
-    run.add_argument(
-        "--threads-per-rank",
-        type=_count,
-        metavar="N",
-        help="OMP_NUM_THREADS of each rank (default: its share of the cores)",
-    )
+
+
+def _add_watching(run: _Parser) -> None:
+    """Add the options of what is told of the ranks while they run, and afterwards."""
     run.add_argument(
         "--stall-s",
         metavar="S",
@@ -210,8 +227,6 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     run.add_argument("--live", action="store_true", help="show below the output, in a table, what each rank does")
     run.add_argument("--prefix", action="store_true", help="begin each line that a rank prints with [its number]")
-    run.add_argument("-m", dest="module", metavar="MODULE", help="run a module in place of a script, as python -m does")
-    run.add_argument("script", nargs="?", help="a Python script; the words after it are passed to it unchanged")
 
 
 def _add_sim(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -219,8 +234,8 @@ def _add_sim(commands: argparse._SubParsersAction[_Parser]) -> None:
         "sim",
         help="run a script on simulated ranks, in virtual time, every interleaving from a seed",
         usage=(
-            "asyncdist sim script.py --ranks RANKS [--seed SEED] [--faults FILE] [--until-s SECONDS] "
-            "[--record DIR] [--explore COUNT [--processes P]] [arguments]"
+            "asyncdist sim script.py --ranks RANKS [--seed SEED] [--faults FILE] [--until-s SECONDS]\n"
+            "                     [--record DIR] [--explore COUNT [--processes P]] [arguments]"
         ),
         description="Run a script on simulated ranks of this process: its asyncdist.run becomes asyncdist.simulate.",
         epilog="The words from the first one that is no option here, or after --, are passed to the script unchanged.",
