@@ -266,10 +266,8 @@ def _ancestors() -> list[int]:
     found = [os.getppid()]
     with contextlib.suppress(OSError, ValueError):
         while found[-1] > 1:
-            fields = (
-                Path(f"/proc/{found[-1]}/stat").read_bytes().rpartition(b")")[2].split()
-            )  # a name may hold anything
-            found.append(int(fields[1]))
+            _, _, behind_name = Path(f"/proc/{found[-1]}/stat").read_bytes().rpartition(b")")  # which may hold anything
+            found.append(int(behind_name.split()[1]))
     return found
 
 
