@@ -94,12 +94,13 @@ class Engine(Poller):
             then it need not yield. None where tasks run in the loop alone.
         turn: of the safe point that is under way, how many passes and yields it has made: odd while it yields.
         on_deadline: called with what was waited for when a deadline has passed; None as above.
-        on_timer: called with the name of a timer of :meth:`call_later` as it fires; None as above.
+        on_timer: called with the name of a timer of :meth:`call_later` as it fires, and with what :meth:`wake_by` is
+            told; None as above.
         on_failed: called as a task goes on after a collective that has failed; None as above.
         clock: returns the time of the loop; for what decides something by it, so that recordings can tell it.
         woken_count: how many waits for messages of channels, and for conditions, have ended since the last safe point
             began, and how many collectives have begun or failed. Waits for requests do not count: one that is done at
-            once is not waited for.
+            once is not waited for. Of a rank that is recorded, what :meth:`wake_by` wakes counts, too.
         on_woken: called as any wait ends, with whether it counts, before that is counted; None as above.
 
     Args:
@@ -422,6 +423,20 @@ class Engine(Poller):
         if self.on_timer is not None:
             self.on_timer(f"{what} {about}".rstrip())
         call(*args)
+
+    def wake_by(self, what: str, wake: Callable[[], object]) -> None:
+        """Call ``wake()``, which lets a task go on, since work in a thread has ended, or a timer of asyncio has fired.
+
+        Recordings tell when it happened, and in a replay it happens then.
+
+        Args:
+            what: what has ended or fired, in words.
+            wake: makes the task's next step ready, and nothing else.
+        """
+        if self.on_timer is not None:
+            self.on_timer(what)
+            self.loop.call_soon(self._note_woken, True)  # right before that step
+        wake()
 
     def _note_woken(self, counts: bool) -> None:
         if self.on_woken is not None:

@@ -61,7 +61,7 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     "deadline": ("what", "turn", "woken"),
     # The last weights of a policy, as a CRC-32 of all bytes, where they are not too many.
     "weights": ("policy", "checksum"),
-    # A timer of the runtime has fired; turn and waits are as of a message.
+    # A timer of the runtime or of asyncio has fired, or work in a thread has ended; turn and waits are as of a message.
     "timer": ("what", "turn", "woken"),
     # A task goes on after a collective that has failed; turn and waits are as of a message.
     "failed": ("turn", "woken"),

@@ -62,17 +62,20 @@ class Computing:
     Args:
         rank: this rank.
         loop: of the rank; it goes on meanwhile.
+        wake: calls what it is given, which lets the task go on after a function that has ended.
 
     Attributes:
         is_under_way: whether a function is being run.
     """
 
-    def __init__(self, rank: int, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, rank: int, loop: asyncio.AbstractEventLoop, wake: Callable[[Callable[[], None]], None]) -> None:
         self.is_under_way = False
         self._rank = rank
         self._loop = loop
+        self._wake = wake
         self._executor: ThreadPoolExecutor | None = None
         self._awaited: tuple[object, ...] = ()
+        self._waiter: asyncio.Future[None]
         self._turn = asyncio.Lock()
 
     def settles(self, future: object) -> bool:
@@ -104,21 +107,35 @@ class Computing:
         # CancelledError of concurrent.futures, an error like any other, into the cancellation of this task.
         call = functools.partial(caught, functools.partial(call_in_modes, torch_modes(), fn))
         future = self._in_thread(call) if clock is None else clock.run_beside(call)
-        waiter = asyncio.shield(future)
-        self._awaited = future, waiter
+        has_ended = False
+
+        def end() -> None:
+            nonlocal has_ended
+            has_ended = True
+            if not self._waiter.done():
+                self._waiter.set_result(None)
+
+        self._wait_anew(future)
+        future.add_done_callback(lambda _: self._wake(end))
         try:
-            returned, error = await waiter
+            await self._waiter
         except asyncio.CancelledError:
-            while not future.done():
+            while not has_ended:
+                self._wait_anew(future)
                 with contextlib.suppress(asyncio.CancelledError):  # cancelled again; it is raised below in any case
-                    await asyncio.wait([future])
+                    await self._waiter
             raise
+        returned, error = future.result()
         if error is not None:
             try:
                 raise error
             finally:
                 del error  # its traceback holds this frame
         return cast(T, returned)
+
+    def _wait_anew(self, future: object) -> None:
+        self._waiter = self._loop.create_future()
+        self._awaited = future, self._waiter
 
     def _in_thread(self, call: Callable[[], T]) -> asyncio.Future[T]:
         if self._executor is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import functools
 import random
 import sys
@@ -16,6 +17,7 @@ import torch
 from asyncdist.messaging.engine import Engine
 from asyncdist.messaging.services import clock_of
 from asyncdist.recording.writer import RecordOptions, RecordWriter, header_of
+from asyncdist.runtime.sleeps import set_sleeps_by
 from asyncdist.runtime.world import World
 from asyncdist.transports.base import Transport
 from asyncdist.transports.recorded import RecordedTransport
@@ -43,6 +45,7 @@ class Recording:
         self._writer: RecordWriter | None = None
         self._engine: Engine | None = None
         self._sent_before_count = 0  # before the world was open
+        self._leave_loop: Callable[[], None] = lambda: None
         if options is not None:
             self._writer = RecordWriter(options, clock_of(loop), transport.rank)
             self.transport = RecordedTransport(transport, functools.partial(self._note_message, self._writer))
@@ -60,7 +63,10 @@ class Recording:
             transport=transport.describe(),
             hostname=world.hostname,
         )
-        writer.open({**header, **_conditions(world), "sent_before_count": self._sent_before_count})
+        is_simulated = hasattr(self._loop, "rank")
+        tells_sleeps = is_simulated or not transport.capabilities.shares_process  # else ranks share the loop
+        told = {"sent_before_count": self._sent_before_count, "tells_sleeps": tells_sleeps}
+        writer.open({**header, **_conditions(world), **told})
         services, engine = world.services, world.services.engine
         engine.woken_count = 0  # a replay opens the world in another way
         services.events.sink = writer.add
@@ -72,6 +78,8 @@ class Recording:
         engine.on_timer = functools.partial(self._note_timer, writer, engine)
         engine.clock = services.time = world.time = functools.partial(self._read_clock, writer, services.time)
         self._engine = engine
+        if tells_sleeps:
+            self._tell_sleeps(engine)
         if not transport.capabilities.shares_process:  # which cannot be killed without the writer's process
             self._tick(writer)
 
@@ -99,6 +107,22 @@ class Recording:
     def _note_failed(writer: RecordWriter, engine: Engine) -> None:
         writer.note("failed", engine.turn, engine.woken_count)
 
+    def _tell_sleeps(self, engine: Engine) -> None:
+        """Note when asyncio's timers fire: what sleeps goes on right after that."""
+        call_at = self._loop.call_at
+
+        def set_timer(
+            what: str,
+            when: float,
+            callback: Callable[..., object],
+            args: tuple[Any, ...],
+            context: contextvars.Context | None,
+        ) -> asyncio.TimerHandle:
+            wake = functools.partial(callback, *args)
+            return call_at(when, engine.wake_by, what, wake, context=context)
+
+        self._leave_loop = set_sleeps_by(self._loop, set_timer)
+
     @staticmethod
     def _read_clock(writer: RecordWriter, clock: Callable[[], float]) -> float:
         seconds = clock()
@@ -118,12 +142,14 @@ class Recording:
 
     def note_end(self, error: BaseException | None) -> None:
         """Write down how main ended; what follows may end the process."""
+        self._leave_loop()
         if self._writer is not None:
             self._writer.note("over", "" if error is None else f"{type(error).__name__}: {error}"[:1000])
             self._writer.flush()
 
     def close(self) -> None:
         """End the file."""
+        self._leave_loop()
         if self._timer is not None:
             self._timer.cancel()
         if self._writer is not None:

@@ -143,8 +143,8 @@ class World:
         self._transport = services.engine.transport
         self._nonce = nonce
         self._task_group: asyncio.TaskGroup | None = None
-        self._computing = Computing(self.rank, loop)
-        self._file_work = Computing(self.rank, loop)
+        self._computing = Computing(self.rank, loop, lambda wake: self._engine.wake_by("compute", wake))
+        self._file_work = Computing(self.rank, loop, lambda wake: self._engine.wake_by("work on files", wake))
         self._models_in_use: list[object] = []
 
     def __repr__(self) -> str:

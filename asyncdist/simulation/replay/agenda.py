@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -111,6 +112,11 @@ class Agenda:
         of_point = () if self._point is None else self._point.sights
         return any(isinstance(each, Failed) for each in (*of_point, *self._log.entries))
 
+    def has_fired(self, what: str) -> bool:
+        """Return whether a timer of this name fires before the record ends."""
+        of_point = () if self._point is None else self._point.sights
+        return any(isinstance(each, Fired) and each.what == what for each in (*of_point, *self._log.entries))
+
     def remove(self, sight: Sight) -> None:
         """Note that the rank sees this now."""
         self._all_sights().remove(sight)
@@ -179,6 +185,13 @@ class Agenda:
                 return other, is_all_there and self.is_possible(other)
             is_all_there = is_all_there and self.is_possible(other)
         return None
+
+    def has_late_timer_after(self, sight: Sight) -> bool:
+        """Return whether a timer that is not there yet fired after this sight, before anybody went on because of it."""
+        if type(sight) is not Taken:
+            return False
+        beside = itertools.takewhile(sight.is_beside, self.sights())
+        return any(isinstance(other, Fired) and not self.is_possible(other) for other in beside)
 
     def begin_point(self) -> int:
         """Begin the next safe point; return its number of turns."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import functools
 import math
 from collections.abc import Callable, Collection, Coroutine
@@ -11,19 +12,32 @@ from typing import Any, Final
 from asyncdist.messaging.engine import Awaited, Engine, yield_to_loop
 from asyncdist.messaging.polling import resolve_waiter
 from asyncdist.recording.events import Field
+from asyncdist.runtime.sleeps import set_sleeps_by
 from asyncdist.runtime.world import World
 from asyncdist.simulation.processes.event_loop import RankLoop
 from asyncdist.simulation.replay.admission import Admission
 from asyncdist.simulation.replay.agenda import COLLECTIVE_TAGS, Agenda
 from asyncdist.simulation.replay.comparison import Comparison, DivergenceError, in_words
 from asyncdist.simulation.replay.hold import PATIENCE_S, PAUSE_MAX_S, PAUSE_S, Hold
-from asyncdist.simulation.replay.log import Failed, Fired, Key, Lost, Passed, RankLog, Sight, Taken, TakenByTask
+from asyncdist.simulation.replay.log import (
+    Failed,
+    Fired,
+    Key,
+    Lost,
+    Passed,
+    RankLog,
+    Sight,
+    Taken,
+    TakenByTask,
+)
 from asyncdist.simulation.replay.lookout import Lookout
 from asyncdist.simulation.replay.mailbox import Mailbox
 from asyncdist.simulation.replay.timers import Deadlines, Timers
 
 #: Virtual seconds for which a message waits for the safe point that came after it in the recorded run.
 _DEFERRAL_S: Final = 1.0
+#: The same for the end of work in a thread, which takes virtual time where it sleeps.
+_WORK_S: Final = 100.0
 #: So often a safe point lets the rank's tasks run for it, where they have not come as far as they had then.
 _TRY_COUNT: Final = 20
 
@@ -100,6 +114,9 @@ class Gate:
         replaced: Any = engine
         replaced.until, replaced.park_until, replaced.park = self._wait_until, self._park_until, self._park
         replaced.note_failed, replaced.call_later = self._wait_as_failed, self._timers.call_later
+        replaced.wake_by = self._wake_by
+        if self._log.tells_sleeps:
+            set_sleeps_by(self._loop, self._set_sleep)
         of_world: Any = world
         of_world.progress = of_world.safe_point = self._progress
 
@@ -212,15 +229,18 @@ class Gate:
     def _is_deferred(self, sight: Sight) -> bool:
         """Whether user code comes to a safe point first, which sees this; or out of a collective that fails.
 
+        Or to the end of a sleep, or of work in a thread, which came before anybody went on because of this.
+
         A pass took it up as user code was about to go on, after a sleep, or out of what a thread computed: the task
         that it wakes went on within the safe point. Where user code waits for this after all, it waits a little.
         """
         failure = self.agenda.failure_after(sight)
-        if not self.agenda.is_seen_at_point(sight) and (failure is None or failure[1]):
+        is_late = self.agenda.has_late_timer_after(sight)
+        if not is_late and not self.agenda.is_seen_at_point(sight) and (failure is None or failure[1]):
             return False
         now_s = self._loop.time()
         if sight is not self._deferred:
-            self._deferred, self._deferred_until_s = sight, now_s + _DEFERRAL_S
+            self._deferred, self._deferred_until_s = sight, now_s + (_WORK_S if is_late else _DEFERRAL_S)
         if now_s >= self._deferred_until_s:
             return False
         self._lookout.look_soon(self._deferred_until_s - now_s + PAUSE_S)
@@ -402,6 +422,36 @@ class Gate:
             self._lookout.look_soon()
             await self._park(waiter, Failed.what, is_of_request=True)
         self._engine.woken_count += 1
+
+    # -- what wakes tasks without a pass ------------------------------------------------------------------------------
+
+    def _wake_by(self, what: str, wake: Callable[[], object]) -> None:
+        """As :meth:`Engine.wake_by`, when it did; at once where the record does not tell that."""
+        if self.agenda.has_fired(what):
+            self._keep_waking(self._loop.time(), what, wake, None)
+        else:
+            wake()
+
+    def _set_sleep(
+        self,
+        what: str,
+        when_s: float,
+        callback: Callable[..., object],
+        args: tuple[Any, ...],
+        context: contextvars.Context | None,
+    ) -> object:
+        """Set a timer of asyncio's, which fires when it did."""
+        return self._keep_waking(when_s, what, functools.partial(callback, *args), context)
+
+    def _keep_waking(
+        self, when_s: float, what: str, wake: Callable[[], object], context: contextvars.Context | None
+    ) -> object:
+        def fire() -> None:
+            self._loop.call_soon(self._engine._note_woken, True)
+            wake()
+
+        self._lookout.look_soon()
+        return self._timers.call_at(when_s, what, fire, context)
 
     # -- what it does -----------------------------------------------------------------------------------------------
 

@@ -186,4 +186,9 @@ class ReplayedRank:
 def _log_of(recorded: RankRecording) -> RankLog:
     header = recorded.header
     is_native = bool(header["capabilities"]["native_collectives"])
-    return log_of(recorded.events(), int(header.get("sent_before_count", 0)), is_native=is_native)
+    return log_of(
+        recorded.events(),
+        int(header.get("sent_before_count", 0)),
+        is_native=is_native,
+        tells_sleeps=bool(header.get("tells_sleeps")),
+    )

@@ -151,6 +151,7 @@ class RankLog:
         is_over: whether the end of its main is recorded.
         error: with which main ended; "" where it returned.
         is_native: see :func:`log_of`.
+        tells_sleeps: whether it tells when asyncio's timers fired.
     """
 
     entries: deque[Entry]
@@ -161,6 +162,7 @@ class RankLog:
     is_over: bool
     error: str
     is_native: bool
+    tells_sleeps: bool = False
 
     @property
     def decision_count(self) -> int:
@@ -168,13 +170,16 @@ class RankLog:
         return sum(map(len, self.decisions.values()))
 
 
-def log_of(events: Iterable[Event], sent_before_count: int = 0, *, is_native: bool = False) -> RankLog:
+def log_of(
+    events: Iterable[Event], sent_before_count: int = 0, *, is_native: bool = False, tells_sleeps: bool = False
+) -> RankLog:
     """Read a rank's events, up to where a signal has ended it: a replay has no signals.
 
     Args:
         events: as they were recorded.
         sent_before_count: how many messages the rank sent before its world was open.
         is_native: whether the backend carried collectives by itself: what a replay sends for them does not count.
+        tells_sleeps: see :class:`RankLog`.
     """
     events = _before_signal(list(events))
     entries: deque[Any] = deque()
@@ -233,7 +238,7 @@ def log_of(events: Iterable[Event], sent_before_count: int = 0, *, is_native: bo
                 is_over, error = True, text
         if event.kind in DECISIONS:
             decisions[event.kind].append(event)
-    return RankLog(entries, early, clock, decisions, frozenset(received_tags), is_over, error, is_native)
+    return RankLog(entries, early, clock, decisions, frozenset(received_tags), is_over, error, is_native, tells_sleeps)
 
 
 def _before_signal(events: list[Event]) -> list[Event]:

@@ -19,19 +19,34 @@ class _Timer:
         when_s: its virtual time, which counts once all that was recorded has happened.
     """
 
-    __slots__ = ("_args", "_call", "_context", "is_over", "what", "when_s")
+    __slots__ = ("_args", "_call", "_context", "_is_cancelled", "is_over", "what", "when_s")
 
-    def __init__(self, what: str, when_s: float, call: Callable[..., object], args: tuple[Any, ...]) -> None:
+    def __init__(
+        self,
+        what: str,
+        when_s: float,
+        call: Callable[..., object],
+        args: tuple[Any, ...],
+        context: contextvars.Context | None = None,
+    ) -> None:
         self.what = what
         self.when_s = when_s
-        self.is_over = False
+        self.is_over = self._is_cancelled = False
         self._call = call
         self._args = args
-        self._context = contextvars.copy_context()
+        self._context = context or contextvars.copy_context()
 
     def cancel(self) -> None:
         """Never make the call."""
-        self.is_over = True
+        self.is_over = self._is_cancelled = True
+
+    def cancelled(self) -> bool:
+        """As of asyncio's handles."""
+        return self._is_cancelled
+
+    def when(self) -> float:
+        """As of asyncio's handles."""
+        return self.when_s
 
     def fire(self) -> None:
         """Make the call, unless it was made or cancelled."""
@@ -56,7 +71,19 @@ class Timers:
         self, delay_s: float, what: str, call: Callable[..., object], *args: Any, about: object = ""
     ) -> _Timer:
         """Keep a call until :meth:`fire`, or, after :meth:`release`, until its time."""
-        timer = _Timer(f"{what} {about}".rstrip(), self._loop.time() + delay_s, call, args)
+        return self._keep(_Timer(f"{what} {about}".rstrip(), self._loop.time() + delay_s, call, args))
+
+    def call_at(
+        self,
+        when_s: float,
+        what: str,
+        call: Callable[..., object],
+        context: contextvars.Context | None,
+    ) -> _Timer:
+        """Do the same for a time on the loop's clock."""
+        return self._keep(_Timer(what, when_s, call, (), context))
+
+    def _keep(self, timer: _Timer) -> _Timer:
         if self._is_released:
             self._loop.call_at(timer.when_s, timer.fire)
         else:

@@ -1,0 +1,127 @@
+"""Replays of tasks that go on without a message: after work in a thread, a sleep, a timeout."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import asyncdist as ad
+from asyncdist.recording.reader import read_recording
+from asyncdist.simulation import Compute, Uniform, replay, simulate
+
+
+@dataclasses.dataclass(frozen=True)
+class Word:
+    number: int
+
+
+def work(number: int) -> int:
+    return number * 3
+
+
+async def shares_work(world: ad.World, *, sleeps: bool) -> list[tuple[str, int, int]]:
+    """Rank 0 hands out numbers; two tasks of each other rank ask for them, and compute in turn."""
+    channel, story = world.channel(Word, tag=40), []
+    if world.rank == 0:
+        left, over_count = 30, 0
+        while over_count < 2 * (world.size - 1):
+            asked = await channel.receive()
+            story.append(("asked", asked.source, asked.message.number))
+            await channel.send(Word(left), asked.source)
+            over_count += left == 0
+            left -= left > 0
+        return story
+    numbers: asyncio.Queue[int] = asyncio.Queue()
+    lock = asyncio.Lock()
+
+    async def listen() -> None:
+        while True:
+            numbers.put_nowait((await channel.receive()).message.number)
+
+    async def works(worker: int) -> None:
+        draws = random.Random(10 * world.rank + worker)
+        while True:
+            await channel.send(Word(worker), 0)
+            if (number := await numbers.get()) == 0:
+                return
+            async with lock:
+                story.append(("computed", worker, await world.compute(work, number)))
+            if sleeps:
+                await asyncio.sleep(draws.random() / 100)
+                story.append(("slept", worker, number))
+
+    listener = asyncio.create_task(listen())
+    await asyncio.gather(works(1), works(2))
+    listener.cancel()
+    return story
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_tasks_that_compute_in_turn_go_on_in_the_same_order(tmp_path: Path, seed: int, sleeps: bool) -> None:
+    async def main(world: ad.World) -> list[tuple[str, int, int]]:
+        return await shares_work(world, sleeps=sleeps)
+
+    compute = Compute(step_s=Uniform(0.001, 0.01))
+    recorded = simulate(main, ranks=4, seed=seed, record=tmp_path, compute=compute)
+    recording = read_recording(tmp_path)
+    assert replay(main, recording=recording).report.results == recorded.results
+    whats = Counter(event.get("what") for each in recording.ranks for event in each.events() if event.kind == "timer")
+    assert whats["compute"] == 30
+    assert any(str(what).startswith("sleep ") for what in whats) == sleeps
+
+
+async def waits_or_gives_up(world: ad.World) -> list[int]:
+    """Hear from the rank before within a time that is over now and then; a word that comes later is heard later."""
+    channel, heard, draws = world.channel(Word, tag=40), [], random.Random(world.rank)
+    for number in range(20):
+        await asyncio.sleep(draws.random() / 100)
+        channel.send_nowait(Word(number), (world.rank + 1) % world.size)
+        try:
+            async with asyncio.timeout(draws.random() / 200):
+                heard.append((await channel.receive()).message.number)
+        except TimeoutError:
+            heard.append(-1)
+    await ad.barrier()
+    return heard
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_a_timeout_of_asyncio_cuts_off_is_cut_off_again(tmp_path: Path, seed: int) -> None:
+    recorded = simulate(waits_or_gives_up, ranks=3, seed=seed, record=tmp_path)
+    words = [word for heard in recorded.results for word in heard]
+    assert 3 < words.count(-1) < len(words) - 3
+    assert replay(waits_or_gives_up, recording=read_recording(tmp_path)).report.results == recorded.results
+
+
+def test_a_task_that_is_cancelled_goes_on_when_its_work_in_a_thread_had_ended(tmp_path: Path) -> None:
+    async def main(world: ad.World) -> list[str]:
+        channel, story = world.channel(Word, tag=40), []
+
+        async def works() -> None:
+            try:
+                await world.compute(work, 1)
+            except asyncio.CancelledError:
+                story.append("worker cancelled")
+                raise
+
+        if world.rank == 1:
+            for number in range(3):
+                await channel.send(Word(number), 0)
+                await world.sleep(0.002)
+            return story
+        worker = asyncio.create_task(works())
+        for _ in range(3):
+            story.append(f"word {(await channel.receive()).message.number}")
+            worker.cancel()
+        await asyncio.wait([worker])
+        return story
+
+    recorded = simulate(main, ranks=2, seed=3, record=tmp_path, compute=Compute(step_s=Uniform(0.003, 0.003)))
+    assert recorded.results[0] == ["word 0", "word 1", "worker cancelled", "word 2"]
+    assert replay(main, recording=read_recording(tmp_path)).report.results == recorded.results
