@@ -105,6 +105,8 @@ class Services:
             wait all the time.
         end_recording: ends what is written down of this rank, as the death of its process does; given a text and the
             seconds for which main has waited for that, where it is to be told. A simulated rank dies alone.
+        reports_in_turn: whether this rank replays one of a process of its own, which waits before it reports how it
+            failed: a lower rank may report the same.
         leftover_probes: functions that name what a protocol has not cleared away; they are asked at the end.
 
     Args:
@@ -135,6 +137,7 @@ class Services:
         self.leftover_probes: list[Callable[[], Sequence[str]]] = []
         self.events = EventLog(self.time)
         self.end_recording: Callable[[str, float], None] | None = None
+        self.reports_in_turn = False
         self.read_nbytes = 0
         self.waited_s = 0.0
         self._on_waited: Callable[[str, float], None] | None = None

@@ -286,11 +286,14 @@ async def test_a_mistake_that_was_heard_of_is_told_in_a_line(
     monkeypatch.setattr(failure, "_report", FailureReport())
     async with worlds(2) as (_, world):
         world.services.engine.fail(peer_failed(0, "ValueError: boom-7"))
-        assert not await failure._is_told_by_another(world, ValueError("boom-8"))
-        assert not await failure._is_told_by_another(world, TypeError("boom-7"))
-        assert not await failure._is_told_by_another(world, peer_failed(0, "ValueError: boom-7"))
+        assert await failure._rank_that_tells(world, ValueError("boom-8")) is None
+        assert await failure._rank_that_tells(world, TypeError("boom-7")) is None
+        assert await failure._rank_that_tells(world, peer_failed(0, "ValueError: boom-7")) is None
         assert capsys.readouterr().err == ""
-        assert await failure._is_told_by_another(world, ValueError("boom-7\nand more"))
+        error = ValueError("boom-7\nand more")
+        teller = await failure._rank_that_tells(world, error)
+        assert teller == 0
+        failure._print_alike(world.rank, teller, error)
         assert capsys.readouterr().err == "asyncdist: rank 1 failed as rank 0 did: ValueError: boom-7\n"
 
 

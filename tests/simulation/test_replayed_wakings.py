@@ -125,3 +125,32 @@ def test_a_task_that_is_cancelled_goes_on_when_its_work_in_a_thread_had_ended(tm
     recorded = simulate(main, ranks=2, seed=3, record=tmp_path, compute=Compute(step_s=Uniform(0.003, 0.003)))
     assert recorded.results[0] == ["word 0", "word 1", "worker cancelled", "word 2"]
     assert replay(main, recording=read_recording(tmp_path)).report.results == recorded.results
+
+
+@pytest.mark.parametrize("shares_process", [False, True])
+def test_a_rank_that_fails_lets_its_tasks_go_on_for_as_long_as_its_process_did(
+    tmp_path: Path, shares_process: bool
+) -> None:
+    """Before it ends a process waits for the report of a lower rank that fails alike; a simulated rank does not."""
+    ticks: list[int] = []
+
+    async def main(world: ad.World) -> None:
+        async def ticks_on() -> None:
+            while world.services.engine.failure is None:
+                ticks.append(world.rank)
+                await asyncio.sleep(0.01)
+
+        if world.rank == 1:
+            task = asyncio.create_task(ticks_on())
+            await asyncio.sleep(0)
+            raise ValueError(f"as planned, beside {task.get_name()}")
+        await world.channel(Word, tag=40).receive()
+
+    simulate(main, ranks=2, seed=1, record=tmp_path)
+    assert ticks == [1]
+    recording = read_recording(tmp_path)
+    for each in recording.ranks:
+        each.header["tells_sleeps"] = False
+        each.header["capabilities"]["shares_process"] = shares_process
+    replay(main, recording=recording)
+    assert (len(ticks) > 2) is not shares_process

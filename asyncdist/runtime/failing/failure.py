@@ -96,8 +96,11 @@ async def fail(
         await _hear_why(world, _HEAR_WHY_S)
     from_peer = is_consequence(error) and isinstance(world.services.engine.failure, RankLostError)
     in_process = transport.capabilities.shares_process  # run_local raises for all of them
-    if not in_process and not await _is_told_by_another(world, error):
+    teller = await _rank_that_tells(world, error) if not in_process or world.services.reports_in_turn else None
+    if not in_process and teller is None:
         _print_failure(world.rank, error, world.services.engine.failure if from_peer else None)
+    elif not in_process:
+        _print_alike(world.rank, teller, error)
     is_newcomer = not world.services.is_admitted and world.services.engine.failure is None
     if world.services.engine.failure is None:
         world.services.engine.fail(peer_failed(world.rank, summarise(error)))
@@ -142,19 +145,22 @@ async def fail(
     transport.close_failed()
 
 
-async def _is_told_by_another(world: World, error: BaseException) -> bool:
-    """Print one line if a lower rank prints the same traceback, as for a mistake in the script; return whether it does.
+async def _rank_that_tells(world: World, error: BaseException) -> int | None:
+    """Return the lower rank that prints the same traceback, as for a mistake in the script; None if there is none.
 
     Each rank waits a little longer than the one below; rank 0 does not wait.
     """
     if not isinstance(error, Exception) or is_consequence(error):
-        return False
+        return None
     await _hear_why(world, _HEAR_WHY_S * world.rank / world.size)
     heard, summary = world.services.engine.failure, summarise(error)
     if not isinstance(heard, RankLostError) or heard.args[0] != peer_failed(heard.rank, summary).args[0]:
-        return False
-    _report.print_line(f"rank {world.rank} failed as rank {heard.rank} did: {summary}", error)
-    return True
+        return None
+    return int(heard.rank)
+
+
+def _print_alike(rank: int, teller: int | None, error: BaseException) -> None:
+    _report.print_line(f"rank {rank} failed as rank {teller} did: {summarise(error)}", error)
 
 
 async def _hear_why(world: World, seconds: float) -> None:

@@ -171,6 +171,7 @@ class ReplayedRank:
         name, keys, *rest = states["numpy"]
         numpy.random.set_state((name, numpy.frombuffer(keys, dtype=numpy.uint32), int(rest[0]), int(rest[1]), rest[2]))
         torch.set_rng_state(torch.frombuffer(bytearray(states["torch"]), dtype=torch.uint8))
+        world.services.reports_in_turn = not self._header["capabilities"]["shares_process"]
         self._gate.install(world)
         if self._on_open is not None:
             self._on_open(world)
