@@ -317,22 +317,27 @@ def _split(
         valued: the command's options that take a value.
         flags: those that take none.
         names: how many words, with the script's name as the last, are no options.
+
+    Returns:
+        The words of the command, its names last: argparse takes an optional one together with the one before alone.
     """
     own: list[str] = []
+    named: list[str] = []
     words = list(arguments)
     while words:
         word = words[0]
         if word == "--":
-            return own + words[1 : 1 + names], words[1 + names :]
+            return own + named + words[1 : 1 + names], words[1 + names :]
         if word in valued:
             own += words[:2]
             del words[:2]
         elif names or word in flags or word.partition("=")[0] in valued:
-            names -= not word.startswith("-")
-            own.append(words.pop(0))
+            is_name = not word.startswith("-")
+            names -= is_name
+            (named if is_name else own).append(words.pop(0))
         else:
             break
-    return own, words
+    return own + named, words
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
