@@ -1,0 +1,75 @@
+"""The manifests of docs/clusters.md: their numbers fit, and ranks with the variables of the JobSet's pods meet."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.torchrun import run_jobs
+
+from asyncdist import local_host
+
+PAGE = Path(__file__).parents[2] / "docs" / "clusters.md"
+INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+SCRIPT = """
+import torch
+from support.mpi import report
+import asyncdist as ad
+
+async def main(world):
+    total = await ad.all_reduce(torch.tensor([float(world.rank)]))
+    report(world.rank, [world.size, total.item()])
+
+ad.run(main)
+"""
+
+
+@pytest.fixture(scope="module")
+def manifests() -> dict[str, Any]:
+    yaml = pytest.importorskip("yaml", reason="the docs extra brings PyYAML")
+    read = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)]
+    return {each["kind"]: each for each in read}
+
+
+def variables(container: Any, index: int) -> dict[str, str]:
+    """Return a container's environment in the pod of an index, as a kubelet makes it."""
+    found: dict[str, str] = {}
+    for each in container["env"]:
+        if "value" in each:
+            assert isinstance(each["value"], str), f"{each['name']} is no text"
+            found[each["name"]] = each["value"]
+        else:
+            assert each["valueFrom"]["fieldRef"]["fieldPath"] == INDEX
+            found[each["name"]] = str(index)
+    return found
+
+
+def test_ranks_with_the_variables_of_the_job_sets_pods_meet(manifests: dict[str, Any], tmp_path: Path) -> None:
+    manifest = manifests["JobSet"]
+    (job,) = manifest["spec"]["replicatedJobs"]
+    spec = job["template"]["spec"]
+    assert spec["completionMode"] == "Indexed" and spec["completions"] == spec["parallelism"]
+    (container,) = spec["template"]["spec"]["containers"]
+    environments = [variables(container, index) for index in range(spec["completions"])]
+    name = manifest["metadata"]["name"]
+    assert {each["MASTER_ADDR"] for each in environments} == {f"{name}-{job['name']}-0-0.{name}"}, (
+        "the first pod's host"
+    )
+    program, _script = container["command"]
+    assert program == "python"
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(local_host.find_free_port())}
+    ended = run_jobs([([sys.executable, str(script)], {**each, **here}) for each in environments], 100.0).check()
+    assert ended.reports == {rank: [4, 6.0] for rank in range(4)}
+
+
+def test_the_mpi_job_has_a_slot_for_each_rank(manifests: dict[str, Any]) -> None:
+    spec = manifests["MPIJob"]["spec"]
+    (launcher,) = spec["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"]
+    words = launcher["command"]
+    assert words[0] == "mpirun" and words[words.index("-n") + 1] == "4"
+    assert spec["slotsPerWorker"] * spec["mpiReplicaSpecs"]["Worker"]["replicas"] == 4
