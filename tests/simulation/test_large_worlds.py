@@ -144,6 +144,19 @@ def test_ranks_that_die_while_all_end_keep_nobody(seed: int) -> None:
     assert ends(report)["value"] >= SIZE - len(killed)
 
 
+@pytest.mark.parametrize("number", range(1, 6))
+def test_a_rank_that_dies_while_it_passes_on_that_all_have_ended_keeps_nobody_below_it(number: int) -> None:
+    """Rank 0 had ended when the rank below it had heard so, and nobody was left who could tell those below that one."""
+    passing = SpanningTree(SIZE, 0).children[0]
+
+    async def main(world: ad.World) -> None:
+        del world
+
+    with quiet():
+        report = simulate(main, ranks=SIZE, faults=[Kill(passing, at_message=number)])
+    assert ends(report)["value"] >= SIZE - 1
+
+
 @pytest.mark.parametrize("seed", seeds(12))
 def test_frames_that_are_spoiled_while_all_end_are_sent_again(seed: int) -> None:
     rng = random.Random(seed)

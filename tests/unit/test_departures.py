@@ -85,15 +85,19 @@ class Story:
             return
         if isinstance(message, EndHeard):
             self.ranks[dest].on_end_heard(source)
+            self.answer(dest)
             return
         for departure in self.ranks[dest].on_departed(message, source):
             for rank in departure.ranks:
                 assert self.known[dest].get(rank, 0) < departure.stage, "it is told as new once"
                 self.known[dest][rank] = departure.stage
-        if message.stage == Stage.ENDED:
-            self.under_way.append((dest, source, EndHeard()))
-            self.sent[dest] += 1
+        self.answer(dest)
         self.send(dest, self.ranks[dest].urgent())
+
+    def answer(self, rank: int) -> None:
+        answers = self.ranks[rank].take_answers()
+        self.under_way += [(rank, dest, EndHeard()) for dest in answers]
+        self.sent[rank] += len(answers)
 
     def lose(self, rank: int) -> None:
         self.lost.add(rank)
@@ -103,6 +107,7 @@ class Story:
     def hear_of_a_loss(self) -> None:
         rank, lost = self.untold.pop(self.rng.randrange(len(self.untold)))
         self.ranks[rank].on_lost(lost)
+        self.answer(rank)
         self.send(rank, self.ranks[rank].urgent())
 
     def tell_all(self, *, again: bool = False) -> None:
@@ -178,6 +183,20 @@ def test_where_all_end_together_each_rank_sends_four_messages_and_keeps_one_fact
     assert all(each.is_over for each in story.ranks)
     assert max(story.sent.values()) == 4, "one to the parent, one to each child, and one to say that it has heard"
     assert max(len(each._accounts) for each in story.ranks) == 1
+
+
+@pytest.mark.parametrize("size", [17, 100])
+def test_a_rank_is_over_when_all_below_it_have_heard_that_all_have_ended(size: int) -> None:
+    story = Story(size, random.Random(0))
+    for rank in range(size):
+        story.reach(rank, Stage.LEFT)
+        story.reach(rank, Stage.ENDED)
+    while story.under_way:
+        story.deliver()
+        for rank in range(size):
+            tree = story.ranks[rank]._tree
+            below = [story.ranks[other] for other in range(rank + 1, tree.last + 1)]
+            assert not story.ranks[rank].is_over or all(each.is_over for each in below), "they may be lost yet"
 
 
 @pytest.mark.parametrize(

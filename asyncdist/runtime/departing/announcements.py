@@ -114,6 +114,7 @@ class Announcements:
         for neighbour in self._departures.neighbours:
             if neighbour not in before and self.failed:
                 self._send(Failure(min(self.failed), self.failed[min(self.failed)]), neighbour)
+        self._answer()
         self._send_soon()
 
     def close(self) -> None:
@@ -129,11 +130,11 @@ class Announcements:
             case Departed() as departed:
                 for departure in self._departures.on_departed(departed, source):
                     self._on_departure(departure)
-                if departed.stage == Stage.ENDED:
-                    self._send(EndHeard(), source)
+                self._answer()
                 self._send_soon()
             case EndHeard():
                 self._departures.on_end_heard(source)
+                self._answer()
             case Failure(rank, summary):
                 if not 0 <= rank < self._services.size:
                     raise RemoteProtocolError(f"rank {source} told of a failure of rank {rank}, which does not exist")
@@ -143,6 +144,11 @@ class Announcements:
         self._services.engine.recheck()
 
     # -- sending ----------------------------------------------------------------------------------------------------
+
+    def _answer(self) -> None:
+        """Tell those who ask for it, at once, since this rank may end in the next turn, that all below have heard."""
+        for rank in self._departures.take_answers():
+            self._send(EndHeard(), rank)
 
     def _send_soon(self) -> None:
         """Send what is urgent in the next turn of the loop, when all has been taken in that came together."""

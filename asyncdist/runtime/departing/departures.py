@@ -11,6 +11,8 @@ one it tells those with which it has exchanged messages, and this module brings 
   left: up to the root, and from there down to all. The root, and the ranks near it, wait a while for more of them, so
   the number of messages grows with the time that it takes until all have left, and not with the number of ranks.
 - Ranks of which the same is to be said are said together, as a bitmap, and kept so.
+- A rank answers that all have ended when all below it have heard so, and those above go on until then: were it lost
+  before, they would tell the ranks below it.
 - A neighbour that comes new, since a rank between is lost, is told everything. So is a parent that has not answered for
   long, since a frame may be spoiled. Nothing changes where something is told twice.
 
@@ -92,7 +94,7 @@ class Departed:
 
 @dataclass(frozen=True, slots=True)
 class EndHeard:
-    """Answers the message that says that all ranks have come to their end."""
+    """Answers the message that says that all ranks have come to their end, once all ranks below have heard it too."""
 
 
 class Departures:
@@ -117,6 +119,7 @@ class Departures:
         self._told: dict[int, _Reached] = {neighbour: _Reached() for neighbour in self._tree.neighbours}
         self._told_stage: dict[int, int] = dict.fromkeys(self._tree.neighbours, 0)
         self._have_heard: set[int] = set()
+        self._unanswered: set[int] = set()  # those that have said that all have ended
         self.stage = Stage.IN_MAIN
 
     @property
@@ -159,11 +162,20 @@ class Departures:
         if self.stage == Stage.ENDED and message.stage < Stage.ENDED and source not in self._have_heard:
             self._told_stage[source] = 0  # it has sent again what it had told: this rank's answer was spoiled
         self.stage = max(self.stage, Stage(message.stage))
+        if message.stage == Stage.ENDED:
+            self._unanswered.add(source)
         return new
 
     def on_end_heard(self, source: int) -> None:
         """Note that a neighbour has heard that all ranks have come to their end."""
         self._have_heard.add(source)
+
+    def take_answers(self) -> set[int]:
+        """Return the ranks that :class:`EndHeard` is to be sent to now, each once."""
+        ranks: set[int] = set()
+        if self.is_over:
+            ranks, self._unanswered = self._unanswered, ranks
+        return ranks
 
     def on_lost(self, rank: int) -> None:
         """Note that a rank is lost: it is not waited for, and its neighbours become those of others."""
@@ -227,7 +239,7 @@ class Departures:
 
     @property
     def is_over(self) -> bool:
-        """Whether all ranks have come to their end, and those right below this one have heard so."""
+        """Whether all ranks have come to their end, and those below this one have heard so."""
         return self.stage == Stage.ENDED and self._have_heard.issuperset(self._tree.children)
 
     def _reached(self) -> Stage:
