@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from protocols.metrics import metric_as_number
+
 
 class RunningLoss:
     """Is the mean of the losses since it was last asked for: a batch's own says little of a rank.
@@ -19,11 +21,20 @@ class RunningLoss:
         self._count = 0
 
     def add(self, loss: Any) -> None:
-        """Add the loss of a step: a number, or a tensor with one element, whose graph is not kept."""
-        if isinstance(loss, torch.Tensor):
-            # On a CPU it takes a third of what an addition of tensors does. A sum in bfloat16 would soon stand still.
-            loss = loss.item() if loss.is_cpu else loss.detach().float()
-        self._total = self._total + loss
+        """Add the loss of a step: a number, or a tensor with one element, whose graph is not kept.
+
+        Raises:
+            TypeError, ValueError: it is something else.
+        """
+        try:
+            if isinstance(loss, torch.Tensor):
+                # On a CPU it takes a third of what an addition of tensors does. A bfloat16 sum would soon stand still.
+                self._total = self._total + (loss.item() if loss.is_cpu else loss.detach().float())
+            else:
+                self._total = self._total + loss
+        except (TypeError, ValueError, RuntimeError):
+            metric_as_number(loss)  # says what it should be
+            raise
         self._count += 1
 
     def reset(self) -> None:
@@ -32,6 +43,6 @@ class RunningLoss:
 
     def __call__(self) -> float:
         """Return the mean, infinity where nothing was added, and begin anew."""
-        mean = float(self._total) / self._count if self._count else math.inf
+        mean = metric_as_number(self._total) / self._count if self._count else math.inf
         self.reset()
         return mean

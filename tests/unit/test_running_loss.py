@@ -1,0 +1,33 @@
+"""The mean loss by which integrations judge a rank."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asyncdist.integrations.metrics import RunningLoss
+
+
+def mean_of(*losses: Any) -> float:
+    loss = RunningLoss()
+    for each in losses:
+        loss.add(each)
+    return loss()
+
+
+@pytest.mark.parametrize(
+    "value", [0.5, np.float32(0.5), np.array([0.5]), torch.tensor([0.5], dtype=torch.bfloat16, requires_grad=True)]
+)
+def test_a_number_of_any_kind(value: Any) -> None:
+    assert mean_of(value, 1.5) == 1.0
+    assert mean_of() == math.inf
+
+
+@pytest.mark.parametrize("value", [None, "0.5", [0.5], {"loss": 0.5}, 1j, np.zeros(3), torch.ones(3), torch.tensor(1j)])
+def test_what_is_no_number_is_named_as_the_policy_names_it(value: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"^metric is .*number"):
+        mean_of(value)
