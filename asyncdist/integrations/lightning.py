@@ -34,6 +34,8 @@ from protocols import StepInfo
 
 hide_ranks()
 
+logger = logging.getLogger("asyncdist.integrations")
+
 
 class SelectiveAveraging(Callback):
     """Lets the worst ranks of a population take the average of the good ones, while they train.
@@ -79,6 +81,8 @@ class SelectiveAveraging(Callback):
         self._log: Any = None
         self._steps: Any = None
         self._step_count = 0
+        self._first_step_count = 0
+        self._has_losses = self._has_warned = False
         self._training = selective_averaging(average_every, mode, options, named=("monitor", "optimizer_index"))
         self._world = join()
         self._replica_size: int = options.get("replica_size", 1)
@@ -140,6 +144,7 @@ class SelectiveAveraging(Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the policy, together with all ranks."""
         self._trainer = trainer
+        self._has_losses = self._has_warned = False
         self._loss.reset()
         self._training.begin(pl_module, self._choose(trainer.optimizers))
 
@@ -155,7 +160,7 @@ class SelectiveAveraging(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note how many steps were done before, which is known once a checkpoint has been loaded."""
         self._steps = _steps_of(trainer)
-        self._step_count = self._steps.completed
+        self._step_count = self._first_step_count = self._steps.completed
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -163,6 +168,7 @@ class SelectiveAveraging(Callback):
         """Do a step of the policy, where the optimizer has done one."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if self.monitor is None and loss is not None:
+            self._has_losses = True
             self._loss.add(loss)
         step_count = self._steps.completed
         if step_count == self._step_count:  # gradients are being accumulated
@@ -178,8 +184,28 @@ class SelectiveAveraging(Callback):
             return self._loss()
         return self._trainer.callback_metrics.get(self.monitor, float("nan"))
 
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Warn, after the first epoch, of a metric that there is not."""
+        self._warn_of_no_metric(trainer)
+
+    def _warn_of_no_metric(self, trainer: pl.Trainer) -> None:
+        """Say once, if steps were done without it, that nothing is there by which this rank could be judged."""
+        if self._has_warned or self._step_count == self._first_step_count:
+            return
+        if self.monitor is None:
+            missing = "" if self._has_losses else "training_step has returned no loss; return it, or pass monitor="
+        elif self.monitor in trainer.callback_metrics:
+            missing = ""
+        else:
+            logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
+            missing = f"{self.monitor!r}, which is monitored, has not been logged; logged is {logged}"
+        if missing:
+            self._has_warned = True
+            logger.warning("selective averaging: this rank has no metric to be judged by so far: %s", missing)
+
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leave the policy; the others go on."""
+        self._warn_of_no_metric(trainer)
         self._training.end()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

@@ -13,6 +13,7 @@ launchers tell of ranks.
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any, Literal
 
@@ -27,6 +28,8 @@ from asyncdist.integrations.replicas import show_replica
 from protocols import StepInfo
 
 hide_ranks()
+
+logger = logging.getLogger("asyncdist.integrations")
 
 
 class SelectiveAveraging(TrainerCallback):
@@ -68,6 +71,8 @@ class SelectiveAveraging(TrainerCallback):
         self._loss = RunningLoss()
         self._has_losses = False
         self._newest = float("nan")
+        self._has_warned = False
+        self._evaluated: set[str] = set()
         self._hook: Any = None
         self._training = selective_averaging(average_every, mode, options, named=("monitor",))
         self._world = join()
@@ -133,8 +138,24 @@ class SelectiveAveraging(TrainerCallback):
         **_: Any,
     ) -> None:
         """Note the monitored metric."""
-        if self.monitor is not None:
-            self._newest = (metrics or {}).get(self.monitor, self._newest)
+        if self.monitor is None:
+            return
+        found = metrics or {}
+        if self.monitor not in found and self._evaluated.issuperset(found):  # of several datasets each was seen
+            self._warn_of_no_metric()
+        self._evaluated.update(found)
+        self._newest = found.get(self.monitor, self._newest)
+
+    def _warn_of_no_metric(self) -> None:
+        """Say once, where evaluations have not given what is monitored, that this rank cannot be judged."""
+        if self.monitor not in self._evaluated and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "selective averaging: this rank has no metric to be judged by so far: no evaluation has given %r, "
+                "which is monitored; given was %s",
+                self.monitor,
+                ", ".join(sorted(self._evaluated)) or "nothing",
+            )
 
     def on_log(
         self,
@@ -152,5 +173,7 @@ class SelectiveAveraging(TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Leave the policy; the others go on."""
+        if self.monitor is not None:
+            self._warn_of_no_metric()
         self._hook.remove()
         self._training.end()

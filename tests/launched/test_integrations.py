@@ -122,6 +122,68 @@ def test_a_step_of_lightnings_optimizer_is_a_step_of_the_policy(tmp_path: Path) 
     assert told == ["steps 3 3", "steps 2 2", "steps 3 3"], ended.output()
 
 
+LIGHTNING_METRICS = """
+    import sys
+    import lightning.pytorch as pl
+    import torch
+    from asyncdist.integrations.lightning import SelectiveAveraging
+
+    class Module(pl.LightningModule):
+        def __init__(self, returns):
+            super().__init__()
+            self.net, self.returns, self.automatic_optimization = torch.nn.Linear(2, 1), returns, False
+
+        def training_step(self, batch, index):
+            loss = self.net(batch[0]).sum()
+            self.manual_backward(loss)
+            self.optimizers().step()
+            self.log("train_loss", loss)
+            return loss if self.returns else None
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(6, 2)))
+    cases = [("val_los", True), ("train_loss", False), (None, False), (None, True)]
+    for number, (monitor, returns) in enumerate(cases):
+        trainer = pl.Trainer(max_epochs=3, accelerator="cpu", logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, callbacks=[SelectiveAveraging(2, monitor=monitor)])
+        print("training", number, file=sys.stderr, flush=True)
+        trainer.fit(Module(returns), data)
+"""
+
+
+@pytest.mark.mpi
+def test_a_metric_that_lightning_never_has_is_warned_of_once(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(textwrap.dedent(LIGHTNING_METRICS))
+    ended = torchrun.run_jobs([([sys.executable, str(script)], {})], 100.0).check()
+    said = [told.count("no metric to be judged by") for told in ended.stderr.split("training ")]
+    assert said == [0, 1, 0, 1, 0], ended.output()
+    assert "'val_los', which is monitored, has not been logged; logged is train_loss" in ended.stderr
+    assert "training_step has returned no loss" in ended.stderr
+
+
+TRANSFORMERS_METRICS = """
+    from asyncdist.integrations.transformers import SelectiveAveraging
+    from transformers import TrainerControl, TrainerState
+
+    for monitor in "eval_b_loss", "eval_los":
+        averaging = SelectiveAveraging(2, monitor=monitor)
+        for name in "eval_a_loss", "eval_b_loss", "eval_a_loss", "eval_b_loss":
+            averaging.on_evaluate(None, TrainerState(), TrainerControl(), metrics={name: 1.0, "epoch": 1})
+"""
+
+
+@pytest.mark.mpi
+def test_a_metric_that_transformers_has_not_is_warned_of_once(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(textwrap.dedent(TRANSFORMERS_METRICS))
+    ended = torchrun.run_jobs([([sys.executable, str(script)], {})], 100.0).check()
+    assert ended.stderr.count("no metric to be judged by") == 1, ended.output()
+    assert "no evaluation has given 'eval_los'" in ended.stderr and "epoch, eval_a_loss, eval_b_loss" in ended.stderr
+
+
 def test_simulated(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "asyncdist", "sim", str(SCRIPT), "--ranks", "3", "plain", "none"]
     environment = {**mpi.base_environment(), mpi.REPORTS: str(tmp_path)}
