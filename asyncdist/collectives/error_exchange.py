@@ -173,7 +173,7 @@ async def run_and_raise(
     if error is not None and not isinstance(error, Exception):
         raise error
     try:
-        result = await collectives.join(task)
+        result = await collectives.join(task, group)
     except AsyncdistError:
         if error is None:
             raise

@@ -87,9 +87,11 @@ class Collectives:
     async def barrier(self, group: Group) -> None:
         """Return once every member has entered."""
         self._note(group, "barrier")
+        if group.size == 1:
+            return
         if group.native is not None:
             await self._native(group, group.native.barrier, "barrier")
-        elif group.size > 1:
+        else:
             await self._finish(group, self._by_messages.barrier, group)
 
     async def broadcast(self, tensor: torch.Tensor, group: Group, root: int) -> torch.Tensor:
@@ -176,7 +178,7 @@ class Collectives:
             group: whose members call this.
         """
         if self._membership is not None:
-            await self._engine.shielded(self.start_sequence(group, lambda alone: alone.all_mean_bucket(bucket, group)))
+            await self.join(self.start_sequence(group, lambda alone: alone.all_mean_bucket(bucket, group)), group)
             return
         count = len(bucket.flat)
         views = await self._shared_views(bucket, group)
@@ -211,6 +213,9 @@ class Collectives:
             result = torch.empty(len(tensor), dtype=fold([tensor[:0]] * group.size).dtype, device="cpu")
             await self._finish(group, fold_in_shares, self._engine, self._buffers, group, tensor, fold, Into(result))
             return result
+        if self._membership is not None:  # one collective, as where the backend carries it
+            alone = self.start_sequence(group, lambda alone: alone.reduce_in_order(tensor, group, fold))
+            return await self.join(alone, group)
         share = -(-len(tensor) // group.size)
         padded = torch.cat([tensor, tensor.new_zeros(share * group.size - len(tensor))])
         mine = fold(await self.all_to_all(torch.split(padded, share), group))
@@ -308,9 +313,9 @@ class Collectives:
         self._note(group, HELPER)
         return self._start(group, work, Collectives(self._engine, self._rank, self._spawn, buffers=self._buffers))
 
-    async def join(self, sequence: asyncio.Task[T]) -> T:
-        """Return the result of a sequence. A cancellation of the caller leaves it alone."""
-        return await self._engine.shielded(sequence)
+    async def join(self, sequence: asyncio.Task[T], group: Group) -> T:
+        """Return the result of a sequence of the group. A cancellation of the caller leaves it alone."""
+        return await self._engine.shielded(sequence, group.tag)
 
     def _note(
         self,
@@ -348,6 +353,7 @@ class Collectives:
         except AsyncdistError:
             await self._engine.note_failed()
             raise
+        await self._engine.note_collective(group.tag)
 
     async def _follow(self, group: Group, number: int, request: Request, what: str) -> None:
         """Wait for a collective of the backend, which goes on if the caller is cancelled, until a member leaves."""
@@ -389,7 +395,7 @@ class Collectives:
         """
         if self._membership is None:  # a sequence: one after the other already, and nobody cancels it
             return await work(*args)
-        return await self._engine.shielded(self._start(group, work, *args))
+        return await self._engine.shielded(self._start(group, work, *args), group.tag)
 
     def _start(self, group: Group, work: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> asyncio.Task[T]:
         assert self._membership is not None, "what a sequence does is part of its task"

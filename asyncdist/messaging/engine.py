@@ -97,10 +97,13 @@ class Engine(Poller):
         on_timer: called with the name of a timer of :meth:`call_later` as it fires, and with what :meth:`wake_by` is
             told; None as above.
         on_failed: called as a task goes on after a collective that has failed; None as above.
+        on_collective: called with the group's tag as a task goes on after one that has ended well; None as above, and
+            where messages tell that.
         clock: returns the time of the loop; for what decides something by it, so that recordings can tell it.
         woken_count: how many waits for messages of channels, and for conditions, have ended since the last safe point
             began, and how many collectives have begun or failed. Waits for requests do not count: one that is done at
-            once is not waited for. Of a rank that is recorded, what :meth:`wake_by` wakes counts, too.
+            once is not waited for. Of a rank that is recorded, what :meth:`wake_by` wakes counts, too, and what
+            :attr:`on_collective` is told.
         on_woken: called as any wait ends, with whether it counts, before that is counted; None as above.
 
     Args:
@@ -116,6 +119,7 @@ class Engine(Poller):
         self.on_deadline: Callable[[str], None] | None = None
         self.on_timer: Callable[[str], None] | None = None
         self.on_failed: Callable[[], None] | None = None
+        self.on_collective: Callable[[int], None] | None = None
         self.is_loop_idle: Callable[[], bool] | None = None
         self.clock: Callable[[], float] = loop.time
         self.woken_count = 0
@@ -445,17 +449,30 @@ class Engine(Poller):
 
     # -- tasks that others count on ---------------------------------------------------------------------------------
 
-    async def shielded(self, task: asyncio.Task[T]) -> T:
-        """Return the result of a task that other ranks count on: a cancellation of the caller leaves it alone."""
+    async def shielded(self, task: asyncio.Task[T], tag: int) -> T:
+        """Return the result of a task that other ranks count on: a cancellation of the caller leaves it alone.
+
+        Args:
+            task: runs a collective.
+            tag: of its group.
+        """
         waiter = asyncio.shield(task)
         self.collective_waits.add(waiter)
         try:
-            return await self.settled_by(task, waiter, "a collective")
+            result = await self.settled_by(task, waiter, "a collective")
         except AsyncdistError:
             await self.note_failed()
             raise
         finally:
             self.collective_waits.discard(waiter)
+        await self.note_collective(tag)
+        return result
+
+    async def note_collective(self, tag: int) -> None:
+        """Count the end of a collective, for recordings where no message tells it. A replay goes on when it did."""
+        if self.on_collective is not None and self.failure is None:
+            self.on_collective(tag)
+            self.woken_count += 1
 
     async def note_failed(self) -> None:
         """Count the end of a collective that has failed, for recordings. A replay goes on when its turn has come.

@@ -67,6 +67,8 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     "failed": ("turn", "woken"),
     # Main is cancelled because of a signal.
     "interrupted": (),
+    # A task goes on after a collective that MPI has carried by itself; turn and waits are as of a message.
+    "collective": ("tag", "turn", "woken"),
 }
 #: Events that a rank keeps in memory. Steps, messages and reports that come are not among them: they are too many.
 CAPACITY: Final = 256

@@ -173,7 +173,7 @@ class GroupCreation:
             return
         group.lease.is_freed = True
         name = f"the end of a group of {group.size} ranks"
-        await self._services.engine.shielded(self._services.spawn_service(self._end(group), name=name))
+        await self._services.engine.shielded(self._services.spawn_service(self._end(group), name=name), group.tag)
 
     async def _end(self, group: Group) -> None:
         what = f"the collectives of the group {short(group.ranks)} that this rank has started"

@@ -75,6 +75,8 @@ class Recording:
         engine.on_safe_point = writer.note_safe_point
         engine.on_deadline = functools.partial(self._note_deadline, writer, engine)
         engine.on_failed = functools.partial(self._note_failed, writer, engine)
+        if transport.capabilities.native_collectives:
+            engine.on_collective = functools.partial(self._note_collective, writer, engine)
         engine.on_timer = functools.partial(self._note_timer, writer, engine)
         engine.clock = services.time = world.time = functools.partial(self._read_clock, writer, services.time)
         self._engine = engine
@@ -106,6 +108,10 @@ class Recording:
     @staticmethod
     def _note_failed(writer: RecordWriter, engine: Engine) -> None:
         writer.note("failed", engine.turn, engine.woken_count)
+
+    @staticmethod
+    def _note_collective(writer: RecordWriter, engine: Engine, tag: int) -> None:
+        writer.note("collective", tag, engine.turn, engine.woken_count)
 
     def _tell_sleeps(self, engine: Engine) -> None:
         """Note when asyncio's timers fire: what sleeps goes on right after that."""

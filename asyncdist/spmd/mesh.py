@@ -84,7 +84,7 @@ class Axis:
 
         The other members count on this rank's part, and tasks that share an axis must not mix their messages.
         """
-        return await self.world.services.engine.shielded(self.begin(work, *args, **kwargs))
+        return await self.world.services.engine.shielded(self.begin(work, *args, **kwargs), self.group.tag)
 
     def begin(self, work: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> asyncio.Task[T]:
         """Start the task that :meth:`perform` awaits."""

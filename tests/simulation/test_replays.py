@@ -9,7 +9,6 @@ import functools
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,8 @@ import pytest
 import torch
 
 import asyncdist as ad
-from asyncdist.recording.events import KINDS, Event
-from asyncdist.recording.reader import RankRecording, Recording, RecordingError, read_recording
-from asyncdist.recording.writer import RecordOptions, RecordWriter
+from asyncdist.recording.events import Event
+from asyncdist.recording.reader import RecordingError, read_recording
 from asyncdist.simulation import (
     DivergenceError,
     Kill,
@@ -35,6 +33,7 @@ from asyncdist.simulation import (
 from asyncdist.tags import COLLECTIVE_FIRST, CONTROL
 from asyncdist.transports.base import Capabilities
 from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy, OneSidedSelectiveAveragingPolicy
+from simulation.edited_records import Word, keep_events, record_with_a_kill, with_fields
 
 STEPS = 30
 
@@ -64,11 +63,6 @@ def test_sends_that_do_not_complete_at_once_are_no_waits_that_count(tmp_path: Pa
     """In a replay all do, so that what came after such a wait came too late, and a stop waited for a rank's end."""
     recorded = simulate(train, ranks=4, seed=seed, record=tmp_path, network=Network(eager_nbytes=0))
     assert replay(train, recording=read_recording(tmp_path)).report.results == recorded.results
-
-
-@dataclasses.dataclass(frozen=True)
-class Word:
-    number: int
 
 
 async def waits_a_little(world: ad.World) -> float:
@@ -193,20 +187,6 @@ async def talks_after_a_kill(world: ad.World, word_count: int, killed_word_count
             await channel.send(Word(number), 0)
         await asyncio.sleep(1000.0)
     return world.rank
-
-
-def record_with_a_kill(main: Callable[..., Coroutine[Any, Any, Any]], folder: Path, *args: object) -> Recording:
-    """Record three ranks; the record of rank 2, which is killed, ends with its first safe point."""
-    simulate(main, *args, ranks=3, seed=1, record=folder, faults=(Kill(2, at_s=1.0),))
-    killed, is_early = read_recording(folder).ranks[2], True
-
-    def wanted(event: Event) -> bool:
-        nonlocal is_early
-        was_early, is_early = is_early, is_early and event.kind != "safe_point"
-        return was_early
-
-    keep_events(killed, wanted)
-    return read_recording(folder)
 
 
 def test_ranks_that_need_a_killed_one_or_wait_for_such_a_rank_are_no_difference(tmp_path: Path) -> None:
@@ -355,16 +335,6 @@ def test_groups_of_mpi_are_agreed_on_as_they_were(tmp_path: Path, monkeypatch: p
     recorded = simulate(groups, ranks=3, seed=1, record=tmp_path)
     monkeypatch.undo()
     assert replay(groups, recording=read_recording(tmp_path)).report.results == recorded.results
-
-
-def keep_events(each: RankRecording, wanted: Callable[[Event], bool], *more: Event) -> None:
-    """Write a rank's recording anew, with those of its events, and more of them."""
-    kept = [event for event in each.events() if wanted(event)]
-    to = RecordWriter(RecordOptions(each.path.parent), lambda: each.header["clock_s"], each.rank)
-    to.open(dict(each.header))
-    for event in (*kept, *more):
-        to.add(*event)
-    to.close()
 
 
 def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
@@ -593,9 +563,3 @@ def test_main_leaves_a_collective_that_fails_when_it_did(
     keep_events(of_rank_0, lambda event: False, *before, *moved, *after)
     replay(is_left_by_a_collective, places, recording=read_recording(tmp_path))
     assert places == ["before", expected]
-
-
-def with_fields(event: Event, **fields: int) -> Event:
-    """Return it with some other fields."""
-    named = zip(KINDS[event.kind], event.fields, strict=True)
-    return event._replace(fields=tuple(fields.get(name, value) for name, value in named))

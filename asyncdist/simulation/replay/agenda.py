@@ -12,9 +12,9 @@ from asyncdist import tags
 from asyncdist.messaging.engine import Engine
 from asyncdist.simulation.replay.log import (
     Entry,
-    Failed,
     Fired,
     Key,
+    Left,
     Passed,
     RankLog,
     SafePoint,
@@ -64,6 +64,7 @@ class Agenda:
         self._seen_count = 0
         self._sent_count = 0
         self._time_s = 0.0
+        self._named = Counter(sight.what for sight in _all_of(log) if isinstance(sight, (Fired, Left)))
         self._engine: Engine  # which counts the waits that have ended
 
     def open(self, engine: Engine) -> None:
@@ -107,19 +108,15 @@ class Agenda:
     def _all_sights(self) -> deque[Any]:
         return self._log.entries if self._point is None else self._point.sights
 
-    def has_failure(self) -> bool:
-        """Return whether a collective fails before the record ends."""
-        of_point = () if self._point is None else self._point.sights
-        return any(isinstance(each, Failed) for each in (*of_point, *self._log.entries))
-
-    def has_fired(self, what: str) -> bool:
-        """Return whether a timer of this name fires before the record ends."""
-        of_point = () if self._point is None else self._point.sights
-        return any(isinstance(each, Fired) and each.what == what for each in (*of_point, *self._log.entries))
+    def is_to_come(self, what: str) -> bool:
+        """Return whether a timer of this name fires before the record ends, or a task leaves such a collective."""
+        return self._named[what] > 0
 
     def remove(self, sight: Sight) -> None:
         """Note that the rank sees this now."""
         self._all_sights().remove(sight)
+        if isinstance(sight, (Fired, Left)):
+            self._named[sight.what] -= 1
         self._seen_count += sight.counts
         self._note_progress()
 
@@ -133,6 +130,7 @@ class Agenda:
     def clear(self) -> None:
         """Drop all that is left."""
         self._log.entries.clear()
+        self._named.clear()
 
     def _note_progress(self) -> None:
         self.progressed_at_s = self._now()
@@ -169,8 +167,8 @@ class Agenda:
         entry = next(iter(self._log.entries), None)
         return isinstance(entry, SafePoint) and entry.woken_count == self._engine.woken_count + 1
 
-    def failure_after(self, sight: Sight) -> tuple[Failed, bool] | None:
-        """Return the failure after which a task went on before anybody did because of this sight, if there is one.
+    def exit_after(self, sight: Sight) -> tuple[Left, bool] | None:
+        """Return the collective after which a task went on before anybody did because of this sight, if there is one.
 
         Returns:
             It, and whether all that was seen before it can be seen now.
@@ -181,7 +179,7 @@ class Agenda:
         for other in self.sights():
             if not other.is_beside(sight):
                 return None
-            if isinstance(other, Failed):
+            if isinstance(other, Left):
                 return other, is_all_there and self.is_possible(other)
             is_all_there = is_all_there and self.is_possible(other)
         return None
@@ -237,7 +235,7 @@ class Agenda:
         match sight:
             case Taken():
                 return not self.missing_sources(sight)
-            case Passed(what=what) | Failed(what=what):
+            case Passed(what=what) | Left(what=what):
                 return self._deadlines.has(what)
             case Fired(what=what):
                 return self._timers.has(what)
@@ -277,3 +275,8 @@ class Agenda:
         if readings and readings[0].seen_count <= self._seen_count:
             self._time_s = readings.popleft().seconds
         return self._time_s
+
+
+def _all_of(log: RankLog) -> Iterator[Sight]:
+    for entry in log.entries:
+        yield from entry.sights if isinstance(entry, SafePoint) else (entry,)

@@ -8,7 +8,7 @@ from typing import Any
 from asyncdist import tags
 from asyncdist.errors import AsyncdistError, RankLostError
 from asyncdist.recording.events import KINDS, Event, Field
-from asyncdist.simulation.replay.log import DECISIONS, Failed, Fired, Lost, Passed, RankLog, Sight, Taken
+from asyncdist.simulation.replay.log import DECISIONS, FAILED, Fired, Left, Lost, Passed, RankLog, Sight, Taken
 
 #: Fields of a decision that a replay need not repeat.
 _NOT_REPEATED = frozenset({"seconds", "turn", "woken"})
@@ -86,8 +86,9 @@ def in_words(sight: Sight | None) -> str:
             return f"in the recorded run the time for {what!r} was over next; now nothing waits for that"
         case Fired(what=what):
             return f"in the recorded run the timer for {what!r} was over next; now there is none"
-        case Failed():
-            return "in the recorded run a collective failed next; now none does"
+        case Left(what=what):
+            verb = "failed" if what == FAILED else "ended"
+            return f"in the recorded run a collective {verb} next; now none does"
         case Lost(rank=rank):
             return f"in the recorded run the loss of rank {rank} came next; now it does not"
         case _:

@@ -20,15 +20,17 @@ from asyncdist.simulation.replay.agenda import COLLECTIVE_TAGS, Agenda
 from asyncdist.simulation.replay.comparison import Comparison, DivergenceError, in_words
 from asyncdist.simulation.replay.hold import PATIENCE_S, PAUSE_MAX_S, PAUSE_S, Hold
 from asyncdist.simulation.replay.log import (
-    Failed,
+    FAILED,
     Fired,
     Key,
+    Left,
     Lost,
     Passed,
     RankLog,
     Sight,
     Taken,
     TakenByTask,
+    end_of_collective,
 )
 from asyncdist.simulation.replay.lookout import Lookout
 from asyncdist.simulation.replay.mailbox import Mailbox
@@ -113,7 +115,8 @@ class Gate:
         engine.on_woken = self._on_woken
         replaced: Any = engine
         replaced.until, replaced.park_until, replaced.park = self._wait_until, self._park_until, self._park
-        replaced.note_failed, replaced.call_later = self._wait_as_failed, self._timers.call_later
+        replaced.note_failed, replaced.note_collective = self._leave_failed, self._leave_collective
+        replaced.call_later = self._timers.call_later
         replaced.wake_by = self._wake_by
         if self._log.tells_sleeps:
             set_sleeps_by(self._loop, self._set_sleep)
@@ -196,7 +199,7 @@ class Gate:
                 self._mailbox.lose(rank)
             case Fired(what=what):
                 self._timers.fire(what)
-            case Passed(what=what) | Failed(what=what):
+            case Passed(what=what) | Left(what=what):
                 self._deadlines.expire(what)
 
     def _wake_user(self, keys: Collection[Key]) -> None:
@@ -221,22 +224,22 @@ class Gate:
                 if (late := self.agenda.first_late()) is None or not self.agenda.is_possible(late):
                     return
                 sight = late  # what a task waits for already comes first
-            failure = self.agenda.failure_after(sight)
-            if failure is not None and self.agenda.is_possible(failure[0]):
-                self._show(failure[0])  # what is shown next wakes tasks that went on after this one
+            left = self.agenda.exit_after(sight)
+            if left is not None and self.agenda.is_possible(left[0]):
+                self._show(left[0])  # what is shown next wakes tasks that went on after this one
             self._show(sight)
 
     def _is_deferred(self, sight: Sight) -> bool:
-        """Whether user code comes to a safe point first, which sees this; or out of a collective that fails.
+        """Whether user code comes to a safe point first, which sees this; or out of a collective.
 
         Or to the end of a sleep, or of work in a thread, which came before anybody went on because of this.
 
         A pass took it up as user code was about to go on, after a sleep, or out of what a thread computed: the task
         that it wakes went on within the safe point. Where user code waits for this after all, it waits a little.
         """
-        failure = self.agenda.failure_after(sight)
+        left = self.agenda.exit_after(sight)
         is_late = self.agenda.has_late_timer_after(sight)
-        if not is_late and not self.agenda.is_seen_at_point(sight) and (failure is None or failure[1]):
+        if not is_late and not self.agenda.is_seen_at_point(sight) and (left is None or left[1]):
             return False
         now_s = self._loop.time()
         if sight is not self._deferred:
@@ -412,22 +415,31 @@ class Gate:
             await self._engine.park(waiter, what)
             return not entry.has_passed or is_ready()
 
-    async def _wait_as_failed(self) -> None:
+    async def _leave_failed(self) -> None:
         """As :meth:`Engine.note_failed`: go on after a collective that has failed, when the task went on then."""
-        if self._engine.failure is not None or not self.agenda.has_failure():
+        if self._engine.failure is None:
+            await self._leave(FAILED)
+
+    async def _leave_collective(self, tag: int) -> None:
+        """As :meth:`Engine.note_collective`: go on after it when the task went on then."""
+        if self._engine.failure is None:
+            await self._leave(end_of_collective(tag))
+
+    async def _leave(self, what: str) -> None:
+        if not self.agenda.is_to_come(what):
             return
         waiter = self._loop.create_future()
         wake = functools.partial(resolve_waiter, waiter, None)
-        with self._deadlines.waiting(Failed.what, self._loop.time(), wake):
+        with self._deadlines.waiting(what, self._loop.time(), wake):
             self._lookout.look_soon()
-            await self._park(waiter, Failed.what, is_of_request=True)
+            await self._park(waiter, what, is_of_request=True)
         self._engine.woken_count += 1
 
     # -- what wakes tasks without a pass ------------------------------------------------------------------------------
 
     def _wake_by(self, what: str, wake: Callable[[], object]) -> None:
         """As :meth:`Engine.wake_by`, when it did; at once where the record does not tell that."""
-        if self.agenda.has_fired(what):
+        if self.agenda.is_to_come(what):
             self._keep_waking(self._loop.time(), what, wake, None)
         else:
             wake()

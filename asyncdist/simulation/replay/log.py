@@ -95,11 +95,24 @@ class Lost(Sight):
     rank: int
 
 
-@dataclass(slots=True)
-class Failed(Sight):
-    """A task went on after a collective that had failed."""
+#: What a task waits for that goes on after a collective that has failed.
+FAILED: Final = "that a collective has failed"
 
-    what: ClassVar[str] = "that a collective has failed"
+
+@dataclass(slots=True)
+class Left(Sight):
+    """A task went on after a collective that had failed, or that MPI had carried by itself.
+
+    Attributes:
+        what: :data:`FAILED`, or what :func:`end_of_collective` says.
+    """
+
+    what: str
+
+
+def end_of_collective(tag: int) -> str:
+    """Return what a task waits for that goes on after a collective of the group with this tag."""
+    return f"the end of a collective, tag {tag}"
 
 
 @dataclass(slots=True)
@@ -226,7 +239,10 @@ def log_of(
                 to.append(Fired(turn, woken_count, sent_count, event.time_s, what))
                 seen_count += 1
             case "failed", (int(turn), int(woken_count)):
-                to.append(Failed(turn, woken_count, sent_count, event.time_s))
+                to.append(Left(turn, woken_count, sent_count, event.time_s, FAILED))
+                seen_count += 1
+            case "collective", (int(tag), int(turn), int(woken_count)):
+                to.append(Left(turn, woken_count, sent_count, event.time_s, end_of_collective(tag)))
                 seen_count += 1
             case "lost", (int(rank), *_):
                 turn, woken_count = int(event.get("turn") or 0), int(event.get("woken") or 0)

@@ -1,0 +1,48 @@
+"""Recordings of simulated jobs whose events tests change, to have what only real runs have."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from asyncdist.recording.events import KINDS, Event
+from asyncdist.recording.reader import RankRecording, Recording, read_recording
+from asyncdist.recording.writer import RecordOptions, RecordWriter
+from asyncdist.simulation import Kill, simulate
+
+
+@dataclasses.dataclass(frozen=True)
+class Word:
+    number: int
+
+
+def record_with_a_kill(main: Callable[..., Coroutine[Any, Any, Any]], folder: Path, *args: object) -> Recording:
+    """Record three ranks; the record of rank 2, which is killed, ends with its first safe point."""
+    simulate(main, *args, ranks=3, seed=1, record=folder, faults=(Kill(2, at_s=1.0),))
+    killed, is_early = read_recording(folder).ranks[2], True
+
+    def wanted(event: Event) -> bool:
+        nonlocal is_early
+        was_early, is_early = is_early, is_early and event.kind != "safe_point"
+        return was_early
+
+    keep_events(killed, wanted)
+    return read_recording(folder)
+
+
+def keep_events(each: RankRecording, wanted: Callable[[Event], bool], *more: Event) -> None:
+    """Write a rank's recording anew, with those of its events, and more of them."""
+    kept = [event for event in each.events() if wanted(event)]
+    to = RecordWriter(RecordOptions(each.path.parent), lambda: each.header["clock_s"], each.rank)
+    to.open(dict(each.header))
+    for event in (*kept, *more):
+        to.add(*event)
+    to.close()
+
+
+def with_fields(event: Event, **fields: int) -> Event:
+    """Return it with some other fields."""
+    named = zip(KINDS[event.kind], event.fields, strict=True)
+    return event._replace(fields=tuple(fields.get(name, value) for name, value in named))

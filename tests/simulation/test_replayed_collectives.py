@@ -1,0 +1,86 @@
+"""When a replayed task leaves a collective that no recorded message tells of, as those of MPI."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+from pathlib import Path
+
+import pytest
+
+import asyncdist as ad
+from asyncdist.recording.events import Event
+from asyncdist.recording.reader import RankRecording, read_recording
+from asyncdist.simulation import replay, simulate, transport as sim_transport
+from asyncdist.tags import COLLECTIVE_FIRST
+from asyncdist.transports.base import Capabilities
+from simulation.edited_records import Word, keep_events, with_fields
+
+
+async def is_left_by_a_barrier(world: ad.World, places: list[str]) -> None:
+    """On rank 0 a task receives a word while main is in a barrier."""
+    channel, place = world.channel(Word, tag=40), "before"
+
+    async def listen() -> None:
+        await channel.receive()
+        places.append(place)
+
+    if world.rank == 0:
+        listener = asyncio.create_task(listen())
+        await ad.barrier()
+        place = "after"
+        await listener
+        return
+    if world.rank == 1:
+        await channel.send(Word(1), 0)
+    await world.sleep(0.05 * world.rank)
+    await ad.barrier()
+
+
+def record_as_mpi_does(folder: Path, places: list[str]) -> RankRecording:
+    """Record it; return the record of rank 0."""
+    native = functools.partial(dataclasses.replace, native_collectives=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sim_transport, "Capabilities", lambda **named: native(Capabilities(**named)))
+        simulate(is_left_by_a_barrier, places, ranks=3, seed=1, record=folder)
+    ranks = read_recording(folder).ranks
+    for each in ranks:
+        keep_events(each, lambda event: event.kind not in ("sent", "received") or event.get("tag") != COLLECTIVE_FIRST)
+    return ranks[0]
+
+
+@pytest.mark.parametrize(
+    ("order", "woken_counts", "expected"),
+    [
+        (("received", "collective"), (1, 2), "before"),  # as it is recorded
+        (("collective", "received"), (1, 1), "after"),  # the listener has not gone on yet
+        (("collective", "received"), (1, 2), "after"),
+    ],
+)
+def test_main_leaves_a_collective_of_mpi_when_it_did(
+    tmp_path: Path, order: tuple[str, ...], woken_counts: tuple[int, ...], expected: str
+) -> None:
+    places: list[str] = []
+    of_rank_0 = record_as_mpi_does(tmp_path, places)
+    events = list(of_rank_0.events())
+    found: dict[str, Event] = {}
+    for event in events:
+        if event.kind == "collective" or event.get("tag") == 40:
+            found.setdefault(event.kind, event)
+    at = events.index(found["received"])
+    named = [(found[kind], {"woken": count}) for kind, count in zip(order, woken_counts, strict=True)]
+    moved = [with_fields(event, **fields)._replace(time_s=found["received"].time_s) for event, fields in named]
+    before, after = events[:at], [event for event in events[at:] if event not in found.values()]
+    keep_events(of_rank_0, lambda event: False, *before, *moved, *after)
+    replay(is_left_by_a_barrier, places, recording=read_recording(tmp_path))
+    assert places == ["before", expected]
+
+
+def test_records_that_do_not_tell_when_collectives_ended_are_replayed(tmp_path: Path) -> None:
+    """As those of earlier versions."""
+    places: list[str] = []
+    of_rank_0 = record_as_mpi_does(tmp_path, places)
+    keep_events(of_rank_0, lambda event: event.kind != "collective")
+    replay(is_left_by_a_barrier, places, recording=read_recording(tmp_path))
+    assert len(places) == 2
