@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict, deque
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import asyncdist as ad
+from asyncdist.recording.reader import read_recording
+from asyncdist.simulation import replay, simulate
 from asyncdist.simulation.replay.admission import Admission
+from asyncdist.simulation.replay.hold import PATIENCE_S
 from asyncdist.simulation.replay.log import RankLog
 from asyncdist.simulation.replay.mailbox import Mailbox
 from asyncdist.simulation.replay.timers import Deadlines
 from asyncdist.transports.base import ANY_SOURCE
+from simulation.edited_records import Word
 
 
 @pytest.mark.parametrize("after_s", [-1.0, 0.01])
@@ -62,3 +67,31 @@ def test_what_a_rank_is_shown_last_comes_in_the_order_in_which_it_came() -> None
     mailbox.put(0, 40, b"0")
     admission.permit([(0, 40), (1, 40)])
     assert admission.next_key(ANY_SOURCE, 40) == (0, 40)
+
+
+def test_a_message_comes_as_soon_as_the_wait_before_it_has_ended(tmp_path: Path) -> None:
+    """Also where the rank was held for the message before, and looked for the next one before it went on."""
+    is_late = False
+    ends_at_s: list[float] = []
+
+    async def main(world: ad.World) -> list[int]:
+        channel = world.channel(Word, tag=40)
+        if world.rank == 0:
+            heard = [(await channel.receive()).message.number for _ in range(3)]
+            ends_at_s.append(asyncio.get_running_loop().time())
+            return heard
+        if is_late == (world.rank == 2):
+            await asyncio.sleep(0.01)
+        if world.rank == 2:
+            await channel.send(Word(0), 0)
+        await channel.send(Word(world.rank), 0)
+        return []
+
+    recorded = simulate(main, ranks=3, seed=1, record=tmp_path)
+    assert recorded.results[0] == [0, 2, 1]
+    is_late = True
+    recording = read_recording(tmp_path)
+    for each in recording.ranks:
+        each.header["tells_sleeps"] = False
+    assert replay(main, recording=recording).report.results == recorded.results
+    assert ends_at_s[1] < PATIENCE_S

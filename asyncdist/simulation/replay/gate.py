@@ -180,6 +180,7 @@ class Gate:
         """Count a message that the rank sends: what it sees next may have its place after that."""
         self.agenda.note_sent(tag)
         self._hold.begin_if_late()
+        self._lookout.look_soon()
 
     # -- showing ----------------------------------------------------------------------------------------------------
 
@@ -259,6 +260,7 @@ class Gate:
             self._woken_late.remove(task)
             self._engine.woken_count -= counts
         self._hold.begin_if_late(counts)
+        self._lookout.look_soon()  # the place of what comes next may be after this wait
 
     def _is_main_running(self) -> bool:
         """Whether what runs now comes to a safe point, which waits by itself for what it is to see."""
