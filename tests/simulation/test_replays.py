@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import functools
 import random
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from asyncdist.simulation import (
 from asyncdist.tags import COLLECTIVE_FIRST, CONTROL
 from asyncdist.transports.base import Capabilities
 from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy, OneSidedSelectiveAveragingPolicy
-from simulation.edited_records import Word, keep_events, record_with_a_kill, with_fields
+from simulation.edited_records import Word, keep_events
 
 STEPS = 30
 
@@ -170,107 +169,6 @@ def test_a_metric_that_is_no_number_is_so_again(tmp_path: Path) -> None:
     assert replay(train, float("nan"), recording=read_recording(tmp_path)).decision_count > 50
 
 
-async def talks_after_a_kill(world: ad.World, word_count: int, killed_word_count: int) -> int:
-    """Rank 0 sends words to rank 1, after the first of which it waits for one of rank 2, which is to be killed."""
-    channel = world.channel(Word, tag=40)
-    if world.rank == 0:
-        for number in range(word_count):
-            await channel.send(Word(number), 1)
-            if number == 0:
-                await channel.receive()
-    elif world.rank == 1:
-        for _ in range(2):
-            await channel.receive()
-    else:
-        await world.safe_point()
-        for number in range(killed_word_count):
-            await channel.send(Word(number), 0)
-        await asyncio.sleep(1000.0)
-    return world.rank
-
-
-def test_ranks_that_need_a_killed_one_or_wait_for_such_a_rank_are_no_difference(tmp_path: Path) -> None:
-    recording = record_with_a_kill(talks_after_a_kill, tmp_path, 2, 1)
-    assert not any(event.kind == "sent" for event in recording.ranks[2].events()), "its record was torn before that"
-    replayed = replay(talks_after_a_kill, 2, 0, recording=recording)
-    assert replayed.cut_ranks == (2,)
-    assert replayed.report.results == (None, None, None), "rank 0 needs rank 2, and rank 1 needs rank 0"
-
-
-@pytest.mark.parametrize("ends_at_safe_point", [True, False])
-def test_a_safe_point_waits_for_a_rank_that_waits_for_a_killed_one(tmp_path: Path, ends_at_safe_point: bool) -> None:
-    """Its record ended before it sent what that rank needs: it stands at a safe point, or waits for a message."""
-    is_recorded = False
-
-    async def main(world: ad.World) -> None:
-        channel = world.channel(Word, tag=40)
-        if world.rank == 0:
-            await channel.send((await channel.receive()).message, 1)
-        elif world.rank == 1:
-            time.sleep(0.5)  # noqa: ASYNC251 - it computes
-            await world.safe_point()
-            assert channel.receive_nowait() is not None
-        else:
-            await world.safe_point()
-            if ends_at_safe_point:
-                await world.safe_point()
-            elif is_recorded:
-                await channel.receive()
-            await channel.send(Word(1), 0)
-            await asyncio.sleep(1000.0)
-
-    recording = record_with_a_kill(main, tmp_path)
-    is_recorded = True
-    assert replay(main, recording=recording).report.results == (None, None, None)
-
-
-def test_a_message_of_a_living_rank_that_does_not_come_is_a_difference_although_another_was_killed(
-    tmp_path: Path,
-) -> None:
-    recording = record_with_a_kill(talks_after_a_kill, tmp_path, 2, 1)
-    with pytest.raises(DivergenceError, match=r"rank 1, .*a message of rank 0 on tag 40 came next; now none comes"):
-        replay(talks_after_a_kill, 1, 1, recording=recording)
-
-
-def test_a_safe_point_waits_for_what_has_not_come_and_not_for_what_came_of_a_killed_rank(tmp_path: Path) -> None:
-    """It saw both in one pass; that of the killed rank is there again, and that of the living one is not."""
-
-    async def main(world: ad.World, speaker_count: int) -> None:
-        channel = world.channel(Word, tag=40)
-        await world.safe_point()
-        if world.rank in range(3 - speaker_count, 3):
-            await channel.send(Word(world.rank), 0)
-        if world.rank == 0:
-            time.sleep(0.5)  # noqa: ASYNC251 - it computes
-        await world.safe_point()
-        if world.rank == 2:
-            await asyncio.sleep(1000.0)
-
-    recording = record_with_a_kill(main, tmp_path, 2)
-    senders = {event.get("source") for event in recording.ranks[0].events() if event.get("tag") == 40}
-    assert senders == {1, 2}
-    with pytest.raises(DivergenceError, match=r"rank 0, .*messages of ranks 1, 2 on .*tag 40 came next; now none"):
-        replay(main, 1, recording=recording)
-
-
-def test_collectives_without_recorded_messages_wait_for_a_killed_rank(tmp_path: Path) -> None:
-    """As those of MPI."""
-
-    async def main(world: ad.World) -> None:
-        await world.safe_point()
-        await world.safe_point()
-        await ad.barrier()
-        if world.rank == 2:
-            await asyncio.sleep(1000.0)
-        await world.safe_point()
-
-    for each in record_with_a_kill(main, tmp_path).ranks:
-        keep_events(each, lambda event: event.kind not in ("sent", "received") or event.get("tag") != COLLECTIVE_FIRST)
-    replayed = replay(main, recording=read_recording(tmp_path))
-    assert replayed.cut_ranks == (2,)
-    assert replayed.report.results == (None, None, None)
-
-
 async def adds(world: ad.World) -> float:
     total = torch.zeros(1)
     for _ in range(3):
@@ -395,73 +293,6 @@ def test_a_script_that_has_changed_is_named_and_a_mended_one_need_not_go_the_sam
         replay_script(tmp_path / "run", "nowhere.py")
 
 
-def test_a_send_to_a_lost_rank_fails_as_it_did(tmp_path: Path) -> None:
-    async def main(world: ad.World) -> str:
-        channel = world.channel(Word, tag=40)
-        while 2 not in world.services.gone:
-            await world.safe_point()
-            await world.sleep(0.01)
-        try:
-            await channel.send(Word(1), 2)
-        except ad.RankLostError:
-            return "lost"
-        return "sent"
-
-    recorded = simulate(main, ranks=3, seed=1, record=tmp_path, faults=(Kill(2, at_s=0.05),))
-    assert recorded.results[:2] == ("lost", "lost")
-    replayed = replay(main, recording=read_recording(tmp_path))
-    results = replayed.report.results[:2]  # it is over when the last main ends, whose result is not kept
-    assert "lost" in results and "sent" not in results
-
-
-def how_a_send_ends(channel: ad.Channel[Word], dest: int) -> str:
-    try:
-        channel.send_nowait(Word(1), dest)
-    except ad.RankLostError:
-        return "lost"
-    return "sent"
-
-
-def test_a_message_to_a_lost_rank_that_is_not_waited_for_is_refused_as_it_was(tmp_path: Path) -> None:
-    found: list[str] = []
-
-    async def main(world: ad.World) -> None:
-        channel = world.channel(Word, tag=40)
-        while 1 not in world.services.gone:
-            await world.safe_point()
-            await world.sleep(0.01)
-        found.append(how_a_send_ends(channel, 1))
-
-    simulate(main, ranks=2, seed=1, record=tmp_path, faults=(Kill(1, at_s=0.05),))
-    assert found == ["lost"]
-    replay(main, recording=read_recording(tmp_path))
-    assert found == ["lost"] * 2
-
-
-def test_a_send_fails_as_it_did_by_a_loss_that_came_after_the_last_safe_point(tmp_path: Path) -> None:
-    found: list[str] = []
-
-    async def main(world: ad.World) -> None:
-        channel = world.channel(Word, tag=40)
-        if world.rank == 1:
-            await asyncio.sleep(1000.0)
-        await world.safe_point()
-        loop: Any = asyncio.get_running_loop()
-        await loop.be_busy(0.2)
-        found.append(how_a_send_ends(channel, 1))
-        await world.sleep(0.1)
-
-    simulate(main, ranks=2, seed=1, record=tmp_path, faults=(Kill(1, at_s=0.05),))
-    of_rank_0 = read_recording(tmp_path).ranks[0]
-    events = list(of_rank_0.events())
-    loss = next(event for event in events if event.kind == "lost")
-    at = next(place for place, event in enumerate(events) if event.kind == "sent")
-    rest = [event for event in events[at:] if event is not loss]
-    keep_events(of_rank_0, lambda event: False, *events[:at], loss._replace(time_s=events[at].time_s), *rest)
-    replay(main, recording=read_recording(tmp_path))
-    assert found == ["lost"] * 2
-
-
 def test_a_message_that_came_right_before_a_safe_point_wakes_its_task_within_that(tmp_path: Path) -> None:
     """In the replay it is there before, while user code still waits for something else."""
     places: list[str] = []
@@ -489,77 +320,3 @@ def test_a_message_that_came_right_before_a_safe_point_wakes_its_task_within_tha
     assert places == ["within"]
     replay(main, recording=read_recording(tmp_path))
     assert places == ["within"] * 2
-
-
-def test_a_loss_is_seen_after_as_many_waits_as_it_was(tmp_path: Path) -> None:
-    """A task that is woken by the message before it finds the other rank alive, as it did."""
-    found: list[bool] = []
-
-    async def main(world: ad.World) -> None:
-        channel = world.channel(Word, tag=40)
-        if world.rank == 0:
-            for _ in range(2):
-                await channel.receive()
-                found.append(2 in world.services.gone)
-            while 2 not in world.services.gone:
-                await world.sleep(0.01)
-        elif world.rank == 1:
-            await channel.send(Word(1), 0)
-            await world.sleep(0.01)
-            await channel.send(Word(2), 0)
-        else:
-            await asyncio.sleep(1000.0)
-
-    simulate(main, ranks=3, seed=1, record=tmp_path, faults=(Kill(2, at_s=0.05),))
-    assert found == [False, False]
-    replay(main, recording=read_recording(tmp_path))
-    assert found == [False, False] * 2
-
-
-async def is_left_by_a_collective(world: ad.World, places: list[str]) -> None:
-    """On rank 0 a task receives a word while main is in a collective, which the loss of rank 2 ends."""
-    channel, place = world.channel(Word, tag=40), "before"
-
-    async def listen() -> None:
-        await channel.receive()
-        places.append(place)
-
-    if world.rank == 0:
-        listener = asyncio.create_task(listen())
-        with contextlib.suppress(ad.RankLostError):
-            await ad.barrier()
-        place = "after"
-        await listener
-    elif world.rank == 1:
-        await world.sleep(0.02)
-        await channel.send(Word(1), 0)
-        await world.sleep(0.1)
-    else:
-        await asyncio.sleep(1000.0)
-
-
-@pytest.mark.parametrize(
-    ("order", "woken_counts", "expected"),
-    [
-        (("received", "lost", "failed"), (1, 1, 2), "before"),  # as it is recorded
-        (("lost", "received", "failed"), (1, 1, 2), "before"),
-        (("lost", "received", "failed"), (1, 1, 1), "after"),  # the task has not gone on yet
-        (("lost", "failed", "received"), (1, 1, 2), "after"),
-    ],
-)
-def test_main_leaves_a_collective_that_fails_when_it_did(
-    tmp_path: Path, order: tuple[str, ...], woken_counts: tuple[int, ...], expected: str
-) -> None:
-    """A loss ends it, and messages that came since then, which take their time in the replay, came first or did not."""
-    places: list[str] = []
-    simulate(is_left_by_a_collective, places, ranks=3, seed=1, record=tmp_path, faults=(Kill(2, at_s=0.05),))
-    of_rank_0 = read_recording(tmp_path).ranks[0]
-    events = list(of_rank_0.events())
-    found = {event.kind: event for event in events if event.kind in order and event.get("tag") in (None, 40)}
-    at = min(events.index(event) for event in found.values())
-    named = [(found[kind], {"woken": count}) for kind, count in zip(order, woken_counts, strict=True)]
-    moved = [with_fields(event, **fields)._replace(time_s=found["received"].time_s) for event, fields in named]
-    before, after = events[:at], [event for event in events[at:] if event not in found.values()]
-    keep_events(of_rank_0, lambda event: False, *before, *moved, *after)
-    replay(is_left_by_a_collective, places, recording=read_recording(tmp_path))
-    assert places == ["before", expected]
