@@ -1,7 +1,7 @@
 """Starts N ranks of a script, here or on other hosts, with the mpirun of the MPI that mpi4py loads: ``asyncdist run``.
 
 It finds library and mpirun, sets what they need, and becomes mpirun, so signals and exit codes pass through unchanged.
-Of a job on several hosts that survives losses it stays above mpirun, whose exit code is 0 where a host was unplugged.
+Of a job on other hosts it stays above mpirun, whose exit code is 0 where it has lost one.
 Nothing here imports torch or MPI: a child process finds out what mpi4py loads.
 """
 
@@ -43,8 +43,11 @@ _BESIDE_SLURM: Final[Mapping[str, str]] = dict.fromkeys(
 _STARTED: Final = 199
 # Debian installs both side by side under the longer names.
 _MPIRUN_NAMES: Final = ("mpirun", "mpiexec", "mpirun.openmpi", "mpirun.mpich", "mpiexec.hydra")
-#: What mpirun 5 (PRRTE 3) says before it ends a job since a host does not answer.
-_LOST_HOST: Final = b"PRTE has lost communication with a remote daemon"
+#: What mpirun 5 (PRRTE 3) says before it ends a job since a host does not answer, or has not since it was reached.
+_LOST_HOST: Final = (
+    b"PRTE has lost communication with a remote daemon",
+    b"A daemon failed to report back after being spawned",
+)
 #: How long the last lines of mpirun may take, where something that it has left still has its standard error.
 _LAST_WORDS_S: Final = 1.0
 _PROBE: Final = (
@@ -96,7 +99,7 @@ def run(
         environ: The environment to start from; what another launcher has set in it does not reach the ranks.
 
     Returns:
-        The exit code, of a job on several hosts that survives losses.
+        The exit code, of a job on other hosts.
 
     Raises:
         local_host.LaunchError: The script is no file, there is not exactly one usable MPI, or that cannot do it, here
@@ -128,7 +131,7 @@ def run(
     command = build_command(
         flavour, mpirun, script, arguments, ranks=count, hosts=hosts, variables=travelling, survives=survives
     )
-    if not (survives and hosts):
+    if not hosts:
         _clear_remains()
         _let_story_requests_through()
         os.execve(mpirun, command, environ)
@@ -194,7 +197,7 @@ def _run_watched(mpirun: str, command: list[str], environ: Mapping[str, str]) ->
 def _copy(lines: Iterable[bytes], has_lost_host: threading.Event) -> None:
     """Copy mpirun's standard error to that of this process, and look for its word that it has lost a host."""
     for line in lines:
-        if _LOST_HOST in line:
+        if any(words in line for words in _LOST_HOST):
             has_lost_host.set()
         with contextlib.suppress(OSError):
             sys.stderr.buffer.write(line)

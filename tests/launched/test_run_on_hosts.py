@@ -158,6 +158,19 @@ def test_a_job_ends_everywhere_and_leaves_nothing(
         assert said.issubset(result.stdout.splitlines())
 
 
+@MPI
+def test_a_job_on_mpi_that_has_lost_a_host_has_failed(tmp_path: Path) -> None:
+    """The exit code of mpirun is 0, also where ranks may not be lost."""
+    names = {"folder": tmp_path / "started"}
+    names["folder"].mkdir()
+    script = tmp_path / "staying.py"
+    script.write_text("import sys, tempfile, time\ntempfile.mkstemp(dir=sys.argv[1])\ntime.sleep(98767)\n")
+    start = f"{RUN} --hosts {LAYOUTS[2]} --transport mpi {script} {names['folder']} & job=$!"
+    kill = "kill -KILL $(pgrep -x prted | tail -1)"
+    result = hosts.run(2, ["sh", "-c", "\n".join([start, STARTED, kill, "wait $job"]).format(**names)]).check(1)
+    assert result.stderr.count("asyncdist run: mpirun has lost a host, and ended the job before its end") == 1
+
+
 # -- what is missing on a host ----------------------------------------------------------------------------------------
 
 

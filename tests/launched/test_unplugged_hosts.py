@@ -49,13 +49,15 @@ def test_a_job_that_mpirun_ends_since_it_has_lost_a_host_has_failed() -> None:
         ("import sys; sys.exit(7)", 7, ""),
         ("import os; os.kill(os.getpid(), 9)", 128 + signal.SIGKILL, ""),
         ("import sys; print('PRTE has lost communication with a remote daemon.', file=sys.stderr)", 1, ENDS),
+        ("import sys; print('A daemon failed to report back after being spawned.', file=sys.stderr)", 1, ENDS),
         ("import sys; sys.exit('PRTE has lost communication with a remote daemon.')", 1, ""),
     ],
 )
 def test_the_exit_code_of_a_watched_mpirun(program: str, code: int, said: str) -> None:
     ended = subprocess.run([sys.executable, "-c", WATCH, program], capture_output=True, text=True, check=False)
     assert ended.returncode == code
-    assert ended.stderr.removeprefix("PRTE has lost communication with a remote daemon.\n") == said
+    own = [line for line in ended.stderr.splitlines(keepends=True) if "daemon" not in line]
+    assert "".join(own) == said
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
