@@ -84,3 +84,15 @@ def test_records_that_do_not_tell_when_collectives_ended_are_replayed(tmp_path: 
     keep_events(of_rank_0, lambda event: event.kind != "collective")
     replay(is_left_by_a_barrier, places, recording=read_recording(tmp_path))
     assert len(places) == 2
+
+
+def test_what_ranks_send_each_other_for_a_collective_of_mpi_need_not_come_again(tmp_path: Path) -> None:
+    """As the shares of a large reduction in rank order, for which a replay sends others."""
+    places: list[str] = []
+    of_rank_0 = record_as_mpi_does(tmp_path, places)
+    events = list(of_rank_0.events())
+    at = next(i for i, event in enumerate(events) if event.kind == "received" and event.get("tag") == 40)
+    share = with_fields(events[at], tag=COLLECTIVE_FIRST + 3, source=2)
+    keep_events(of_rank_0, lambda event: False, *events[:at], share, *events[at:])
+    replay(is_left_by_a_barrier, places, recording=read_recording(tmp_path))
+    assert places == ["before", "before"]

@@ -195,6 +195,7 @@ def log_of(
         tells_sleeps: see :class:`RankLog`.
     """
     events = _before_signal(list(events))
+    tells_ends = is_native and any(event.kind == "collective" for event in events)
     entries: deque[Any] = deque()
     early: Counter[Key] = Counter()
     clock: defaultdict[int, deque[Reading]] = defaultdict(deque)
@@ -216,6 +217,8 @@ def log_of(
                     sent_count = 0
                 point.turn_count, point.has_ended = turn_count, True
                 point = None
+            case "received", (int(), int(tag), *_) if tells_ends and _is_of_collectives(tag):
+                pass  # a replay may send others for it
             case "received", (int(source), int(tag), int(), -2, *_):
                 early[source, tag] += 1
                 received_tags.add(tag)
@@ -231,7 +234,7 @@ def log_of(
                 last_pass = number
             case "sent", (int(), int(tag), *_):
                 last_pass = -1  # what the pass takes up after this may answer it
-                sent_count += not (is_native and tags.COLLECTIVE_FIRST <= tag <= tags.COLLECTIVE_LAST)
+                sent_count += not (is_native and _is_of_collectives(tag))
             case "deadline", (str(what), int(turn), int(woken_count)):
                 to.append(Passed(turn, woken_count, sent_count, event.time_s, what))
                 seen_count += 1
@@ -255,6 +258,10 @@ def log_of(
         if event.kind in DECISIONS:
             decisions[event.kind].append(event)
     return RankLog(entries, early, clock, decisions, frozenset(received_tags), is_over, error, is_native, tells_sleeps)
+
+
+def _is_of_collectives(tag: int) -> bool:
+    return tags.COLLECTIVE_FIRST <= tag <= tags.COLLECTIVE_LAST
 
 
 def _before_signal(events: list[Event]) -> list[Event]:
