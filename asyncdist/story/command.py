@@ -25,7 +25,8 @@ def run(name: str | None, recorded: str | None = None) -> int:
     try:
         job = find_job(name)
     except LookupError as error:
-        return refuse("story", error)
+        no_folder = "" if name is None or name.isdecimal() else f", and {name!r} is no folder of recordings"
+        return refuse("story", f"{error}{no_folder}")
     places = jobs().get(job, ())
     stories = ask(places)
     silent = [Silent(each.rank, each.pid, each.is_alive) for each in places if each.rank not in stories]

@@ -42,7 +42,8 @@ def job_of_process(pid: int, found: Mapping[str, Sequence[Place]]) -> str | None
 def _refusal(name: str | None, found: Mapping[str, Sequence[Place]]) -> str:
     known = "; ".join(f"{job} ({_described(places)})" for job, places in found.items())
     if not known:
-        return "no job of this user runs on this host; ask on each of its hosts"
+        which = "" if name is None else f" {name!r}"
+        return f"no job{which} of this user runs on this host; ask on each of its hosts"
     return f"{'several jobs run here' if name is None else f'no job {name!r} runs here'}; name one: {known}"
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from asyncdist.recording.events import Event
-from asyncdist.story import finding, sockets
+from asyncdist.story import command, finding, sockets
 from asyncdist.story.facts import ChannelState, Collective, PolicyState, RankStory, Wait, from_bytes, to_bytes
 from asyncdist.story.happenings import events_in_words, ranks_in_words, seconds_in_words
 from asyncdist.story.telling import Silent, tell_job, tell_rank
@@ -296,3 +296,14 @@ def test_jobs_that_run_here_are_told_apart_by_what_they_run(monkeypatch: pytest.
         rf"several jobs run here; name one: 0000abcd \({told}\); 0000ffff \({told.replace('1 r', '2 r')}\)",
         str(caught.value),
     )
+
+
+def test_a_word_that_is_neither_a_job_nor_a_folder_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(finding, "jobs", dict)
+    assert command.run("nowhere") == 2
+    told = capsys.readouterr().err
+    assert "no job 'nowhere' of this user runs on this host" in told and "'nowhere' is no folder of recordings" in told
+    assert command.run(None) == 2
+    assert "no job of this user" in (told := capsys.readouterr().err) and "folder" not in told
