@@ -19,7 +19,7 @@ from asyncdist.simulation.replay.log import RankLog
 from asyncdist.simulation.replay.mailbox import Mailbox
 from asyncdist.simulation.replay.timers import Deadlines
 from asyncdist.transports.base import ANY_SOURCE
-from simulation.edited_records import Word
+from simulation.edited_records import Word, keep_events, with_fields
 
 
 @pytest.mark.parametrize("after_s", [-1.0, 0.01])
@@ -95,3 +95,44 @@ def test_a_message_comes_as_soon_as_the_wait_before_it_has_ended(tmp_path: Path)
         each.header["tells_sleeps"] = False
     assert replay(main, recording=recording).report.results == recorded.results
     assert ends_at_s[1] < PATIENCE_S
+
+
+def test_a_task_that_begins_in_a_safe_point_has_what_a_pass_before_it_brought(tmp_path: Path) -> None:
+    """The loop makes passes of its own, before tasks that are ready: such a task waited for nothing."""
+    order: list[str] = []
+
+    async def main(world: ad.World) -> None:
+        channel = world.channel(Word, tag=40)
+        if world.rank == 1:
+            await channel.send(Word(1), 0)
+            return
+        heard: list[object] = []
+
+        def has_heard() -> bool:
+            heard.extend(channel.receive_all())
+            return bool(heard)
+
+        async def take() -> None:
+            await world.services.engine.until(has_heard)
+            order.append("taken")
+
+        await world.sleep(0.05)
+        task = asyncio.create_task(take())
+        await world.progress()
+        order.append("point over")
+        await world.progress()
+        await task
+
+    simulate(main, ranks=2, seed=1, record=tmp_path)
+    of_rank_0 = read_recording(tmp_path).ranks[0]
+    events = list(of_rank_0.events())
+    word = next(event for event in events if event.kind == "received" and event.get("tag") == 40)
+    point = next(event for event in events if event.kind == "safe_point")
+    at, time_s = events.index(point), point.time_s
+    begin = point._replace(fields=(False, 0, point.get("woken")))
+    in_yield = with_fields(word, turn=1, woken=0)._replace(time_s=time_s)
+    before = [event for event in events[:at] if event is not word]
+    keep_events(of_rank_0, lambda event: False, *before, begin, in_yield, *events[at:])
+    order.clear()
+    replay(main, recording=read_recording(tmp_path))
+    assert order == ["taken", "point over"]

@@ -399,6 +399,8 @@ class Gate:
         is_of_request: bool = False,
     ) -> bool:
         """As :meth:`Engine.until`, with deadlines that pass when they did."""
+        if not condition():
+            self._see_before_wait()
         if deadline is None or self.agenda.is_done:
             if self.agenda.is_cut_short:
                 deadline = None  # it goes no further
@@ -407,6 +409,17 @@ class Gate:
             self._lookout.look_soon()
             await self._until(lambda: entry.has_passed or condition(), what, is_of_request=is_of_request)
             return not entry.has_passed or condition()
+
+    def _see_before_wait(self) -> None:
+        """Show a task that is about to wait what comes next, where that ended no wait: the task had it as it began.
+
+        The loop had made a pass before it let the task begin.
+        """
+        sight = self.agenda.next()
+        if sight is None or self._is_main_running() or not self.agenda.wakes_nobody(sight):
+            return
+        if self.agenda.is_due(sight) and self.agenda.is_possible(sight):
+            self._show(sight)
 
     async def _park_until(
         self, waiter: asyncio.Future[None], is_ready: Callable[[], bool], what: str, deadline: float
