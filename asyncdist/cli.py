@@ -319,7 +319,7 @@ def _split(
         names: how many words, with the script's name as the last, are no options.
 
     Returns:
-        The words of the command, its names last: argparse takes an optional one together with the one before alone.
+        The words of the command, its names first: argparse takes an optional one together with the one before alone.
     """
     own: list[str] = []
     named: list[str] = []
@@ -327,7 +327,7 @@ def _split(
     while words:
         word = words[0]
         if word == "--":
-            return own + named + words[1 : 1 + names], words[1 + names :]
+            return named + words[1 : 1 + names] + own, words[1 + names :]
         if word in valued:
             own += words[:2]
             del words[:2]
@@ -337,7 +337,7 @@ def _split(
             (named if is_name else own).append(words.pop(0))
         else:
             break
-    return own + named, words
+    return named + own, words
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
