@@ -206,17 +206,14 @@ def log_of(
     for event in events:
         to = entries if point is None else point.sights
         match event.kind, event.fields:
-            case "safe_point", (False, *_):
-                point = SafePoint(event.get("woken") or 0, sent_count, time_s=event.time_s)
-                entries.append(point)
-                sent_count = 0
-            case "safe_point", (True, int(turn_count), *_):
-                if point is None:  # nothing was seen in it, so its beginning is not written down
+            case "safe_point", (bool(has_ended), int(turn_count), *_):
+                if point is None or not has_ended:  # where nothing was seen in it, its beginning is not written down
                     point = SafePoint(event.get("woken") or 0, sent_count, time_s=event.time_s)
                     entries.append(point)
                     sent_count = 0
-                point.turn_count, point.has_ended = turn_count, True
-                point = None
+                if has_ended:
+                    point.turn_count, point.has_ended = turn_count, True
+                    point = None
             case "received", (int(), int(tag), *_) if tells_ends and _is_of_collectives(tag):
                 pass  # a replay may send others for it
             case "received", (int(source), int(tag), int(), -2, *_):
@@ -227,9 +224,7 @@ def log_of(
                 if number >= 0 and to and type(to[-1]) is Taken and number == last_pass:
                     to[-1].keys.append((source, tag))
                 else:
-                    kind = Taken if number >= 0 else TakenByTask
-                    woken_count = int(event.get("woken") or 0)
-                    to.append(kind(turn, woken_count, sent_count, event.time_s, [(source, tag)]))
+                    to.append(_taken(event, number, turn, sent_count, (source, tag)))
                     seen_count += number >= 0
                 last_pass = number
             case "sent", (int(), int(tag), *_):
@@ -258,6 +253,12 @@ def log_of(
         if event.kind in DECISIONS:
             decisions[event.kind].append(event)
     return RankLog(entries, early, clock, decisions, frozenset(received_tags), is_over, error, is_native, tells_sleeps)
+
+
+def _taken(event: Event, number: int, turn: int, sent_count: int, key: Key) -> Taken:
+    """Return a message that a pass took up, or, where its number is below 0, a task by itself."""
+    kind = Taken if number >= 0 else TakenByTask
+    return kind(turn, int(event.get("woken") or 0), sent_count, event.time_s, [key])
 
 
 def _is_of_collectives(tag: int) -> bool:
