@@ -62,11 +62,11 @@ async def _last_barrier(world: World, transport: Transport) -> None:
     world.peers.finalize()
     if announcements is not None:
         await world.services.engine.until(
-            lambda: announcements.stage == Stage.ENDED, "the other ranks to come to their end"
+            lambda: announcements.stage >= Stage.ENDED, "the other ranks to come to their end"
         )
         await world.services.engine.until(
             lambda: announcements.is_over,
-            "the ranks below this one to hear that all have come to their end",
+            "all ranks to hear that all have come to their end",
             deadline=asyncio.get_running_loop().time() + _FLUSH_S,
         )
         return

@@ -32,7 +32,7 @@ def test_an_empty_main_costs_few_messages(ranks: int) -> None:
 
     report = simulate(main, ranks=ranks, strict=True)
     assert report.message_count <= ranks * (4 * math.ceil(math.log2(ranks)) + 16)
-    assert report.message_count <= 3 * ranks or ranks <= FLAT_SIZE_MAX
+    assert report.message_count <= 4 * ranks or ranks <= FLAT_SIZE_MAX
 
 
 def test_while_one_rank_goes_on_for_an_hour_the_others_send_no_more_than_they_must() -> None:
@@ -42,7 +42,7 @@ def test_while_one_rank_goes_on_for_an_hour_the_others_send_no_more_than_they_mu
             await asyncio.sleep(seconds)
 
     counts = [simulate(main, seconds, ranks=SIZE, strict=True).message_count for seconds in (100.0, 36_000.0)]
-    assert counts[0] == counts[1] <= 12 * SIZE
+    assert counts[0] == counts[1] <= 13 * SIZE
 
 
 @pytest.mark.slow

@@ -85,7 +85,7 @@ class Announcements:
 
     @property
     def is_over(self) -> bool:
-        """Whether all ranks have come to their end, and no rank needs to hear that from this one."""
+        """Whether all ranks have heard that all have come to their end, and no rank needs anything of this one."""
         return self._departures.is_over
 
     def depart(self, departure: Departure) -> None:
@@ -135,6 +135,7 @@ class Announcements:
             case EndHeard():
                 self._departures.on_end_heard(source)
                 self._answer()
+                self._send_soon()
             case Failure(rank, summary):
                 if not 0 <= rank < self._services.size:
                     raise RemoteProtocolError(f"rank {source} told of a failure of rank {rank}, which does not exist")
@@ -146,7 +147,7 @@ class Announcements:
     # -- sending ----------------------------------------------------------------------------------------------------
 
     def _answer(self) -> None:
-        """Tell those who ask for it, at once, since this rank may end in the next turn, that all below have heard."""
+        """Tell those who ask for it that all below have heard."""
         for rank in self._departures.take_answers():
             self._send(EndHeard(), rank)
 
@@ -182,6 +183,7 @@ class Announcements:
         if not self._departures.is_answered:
             self._repeat_count += 1
             self._departures.tell_again()
+            self._answer()
             self._send_urgent()
 
     def _send_all(self, messages: Iterable[tuple[int, Departed]]) -> None:

@@ -2,8 +2,8 @@
 
 In a world of few ranks each rank tells all others that it leaves, and later that it has come to its end. In a larger
 one it tells those with which it has exchanged messages, and this module brings it to all others, along the tree of
-:mod:`asyncdist.runtime.departing.spanning_tree`. A rank stands at one of three stages: its main runs, has returned
-(:data:`LEFT`), or the rank has come to its end (:data:`ENDED`).
+:mod:`asyncdist.runtime.departing.spanning_tree`. A rank stands at one of four stages: its main runs, has returned
+(:data:`LEFT`), the rank has come to its end (:data:`ENDED`), or it has heard that all have (:data:`HEARD`).
 
 - A rank that knows that all below it have reached a stage tells its parent at once. So the root finds out when all
   ranks have, and says so, down the tree. Where all end together, that is one message up and one down for each rank.
@@ -11,8 +11,9 @@ one it tells those with which it has exchanged messages, and this module brings 
   left: up to the root, and from there down to all. The root, and the ranks near it, wait a while for more of them, so
   the number of messages grows with the time that it takes until all have left, and not with the number of ranks.
 - Ranks of which the same is to be said are said together, as a bitmap, and kept so.
-- A rank answers that all have ended when all below it have heard so, and those above go on until then: were it lost
-  before, they would tell the ranks below it.
+- A rank answers that all have ended when all below it have heard so. The root, when it has all answers, says that all
+  have heard (:data:`HEARD`), down the tree, and only then ranks may go: until all have heard, those that live are there
+  to tell one whose ranks above are lost, however many these are.
 - A neighbour that comes new, since a rank between is lost, is told everything. So is a parent that has not answered for
   long, since a frame may be spoiled. Nothing changes where something is told twice.
 
@@ -38,6 +39,7 @@ class Stage(enum.IntEnum):
     IN_MAIN = 0
     LEFT = 1
     ENDED = 2
+    HEARD = 3
 
 
 #: Departures in one message, and bytes of a bitmap in one of them: a frame has to hold them.
@@ -159,21 +161,25 @@ class Departures:
         new = [part for departure in message.departures for part in self.add(departure, source)]
         if message.stage not in tuple(Stage):
             raise RemoteProtocolError(f"{message.stage} is no stage of a world's ranks")
-        if self.stage == Stage.ENDED and message.stage < Stage.ENDED and source not in self._have_heard:
+        if self.stage >= Stage.ENDED and message.stage < Stage.ENDED and source not in self._have_heard:
             self._told_stage[source] = 0  # it has sent again what it had told: this rank's answer was spoiled
         self.stage = max(self.stage, Stage(message.stage))
         if message.stage == Stage.ENDED:
             self._unanswered.add(source)
+        elif message.stage == Stage.HEARD:
+            self._told_stage[source] = Stage.HEARD
         return new
 
     def on_end_heard(self, source: int) -> None:
-        """Note that a neighbour has heard that all ranks have come to their end."""
+        """Note that a neighbour, and those below it, have heard that all ranks have come to their end."""
         self._have_heard.add(source)
+        if self.stage == Stage.HEARD:  # it has not heard that, or says it to a new parent
+            self._told_stage[source] = Stage.ENDED
 
     def take_answers(self) -> set[int]:
         """Return the ranks that :class:`EndHeard` is to be sent to now, each once."""
         ranks: set[int] = set()
-        if self.is_over:
+        if self._have_all_below_heard:
             ranks, self._unanswered = self._unanswered, ranks
         return ranks
 
@@ -190,15 +196,17 @@ class Departures:
         if parent is not None and self._told_stage[parent] > self.stage:
             self._told[parent], self._told_stage[parent] = _Reached(), 0
         if self.stage == Stage.ENDED:
+            if parent is not None:
+                self._unanswered.add(parent)
             for child in self._tree.children:
                 if child not in self._have_heard:
                     self._told_stage[child] = 0
 
     @property
     def is_answered(self) -> bool:
-        """Whether this rank waits for no answer: all others go on, or all have ended."""
+        """Whether this rank waits for no answer: all others go on, or all have heard that all have ended."""
         parent = self._tree.parent
-        return self.is_over if self.stage == Stage.ENDED else parent is None or self._told_stage[parent] <= self.stage
+        return self.is_over if self.stage >= Stage.ENDED else parent is None or self._told_stage[parent] <= self.stage
 
     def urgent(self) -> list[tuple[int, Departed]]:
         """Return what is to be sent at once, with the rank that each message is for."""
@@ -209,7 +217,7 @@ class Departures:
             self._announced.add_all(self._known)
         messages = []
         for neighbour in self.neighbours:
-            stage = max(self.stage, reached) if neighbour == parent else self.stage
+            stage = min(max(self.stage, reached), Stage.ENDED) if neighbour == parent else self.stage
             told = self._tell(neighbour) if self._told_stage[neighbour] < stage or neighbour != parent else []
             if self._told_stage[neighbour] < stage:
                 self._told_stage[neighbour] = stage
@@ -239,11 +247,18 @@ class Departures:
 
     @property
     def is_over(self) -> bool:
-        """Whether all ranks have come to their end, and those below this one have heard so."""
-        return self.stage == Stage.ENDED and self._have_heard.issuperset(self._tree.children)
+        """Whether all ranks have heard that all have come to their end, and those right below have been told that."""
+        return self.stage == Stage.HEARD and all(self._told_stage[child] == self.stage for child in self._tree.children)
+
+    @property
+    def _have_all_below_heard(self) -> bool:
+        """Whether this rank and all those below it have heard that all ranks have come to their end."""
+        return self.stage >= Stage.ENDED and self._have_heard.issuperset(self._tree.children)
 
     def _reached(self) -> Stage:
         """Return the stage that this rank and all those below it have reached."""
+        if self._have_all_below_heard:
+            return Stage.HEARD
         everybody = _ranks(self._tree.first, self._tree.last)
         for stage in Stage.ENDED, Stage.LEFT:
             if not everybody & ~(self._known.at(stage) | self._lost):
@@ -258,7 +273,7 @@ class Departures:
         known, told = self._known if neighbour == self._tree.parent else self._announced, self._told[neighbour]
         ended = known.ended & ~told.ended
         left = known.left & ~told.left & ~ended
-        if self.stage == Stage.ENDED or not ended | left:
+        if self.stage >= Stage.ENDED or not ended | left:
             return []
         told.add_all(known)
         departures = [
