@@ -286,7 +286,9 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         self._own.begin()
         Leadership.listen(self._services)
         meeting = self._joint_start.meeting
-        agreed, population = await self._agree(), f"{self._group.key} {type(self).__name__} {self.name}"
+        with self._islands.told_where_others_miss():
+            agreed = await self._agree()
+        population = f"{self._group.key} {type(self).__name__} {self.name}"
         scopes = PolicyScopes(meeting.ranks, agreed, population)
         self._open(scopes, meeting.leader, replaced=lost_members(self._world, self._members, meeting))
 

@@ -176,6 +176,24 @@ def test_ranks_that_differ_in_their_islands_do_not_start() -> None:
     assert "started" not in found and "DisagreementError" in found
 
 
+def test_who_waits_for_ranks_that_have_started_in_another_island_hears_what_may_differ() -> None:
+    async def main(world: ad.World) -> str:
+        model, islands = nn.Linear(1, 1), 2 if world.rank < 3 else 3
+        options = {"average_every": 1, "islands": islands, "start_timeout_s": 5.0}
+        try:
+            async with AsyncSelectiveAveragingPolicy(model, torch.optim.SGD(model.parameters()), **options):
+                await world.sleep(6.0)
+        except ad.StartTimeoutError as error:
+            return error.message
+        return ""
+
+    words = simulate(main, ranks=6).results
+    assert words[3].endswith(
+        "rank 2 did not come within 5 s; here islands=3: whoever has another number waits elsewhere"
+    )
+    assert {*words[:3], *words[4:]} == {""}, "they start"
+
+
 def test_islands_with_other_models_exchange_nothing(caplog: pytest.LogCaptureFixture) -> None:
     async def main(world: ad.World) -> set[int]:
         model = nn.Linear(4 + world.rank // 4, 1)

@@ -4,11 +4,12 @@ Where the ranks of a host do not follow each other, they are put together before
 few hosts as possible: what its members send each other seldom leaves one.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Self
 
-from asyncdist import validation
+from asyncdist import StartTimeoutError, validation
 
 #: How the island is chosen that an emigrant goes to.
 TOPOLOGIES: Final = ("ring", "random")
@@ -76,6 +77,18 @@ class IslandOptions:
             validation.refuse(
                 "averaging_strategy", averaging_strategy, "one with donors beside islands, which exchange them"
             )
+
+    @contextlib.contextmanager
+    def told_where_others_miss(self) -> Iterator[None]:
+        """Say what may be wrong where the body waits in vain for ranks of this island: they may be in another one."""
+        try:
+            yield
+        except StartTimeoutError as error:
+            if not self.are_on:
+                raise
+            name, value = ("islands", self.islands) if self.island_size is None else ("island_size", self.island_size)
+            hint = f"here {name}={value}: whoever has another number waits elsewhere"
+            raise StartTimeoutError(f"{error.message}; {hint}", **error.facts) from None
 
     def agreed(self) -> dict[str, Any]:
         """Return what must be equal on all members, as JSON values; nothing without islands."""
