@@ -456,6 +456,9 @@ class Fabric:
     def lost_ranks(self, observer: int) -> frozenset[int]:
         return self._all_ranks if self._muted else frozenset(self._known_lost[observer])
 
+    def missed_ranks(self, rank: int) -> frozenset[int]:
+        return self.liveness.missed(rank)
+
     def close(self, rank: int) -> None:
         self._doorbells[rank] = None
         self._posted[rank].clear()

@@ -80,6 +80,9 @@ class SimTransport(Transport):
     def lost_ranks(self) -> frozenset[int]:
         return self._fabric.lost_ranks(self.rank)
 
+    def missed_ranks(self) -> frozenset[int]:
+        return self._fabric.missed_ranks(self.rank)
+
     def abort(self, exit_code: int) -> None:
         """Do nothing: the simulation ends when every rank has ended."""
 

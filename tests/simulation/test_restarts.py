@@ -323,6 +323,21 @@ def test_a_newcomer_that_comes_after_the_others_have_left_hears_so(lingers_s: fl
     assert [type(error) for error in shared.errors] == ([ad.LateError] if lingers_s else [])
 
 
+def test_a_newcomer_that_comes_as_the_others_end_hears_so() -> None:
+    """They ended before any of them was connected to it; it took them for lost, after a minute."""
+    shared = Shared()
+
+    async def main(world: ad.World) -> Any:
+        return await train(world, shared, 20, {})
+
+    kill, network = Kill(2, at_s=0.015), Network(loss_detection_s=1e-4)
+    ends_at_s = simulate(main, ranks=4, faults=[kill], network=network, strict=True).virtual_time_s
+    report = simulate(main, ranks=4, faults=[kill, Restart(2, at_s=ends_at_s - 1e-6)], network=network, strict=True)
+    assert report.faults_fired == (1, 1)
+    assert [type(error) for error in shared.errors] == [ad.LateError]
+    assert report.virtual_time_s < ends_at_s + 2.0, "it asks every half second"
+
+
 @pytest.mark.parametrize("seed", [34, 46])
 def test_newcomers_that_were_welcomed_do_not_wait_for_each_other_when_the_others_have_left(seed: int) -> None:
     """Neither answered the other: both waited until the time was up, and one ended with a StartTimeoutError."""

@@ -133,6 +133,10 @@ class Liveness:
         """Return how often ``rank`` has been started again."""
         return self._incarnations[rank]
 
+    def missed(self, rank: int) -> frozenset[int]:
+        """Return the ranks whose processes have ended before this one, started again, was connected to them."""
+        return frozenset(self.known_lost[rank] & self.closed) if self._incarnations[rank] else frozenset()
+
     def connection(self, source: int, dest: int) -> tuple[int, int]:
         """Return the incarnation of ``source``, and that of ``dest`` to which it is connected."""
         mine = self._incarnations[source]
