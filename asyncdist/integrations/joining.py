@@ -151,4 +151,5 @@ class Training:
         policy, self.policy = self.policy, None
         if policy is not None and self._caller.is_open:  # else the world has ended, because of an error
             self._caller.forget(self.end)
-            policy.__exit__(type(error) if error is not None else None, error, None)
+            trace = getattr(error, "__traceback__", None)  # contextlib sets what it is given as the error's own
+            policy.__exit__(type(error) if error is not None else None, error, trace)

@@ -8,6 +8,7 @@ import inspect
 import os
 import signal
 import threading
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,23 @@ class Word:
 def made_policy() -> AsyncSelectiveAveragingPolicy:
     model = nn.Linear(2, 1)
     return AsyncSelectiveAveragingPolicy(model, torch.optim.SGD(model.parameters(), lr=0.1), average_every=10)
+
+
+def test_the_error_of_a_block_keeps_the_lines_in_which_it_was_raised() -> None:
+    """Leaving the policy put None in the place of the traceback, so the user saw no line of the own code."""
+    from asyncdist.integrations.pytorch import SelectiveAveraging
+
+    def fails() -> None:
+        raise ZeroDivisionError("mine")
+
+    def main(_: ad.blocking.World) -> None:
+        model = nn.Linear(2, 1)
+        with SelectiveAveraging(model, torch.optim.SGD(model.parameters(), lr=0.1), average_every=10):
+            fails()
+
+    with pytest.raises(ZeroDivisionError) as raised:
+        ad.run_local(ad.blocking.hosted(main), ranks=1)
+    assert [frame.name for frame in traceback.extract_tb(raised.tb)][-2:] == ["main", "fails"]
 
 
 def test_a_world_of_one_and_what_it_tells() -> None:
