@@ -65,7 +65,7 @@ class _UntilExit:
         try:
             self.leave(getattr(sys, "last_value", None))  # where another hook than ours has shown an exception
         except BaseException as error:  # too late to change the exit code in another way
-            self._hook_before(type(error), error, error.__traceback__)
+            sys.excepthook(type(error), error, error.__traceback__)  # which knows what has been reported
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)

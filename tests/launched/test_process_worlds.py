@@ -48,6 +48,23 @@ def test_the_others_hear_how_a_rank_ends(how: str) -> None:
     assert f"rank 0 stopped: rank 1 failed: {told}" in result.stderr
 
 
+def test_a_rank_whose_script_has_ended_says_in_one_line_that_another_one_failed() -> None:
+    """It printed, besides, the traceback of what ended its world, thirty lines of asyncdist's own."""
+    source = """
+        import asyncdist as ad
+
+        world = ad.blocking.process_world()
+        ad.blocking.barrier()
+        if world.rank == 1:
+            raise ZeroDivisionError("mine")
+        print("its script has ended")
+    """
+    ended = torchrun.run_source(3, source).check(1, 1, 1)
+    assert ended.stdout.count("its script has ended") == 2
+    assert ended.stderr.count("stopped: rank 1 failed: ZeroDivisionError: mine") == 2, ended.stderr
+    assert ended.stderr.count("Traceback") == 1, ended.stderr
+
+
 def test_a_world_that_nobody_leaves_is_left_at_the_end_and_named(tmp_path: object) -> None:
     source = """
         import asyncdist as ad
