@@ -13,17 +13,17 @@ and waits for nobody.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+import sys
 import warnings
-from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Final, Literal, NoReturn
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins.environments.mpi import MPIEnvironment
 from lightning.fabric.utilities.warnings import PossibleUserWarning
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ModelSummary
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_only
 
 from asyncdist import environment
@@ -36,14 +36,18 @@ hide_ranks()
 
 logger = logging.getLogger("asyncdist.integrations")
 
+#: The packages in which Lightning comes, each with that of its lower half.
+_LIBRARIES: Final = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+
 
 class SelectiveAveraging(Callback):
     """Lets the worst ranks of a population take the average of the good ones, while they train.
 
     Weights change between two training batches, after a step of the optimizer. Of several ranks each writes its logs
-    and checkpoints to a folder ``rank0``, ``rank1``, ... below the one that the trainer, its loggers and its checkpoint
-    callbacks name, and rank 0 alone shows a progress bar. How often a rank has taken an average is logged by it as
-    ``replacements``.
+    and checkpoints to a folder ``rank0``, ``rank1``, ... below the one that the trainer, its loggers, its profiler and
+    its checkpoint callbacks name, and rank 0 alone shows a progress bar. How often a rank has taken an average is
+    logged by it as ``replacements``. Make it before the trainer, which then knows that folder from the beginning. A
+    trainer of ``pytorch_lightning`` takes it as one of ``lightning.pytorch`` does.
 
     Args:
         average_every: the cadence of reports, in steps of the optimizer.
@@ -90,9 +94,11 @@ class SelectiveAveraging(Callback):
         rank_zero_only.rank = 0  # type: ignore[attr-defined]  # each rank writes for itself; one, of a replica
         if "replica_size" in options:
             self._folder = f"replica{show_replica(self._world, self._replica_size).number}"
-            MPIEnvironment.detect = staticmethod(lambda: False)  # type: ignore[method-assign]  # it asks MPI for ranks
+            _hide_ranks_of_mpi()
+        _write_below_from_the_beginning()
         if self._world.rank:
-            logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+            for name in _LIBRARIES:
+                logging.getLogger(name).setLevel(logging.WARNING)
             warnings.simplefilter("ignore", PossibleUserWarning)  # which rank 0 tells
 
     @property
@@ -115,14 +121,17 @@ class SelectiveAveraging(Callback):
             if environment.is_started_by_trainer():  # as one more device of a trainer, which tells the same
                 raise SystemExit(0)
             raise ValueError(self._refusal(trainer.world_size))
-        if self._world.size > 1:
-            _write_below(trainer, self._folder)
+        self._give_folder(trainer)
         if self._world.rank:
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
-                if isinstance(callback, ModelSummary):
+                if hasattr(callback, "_max_depth"):  # a ModelSummary
                     callback._max_depth = 0
             if trainer.progress_bar_callback is not None:
                 trainer.progress_bar_callback.disable()
+
+    def _give_folder(self, trainer: pl.Trainer) -> None:
+        if self._world.size > 1:
+            _write_below(trainer, self._folder)
 
     def _refusal(self, count: int) -> str:
         if self._replica_size > 1:
@@ -242,18 +251,50 @@ def _steps_of(trainer: pl.Trainer) -> Any:
     return _GlobalStep(trainer)
 
 
+def _hide_ranks_of_mpi() -> None:
+    """Keep Lightning from asking MPI for ranks, where it is to see those of a replica."""
+    for name in _LIBRARIES.values():
+        if environments := sys.modules.get(f"{name}.plugins.environments.mpi"):
+            environments.MPIEnvironment.detect = staticmethod(lambda: False)
+
+
+def _write_below_from_the_beginning() -> None:
+    """Let trainers that are made from now on with a :class:`SelectiveAveraging` write to the folder of their rank.
+
+    ``fit(ckpt_path="last")`` looks for a checkpoint there before any callback hears of it.
+    """
+    for name in _LIBRARIES:
+        kind = getattr(sys.modules.get(name), "Trainer", None)
+        if kind is None or hasattr(kind.__init__, "gives_folders"):
+            continue
+        kind.__init__ = _giving_folders(kind.__init__)
+
+
+def _giving_folders(make: Any) -> Any:
+    @functools.wraps(make)
+    def make_for_rank(self: Any, *args: Any, **options: Any) -> None:
+        make(self, *args, **options)
+        for callback in self.callbacks:
+            if isinstance(callback, SelectiveAveraging):
+                callback._give_folder(self)
+
+    make_for_rank.gives_folders = True  # type: ignore[attr-defined]
+    return make_for_rank
+
+
 def _write_below(trainer: pl.Trainer, folder: str) -> None:
     """Let a trainer's files be written to a folder below those that it was given."""
 
     def below(path: Any) -> str:
-        parent = Path(path)
-        return str(parent if folder in parent.parts else parent / folder)
+        parent = os.fspath(path)  # or an address, which a Path would change
+        return parent if folder in parent.split("/") else os.path.join(parent, folder)
 
     trainer._default_root_dir = below(trainer.default_root_dir)  # type: ignore[attr-defined]
     for logger in trainer.loggers:
         for name in ("_root_dir", "_save_dir"):
             if isinstance(given := getattr(logger, name, None), str | os.PathLike):
                 setattr(logger, name, below(given))
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
-            callback.dirpath = below(callback.dirpath)
+    writers: list[Any] = [trainer.profiler, *trainer.checkpoint_callbacks]  # type: ignore[attr-defined]
+    for writer in writers:
+        if getattr(writer, "dirpath", None) is not None:
+            writer.dirpath = below(writer.dirpath)

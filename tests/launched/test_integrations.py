@@ -164,6 +164,75 @@ def test_a_metric_that_lightning_never_has_is_warned_of_once(tmp_path: Path) -> 
     assert "training_step has returned no loss" in ended.stderr
 
 
+LIGHTNING_FOLDERS = """
+    import os, sys
+    from importlib import import_module
+    from pathlib import Path
+    from asyncdist.integrations.lightning import SelectiveAveraging
+    import torch
+    from support.mpi import report
+    pl = import_module(sys.argv[1])
+    callbacks, profilers = import_module(sys.argv[1] + ".callbacks"), import_module(sys.argv[1] + ".profilers")
+    os.chdir(sys.argv[2])
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net, self.batches = torch.nn.Linear(2, 1), 0
+
+        def training_step(self, batch, index):
+            self.batches += 1
+            return self.net(batch[0]).square().sum()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    class Fails(pl.Callback):
+        def on_train_end(self, trainer, module):
+            raise ZeroDivisionError
+
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(6, 2)))
+
+    def fit(epochs, *others):
+        averaging = SelectiveAveraging(100)
+        saving = callbacks.ModelCheckpoint(dirpath="saved", save_last=True)
+        options = dict(accelerator="cpu", devices=1, enable_progress_bar=False, logger=False)
+        options["profiler"] = profilers.SimpleProfiler(dirpath="profiles", filename="profile")
+        trainer = pl.Trainer(max_epochs=epochs, callbacks=[averaging, saving, *others], **options)
+        trainer.fit(module, data, ckpt_path="last")
+        return saving
+
+    module = Module()
+    saving = fit(1)
+    fit(3)
+    try:
+        fit(4, callbacks.OnExceptionCheckpoint("failed"), Fails())
+    except ZeroDivisionError:
+        pass
+    folder = Path(saving.dirpath).name
+    mine = [str(path) for path in Path().rglob("*") if path.is_file() and folder in path.parts]
+    report(int(folder[-1]), [module.batches, sorted(mine)])
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("library", ["lightning.pytorch", pytest.param("pytorch_lightning", marks=pytest.mark.long)])
+def test_lightning_goes_on_from_the_last_checkpoint_of_each_rank(library: str, tmp_path: Path) -> None:
+    """It looked for one before it knew of the rank's folder, found none, and began anew."""
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(LIGHTNING_FOLDERS))
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    reports = torchrun.run_ranks(2, program, library, folder, timeout_s=240, env=warm_environment()).check().reports
+    for rank in range(2):
+        batches, files = reports[rank]
+        assert batches == 6 * 4, "no epoch was trained twice"
+        assert {f"saved/rank{rank}/last.ckpt", f"failed/rank{rank}/on_exception.ckpt"} <= set(files), files
+        assert f"profiles/rank{rank}/fit-profile.txt" in files, files
+    assert not [path for path in folder.rglob("*.*") if path.is_file() and not path.parent.name.startswith("rank")]
+
+
 TRANSFORMERS_METRICS = """
     from asyncdist.integrations.transformers import SelectiveAveraging
     from transformers import TrainerControl, TrainerState
