@@ -16,7 +16,7 @@ from asyncdist.blocking.callers import Caller, current_caller, is_in_a_rank
 from asyncdist.blocking.policies import Policy
 from asyncdist.blocking.process_world import process_world
 from asyncdist.blocking.world import World
-from asyncdist.errors import LocalProtocolError
+from asyncdist.errors import ClosedError, LocalProtocolError
 from protocols import AsyncSelectiveAveragingPolicy, ReplicaAveragingPolicy, SpawnPolicy, StepInfo
 from protocols.step_info import NOTHING
 
@@ -139,8 +139,13 @@ class Training:
         self._caller.at_end(self.end)
 
     def step(self, metric: Any) -> StepInfo:
-        """Make progress; weights change here alone."""
-        assert self.policy is not None, "it has begun"
+        """Make progress; weights change here alone.
+
+        Raises:
+            ClosedError: it has ended, or has not begun.
+        """
+        if self.policy is None:
+            raise ClosedError("selective averaging has ended here, as close() or its block does it: make another one")
         info: StepInfo = self._caller.call(self.policy.awaited.step, metric)
         if info is not NOTHING:
             self.replacement_count += bool(info)

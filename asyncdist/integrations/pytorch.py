@@ -67,6 +67,9 @@ class SelectiveAveraging:
 
         Returns:
             What happened; true when weights changed.
+
+        Raises:
+            ClosedError: after :meth:`close`, or the end of its block.
         """
         self._loss.add(metric)
         info = self._training.step(self._loss)

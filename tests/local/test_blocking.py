@@ -296,6 +296,8 @@ def test_an_integration_that_is_left_open_ends_with_its_rank() -> None:
     ad.run_local(ad.blocking.hosted(main), ranks=2, strict=True)
     ad.simulate(ad.blocking.hosted(main), ranks=2, seed=3, strict=True).value()
     assert [averaging.policy for averaging in left] == [None] * 4
+    with pytest.raises(ad.ClosedError, match="has ended here"):  # an assertion told nothing
+        left[0].step(1.0)
 
 
 def test_what_blocks_is_refused_in_a_coroutine_of_a_rank_with_what_to_write_instead() -> None:
