@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -104,13 +105,33 @@ def _save(state: Mapping[str, Any], path: Path) -> None:
 
 
 def _write_aside(path: Path, write: Callable[[Path], object]) -> dict[str, Any]:
-    """Write a file under another name, rename it, and return its size and checksum."""
+    """Write a file under another name, rename it, and return its size and checksum.
+
+    Raises:
+        OSError: it cannot be written; the file is named, and what there is of it is deleted: on a full disk no later
+            save would succeed either.
+    """
     beside = path.with_name(f"{path.name}.part")
-    write(beside)
-    _sync(beside)
-    entry = {"nbytes": beside.stat().st_size, "crc32": _crc_of(beside)}
-    beside.rename(path)
+    try:
+        write(beside)
+        _sync(beside)
+        entry = {"nbytes": beside.stat().st_size, "crc32": _crc_of(beside)}
+        beside.rename(path)
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        cause = _cause_of(error)
+        if cause is not None and cause.filename is None:
+            raise OSError(cause.errno, cause.strerror, str(path)) from error
+        raise
     return entry
+
+
+def _cause_of(error: BaseException | None) -> OSError | None:
+    """Return what the system has said; torch raises another error while it ends the file."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__context__
+    return error
 
 
 def _check_whole(path: Path, entry: Mapping[str, Any]) -> None:

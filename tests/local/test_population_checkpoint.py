@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import nn
 import asyncdist as ad
 from asyncdist import World
 from asyncdist.errors import LocalProtocolError, RankLostError, RemoteError
+from asyncdist.functional import checkpoint_files
 from asyncdist.simulation import Kill
 from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy, OneSidedSelectiveAveragingPolicy
 
@@ -339,3 +341,13 @@ def test_a_save_in_which_a_rank_is_killed_leaves_a_whole_population(tmp_path: Pa
 
 async def newest(world: World, path: Path) -> Path:
     return (await ad.load_population(path, *made())).folder
+
+
+def test_a_save_on_a_full_disk_names_the_file_and_leaves_none_of_it(tmp_path: Path) -> None:
+    """Torch told of an unexpected position, and the half file stayed, so that no later save had room either."""
+    part = tmp_path / "rank-00000.pt.part"
+    part.symlink_to("/dev/full")
+    state = {"model": {"weight": torch.ones(1 << 16)}}
+    with pytest.raises(OSError, match=r"No space left on device: '.*rank-00000.pt'") as raised:
+        checkpoint_files.write_rank(tmp_path, 0, state, "torch")
+    assert raised.value.errno == errno.ENOSPC and not list(tmp_path.iterdir())
