@@ -34,6 +34,7 @@ import torch
 from asyncdist import validation
 from asyncdist._version import __version__
 from asyncdist.recording.events import KINDS, Field
+from asyncdist.recording.file_errors import why_not_written
 
 logger = logging.getLogger("asyncdist.recording.writer")
 
@@ -183,7 +184,7 @@ class RecordWriter:
             path = self._options.folder / name
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            self._give_up(f"cannot be written: {error}")
+            self._give_up(f"cannot be written: {why_not_written(error)}")
             return
         self._write(_encode({**header, **clocks}))
 
@@ -285,7 +286,7 @@ class RecordWriter:
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._nbytes)
-            self._give_up(f"ends here: {error}")
+            self._give_up(f"ends here: {why_not_written(error)}")
         else:
             self._nbytes += written
 

@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from asyncdist.recording.command_output import print_to, refuse
+from asyncdist.recording.file_errors import why_not_written
+
+
+class _WriteError(Exception):
+    """The file or folder of -o cannot be written."""
+
+
+@contextlib.contextmanager
+def _writing(what: str, allowed: str) -> Iterator[None]:
+    """Say in words, while ``what`` is written, why that cannot be done, and what -o takes."""
+    try:
+        yield
+    except OSError as error:
+        raise _WriteError(f"{what} cannot be written: {why_not_written(error)}; -o takes {allowed}") from error
+
+
+def _name(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("'' is no name; without -o the name is that of the job")
+    return text
 
 
 def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
@@ -18,14 +39,14 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         help="write a recording as one HTML page",
         usage="asyncdist report DIR [--job JOB] [-o FILE]",
     )
-    report.add_argument("-o", "--out", metavar="FILE", help="the page (default: JOB.html)")
+    report.add_argument("-o", "--out", type=_name, metavar="FILE", help="the page (default: JOB.html)")
     report.set_defaults(call=lambda options: run_report(options.folder, options.job, options.out))
     trace = add_parser(
         "trace",
         help="write a recording as a trace for Perfetto or chrome://tracing",
         usage="asyncdist trace DIR [--job JOB] [-o FILE] [--profile FILE ...]",
     )
-    trace.add_argument("-o", "--out", metavar="FILE", help="the trace (default: JOB.trace.json.gz)")
+    trace.add_argument("-o", "--out", type=_name, metavar="FILE", help="the trace (default: JOB.trace.json.gz)")
     trace.add_argument(
         "--profile",
         metavar="FILE",
@@ -39,7 +60,7 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         help="write a recording as tables",
         usage="asyncdist export DIR [--job JOB] [-o FOLDER] [--format csv|parquet]",
     )
-    export.add_argument("-o", "--out", metavar="FOLDER", help="where to (default: JOB-tables)")
+    export.add_argument("-o", "--out", type=_name, metavar="FOLDER", help="where to (default: JOB-tables)")
     export.add_argument("--format", choices=("csv", "parquet"), default="csv", help="of the tables (default: csv)")
     export.set_defaults(call=lambda options: run_export(options.folder, options.job, options.out, options.format))
     query = add_parser(
@@ -65,8 +86,10 @@ def run_report(folder: str, job: str | None, out: str | None) -> int:
     try:
         recording = read_recording(folder, job)
         path = Path(out or f"{recording.job}.html")
-        path.write_text(render(recording), encoding="utf-8")
-    except (RecordingError, OSError) as error:
+        page = render(recording)
+        with _writing("the page", "a file, in a folder that is there"):
+            path.write_text(page, encoding="utf-8")
+    except (RecordingError, _WriteError, OSError) as error:
         return refuse("report", error)
     return _say("report", f"wrote {path}, {path.stat().st_size / 1e6:.1f} MB; open it in a browser")
 
@@ -79,8 +102,9 @@ def run_trace(folder: str, job: str | None, out: str | None, profiles: Sequence[
     try:
         recording = read_recording(folder, job)
         path = Path(out or f"{recording.job}.trace.json.gz")
-        count = write_trace(recording, path, [Path(each) for each in profiles])
-    except (RecordingError, TraceError, OSError) as error:
+        with _writing("the trace", "a file, in a folder that is there"):
+            count = write_trace(recording, path, [Path(each) for each in profiles])
+    except (RecordingError, TraceError, _WriteError, OSError) as error:
         return refuse("trace", error)
     return _say(
         "trace", f"wrote {path}, {count} entries, {len(recording.ranks)} ranks; open it at https://ui.perfetto.dev"
@@ -96,10 +120,11 @@ def run_export(folder: str, job: str | None, out: str | None, kind: str) -> int:
         recording = read_recording(folder, job)
         to = Path(out or f"{recording.job}-tables")
         write = tables.export_csv if kind == "csv" else tables.export_parquet
-        files = write(recording, to)
+        with _writing("the tables", "a folder, which is made if it is not there"):
+            files = write(recording, to)
     except ImportError as error:  # pyarrow is not there, or refuses the numpy that is
         return refuse("export", f"--format parquet needs pyarrow (pip install 'asyncdist[parquet]'): {error}")
-    except (RecordingError, OSError) as error:
+    except (RecordingError, _WriteError, OSError) as error:
         return refuse("export", error)
     return _say("export", f"wrote {len(files)} tables to {to}: {', '.join(file.name for file in files)}")
 

@@ -244,6 +244,39 @@ def test_the_commands(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert code == 0 and "step.csv" in out
 
 
+A_FILE = "; -o takes a file, in a folder that is there"
+A_FOLDER = "; -o takes a folder, which is made if it is not there"
+
+
+@pytest.mark.parametrize(
+    ("command", "out", "said"),
+    [
+        ("report", "folder", "the page cannot be written: '{}/folder' is a folder" + A_FILE),
+        ("report", "none/page", "the page cannot be written: there is no folder '{}/none'" + A_FILE),
+        ("report", "file/more/page", "the page cannot be written: '{}/file' is a file, and no folder" + A_FILE),
+        ("trace", "folder", "the trace cannot be written: '{}/folder' is a folder" + A_FILE),
+        ("trace", "none/trace.gz", "the trace cannot be written: there is no folder '{}/none'" + A_FILE),
+        ("export", "file", "the tables cannot be written: '{}/file' is a file, and no folder" + A_FOLDER),
+        ("report", "full", "the page cannot be written: No space left on device" + A_FILE),
+    ],
+)
+def test_what_cannot_be_written_is_told_in_words(
+    command: str, out: str, said: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line was Python's: [Errno 21] Is a directory."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "full").symlink_to("/dev/full")
+    code, _, err = run(capsys, command, str(folder), "-o", str(tmp_path / out))
+    assert (code, err) == (2, f"asyncdist {command}: {said.format(tmp_path)}\n")
+
+
+def test_an_empty_name_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("report", "trace", "export"):
+        code, _, err = run(capsys, command, str(folder), "-o", "")
+        assert code == 2 and "'' is no name; without -o the name is that of the job" in err
+
+
 #: Fails in its second row.
 OVERFLOW = "SELECT abs(-9223372036854775807 - value) FROM json_each('[0, 1]')"
 
@@ -268,16 +301,6 @@ def test_a_query_that_is_refused_is_one_line(
 
 def test_text_of_an_answer_that_is_no_utf8_is_shown_with_backslashes(recording: Recording) -> None:
     assert list(tables.query(recording, "SELECT CAST(x'61ff' AS TEXT)")[1]) == [("a\\xff",)]
-
-
-@pytest.mark.parametrize("command", ["report", "trace", "export"])
-def test_a_path_that_cannot_be_written_is_one_line(
-    command: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").write_text("")
-    code, out, err = run(capsys, command, str(folder), "-o", str(tmp_path / "file" / "x"))
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith(f"asyncdist {command}: ") and "Not a directory" in err
 
 
 @pytest.mark.parametrize("words", [("report",), ("trace",), ("export",), ("query", "SELECT 1")])

@@ -127,7 +127,7 @@ def test_what_cannot_be_written_is_no_failure_and_names_no_report(
     (tmp_path / "file").write_text("")
     code, out, _ = sim("--record", "file", "well")
     assert (code, "see it" in out) == (0, False)
-    assert "cannot be written" in caplog.text
+    assert f"cannot be written: '{tmp_path}/file' is a file, and no folder" in caplog.text
 
 
 async def long(world: ad.World) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncdist.recording.file_errors import why_not_written
 from asyncdist.recording.reader import Recording, RecordingError, read_recording
 from asyncdist.runtime.world import World
 from asyncdist.simulation.exploration.fault_plans import ScriptError
@@ -228,5 +229,5 @@ def _write_test(recording: Recording, ran: Script, path: Path) -> list[str]:
         )
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ScriptError(f"the test cannot be written: {error}") from error
+        raise ScriptError(f"the test cannot be written: {why_not_written(error)}") from error
     return [f"wrote {path}, and the recording beside it, {folder}", f"run it: pytest {path}"]

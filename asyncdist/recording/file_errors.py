@@ -1,0 +1,26 @@
+"""Says in words why a file cannot be written, where the kernel gives a number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def why_not_written(error: OSError) -> str:
+    """Return what is in the way: a folder, a file in the place of a folder, no folder, or what the kernel says."""
+    if error.filename is None:
+        return error.strerror or str(error)
+    path = Path(error.filename)
+    if isinstance(error, IsADirectoryError):
+        return f"{str(path)!r} is a folder"
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        return f"{str(_file_in_the_way(path))!r} is a file, and no folder"
+    if isinstance(error, FileNotFoundError):
+        return f"there is no folder {str(path.parent)!r}"
+    return f"{str(path)!r}: {error.strerror}"
+
+
+def _file_in_the_way(path: Path) -> Path:
+    for each in (path, *path.parents):
+        if each.exists() and not each.is_dir():
+            return each
+    return path
