@@ -265,9 +265,10 @@ def wait_of(task: asyncio.Task[Any], world: World | None) -> tuple[str, types.Fr
     if position is None:
         return what or (frames[-1].f_code.co_qualname if settler is None else settler.get_name()), None
     if what is None:
-        called = [frame.f_code.co_qualname for frame in frames[position + 1 :]]
+        inner = frames[position + 1 :]
+        called = [frame.f_code.co_qualname for frame in inner if not _awaits_for_blocking_code(frame)]
         public = (name for name in called if not name.rpartition(".")[2].startswith("_"))
-        what = next(public, called[0] if called else None)
+        what = next(public, called[0] if called else "a blocking call" if inner else None)
     return what or (_name(awaited) if settler is None else settler.get_name()), frames[position]
 
 
@@ -344,6 +345,11 @@ def frames_of(task: asyncio.Task[Any]) -> list[types.FrameType]:
         frames.append(frame)
         coroutine = coroutine.cr_await
     return frames
+
+
+def _awaits_for_blocking_code(frame: types.FrameType) -> bool:
+    """Return whether a frame is of what awaits a call for code without an event loop; its name says nothing."""
+    return str(frame.f_globals.get("__name__")).startswith("asyncdist.blocking.")
 
 
 def is_library(frame: types.FrameType) -> bool:

@@ -56,6 +56,19 @@ def test_a_signal_between_the_last_turn_of_the_loop_and_the_return_is_raised_the
     assert not seen
 
 
+def test_a_signal_as_a_call_begins_names_no_function_of_asyncdist() -> None:
+    """The rank 'was waiting for outcome_of'."""
+
+    async def struck() -> None:
+        signal.raise_signal(signal.SIGINT)
+        await asyncio.sleep(60)
+
+    with pytest.raises(KeyboardInterrupt) as raised, ad.blocking.open_world() as world:
+        world.call(struck)
+    (note,) = raised.value.__notes__
+    assert note.startswith("rank 0 was waiting for a blocking call, in test_a_signal_as_a_call_begins"), note
+
+
 def test_a_signal_in_a_call_that_lets_no_loop_run_is_raised_where_it_returns() -> None:
     async def struck() -> None:
         signal.raise_signal(signal.SIGINT)
