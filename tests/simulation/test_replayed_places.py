@@ -136,3 +136,34 @@ def test_a_task_that_begins_in_a_safe_point_has_what_a_pass_before_it_brought(tm
     order.clear()
     replay(main, recording=read_recording(tmp_path))
     assert order == ["taken", "point over"]
+
+
+def test_main_has_what_came_as_it_was_to_go_on_before_the_task_that_this_wakes(tmp_path: Path) -> None:
+    """A pass of the loop's brought both before main's step, and after that main waited for nothing."""
+    order: list[str] = []
+
+    async def main(world: ad.World) -> None:
+        first, second = world.channel(Word, tag=40), world.channel(Word, tag=41)
+        if world.rank == 1:
+            await world.sleep(0.1)
+            await first.send(Word(1), 0)
+            await second.send(Word(2), 0)
+            return
+
+        async def listen() -> None:
+            await first.receive()
+            order.append("listener")
+
+        listener = asyncio.create_task(listen())
+        await world.progress()
+        loop: Any = asyncio.get_running_loop()
+        await loop.be_busy(0.5)
+        await asyncio.sleep(0)
+        await second.receive(timeout_s=1.0)
+        order.append("main")
+        await world.progress()
+        await listener
+
+    simulate(main, ranks=2, seed=1, record=tmp_path)
+    replay(main, recording=read_recording(tmp_path))
+    assert order == ["main", "listener"] * 2

@@ -381,7 +381,9 @@ class Gate:
     ) -> None:
         """As :meth:`Engine.park`."""
         task = asyncio.current_task()
-        if task is self._main:
+        if task is self._user and not is_of_request:
+            await self._see_without_wait(waiter)
+        if task is self._main and not waiter.done():
             self._main = None  # for this wait: what the rank sees meanwhile is not seen at a safe point
         self._hold.begin_if_late()
         self._waiters[task] = waiter
@@ -420,6 +422,17 @@ class Gate:
             return
         if self.agenda.is_due(sight) and self.agenda.is_possible(sight):
             self._show(sight)
+
+    async def _see_without_wait(self, waiter: asyncio.Future[None]) -> None:
+        """Show user code that is about to wait what it had already, where no wait ended before its next safe point."""
+        while not waiter.done() and (sight := self.agenda.next()) is not None:
+            is_there = self.agenda.is_seen_at_point(sight) and self.agenda.is_due(sight)
+            if not is_there or not await self._until_possible(sight):
+                return
+            if sight is self.agenda.next():
+                self._show(sight)
+            if waiter.done():
+                self._woken_late.add(self._user)
 
     async def _park_until(
         self, waiter: asyncio.Future[None], is_ready: Callable[[], bool], what: str, deadline: float
