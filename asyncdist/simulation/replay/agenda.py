@@ -120,12 +120,13 @@ class Agenda:
         self._seen_count += sight.counts
         self._note_progress()
 
-    def remove_taken(self, key: Key) -> None:
-        """Note that a task takes a message by itself, if it is one that a task took."""
+    def remove_taken(self, key: Key) -> TakenByTask | None:
+        """Note that a task takes a message by itself, if it is one that a task took; return that."""
         for sight in self._all_sights():
             if isinstance(sight, TakenByTask) and sight.keys == [key]:
                 self.remove(sight)
-                return
+                return sight
+        return None
 
     def clear(self) -> None:
         """Drop all that is left."""
