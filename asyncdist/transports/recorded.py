@@ -43,8 +43,10 @@ class RecordedTransport(Transport):
         return self._inner.isend(buffer, dest, tag)
 
     def start_send(self, buffer: Buffer, dest: int, tag: int) -> Request | None:
-        self._tell("sent", dest, tag, as_bytes(buffer).nbytes)
-        return self._inner.start_send(buffer, dest, tag)
+        try:
+            return self._inner.start_send(buffer, dest, tag)
+        finally:  # what fails it, the loss of the other rank, is told before
+            self._tell("sent", dest, tag, as_bytes(buffer).nbytes)
 
     def prepare_send(self, nbytes: int, dest: int, tag: int) -> PersistentSend | None:
         """Return None: such a send would be started without being told."""

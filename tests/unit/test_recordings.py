@@ -7,14 +7,19 @@ import os
 import re
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgpack
 import pytest
 
+from asyncdist.errors import RankLostError
 from asyncdist.recording import writer
 from asyncdist.recording.events import CAPACITY, Event, EventLog
 from asyncdist.recording.reader import RecordingError, read_recording
 from asyncdist.recording.writer import RecordOptions, RecordWriter, header_of
+from asyncdist.transports.base import Buffer, Request
+from asyncdist.transports.recorded import RecordedTransport
 
 
 class Clock:
@@ -262,3 +267,21 @@ def test_what_is_no_text_is_written_with_backslashes(tmp_path: Path, monkeypatch
     found = read_recording(tmp_path).ranks[0]
     assert (found.header["arguments"], found.damage) == (["caf\\udce9"], "")
     assert [event.fields[-1] for event in found.events()] == [0.5, "FileNotFoundError: " + 3 * "\\udce9", 0.5]
+
+
+def test_a_loss_that_a_send_meets_is_written_before_that_send() -> None:
+    """So that a replay knows it by then, and the send fails there, too."""
+    told: list[str] = []
+
+    def start_send(buffer: Buffer, dest: int, tag: int) -> Request | None:
+        told.append("lost")
+        raise RankLostError(f"rank {dest} is gone", rank=dest)
+
+    of_inner = dict.fromkeys(
+        ("name", "rank", "size", "incarnation", "may_return", "capabilities", "collective_checker", "job_nonce")
+    )
+    inner: Any = SimpleNamespace(**of_inner, launch_nonce=None, hosts=None, start_send=start_send)
+    transport = RecordedTransport(inner, lambda kind, peer, tag, nbytes: told.append(kind))
+    with pytest.raises(RankLostError):
+        transport.start_send(b"word", 1, 40)
+    assert told == ["lost", "sent"]
