@@ -105,6 +105,8 @@ class Engine(Poller):
             once is not waited for. Of a rank that is recorded, what :meth:`wake_by` wakes counts, too, and what
             :attr:`on_collective` is told.
         on_woken: called as any wait ends, with whether it counts, before that is counted; None as above.
+        begun_count: how many waits that count have begun since the last safe point began.
+        on_begun: called as any wait begins, once that is counted; None as above.
 
     Args:
         transport: the rank's transport.
@@ -124,6 +126,8 @@ class Engine(Poller):
         self.clock: Callable[[], float] = loop.time
         self.woken_count = 0
         self.on_woken: Callable[[bool], None] | None = None
+        self.begun_count = 0
+        self.on_begun: Callable[[], None] | None = None
         self.turn = 0
         self._disowned: list[PendingRequest] = []
         self._abandoned: dict[tuple[int, int], deque[_Abandoned]] = {}
@@ -154,7 +158,7 @@ class Engine(Poller):
         on_safe_point = self.on_safe_point
         if on_safe_point is not None:
             on_safe_point(False, self.woken_count)
-        self.turn = self.woken_count = 0
+        self.turn = self.woken_count = self.begun_count = 0
         completed = self.poll()
         self.turn = 1
         if self.is_loop_idle is None or not self.is_loop_idle():
@@ -329,6 +333,8 @@ class Engine(Poller):
         drained = has_waited = False
         try:
             while not condition():
+                if deadline is not None and not has_waited:
+                    self._note_begun(not is_of_request)  # its end counts once, too
                 has_waited = True
                 if deadline is not None and self.loop.time() >= deadline:
                     if drained:
@@ -368,6 +374,7 @@ class Engine(Poller):
             False when the deadline has passed, and it is not ready.
         """
         timer = self.loop.call_at(deadline, resolve_waiter, waiter, None)
+        self._note_begun(True)
         try:
             await self.park(waiter, what, is_of_request=True)
             if is_ready() or self.loop.time() < deadline:
@@ -397,6 +404,7 @@ class Engine(Poller):
         is_counted = self.on_waited is not None
         began_at = self.loop.time()
         self._waiters[waiter] = what, began_at
+        self._note_begun(not is_of_request)
         try:
             await waiter
         finally:
@@ -442,6 +450,11 @@ class Engine(Poller):
             self.loop.call_soon(self._note_woken, True)  # right before that step
         wake()
 
+    def _note_begun(self, counts: bool) -> None:
+        self.begun_count += counts
+        if self.on_begun is not None:
+            self.on_begun()
+
     def _note_woken(self, counts: bool) -> None:
         if self.on_woken is not None:
             self.on_woken(counts)
@@ -470,7 +483,7 @@ class Engine(Poller):
 
     async def note_collective(self, tag: int) -> None:
         """Count the end of a collective, for recordings where no message tells it. A replay goes on when it did."""
-        if self.on_collective is not None and self.failure is None:
+        if self.on_collective is not None:
             self.on_collective(tag)
             self.woken_count += 1
 

@@ -44,8 +44,8 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     "sent": ("dest", "tag", "nbytes"),
     # The number of the pass, modulo 65536, tells which messages the rank took up together; -1 is for one that a task
     # took by itself, -2 for one before the world was open. The turn is that of its safe point: passes and yields. So
-    # many waits had ended since that safe point began.
-    "received": ("source", "tag", "nbytes", "pass", "turn", "woken"),
+    # many waits had ended, and begun, since that safe point began.
+    "received": ("source", "tag", "nbytes", "pass", "turn", "woken", "begun"),
     # A task has waited so many seconds, up to now; see :data:`asyncdist.recording.writer.WAIT_S_MIN`.
     "waited": ("what", "seconds"),
     # Of other ranks: one was lost, or is there again as a new process; turn and waits are as of a message.
@@ -62,7 +62,7 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     # The last weights of a policy, as a CRC-32 of all bytes, where they are not too many.
     "weights": ("policy", "checksum"),
     # A timer of the runtime or of asyncio has fired, or work in a thread has ended; turn and waits are as of a message.
-    "timer": ("what", "turn", "woken"),
+    "timer": ("what", "turn", "woken", "begun"),
     # A task goes on after a collective that has failed; turn and waits are as of a message.
     "failed": ("turn", "woken"),
     # Main is cancelled because of a signal.

@@ -65,18 +65,17 @@ class Recording:
         )
         is_simulated = hasattr(self._loop, "rank")
         tells_sleeps = is_simulated or not transport.capabilities.shares_process  # else ranks share the loop
-        told = {"sent_before_count": self._sent_before_count, "tells_sleeps": tells_sleeps}
+        told = {"sent_before_count": self._sent_before_count, "tells_sleeps": tells_sleeps, "tells_collectives": True}
         writer.open({**header, **_conditions(world), **told})
         services, engine = world.services, world.services.engine
-        engine.woken_count = 0  # a replay opens the world in another way
+        engine.woken_count = engine.begun_count = 0  # a replay opens the world in another way
         services.events.sink = writer.add
         services.count_waits(writer.note_wait)
         services.end_recording = functools.partial(self._end, writer)
         engine.on_safe_point = writer.note_safe_point
         engine.on_deadline = functools.partial(self._note_deadline, writer, engine)
         engine.on_failed = functools.partial(self._note_failed, writer, engine)
-        if transport.capabilities.native_collectives:
-            engine.on_collective = functools.partial(self._note_collective, writer, engine)
+        engine.on_collective = functools.partial(self._note_collective, writer, engine)
         engine.on_timer = functools.partial(self._note_timer, writer, engine)
         engine.clock = services.time = world.time = functools.partial(self._read_clock, writer, services.time)
         self._engine = engine
@@ -92,7 +91,7 @@ class Recording:
                 writer.note(kind, peer, tag, nbytes, -2, 0)
             else:
                 number = engine._pass_count % 65536 if engine._in_pass else -1
-                writer.note(kind, peer, tag, nbytes, number, engine.turn, engine.woken_count)
+                writer.note(kind, peer, tag, nbytes, number, engine.turn, engine.woken_count, engine.begun_count)
         else:
             self._sent_before_count += self._engine is None
             writer.note(kind, peer, tag, nbytes)
@@ -103,7 +102,7 @@ class Recording:
 
     @staticmethod
     def _note_timer(writer: RecordWriter, engine: Engine, what: str) -> None:
-        writer.note("timer", what, engine.turn, engine.woken_count)
+        writer.note("timer", what, engine.turn, engine.woken_count, engine.begun_count)
 
     @staticmethod
     def _note_failed(writer: RecordWriter, engine: Engine) -> None:

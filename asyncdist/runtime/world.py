@@ -217,7 +217,7 @@ class World:
         on_safe_point = engine.on_safe_point
         if on_safe_point is not None:
             on_safe_point(False, engine.woken_count)
-        engine.turn = engine.woken_count = 0
+        engine.turn = engine.woken_count = engine.begun_count = 0
         engine.poll()
         engine.turn = 1
         if engine.is_loop_idle is None or not engine.is_loop_idle():

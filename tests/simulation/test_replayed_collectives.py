@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import asyncdist as ad
 from asyncdist.recording.events import Event
@@ -38,12 +41,12 @@ async def is_left_by_a_barrier(world: ad.World, places: list[str]) -> None:
     await ad.barrier()
 
 
-def record_as_mpi_does(folder: Path, places: list[str]) -> RankRecording:
-    """Record it; return the record of rank 0."""
+def record_as_mpi_does(main: Callable[..., Coroutine[Any, Any, None]], folder: Path, *args: object) -> RankRecording:
+    """Record it without messages of collectives; return the record of rank 0."""
     native = functools.partial(dataclasses.replace, native_collectives=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sim_transport, "Capabilities", lambda **named: native(Capabilities(**named)))
-        simulate(is_left_by_a_barrier, places, ranks=3, seed=1, record=folder)
+        simulate(main, *args, ranks=3, seed=1, record=folder)
     ranks = read_recording(folder).ranks
     for each in ranks:
         keep_events(each, lambda event: event.kind not in ("sent", "received") or event.get("tag") != COLLECTIVE_FIRST)
@@ -62,7 +65,7 @@ def test_main_leaves_a_collective_of_mpi_when_it_did(
     tmp_path: Path, order: tuple[str, ...], woken_counts: tuple[int, ...], expected: str
 ) -> None:
     places: list[str] = []
-    of_rank_0 = record_as_mpi_does(tmp_path, places)
+    of_rank_0 = record_as_mpi_does(is_left_by_a_barrier, tmp_path, places)
     events = list(of_rank_0.events())
     found: dict[str, Event] = {}
     for event in events:
@@ -80,7 +83,7 @@ def test_main_leaves_a_collective_of_mpi_when_it_did(
 def test_records_that_do_not_tell_when_collectives_ended_are_replayed(tmp_path: Path) -> None:
     """As those of earlier versions."""
     places: list[str] = []
-    of_rank_0 = record_as_mpi_does(tmp_path, places)
+    of_rank_0 = record_as_mpi_does(is_left_by_a_barrier, tmp_path, places)
     keep_events(of_rank_0, lambda event: event.kind != "collective")
     replay(is_left_by_a_barrier, places, recording=read_recording(tmp_path))
     assert len(places) == 2
@@ -89,10 +92,66 @@ def test_records_that_do_not_tell_when_collectives_ended_are_replayed(tmp_path: 
 def test_what_ranks_send_each_other_for_a_collective_of_mpi_need_not_come_again(tmp_path: Path) -> None:
     """As the shares of a large reduction in rank order, for which a replay sends others."""
     places: list[str] = []
-    of_rank_0 = record_as_mpi_does(tmp_path, places)
+    of_rank_0 = record_as_mpi_does(is_left_by_a_barrier, tmp_path, places)
     events = list(of_rank_0.events())
     at = next(i for i, event in enumerate(events) if event.kind == "received" and event.get("tag") == 40)
     share = with_fields(events[at], tag=COLLECTIVE_FIRST + 3, source=2)
     keep_events(of_rank_0, lambda event: False, *events[:at], share, *events[at:])
     replay(is_left_by_a_barrier, places, recording=read_recording(tmp_path))
     assert places == ["before", "before"]
+
+
+async def hears_after_a_broadcast(world: ad.World, order: list[str], rank_2_is_late: bool) -> None:
+    """Rank 0 is in a broadcast while a task of its waits for two words, the second of which comes after that."""
+    channel = world.channel(Word, tag=40)
+    if world.rank == 0:
+
+        async def listen() -> None:
+            for _ in range(2):
+                await channel.receive()
+                order.append("word")
+
+        listener = asyncio.create_task(listen())
+        await ad.broadcast(torch.zeros(3), root=1)
+        order.append("broadcast")
+        await listener
+        return
+    loop: Any = asyncio.get_running_loop()
+    await loop.be_busy(1.0 if rank_2_is_late and world.rank == 2 else 0.01)
+    if world.rank == 2:
+        await channel.send(Word(2), 0)
+        await ad.broadcast(torch.zeros(3), root=1)
+        return
+    await loop.be_busy(0.1)
+    await ad.broadcast(torch.zeros(3), root=1)
+    await loop.be_busy(0.1)
+    await channel.send(Word(1), 0)
+
+
+def test_a_task_leaves_a_collective_that_messages_carry_when_it_did(tmp_path: Path) -> None:
+    """Messages tell when it was over, but not when that task went on, some steps later: before another one or after."""
+    order: list[str] = []
+    simulate(hears_after_a_broadcast, order, False, ranks=3, seed=1, record=tmp_path)
+    replay(hears_after_a_broadcast, order, True, recording=read_recording(tmp_path))
+    assert order == ["word", "broadcast", "word"] * 2
+
+
+async def gives_up_a_barrier(world: ad.World, order: list[str], others_are_late: bool) -> None:
+    if world.rank:
+        loop: Any = asyncio.get_running_loop()
+        await loop.be_busy(1.0 if others_are_late else 0.0)
+        await ad.barrier()
+        return
+    try:
+        async with asyncio.timeout(0.1):
+            await ad.barrier()
+        order.append("left")
+    except TimeoutError:
+        order.append("given up")
+
+
+def test_a_collective_that_a_task_never_left_is_not_left(tmp_path: Path) -> None:
+    order: list[str] = []
+    record_as_mpi_does(gives_up_a_barrier, tmp_path, order, True)
+    replay(gives_up_a_barrier, order, False, recording=read_recording(tmp_path))
+    assert order == ["given up"] * 2

@@ -204,3 +204,25 @@ def test_what_a_task_took_right_after_its_own_message_comes_at_once(tmp_path: Pa
     keep_events(of_rank_0, lambda event: False, *events[:at], by_task, *after)
     replay(main, recording=read_recording(tmp_path))
     assert ends_at_s[1] < PATIENCE_S
+
+
+def test_a_message_comes_when_as_many_waits_have_begun_as_had_then(tmp_path: Path) -> None:
+    """Also where a wait that began before held the rank for it: main waits for it, and what comes next counts that."""
+    ends_at_s: list[float] = []
+
+    async def main(world: ad.World) -> None:
+        channel, other = world.channel(Word, tag=40), world.channel(Word, tag=41)
+        if world.rank == 0:
+            listener = asyncio.create_task(other.receive())
+            await asyncio.sleep(0)
+            assert [(await channel.receive()).message.number for _ in range(2)] == [1, 2]
+            ends_at_s.append(asyncio.get_running_loop().time())
+            listener.cancel()
+            return
+        for number in (1, 2):
+            await world.sleep(0.1)
+            await channel.send(Word(number), 0)
+
+    simulate(main, ranks=2, seed=1, record=tmp_path)
+    replay(main, recording=read_recording(tmp_path))
+    assert ends_at_s[1] < PATIENCE_S

@@ -19,7 +19,7 @@ def agenda_of(*entries: Entry, woken_count: int = 0) -> Agenda:
     log = RankLog(deque(entries), Counter(), {}, {}, tags, is_over=True, error="", is_native=False)
     nobody: Any = SimpleNamespace(has=lambda what: False)
     agenda = Agenda(log, Mailbox(), nobody, nobody, lambda: 0.0)
-    engine: Any = SimpleNamespace(woken_count=0, turn=0, _in_pass=False)
+    engine: Any = SimpleNamespace(woken_count=0, begun_count=0, turn=0, _in_pass=False)
     agenda.open(engine)
     engine.woken_count = woken_count
     return agenda

@@ -11,6 +11,7 @@ from typing import Any, Final
 from asyncdist import tags
 from asyncdist.messaging.engine import Engine
 from asyncdist.simulation.replay.log import (
+    FAILED,
     Entry,
     Fired,
     Key,
@@ -21,6 +22,7 @@ from asyncdist.simulation.replay.log import (
     Sight,
     Taken,
     TakenByTask,
+    end_of_collective,
 )
 from asyncdist.simulation.replay.mailbox import Mailbox
 from asyncdist.simulation.replay.timers import Deadlines, Timers
@@ -70,7 +72,7 @@ class Agenda:
     def open(self, engine: Engine) -> None:
         """Begin: main is about to."""
         self._engine = engine
-        self._sent_count = engine.woken_count = 0
+        self._sent_count = engine.woken_count = engine.begun_count = 0
         self.is_open = True
 
     # -- what comes next --------------------------------------------------------------------------------------------
@@ -180,16 +182,16 @@ class Agenda:
         """Return the collective after which a task went on before anybody did because of this sight, if there is one.
 
         Returns:
-            It, and whether all that was seen before it can be seen now.
+            It, and whether its place has come, and all that was seen before it can be seen now.
         """
-        if type(sight) is not Taken or any(tag in COLLECTIVE_TAGS for _, tag in sight.keys):
-            return None  # the latter may be what fails it
+        if type(sight) is not Taken:
+            return None
         is_all_there = True
         for other in self.sights():
-            if not other.is_beside(sight):
+            if other.woken_count != sight.woken_count:
                 return None
             if isinstance(other, Left):
-                return other, is_all_there and self.is_possible(other)
+                return None if _may_bring(sight, other) else (other, is_all_there and self.is_due(other))
             is_all_there = is_all_there and self.is_possible(other)
         return None
 
@@ -206,7 +208,7 @@ class Agenda:
         point = entries.popleft() if entries else SafePoint()
         assert isinstance(point, SafePoint), f"{point} was to be seen before this safe point"
         self._point = point
-        self._engine.woken_count = self._sent_count = 0
+        self._engine.woken_count = self._engine.begun_count = self._sent_count = 0
         self._note_progress()
         return point.turn_count
 
@@ -225,7 +227,7 @@ class Agenda:
         self._sent_count += not (self._log.is_native and tag in COLLECTIVE_TAGS)
 
     def is_due(self, sight: Sight, ending_count: int = 0) -> bool:
-        """Return whether its place has come: as many waits have ended, and messages were sent, as before it then.
+        """Return whether its place has come: as many waits have begun and ended, and messages were sent, as before it.
 
         Args:
             sight: one that comes next.
@@ -233,7 +235,11 @@ class Agenda:
         """
         if not isinstance(sight, Taken) and not self.is_possible(sight):
             return False  # this rank has to do something for it, and not another one
-        return sight.woken_count <= self._engine.woken_count + ending_count and sight.sent_count <= self._sent_count
+        return (
+            sight.woken_count <= self._engine.woken_count + ending_count
+            and sight.begun_count <= self._engine.begun_count
+            and sight.sent_count <= self._sent_count
+        )
 
     def must_be_there(self, sight: Sight, ending_count: int = 0) -> bool:
         """Return whether it is possible, or will be without this rank, before the rank's next step."""
@@ -284,6 +290,12 @@ class Agenda:
         if readings and readings[0].seen_count <= self._seen_count:
             self._time_s = readings.popleft().seconds
         return self._time_s
+
+
+def _may_bring(sight: Taken, left: Left) -> bool:
+    """Return whether messages may be what ends a collective, or fails it."""
+    tags_of = [tag for _, tag in sight.keys if tag in COLLECTIVE_TAGS]
+    return bool(tags_of) if left.what == FAILED else any(left.what == end_of_collective(tag) for tag in tags_of)
 
 
 def _all_of(log: RankLog) -> Iterator[Sight]:

@@ -112,7 +112,7 @@ class Gate:
             part.open(engine)
         engine.clock = services.time = world.time = self.agenda.read_clock
         services.events.sink = self._on_event
-        engine.on_woken = self._on_woken
+        engine.on_woken, engine.on_begun = self._on_woken, self._on_begun
         replaced: Any = engine
         replaced.until, replaced.park_until, replaced.park = self._wait_until, self._park_until, self._park
         replaced.note_failed, replaced.note_collective = self._leave_failed, self._leave_collective
@@ -226,8 +226,10 @@ class Gate:
                     return
                 sight = late  # what a task waits for already comes first
             left = self.agenda.exit_after(sight)
-            if left is not None and self.agenda.is_possible(left[0]):
-                self._show(left[0])  # what is shown next wakes tasks that went on after this one
+            if left is not None and self.agenda.is_due(left[0]):
+                self._show(left[0])
+                sight.woken_count += 1  # the tasks that it wakes went on after this one
+                continue
             self._show(sight)
 
     def _is_deferred(self, sight: Sight) -> bool:
@@ -250,6 +252,11 @@ class Gate:
         self._lookout.look_soon(self._deferred_until_s - now_s + PAUSE_S)
         return True
 
+    def _on_begun(self) -> None:
+        """Look for what comes next, whose place may be after the beginning of this wait."""
+        self._hold.begin_if_late()
+        self._lookout.look_soon()
+
     def _on_woken(self, counts: bool) -> None:
         """Make the passes that were made before the task that goes on now."""
         if self.agenda.is_done and not self.admission.has_permitted:
@@ -259,6 +266,7 @@ class Gate:
         if task in self._woken_late:
             self._woken_late.remove(task)
             self._engine.woken_count -= counts
+            self._engine.begun_count -= counts
         self._hold.begin_if_late(counts)
         self._lookout.look_soon()  # the place of what comes next may be after this wait
 
@@ -385,7 +393,6 @@ class Gate:
             await self._see_without_wait(waiter)
         if task is self._main and not waiter.done():
             self._main = None  # for this wait: what the rank sees meanwhile is not seen at a safe point
-        self._hold.begin_if_late()
         self._waiters[task] = waiter
         try:
             await self._engine_park(waiter, what, is_of_request=is_of_request)
@@ -450,18 +457,28 @@ class Gate:
 
     async def _leave_collective(self, tag: int) -> None:
         """As :meth:`Engine.note_collective`: go on after it when the task went on then."""
-        if self._engine.failure is None:
-            await self._leave(end_of_collective(tag))
+        what = end_of_collective(tag)
+        if self._engine.failure is None or self.agenda.is_to_come(what):
+            await self._leave(what)
+        elif self._log.tells_collectives:
+            raise self._engine.failure  # it came before the end of this collective
 
     async def _leave(self, what: str) -> None:
-        if not self.agenda.is_to_come(what):
+        is_to_come = self.agenda.is_to_come(what)
+        if not is_to_come and not self._log.tells_collectives:
             return
         waiter = self._loop.create_future()
         wake = functools.partial(resolve_waiter, waiter, None)
         with self._deadlines.waiting(what, self._loop.time(), wake):
             self._lookout.look_soon()
-            await self._park(waiter, what, is_of_request=True)
-        self._engine.woken_count += 1
+            if not is_to_come:  # the failure of the job ended it, or main's end came first
+                await self._park(waiter, what, is_of_request=True)
+                return
+            if asyncio.current_task() is self._main:
+                self._main = None
+            self._hold.begin_if_late()
+            await waiter
+        self._engine._note_woken(True)
 
     # -- what wakes tasks without a pass ------------------------------------------------------------------------------
 

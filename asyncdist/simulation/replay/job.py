@@ -192,4 +192,5 @@ def _log_of(recorded: RankRecording) -> RankLog:
         int(header.get("sent_before_count", 0)),
         is_native=is_native,
         tells_sleeps=bool(header.get("tells_sleeps")),
+        tells_collectives=bool(header.get("tells_collectives")),
     )

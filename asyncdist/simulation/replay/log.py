@@ -34,12 +34,14 @@ class Sight:
         woken_count: how many waits had ended by then since the last safe point began.
         sent_count: how many messages the rank had sent by then since that.
         time_s: when it was, on the clock of the rank.
+        begun_count: how many waits had begun by then since that; 0 where the record does not tell it.
     """
 
     turn: int
     woken_count: int
     sent_count: int
     time_s: float
+    begun_count: int = field(default=0, kw_only=True)
     counts: ClassVar[bool] = True  #: Whether a clock reading tells its place by it.
 
     def is_beside(self, other: Sight) -> bool:
@@ -165,6 +167,7 @@ class RankLog:
         error: with which main ended; "" where it returned.
         is_native: see :func:`log_of`.
         tells_sleeps: whether it tells when asyncio's timers fired.
+        tells_collectives: whether it tells of all collectives that have ended when a task went on after them.
     """
 
     entries: deque[Entry]
@@ -176,6 +179,7 @@ class RankLog:
     error: str
     is_native: bool
     tells_sleeps: bool = False
+    tells_collectives: bool = False
 
     @property
     def decision_count(self) -> int:
@@ -184,7 +188,12 @@ class RankLog:
 
 
 def log_of(
-    events: Iterable[Event], sent_before_count: int = 0, *, is_native: bool = False, tells_sleeps: bool = False
+    events: Iterable[Event],
+    sent_before_count: int = 0,
+    *,
+    is_native: bool = False,
+    tells_sleeps: bool = False,
+    tells_collectives: bool = False,
 ) -> RankLog:
     """Read a rank's events, up to where a signal has ended it: a replay has no signals.
 
@@ -192,7 +201,7 @@ def log_of(
         events: as they were recorded.
         sent_before_count: how many messages the rank sent before its world was open.
         is_native: whether the backend carried collectives by itself: what a replay sends for them does not count.
-        tells_sleeps: see :class:`RankLog`.
+        tells_sleeps, tells_collectives: see :class:`RankLog`.
     """
     events = _before_signal(list(events))
     tells_ends = is_native and any(event.kind == "collective" for event in events)
@@ -233,8 +242,8 @@ def log_of(
             case "deadline", (str(what), int(turn), int(woken_count)):
                 to.append(Passed(turn, woken_count, sent_count, event.time_s, what))
                 seen_count += 1
-            case "timer", (str(what), int(turn), int(woken_count)):
-                to.append(Fired(turn, woken_count, sent_count, event.time_s, what))
+            case "timer", (str(what), int(turn), int(woken_count), *_):
+                to.append(Fired(turn, woken_count, sent_count, event.time_s, what, begun_count=event.get("begun") or 0))
                 seen_count += 1
             case "failed", (int(turn), int(woken_count)):
                 to.append(Left(turn, woken_count, sent_count, event.time_s, FAILED))
@@ -252,13 +261,15 @@ def log_of(
                 is_over, error = True, text
         if event.kind in DECISIONS:
             decisions[event.kind].append(event)
-    return RankLog(entries, early, clock, decisions, frozenset(received_tags), is_over, error, is_native, tells_sleeps)
+    tags_received, tells = frozenset(received_tags), (tells_sleeps, tells_collectives)
+    return RankLog(entries, early, clock, decisions, tags_received, is_over, error, is_native, *tells)
 
 
 def _taken(event: Event, number: int, turn: int, sent_count: int, key: Key) -> Taken:
     """Return a message that a pass took up, or, where its number is below 0, a task by itself."""
     kind = Taken if number >= 0 else TakenByTask
-    return kind(turn, int(event.get("woken") or 0), sent_count, event.time_s, [key])
+    woken_count, begun_count = (int(event.get(name) or 0) for name in ("woken", "begun"))
+    return kind(turn, woken_count, sent_count, event.time_s, [key], begun_count=begun_count)
 
 
 def _is_of_collectives(tag: int) -> bool:
