@@ -94,7 +94,6 @@ def test_a_message_comes_as_soon_as_the_wait_before_it_has_ended(tmp_path: Path)
     for each in recording.ranks:
         each.header["tells_sleeps"] = False
     assert replay(main, recording=recording).report.results == recorded.results
-    print(*read_recording(tmp_path).ranks[0].events(), sep="\n")
     assert ends_at_s[1] < PATIENCE_S
 
 
