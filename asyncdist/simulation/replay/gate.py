@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import functools
 import math
 from collections.abc import Callable, Collection, Coroutine
@@ -34,7 +33,7 @@ from asyncdist.simulation.replay.log import (
 )
 from asyncdist.simulation.replay.lookout import Lookout
 from asyncdist.simulation.replay.mailbox import Mailbox
-from asyncdist.simulation.replay.timers import Deadlines, Timers
+from asyncdist.simulation.replay.timers import Deadlines, Timers, Wakings
 
 #: Virtual seconds for which a message waits for the safe point that came after it in the recorded run.
 _DEFERRAL_S: Final = 1.0
@@ -91,6 +90,7 @@ class Gate:
         self._lookout = Lookout(
             self.agenda, self.admission, self._timers, self._deadlines, loop, self._show, self._catch_up
         )
+        self._wakings = Wakings(loop, self._timers, self.agenda.is_to_come, self._lookout.look_soon)
         self._waiters: dict[asyncio.Task[Any] | None, asyncio.Future[None]] = {}
         self._woken_late: set[asyncio.Task[Any] | None] = set()  # by what they had taken by themselves, without a wait
         self._user: asyncio.Task[Any] | None = None  # the task that has come to a safe point last
@@ -108,7 +108,7 @@ class Gate:
         """Take the place of what decides when the rank sees something."""
         services, engine = world.services, world.services.engine
         self._world, self._engine, self._until, self._engine_park = world, engine, engine.until, engine.park
-        for part in (self.agenda, self.admission, self._hold, self._lookout):
+        for part in (self.agenda, self.admission, self._hold, self._lookout, self._wakings):
             part.open(engine)
         engine.clock = services.time = world.time = self.agenda.read_clock
         services.events.sink = self._on_event
@@ -117,9 +117,9 @@ class Gate:
         replaced.until, replaced.park_until, replaced.park = self._wait_until, self._park_until, self._park
         replaced.note_failed, replaced.note_collective = self._leave_failed, self._leave_collective
         replaced.call_later = self._timers.call_later
-        replaced.wake_by = self._wake_by
+        replaced.wake_by = self._wakings.wake_by
         if self._log.tells_sleeps:
-            set_sleeps_by(self._loop, self._set_sleep)
+            set_sleeps_by(self._loop, self._wakings.set_sleep)
         of_world: Any = world
         of_world.progress = of_world.safe_point = self._progress
 
@@ -479,36 +479,6 @@ class Gate:
             self._hold.begin_if_late()
             await waiter
         self._engine._note_woken(True)
-
-    # -- what wakes tasks without a pass ------------------------------------------------------------------------------
-
-    def _wake_by(self, what: str, wake: Callable[[], object]) -> None:
-        """As :meth:`Engine.wake_by`, when it did; at once where the record does not tell that."""
-        if self.agenda.is_to_come(what):
-            self._keep_waking(self._loop.time(), what, wake, None)
-        else:
-            wake()
-
-    def _set_sleep(
-        self,
-        what: str,
-        when_s: float,
-        callback: Callable[..., object],
-        args: tuple[Any, ...],
-        context: contextvars.Context | None,
-    ) -> object:
-        """Set a timer of asyncio's, which fires when it did."""
-        return self._keep_waking(when_s, what, functools.partial(callback, *args), context)
-
-    def _keep_waking(
-        self, when_s: float, what: str, wake: Callable[[], object], context: contextvars.Context | None
-    ) -> object:
-        def fire() -> None:
-            self._loop.call_soon(self._engine._note_woken, True)
-            wake()
-
-        self._lookout.look_soon()
-        return self._timers.call_at(when_s, what, fire, context)
 
     # -- what it does -----------------------------------------------------------------------------------------------
 

@@ -1,13 +1,15 @@
-"""Keeps the timers and deadlines of a replayed rank, which are over when they were in the recorded run."""
+"""Keeps the timers, sleeps and deadlines of a replayed rank, which are over when they were in the recorded run."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from asyncdist.messaging.engine import Engine
 from asyncdist.simulation.processes.event_loop import RankLoop
 
 
@@ -111,6 +113,60 @@ class Timers:
     def _first(self, what: str) -> _Timer | None:
         waiting = (timer for timer in self._pending if timer.what == what and not timer.is_over)
         return min(waiting, key=lambda timer: timer.when_s, default=None)
+
+
+class Wakings:
+    """Wakes tasks that no pass wakes, after sleeps and after work in threads, when they were.
+
+    It takes the place of :meth:`Engine.wake_by` and of asyncio's timers.
+
+    Args:
+        loop: runs the rank.
+        timers: of the rank.
+        is_to_come: returns whether a waking of this name is recorded, and has not come yet.
+        look_soon: looks for what the rank sees next.
+    """
+
+    def __init__(
+        self, loop: RankLoop, timers: Timers, is_to_come: Callable[[str], bool], look_soon: Callable[[], None]
+    ) -> None:
+        self._loop = loop
+        self._timers = timers
+        self._is_to_come = is_to_come
+        self._look_soon = look_soon
+        self._engine: Engine
+
+    def open(self, engine: Engine) -> None:
+        """Begin: main is about to."""
+        self._engine = engine
+
+    def wake_by(self, what: str, wake: Callable[[], object]) -> None:
+        """As :meth:`Engine.wake_by`, when it did; at once where the record does not tell that."""
+        if self._is_to_come(what):
+            self._keep(self._loop.time(), what, wake, None)
+        else:
+            wake()
+
+    def set_sleep(
+        self,
+        what: str,
+        when_s: float,
+        callback: Callable[..., object],
+        args: tuple[object, ...],
+        context: contextvars.Context | None,
+    ) -> object:
+        """Set a timer of asyncio's, which fires when it did."""
+        return self._keep(when_s, what, functools.partial(callback, *args), context)
+
+    def _keep(
+        self, when_s: float, what: str, wake: Callable[[], object], context: contextvars.Context | None
+    ) -> object:
+        def fire() -> None:
+            self._loop.call_soon(self._engine._note_woken, True)
+            wake()
+
+        self._look_soon()
+        return self._timers.call_at(when_s, what, fire, context)
 
 
 @dataclass(slots=True, eq=False)
