@@ -215,6 +215,32 @@ def test_a_loss_is_seen_after_as_many_waits_as_it_was(tmp_path: Path) -> None:
     assert found == [False, False] * 2
 
 
+def test_a_receive_from_a_lost_rank_fails_at_once_while_main_waits_for_something_else(tmp_path: Path) -> None:
+    order: list[str] = []
+
+    async def main(world: ad.World) -> None:
+        engine = world.services.engine
+        if world.rank:
+            await world.safe_point()
+            await asyncio.sleep(1000.0 * (world.rank - 1))
+            return
+
+        async def listen() -> None:
+            with pytest.raises(ad.RankLostError):
+                await engine.wait(engine.transport.irecv(bytearray(8), 2, 7500), "a part of a stream")
+            order.append("failed")
+
+        listener = asyncio.create_task(listen())
+        await asyncio.sleep(2.0)
+        order.append("slept")
+        await listener
+
+    recording = record_with_a_kill(main, tmp_path)
+    assert order == ["failed", "slept"]
+    replay(main, recording=recording)
+    assert order == ["failed", "slept"] * 2
+
+
 async def is_left_by_a_collective(world: ad.World, places: list[str]) -> None:
     """On rank 0 a task receives a word while main is in a collective, which the loss of rank 2 ends."""
     channel, place = world.channel(Word, tag=40), "before"

@@ -198,6 +198,7 @@ class Gate:
                     self._woken_late.add(task)
             case Lost(rank=rank):
                 self._mailbox.lose(rank)
+                self._engine.poll()  # what waits for a message of that rank fails
             case Fired(what=what):
                 self._timers.fire(what)
             case Passed(what=what) | Left(what=what):
