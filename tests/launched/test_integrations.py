@@ -244,6 +244,7 @@ TRANSFORMERS_METRICS = """
 """
 
 
+@pytest.mark.long
 @pytest.mark.mpi
 def test_a_metric_that_transformers_has_not_is_warned_of_once(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
