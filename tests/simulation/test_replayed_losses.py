@@ -15,6 +15,8 @@ from asyncdist.recording.reader import read_recording
 from asyncdist.simulation import (
     DivergenceError,
     Kill,
+    Link,
+    Network,
     replay,
     simulate,
 )
@@ -213,6 +215,32 @@ def test_a_loss_is_seen_after_as_many_waits_as_it_was(tmp_path: Path) -> None:
     assert found == [False, False]
     replay(main, recording=read_recording(tmp_path))
     assert found == [False, False] * 2
+
+
+def test_a_message_that_a_killed_rank_never_saw_does_not_come_before_its_timeout(tmp_path: Path) -> None:
+    """Its record has no message on that tag, since it was killed before one came."""
+    ends: list[str] = []
+
+    async def main(world: ad.World) -> None:
+        channel = world.channel(Word, tag=40)
+        if world.rank == 1:
+            await channel.send(Word(1), 0)
+            return
+        await asyncio.sleep(0.05)
+        try:
+            await channel.receive(timeout_s=0.01)
+            ends.append("received")
+        except TimeoutError:
+            ends.append("timeout")
+        await channel.receive()
+
+    simulate(main, ranks=2, seed=1, record=tmp_path, network=Network(links={(1, 0): Link(latency_s=0.5)}))
+    of_rank_0 = read_recording(tmp_path).ranks[0]
+    events = list(of_rank_0.events())
+    last = next(i for i, event in enumerate(events) if event.kind == "received" and event.get("tag") == 40)
+    keep_events(of_rank_0, lambda event: False, *events[:last])
+    replay(main, recording=read_recording(tmp_path))
+    assert ends == ["timeout", "timeout"]
 
 
 def test_a_receive_from_a_lost_rank_fails_at_once_while_main_waits_for_something_else(tmp_path: Path) -> None:

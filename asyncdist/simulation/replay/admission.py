@@ -65,7 +65,7 @@ class Admission:
         for key in self._permitted:
             if _fits(key, source, tag):
                 return key if self._mailbox.count(key) else None
-        if tag not in self._log.tags or (self._agenda.is_done and self._log.is_over):
+        if self._log.is_without_messages(tag) or (self._agenda.is_done and self._log.is_over):
             return self._mailbox.first(source, tag)
         for key, count in self._early.items():
             if count and _fits(key, source, tag) and self._mailbox.count(key):

@@ -15,7 +15,7 @@ from asyncdist.runtime.sleeps import set_sleeps_by
 from asyncdist.runtime.world import World
 from asyncdist.simulation.processes.event_loop import RankLoop
 from asyncdist.simulation.replay.admission import Admission
-from asyncdist.simulation.replay.agenda import COLLECTIVE_TAGS, Agenda
+from asyncdist.simulation.replay.agenda import Agenda
 from asyncdist.simulation.replay.comparison import Comparison, DivergenceError, in_words
 from asyncdist.simulation.replay.hold import PATIENCE_S, PAUSE_MAX_S, PAUSE_S, Hold
 from asyncdist.simulation.replay.log import (
@@ -148,7 +148,7 @@ class Gate:
         unrecorded = [
             peer
             for what in waits
-            if isinstance(what, Awaited) and what.tag in COLLECTIVE_TAGS and what.tag not in self._log.tags
+            if isinstance(what, Awaited) and self._log.is_without_messages(what.tag)
             for peer in what.peers()
         ]
         return missing.union(unrecorded)
@@ -167,8 +167,7 @@ class Gate:
 
     def _on_arrival(self, tag: int) -> None:
         self._lookout.look_soon()
-        # A tag without recorded messages is one on which the run used no messages, but collectives of MPI: none waits.
-        if not self.agenda.is_open or self.agenda.is_done or tag not in self._log.tags:
+        if not self.agenda.is_open or self.agenda.is_done or self._log.is_without_messages(tag):
             self._ring()
 
     def see_losses(self) -> None:

@@ -181,6 +181,10 @@ class RankLog:
     tells_sleeps: bool = False
     tells_collectives: bool = False
 
+    def is_without_messages(self, tag: int | None) -> bool:
+        """Whether collectives on that tag were carried by MPI: the record has no messages of theirs, and none waits."""
+        return tag is not None and _is_of_collectives(tag) and tag not in self.tags
+
     @property
     def decision_count(self) -> int:
         """How many are left."""
