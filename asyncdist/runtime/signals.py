@@ -114,6 +114,7 @@ class Interrupts:
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         rank_program.write_past_mpirun()
         if self.received is not None and not self._spares_process:
+            rank_program.abort_over_pmi(128 + number)
             exit_immediately(128 + number)
         if self.received is not None or self.raises_at_once:
             self.received = self.received or number

@@ -540,4 +540,5 @@ def test_the_second_signal_ends_a_rank_that_ignores_the_first() -> None:
 
     ended = Ended("blocked", 2, twice)
     ended.check_failed()
-    assert 130 in ended.statuses, ended.story
+    # Under MPICH it asks mpirun to end the job, which may kill it before it has ended.
+    assert 130 in (ended.code, *ended.statuses), ended.story
