@@ -228,3 +228,20 @@ def test_a_rank_waits_until_what_it_has_printed_is_read(monkeypatch: pytest.Monk
         for fd in (source, target, spare):
             os.close(fd)
     assert len(naps) >= 4
+
+
+def test_mpirun_of_mpich_is_asked_to_end_the_job_and_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    try:
+        monkeypatch.delenv("PMI_FD", raising=False)
+        rank_program.abort_over_pmi(130)
+        with pytest.raises(BlockingIOError):
+            os.read(reader, 100)
+        monkeypatch.setenv("PMI_FD", str(writer))
+        rank_program.abort_over_pmi(130)
+        assert os.read(reader, 100) == b"cmd=abort exitcode=130\n"
+    finally:
+        os.close(reader)
+        os.close(writer)
+    rank_program.abort_over_pmi(130)  # mpirun has closed it
