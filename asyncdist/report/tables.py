@@ -154,19 +154,23 @@ def query(recording: Recording, statement: str) -> tuple[list[str], Iterator[Seq
     try:
         cursor = connection.execute(statement)
     except (sqlite3.Error, ValueError) as error:  # ValueError: it is no UTF-8, or has a NUL
-        raise _refusal(error) from error
+        raise _refusal(error, wanted) from error
     if cursor.description is None:
         raise QueryError("the query is refused: it asks for no rows, as SELECT does")
-    return [each[0] for each in cursor.description], _fetched(cursor)
+    return [each[0] for each in cursor.description], _fetched(cursor, wanted)
 
 
-def _fetched(cursor: sqlite3.Cursor) -> Iterator[Sequence[Value]]:
+def _fetched(cursor: sqlite3.Cursor, wanted: Sequence[str]) -> Iterator[Sequence[Value]]:
     try:
         yield from cursor
     except sqlite3.Error as error:
-        raise _refusal(error) from error
+        raise _refusal(error, wanted) from error
 
 
-def _refusal(error: Exception) -> QueryError:
+def _refusal(error: Exception, wanted: Sequence[str]) -> QueryError:
+    """Say why SQLite refuses a query, and what there is: the columns that it may name, or the tables."""
     why = "it is no UTF-8" if isinstance(error, UnicodeError) else str(error)
-    return QueryError(f"the query is refused: {why}; the tables: {', '.join((*KINDS, 'ranks'))}")
+    there = [f"the tables: {', '.join((*KINDS, 'ranks'))}"]
+    if why.startswith("no such column") and wanted:
+        there = [f"the columns of {table}: {', '.join(columns_of(table))}" for table in wanted]
+    return QueryError("; ".join([f"the query is refused: {why}", *there]))

@@ -223,6 +223,8 @@ def test_a_query_is_answered(recording: Recording) -> None:
     for statement in ("SELECT * FROM nothing", "DROP TABLE step", "nonsense"):
         with pytest.raises(tables.QueryError, match=r"the query is refused: .*; the tables: policy, step, "):
             tables.query(recording, statement)
+    with pytest.raises(tables.QueryError, match="no such column: loss; the columns of step: rank, incarnation, "):
+        tables.query(recording, "SELECT loss FROM step")
     assert {"rank", "incarnation", "time_s", *KINDS["step"]} == set(tables.columns_of("step"))
 
 
