@@ -31,6 +31,8 @@ from asyncdist import current_world
 from asyncdist.blocking.callers import is_in_a_rank
 from asyncdist.integrations import pytorch
 from asyncdist.integrations.joining import hide_ranks, join
+from protocols import StepInfo
+from protocols.step_info import NOTHING
 
 hide_ranks()
 
@@ -60,7 +62,11 @@ _give_ranks_folders(accelerate.Accelerator)
 
 
 class SelectiveAveraging(pytorch.SelectiveAveraging):
-    """Is that of plain PyTorch, for replicas of one rank each. Raises ValueError if ``replica_size`` is given."""
+    """Is that of plain PyTorch, for replicas of one rank each. Raises ValueError if ``replica_size`` is given.
+
+    ``average_every`` counts steps of the optimizer: inside ``accelerator.accumulate(model)`` a call of :meth:`step`
+    notes the loss alone until gradients are synchronised, as ``optimizer.step()`` does nothing until then.
+    """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, average_every: int, **options: Any) -> None:
         if "replica_size" in options:
@@ -69,3 +75,11 @@ class SelectiveAveraging(pytorch.SelectiveAveraging):
                 "DDP, import SelectiveAveraging from asyncdist.integrations.pytorch, and wrap the model yourself"
             )
         super().__init__(model, optimizer, average_every, **options)
+        self._gradients = accelerate.state.GradientState()  # all of them share what they know
+
+    def step(self, metric: Any) -> StepInfo:
+        """See :meth:`asyncdist.integrations.pytorch.SelectiveAveraging.step`."""
+        if self._gradients.sync_gradients or self.policy is None:
+            return super().step(metric)
+        self._loss.add(metric)
+        return NOTHING

@@ -122,6 +122,42 @@ def test_a_step_of_lightnings_optimizer_is_a_step_of_the_policy(tmp_path: Path) 
     assert told == ["steps 3 3", "steps 2 2", "steps 3 3"], ended.output()
 
 
+ACCELERATE_STEPS = """
+    from asyncdist.integrations.accelerate import SelectiveAveraging
+    import torch
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.arange(12.0).view(6, 2)))
+    model, optimizer, data = accelerator.prepare(model, optimizer, data)
+    averaging = SelectiveAveraging(model, optimizer, 100)
+    losses = []
+    for (batch,) in data:
+        with accelerator.accumulate(model):
+            loss = model(batch).square().sum()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            info = averaging.step(loss)
+            assert info is not None and not info
+            losses.append(loss.item())
+            print("steps", averaging.policy.iteration)
+    assert abs(averaging._loss() - sum(losses) / 6) < 1e-4, "it is judged by all of them"
+"""
+
+
+@pytest.mark.mpi
+def test_a_step_of_accelerates_optimizer_is_a_step_of_the_policy(tmp_path: Path) -> None:
+    """Beside optimizer.step(), which does nothing while gradients are accumulated, step changed weights."""
+    script = tmp_path / "program.py"
+    script.write_text(textwrap.dedent(ACCELERATE_STEPS))
+    ended = torchrun.run_jobs([([sys.executable, str(script)], {})], 100.0).check()
+    told = [line for line in ended.stdout.splitlines() if line.startswith("steps")]
+    assert told == ["steps 0", "steps 0", "steps 0", "steps 1", "steps 1", "steps 2"], ended.output()
+
+
 LIGHTNING_METRICS = """
     import sys
     import lightning.pytorch as pl

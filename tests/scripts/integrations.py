@@ -106,7 +106,7 @@ def accelerate(folder: Path) -> None:
                 accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
-                if accelerator.sync_gradients and not is_over:
+                if not is_over:
                     is_over = inner.is_over(averaging.step(loss))
     saved = [accelerator.save_state() for _ in range(2)]
     assert [Path(path).name for path in saved] == ["checkpoint_0", "checkpoint_1"] and all(map(os.path.isdir, saved))
