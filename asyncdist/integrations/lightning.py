@@ -94,7 +94,7 @@ class SelectiveAveraging(Callback):
         rank_zero_only.rank = 0  # type: ignore[attr-defined]  # each rank writes for itself; one, of a replica
         if "replica_size" in options:
             self._folder = f"replica{show_replica(self._world, self._replica_size).number}"
-            _hide_ranks_of_mpi()
+        _hide_ranks_of_mpi()
         _write_below_from_the_beginning()
         if self._world.rank:
             for name in _LIBRARIES:
@@ -252,7 +252,10 @@ def _steps_of(trainer: pl.Trainer) -> Any:
 
 
 def _hide_ranks_of_mpi() -> None:
-    """Keep Lightning from asking MPI for ranks, where it is to see those of a replica."""
+    """Keep Lightning from asking MPI for ranks: it is to see none, or those of a replica.
+
+    A rank of torch.distributed would start MPI to answer. The shared memory of that stays where the rank is killed.
+    """
     for name in _LIBRARIES.values():
         if environments := sys.modules.get(f"{name}.plugins.environments.mpi"):
             environments.MPIEnvironment.detect = staticmethod(lambda: False)
