@@ -179,11 +179,11 @@ class StallWatch:
 
 
 def describe_wait(main: asyncio.Task[Any] | None, world: World) -> str | None:
-    """Describe what main waits for or, where it has returned, the tasks that it spawned; None while main runs."""
+    """Describe what main waits for or, where it has returned, the tasks that it spawned; None where it is to run."""
     if main is None or main is asyncio.current_task():
         return None
     if any(not is_library(frame) for frame in frames_of(main)):
-        return _part_in_words(main, world, _PART_DEPTH_MAX)
+        return None if waiter_of(main) is None else _part_in_words(main, world, _PART_DEPTH_MAX)
     tasks = world.spawned_tasks()
     if not tasks:
         return "the other ranks, its main having returned"

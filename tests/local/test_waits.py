@@ -444,6 +444,22 @@ def test_on_ctrl_c_every_rank_of_a_process_says_what_it_was_waiting_for() -> Non
     assert second.startswith("rank 1 was waiting for a message on Note, tag 100, in test_on_ctrl_c")
 
 
+def test_on_ctrl_c_a_rank_that_is_about_to_go_on_was_waiting_for_nothing() -> None:
+    """Its line ended with "rank 0 was waiting for about to run"."""
+
+    async def main(world: ad.World) -> None:
+        if world.rank == 0:
+            asyncio.get_running_loop().call_later(0.1, os.kill, os.getpid(), signal.SIGINT)
+            while True:  # noqa: ASYNC110 it lets others run
+                await asyncio.sleep(0)
+        await world.channel(Note, tag=100).receive()
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        ad.run_local(main, ranks=2)
+    (note,) = caught.value.__notes__
+    assert note.startswith("rank 1 was waiting for a message on Note, tag 100")
+
+
 def test_a_main_that_waits_for_ever_is_ended_where_that_is_asked_for() -> None:
     async def main(world: ad.World) -> None:
         channel = world.channel(Note, tag=100)
