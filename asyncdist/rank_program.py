@@ -105,9 +105,9 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
         sys.exit(code)
     except BaseException as error:
         error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # without this frame
-        _leave_world(error)
+        told = _leave_world(error)
         with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C has ended a peer first, and this rank reports that
-            _tell_error(error)
+            _tell_error(told)
         code = ending.code = 130 if isinstance(error, KeyboardInterrupt) else 1
         _end_job(code)
         sys.exit(code)
@@ -133,11 +133,10 @@ def _own_name() -> str:
     return next((f"rank {os.environ[name]}" for name in _RANK_VARIABLES if os.environ.get(name)), "this process")
 
 
-def _leave_world(error: BaseException) -> None:
-    """Let the others know of the error, where the script's world is open as long as the process."""
+def _leave_world(error: BaseException) -> BaseException:
+    """Let the others know of the error, where the world is open as long as the process; return the one to tell."""
     module = sys.modules.get("asyncdist.blocking.process_world")
-    if module is not None:
-        module.leave_with(error)
+    return error if module is None else module.leave_with(error)
 
 
 def heed_story_requests() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
@@ -81,8 +81,15 @@ class _UntilExit:
 _until_exit: _UntilExit | None = None
 
 
-def leave_with(error: BaseException) -> None:
-    """Leave the world of this process, if it has one, with the error that ends the program: for what runs scripts."""
+def leave_with(error: BaseException) -> BaseException:
+    """Leave the world of this process, if it has one, with the error that ends the program: for what runs scripts.
+
+    Returns:
+        The error to tell the user: of a Ctrl-C it is another one, which has been reported.
+    """
     if _until_exit is not None:
-        with suppress(BaseException):  # it has been reported
+        try:
             _until_exit.leave(error)
+        except BaseException as raised:  # it has been reported
+            return raised if isinstance(error, KeyboardInterrupt) else error
+    return error

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from support import mpi, torchrun
 
@@ -63,6 +67,22 @@ def test_a_rank_whose_script_has_ended_says_in_one_line_that_another_one_failed(
     assert ended.stdout.count("its script has ended") == 2
     assert ended.stderr.count("stopped: rank 1 failed: ZeroDivisionError: mine") == 2, ended.stderr
     assert ended.stderr.count("Traceback") == 1, ended.stderr
+
+
+def test_ctrl_c_is_one_line_of_each_rank(tmp_path: Path) -> None:
+    """Each rank printed, besides, the traceback of where its code was; those of several ranks were mixed."""
+    (tmp_path / "train.py").write_text(
+        "import signal; import asyncdist as ad\n"
+        "world = ad.blocking.process_world(); ad.blocking.barrier()\n"
+        "signal.raise_signal(signal.SIGINT)\n"
+    )
+    command = [sys.executable, "-m", "asyncdist", "run", "--transport", "torch", "-n", "2", "train.py"]
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=mpi.base_environment(), capture_output=True, text=True, timeout=100, check=False
+    )
+    lines = [line for line in ended.stderr.splitlines() if not line.startswith("asyncdist run: ")]
+    assert ended.returncode == 130 and any("was interrupted" in line for line in lines), ended.stderr
+    assert len(lines) <= 2 and all(line.startswith("asyncdist: rank ") for line in lines), ended.stderr
 
 
 def test_a_world_that_nobody_leaves_is_left_at_the_end_and_named(tmp_path: object) -> None:
