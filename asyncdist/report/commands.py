@@ -11,6 +11,7 @@ from pathlib import Path
 
 from asyncdist.recording.command_output import print_to, refuse
 from asyncdist.recording.file_errors import why_not_written
+from asyncdist.report.whole_files import whole_file
 
 
 class _WriteError(Exception):
@@ -87,8 +88,8 @@ def run_report(folder: str, job: str | None, out: str | None) -> int:
         recording = read_recording(folder, job)
         path = Path(out or f"{recording.job}.html")
         page = render(recording)
-        with _writing("the page", "a file, in a folder that is there"):
-            path.write_text(page, encoding="utf-8")
+        with _writing("the page", "a file, in a folder that is there"), whole_file(path) as file:
+            file.write_text(page, encoding="utf-8")
     except (RecordingError, _WriteError, OSError) as error:
         return refuse("report", error)
     return _say("report", f"wrote {path}, {path.stat().st_size / 1e6:.1f} MB; open it in a browser")

@@ -7,6 +7,7 @@ are JSON texts, as in ``[0, 2]``.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import re
@@ -18,6 +19,7 @@ from typing import Any, Final, TypeAlias
 from asyncdist.recording.events import KINDS
 from asyncdist.recording.reader import Recording
 from asyncdist.report.clocks import Clocks
+from asyncdist.report.whole_files import whole_folder
 
 Value: TypeAlias = int | float | str | None
 
@@ -79,20 +81,15 @@ def export_csv(recording: Recording, folder: Path) -> list[Path]:
     Raises:
         OSError: they cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    files: dict[str, Any] = {}
     writers: dict[str, Any] = {}
-    try:
+    with whole_folder(folder) as written, contextlib.ExitStack() as files:
         for table, row in rows(recording, (*KINDS, "ranks")):
             if table not in writers:
-                files[table] = (folder / f"{table}.csv").open("w", newline="", encoding="utf-8")
-                writers[table] = csv.writer(files[table])
+                file = files.enter_context((written / f"{table}.csv").open("w", newline="", encoding="utf-8"))
+                writers[table] = csv.writer(file)
                 writers[table].writerow(columns_of(table))
             writers[table].writerow(row)
-    finally:
-        for file in files.values():
-            file.close()
-    return [folder / f"{table}.csv" for table in files]
+    return [folder / f"{table}.csv" for table in writers]
 
 
 def export_parquet(recording: Recording, folder: Path) -> list[Path]:
@@ -105,7 +102,6 @@ def export_parquet(recording: Recording, folder: Path) -> list[Path]:
     import pyarrow
     import pyarrow.parquet
 
-    folder.mkdir(parents=True, exist_ok=True)
     writers: dict[str, Any] = {}
     waiting: dict[str, list[tuple[Value, ...]]] = {}
 
@@ -114,10 +110,11 @@ def export_parquet(recording: Recording, folder: Path) -> list[Path]:
         names = columns_of(table)
         content = pyarrow.table([list(column) for column in zip(*batch, strict=True)], names=names)
         if table not in writers:
-            writers[table] = pyarrow.parquet.ParquetWriter(folder / f"{table}.parquet", content.schema)
+            place = written / f"{table}.parquet"
+            writers[table] = files.enter_context(pyarrow.parquet.ParquetWriter(place, content.schema))
         writers[table].write_table(content.cast(writers[table].schema))
 
-    try:
+    with whole_folder(folder) as written, contextlib.ExitStack() as files:
         for table, row in rows(recording, (*KINDS, "ranks")):
             waiting.setdefault(table, []).append(row)
             if len(waiting[table]) >= _BATCH:
@@ -125,9 +122,6 @@ def export_parquet(recording: Recording, folder: Path) -> list[Path]:
         for table, batch in waiting.items():
             if batch:
                 write(table)
-    finally:
-        for writer in writers.values():
-            writer.close()
     return [folder / f"{table}.parquet" for table in writers]
 
 

@@ -22,6 +22,7 @@ from typing import Any, Final, TypeAlias
 from asyncdist.recording.events import KINDS, Event
 from asyncdist.recording.reader import RankRecording, Recording
 from asyncdist.report.clocks import Clocks
+from asyncdist.report.whole_files import whole_file
 
 Entry: TypeAlias = dict[str, Any]
 
@@ -75,7 +76,8 @@ def write_trace(recording: Recording, path: Path, profiles: Sequence[Path] = ())
     """
     extra = [_profile(recording, file, number) for number, file in enumerate(profiles)]
     count = 0
-    with gzip.open(path, "wt", encoding="utf-8") if path.suffix == ".gz" else path.open("w", encoding="utf-8") as file:
+    open_text = gzip.open if path.suffix == ".gz" else open
+    with whole_file(path) as written, open_text(written, "wt", encoding="utf-8") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [')
         for entries in (_entries(recording), *extra):
             for entry in entries:

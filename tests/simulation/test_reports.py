@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import re
+import resource
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -271,6 +272,41 @@ def test_what_cannot_be_written_is_told_in_words(
     (tmp_path / "full").symlink_to("/dev/full")
     code, _, err = run(capsys, command, str(folder), "-o", str(tmp_path / out))
     assert (code, err) == (2, f"asyncdist {command}: {said.format(tmp_path)}\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "out"),
+    [
+        (["report"], "page.html"),
+        (["trace"], "job.trace.json.gz"),
+        (["trace"], "job.trace.json"),
+        (["export"], "tables"),
+        (["export", "--format", "parquet"], "tables"),
+    ],
+)
+def test_a_disk_that_becomes_full_leaves_what_was_there_and_nothing_half(
+    command: list[str], out: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half a page stayed, in the place of a whole one from before."""
+    if "parquet" in command:
+        pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed", exc_type=ImportError)
+
+    def run_on_small_disk() -> None:
+        limit, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500, most))
+        try:
+            code, told, err = run(capsys, *command, str(folder), "-o", str(tmp_path / out))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
+        assert (code, told, err.count("\n")) == (2, "", 1), err
+        assert "cannot be written: " in err and "File too large" in err
+
+    run_on_small_disk()
+    assert not list(tmp_path.iterdir())
+    assert run(capsys, *command, str(folder), "-o", str(tmp_path / out))[0] == 0
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    run_on_small_disk()
+    assert before and {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def test_an_empty_name_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
