@@ -8,6 +8,7 @@ see the transport. What the runtime knows of the other ranks is in ``world.peers
 from __future__ import annotations
 
 import asyncio
+import builtins
 import functools
 import os
 import random
@@ -66,6 +67,12 @@ class WorldStatistics:
 _current_world: ContextVar[World] = ContextVar("asyncdist_current_world")
 
 
+_FOR_ALL_CELLS: Final = (
+    ". A world that a cell of a notebook has opened is that cell's; world = asyncdist.blocking.process_world() opens "
+    "one for all cells"
+)
+
+
 def current_world() -> World:
     """Return the world of the rank that runs this task.
 
@@ -79,6 +86,7 @@ def current_world() -> World:
             return _world_of_process
         raise RuntimeError(
             "no world here: call this inside asyncdist.run(main) or async with asyncdist.open_world()"
+            + (_FOR_ALL_CELLS if hasattr(builtins, "get_ipython") else "")
         ) from None
 
 

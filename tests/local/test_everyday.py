@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+
 import numpy as np
 import pytest
 
@@ -20,6 +22,15 @@ async def test_communication_needs_a_world() -> None:
     with pytest.raises(RuntimeError, match="no world here"):
         async with ad.zero_first(True):
             raise AssertionError("entered")
+
+
+async def test_in_a_notebook_a_missing_world_is_told_with_the_way_to_one_for_all_cells(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A cell that had opened one by hand left the next one with advice for scripts."""
+    monkeypatch.setattr(builtins, "get_ipython", lambda: None, raising=False)
+    with pytest.raises(RuntimeError, match=r"no world here: .*process_world\(\) opens one for all cells"):
+        await ad.barrier()
 
 
 async def test_in_a_notebook() -> None:
