@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import multiprocessing
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -288,6 +289,16 @@ def torch_rendezvous(environ: Mapping[str, str] = os.environ) -> TorchRendezvous
         empty_count=variables.number(EMPTY_VARIABLE) or 0,
         why_missing=why_missing,
     )
+
+
+def names_lost_ranks(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether what has started this rank on torch tells the user of ranks that are killed.
+
+    So do ``asyncdist run``, torchrun, and what starts ranks with :mod:`multiprocessing`; srun's tasks, and pods, end
+    without a word in the output of the others.
+    """
+    name = "TORCHELASTIC_RUN_ID"
+    return bool(environ.get(name)) or name in _hidden or multiprocessing.parent_process() is not None
 
 
 def names_torch_rendezvous(environ: Mapping[str, str] = os.environ) -> bool:

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
-from asyncdist import validation
+from asyncdist import environment, validation
 from asyncdist.live.counters import counters_of
 from asyncdist.live.destinations import Destination
 from asyncdist.live.exporting import Exporter
@@ -122,6 +122,8 @@ async def hosted(
             error = own_error(caught, None, interrupts, transport.rank)
             fail_alone(transport, error)
             _raise_as_it_is(error)
+        is_on_torch = options.tells and transport.name == "torch"
+        world.peers.warns_of_losses = is_on_torch and not environment.names_lost_ranks()
         recording.begin(world)
         exporter = _exporter(world, transport, options)
         token = _current_world.set(world)

@@ -12,6 +12,7 @@ tree (:mod:`asyncdist.runtime.departing.announcements`), and with it all that th
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -51,6 +52,8 @@ from asyncdist.runtime.departing.announcements import Announcements
 from asyncdist.runtime.departing.departures import Departure, Stage
 from asyncdist.runtime.group_creation import GroupCreation
 from asyncdist.transports.rank_sets import RankSet
+
+logger = logging.getLogger("asyncdist.runtime.peers")
 
 #: In a world of more ranks these tell few others by themselves. Where ranks are started again, each tells all others.
 FLAT_SIZE_MAX: Final = DIRECT_COUNT_MAX
@@ -119,6 +122,7 @@ class Peers:
         turns: lets this rank make one start at a time among those that block or take a number.
         groups: makes and frees groups.
         announcements: what this rank says along the tree; None where it tells all others by itself.
+        warns_of_losses: whether the first rank that is there warns of each that is lost: nobody else tells the user.
 
     Args:
         services: of this rank; their ``gone`` and ``left`` are kept up to date here.
@@ -127,6 +131,7 @@ class Peers:
 
     def __init__(self, services: Services, group: Group) -> None:
         self.answered: set[int] = set()
+        self.warns_of_losses = False
         self.attendance = MembershipLog()
         self._services = services
         self._lost: set[int] = set()
@@ -202,6 +207,8 @@ class Peers:
         if rank in self._lost:
             return  # known since the world was opened
         self._lost.add(rank)
+        if self.warns_of_losses and rank not in self._services.gone:
+            self._warn_of_loss(rank)
         self._services.left.discard(rank)
         self._services.forget_returned(rank)
         self._services.gone.discard(rank)
@@ -209,6 +216,12 @@ class Peers:
         self.mark_gone(RankSet((rank,)), is_lost=True)
         if self.announcements is not None:
             self.announcements.on_lost(rank)
+
+    def _warn_of_loss(self, rank: int) -> None:
+        services = self._services
+        there = (each for each in range(services.size) if each not in services.gone and each not in self._lost)
+        if services.engine.failure is None and min(there) == services.rank:
+            logger.warning("rank %d is lost: its process has ended, or its host; the others go on without it", rank)
 
     def mark_returned(self, rank: int, incarnation: int) -> None:
         """Connect to the new process in the place of ``rank``, whose loss was noted before.

@@ -31,3 +31,31 @@ def test_launched() -> None:
     reports = torchrun.run_ranks(3, "tests/scripts/lost_members.py", timeout_s=100).check(-9, 0, 0).reports
     check(reports[1])
     check(reports[2])
+
+
+#: Waits with tasks of its own until rank 1 is lost, or stays away.
+LOSING = """
+import os, signal
+import asyncdist as ad
+
+async def main(world):
+    await ad.barrier()
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while 1 not in world.services.lost_ranks():
+        await world.sleep(0.01)
+
+ad.run(main)
+"""
+
+
+def test_a_rank_that_is_lost_is_named_once_where_no_launcher_does_it() -> None:
+    """Under srun, and in pods, a job went on without it, and no output said so."""
+    ended = torchrun.run_source(3, LOSING).check(0, -9, 0)
+    said = "rank 1 is lost: its process has ended, or its host; the others go on without it\n"
+    assert ended.stderr.count(said) == 1 and ended.stderr.count("is lost") == 1, ended.output()
+
+
+def test_a_launcher_that_names_it_is_left_to_do_that() -> None:
+    ended = torchrun.run_torchrun(2, LOSING)
+    assert "is lost:" not in ended.stderr and "Signal 9 (SIGKILL)" in ended.stderr, ended.output()
