@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from typing import Any, Literal
 
+import torch
 import transformers
 from accelerate import PartialState  # type: ignore[import-untyped]
 from torch import nn
@@ -110,7 +112,7 @@ class SelectiveAveraging(TrainerCallback):
         self._loss.reset()
         if self._hook is not None:  # of a training that an error has ended
             self._hook.remove()
-        self._hook = model.register_forward_hook(self._see)
+        self._hook = model.register_forward_hook(_outside_of_graphs(self._see, args, model))
         self._training.begin(model, getattr(optimizer, "optimizer", optimizer))
 
     def _see(self, model: nn.Module, _: Any, output: Any) -> None:
@@ -177,3 +179,12 @@ class SelectiveAveraging(TrainerCallback):
             self._warn_of_no_metric()
         self._hook.remove()
         self._training.end()
+
+
+def _outside_of_graphs(see: Callable[..., None], args: TrainingArguments, model: nn.Module) -> Callable[..., None]:
+    """Keep a hook from being compiled with its model: it reads a number, which breaks the graph, as torch warns."""
+    is_compiled = args.torch_compile or getattr(model, "_compiled_call_impl", None) is not None
+    if not is_compiled:  # asking for this imports half of torch's compiler
+        return see
+    kept: Callable[..., None] = torch.compiler.disable(see)  # type: ignore[no-untyped-call]
+    return kept

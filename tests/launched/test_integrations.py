@@ -284,6 +284,50 @@ TRANSFORMERS_METRICS = """
 """
 
 
+TRANSFORMERS_COMPILED = """
+    from asyncdist.integrations.transformers import SelectiveAveraging
+    import torch
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Linear(2, 1)
+
+        def forward(self, inputs, **_):
+            return {"loss": self.net(inputs).square().mean()}
+
+    class Count(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            seen.append(averaging._loss._count)
+            averaging._loss.reset()
+
+    data = [{"inputs": torch.ones(2)}] * 8
+    for options in (dict(torch_compile=True, torch_compile_backend="eager"), {}):
+        torch.compiler.reset()
+        seen = []
+        model = Model()
+        if not options:
+            model.compile(backend="eager")
+        arguments = TrainingArguments(output_dir="unused", max_steps=6, use_cpu=True, report_to=[], disable_tqdm=True,
+            save_strategy="no", logging_strategy="no", **options)
+        averaging = SelectiveAveraging(100)
+        Trainer(model, arguments, train_dataset=data, callbacks=[averaging, Count()]).train()
+        print("seen", seen)
+"""
+
+
+@pytest.mark.mpi
+def test_what_sees_the_loss_of_a_model_in_transformers_is_not_compiled_with_it(tmp_path: Path) -> None:
+    """It broke the model's graph, of which torch warned in 13 lines on each rank."""
+    script = tmp_path / "program.py"
+    script.write_text(textwrap.dedent(TRANSFORMERS_COMPILED))
+    ended = torchrun.run_jobs([([sys.executable, str(script)], {})], 100.0).check()
+    told = [line for line in ended.stdout.splitlines() if line.startswith("seen")]
+    assert told == ["seen [1, 1, 1, 1, 1, 1]"] * 2, ended.output()
+    assert "Graph break" not in ended.stderr and "metrics.py" not in ended.stderr, ended.stderr
+
+
 @pytest.mark.long
 @pytest.mark.mpi
 def test_a_metric_that_transformers_has_not_is_warned_of_once(tmp_path: Path) -> None:
