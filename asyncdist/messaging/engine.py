@@ -99,6 +99,8 @@ class Engine(Poller):
         on_failed: called as a task goes on after a collective that has failed; None as above.
         on_collective: called with the group's tag as a task goes on after one that has ended well; None as above, and
             where messages tell that.
+        on_reduced: called with the group's tag and what a reduction of floating numbers came to, which depends on the
+            order in which MPI adds them; a replay writes there what MPI had. None as above.
         clock: returns the time of the loop; for what decides something by it, so that recordings can tell it.
         woken_count: how many waits for messages of channels, and for conditions, have ended since the last safe point
             began, and how many collectives have begun or failed. Waits for requests do not count: one that is done at
@@ -122,6 +124,7 @@ class Engine(Poller):
         self.on_timer: Callable[[str], None] | None = None
         self.on_failed: Callable[[], None] | None = None
         self.on_collective: Callable[[int], None] | None = None
+        self.on_reduced: Callable[[int, memoryview], None] | None = None
         self.is_loop_idle: Callable[[], bool] | None = None
         self.clock: Callable[[], float] = loop.time
         self.woken_count = 0

@@ -69,6 +69,9 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     "interrupted": (),
     # A task goes on after a collective that MPI has carried by itself; turn and waits are as of a message.
     "collective": ("tag", "turn", "woken"),
+    # MPI has added or multiplied floating numbers in an order of its own: the result's bytes, in hexadecimal digits,
+    # where they are few, else "".
+    "reduced": ("tag", "nbytes", "result"),
 }
 #: Events that a rank keeps in memory. Steps, messages and reports that come are not among them: they are too many.
 CAPACITY: Final = 256

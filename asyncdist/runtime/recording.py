@@ -9,7 +9,7 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Final
 
 import numpy
 import torch
@@ -23,7 +23,10 @@ from asyncdist.transports.base import Transport
 from asyncdist.transports.recorded import RecordedTransport
 
 #: What is there is handed to the kernel so often, also while nothing happens.
-_FLUSH_PERIOD_S = 1.0
+_FLUSH_PERIOD_S: Final = 1.0
+
+#: Longer results of MPI's reductions are not written down: a recording is to be small beside what is trained.
+_RESULT_NBYTES_MAX: Final = 1024
 
 
 class Recording:
@@ -76,6 +79,8 @@ class Recording:
         engine.on_deadline = functools.partial(self._note_deadline, writer, engine)
         engine.on_failed = functools.partial(self._note_failed, writer, engine)
         engine.on_collective = functools.partial(self._note_collective, writer, engine)
+        if transport.capabilities.native_collectives:
+            engine.on_reduced = functools.partial(self._note_reduced, writer)
         engine.on_timer = functools.partial(self._note_timer, writer, engine)
         engine.clock = services.time = world.time = functools.partial(self._read_clock, writer, services.time)
         self._engine = engine
@@ -111,6 +116,11 @@ class Recording:
     @staticmethod
     def _note_collective(writer: RecordWriter, engine: Engine, tag: int) -> None:
         writer.note("collective", tag, engine.turn, engine.woken_count)
+
+    @staticmethod
+    def _note_reduced(writer: RecordWriter, tag: int, result: memoryview) -> None:
+        nbytes = len(result)
+        writer.note("reduced", tag, nbytes, result.hex() if nbytes <= _RESULT_NBYTES_MAX else "")
 
     def _tell_sleeps(self, engine: Engine) -> None:
         """Note when asyncio's timers fire: what sleeps goes on right after that."""

@@ -15,7 +15,7 @@ import torch
 import asyncdist as ad
 from asyncdist.recording.events import Event
 from asyncdist.recording.reader import RankRecording, read_recording
-from asyncdist.simulation import replay, simulate, transport as sim_transport
+from asyncdist.simulation import DivergenceError, replay, simulate, transport as sim_transport
 from asyncdist.tags import COLLECTIVE_FIRST
 from asyncdist.transports.base import Capabilities
 from simulation.edited_records import Word, keep_events, with_fields
@@ -155,3 +155,41 @@ def test_a_collective_that_a_task_never_left_is_not_left(tmp_path: Path) -> None
     record_as_mpi_does(gives_up_a_barrier, tmp_path, order, True)
     replay(gives_up_a_barrier, order, False, recording=read_recording(tmp_path))
     assert order == ["given up"] * 2
+
+
+async def adds(world: ad.World, sums: list[float], count: int, bias: float = 0.0) -> None:
+    """Add up numbers of all ranks, and tell of the sum as a policy does of a metric."""
+    total = await ad.all_reduce(torch.full((count,), 0.1 * (world.rank + 1) + bias))
+    if world.rank == 0:
+        sums.append(total[0].item())
+        world.services.events.add("metric", 0, 0, total[0].item())
+
+
+def test_a_sum_of_floating_numbers_is_what_mpi_made_of_them(tmp_path: Path) -> None:
+    """It adds them in an order of its own, which rounds in another way."""
+    sums: list[float] = []
+    of_rank_0 = record_as_mpi_does(adds, tmp_path, sums, 2)
+    made = torch.full((2,), 0.75)
+
+    def as_made(event: Event) -> Event:
+        if event.kind == "metric":
+            return event._replace(fields=(0, 0, 0.75))
+        return event._replace(fields=(event.get("tag"), 8, made.numpy().tobytes().hex()))
+
+    events = list(of_rank_0.events())
+    assert [event.get("nbytes") for event in events if event.kind == "reduced"] == [8]
+    changed = [as_made(event) if event.kind in ("reduced", "metric") else event for event in events]
+    keep_events(of_rank_0, lambda event: False, *changed)
+    replay(adds, sums, 2, recording=read_recording(tmp_path))
+    assert sums[0] == pytest.approx(0.6) and sums[1:] == [0.75]
+    with pytest.raises(DivergenceError, match="all_reduce of 8 bytes was recorded, and now there are 12"):
+        replay(adds, sums, 3, recording=read_recording(tmp_path))
+
+
+def test_a_difference_tells_that_mpi_has_added_many_numbers_in_another_order(tmp_path: Path) -> None:
+    of_rank_0 = record_as_mpi_does(adds, tmp_path, [], 1000)
+    [(nbytes, result)] = [event.fields[1:] for event in of_rank_0.events() if event.kind == "reduced"]
+    assert (nbytes, result) == (4000, ""), "it would take more of the disk than all else"
+    assert replay(adds, [], 1000, recording=read_recording(tmp_path)).decision_count == 1
+    with pytest.raises(DivergenceError, match=r"now there is .* 4000 bytes .* in an order of its own .* not repeated"):
+        replay(adds, [], 1000, 0.5, recording=read_recording(tmp_path))

@@ -65,6 +65,11 @@ def to_numbers(tensor: Tensor, op: ReduceOp) -> tuple[Tensor, ReduceOp]:
     return numbers, op
 
 
+def depends_on_order(numbers: Tensor) -> bool:
+    """Return whether the result of reducing these of three ranks or more depends on their order: on how it rounds."""
+    return numbers.is_floating_point() or numbers.is_complex()
+
+
 def store(numbers: Tensor, tensor: Tensor, op: ReduceOp) -> None:
     """Write what came of reducing :func:`to_numbers` into the tensor, unless it is there already."""
     if tensor.is_floating_point() and op in ("min", "max"):

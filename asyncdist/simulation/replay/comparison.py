@@ -36,6 +36,14 @@ class Comparison:
         self._rank = rank
         self._log = log
         self._found = found
+        self._other_order = ""
+
+    def note_other_order(self, nbytes: int) -> None:
+        """Note that what follows may differ: numbers were added in another order than then."""
+        self._other_order = (
+            f"; MPI has added or multiplied {nbytes} bytes of floating numbers in an order of its own before, which is"
+            " not repeated"
+        )
 
     def on_event(self, time_s: float, kind: str, fields: tuple[Field, ...], has_stopped: bool) -> None:
         """Compare one event; ``has_stopped`` says whether main has ended. Raises DivergenceError."""
@@ -68,7 +76,7 @@ class Comparison:
 
     def divergence(self, what: str) -> DivergenceError:
         """Return an error that says where the rank is, and add it to those that were found."""
-        error = DivergenceError(f"rank {self._rank}, {self.where()}: {what}", rank=self._rank)
+        error = DivergenceError(f"rank {self._rank}, {self.where()}: {what}{self._other_order}", rank=self._rank)
         self._found.append(error)
         return error
 

@@ -113,6 +113,7 @@ class Gate:
         engine.clock = services.time = world.time = self.agenda.read_clock
         services.events.sink = self._on_event
         engine.on_woken, engine.on_begun = self._on_woken, self._on_begun
+        engine.on_reduced = self._on_reduced
         replaced: Any = engine
         replaced.until, replaced.park_until, replaced.park = self._wait_until, self._park_until, self._park
         replaced.note_failed, replaced.note_collective = self._leave_failed, self._leave_collective
@@ -485,6 +486,20 @@ class Gate:
     def _on_event(self, time_s: float, kind: str, fields: tuple[Field, ...]) -> None:
         if not self._engine.failure:
             self.comparison.on_event(time_s, kind, fields, self.has_stopped)
+
+    def _on_reduced(self, tag: int, result: memoryview) -> None:
+        """Let a reduction come to what it did where MPI made it, in an order of its own."""
+        results = self._log.results.get(tag)
+        if not results:
+            return
+        nbytes, recorded = results.popleft()
+        if nbytes != len(result):
+            what = f"all_reduce of {nbytes} bytes was recorded, and now there are {len(result)}"
+            raise self.comparison.divergence(what)
+        if recorded:
+            result[:] = recorded
+        else:
+            self.comparison.note_other_order(nbytes)
 
     def note_end(self, error: BaseException | None) -> None:
         """Compare how main ended."""

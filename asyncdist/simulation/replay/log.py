@@ -166,6 +166,7 @@ class RankLog:
         is_over: whether the end of its main is recorded.
         error: with which main ended; "" where it returned.
         is_native: see :func:`log_of`.
+        results: of each group's tag, what MPI's reductions came to: so many bytes, and these, or b"" if too many.
         tells_sleeps: whether it tells when asyncio's timers fired.
         tells_collectives: whether it tells of all collectives that have ended when a task went on after them.
     """
@@ -180,6 +181,7 @@ class RankLog:
     is_native: bool
     tells_sleeps: bool = False
     tells_collectives: bool = False
+    results: Mapping[int, deque[tuple[int, bytes]]] = field(default_factory=dict)
 
     def is_without_messages(self, tag: int | None) -> bool:
         """Whether collectives on that tag were carried by MPI: the record has no messages of theirs, and none waits."""
@@ -213,6 +215,7 @@ def log_of(
     early: Counter[Key] = Counter()
     clock: defaultdict[int, deque[Reading]] = defaultdict(deque)
     decisions: defaultdict[str, deque[Event]] = defaultdict(deque)
+    results: defaultdict[int, deque[tuple[int, bytes]]] = defaultdict(deque)
     received_tags = set()
     point: SafePoint | None = None
     last_pass, sent_count, seen_count, is_over, error = -1, -sent_before_count, 0, False, ""
@@ -261,12 +264,14 @@ def log_of(
                 seen_count += 1
             case "clock", (float(seconds), int(line)):
                 clock[line].append(Reading(seconds, seen_count))
+            case "reduced", (int(tag), int(nbytes), str(text)):
+                results[tag].append((nbytes, bytes.fromhex(text)))
             case "over", (str(text),):
                 is_over, error = True, text
         if event.kind in DECISIONS:
             decisions[event.kind].append(event)
     tags_received, tells = frozenset(received_tags), (tells_sleeps, tells_collectives)
-    return RankLog(entries, early, clock, decisions, tags_received, is_over, error, is_native, *tells)
+    return RankLog(entries, early, clock, decisions, tags_received, is_over, error, is_native, *tells, results)
 
 
 def _taken(event: Event, number: int, turn: int, sent_count: int, key: Key) -> Taken:
