@@ -337,7 +337,8 @@ class _StreamedWindow(VersionedWindow):
 
     def begin(self) -> torch.Tensor | None:
         version = self.version + 1
-        if any(answer.version == version - 2 and not answer.stream.has_left for answer in self._answers):
+        is_read = any(answer.version == version - 2 and not answer.stream.has_left for answer in self._answers)
+        if self._services.engine.measured(f"reads of the version before the last, {self._scope}", is_read):
             return None
         self._begun = True
         return self._slots[version % 2]

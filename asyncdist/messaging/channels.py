@@ -160,16 +160,37 @@ class Channel(Generic[MessageT]):
             LocalProtocolError, ClosedError, RankLostError: as ``send_nowait``.
         """
         request = self._post(message, dest, round)
-        if request is not None:
-            waiter = self._engine.loop.create_future()
-            self._watch(request, dest, functools.partial(resolve_waiter, waiter))
-            what = Awaited.of_peer(f"{self.name}: send to {dest}", dest, self.demultiplexer.tag)
-            await self._engine.park(waiter, what, is_of_request=True)
+        is_numbered = self._engine.name_send is not None
+        if (request is not None or is_numbered) and await self._has_waited_for(request, dest):
             return
         self._since_yield += 1
         if self._since_yield >= FAIRNESS_PERIOD:  # only once it is posted: another task's later send would overtake it
             self._since_yield = 0
             await yield_to_loop()
+
+    async def _has_waited_for(self, request: Request | None, dest: int) -> bool:
+        """Wait until a message has left; return whether that took its time."""
+        engine, tag = self._engine, self.demultiplexer.tag
+        name = "" if engine.name_send is None else engine.name_send("send", dest, tag)
+        if request is None:
+            return await engine.repeat_sent(name)
+        waiter: asyncio.Future[None] = engine.loop.create_future()
+        has_left = False
+
+        def on_done(error: AsyncdistError | None) -> None:
+            nonlocal has_left
+            has_left = error is None and not waiter.done()
+            wake = functools.partial(resolve_waiter, waiter, error)
+            engine.wake_by(name, wake) if has_left and name and engine._in_pass else wake()
+
+        self._watch(request, dest, on_done)
+        what = Awaited.of_peer(f"{self.name}: send to {dest}", dest, tag)
+        try:
+            await engine.park(waiter, what, is_of_request=True)
+        finally:
+            if name and not has_left:  # the wait has ended by something else
+                engine.wake_by(name, bool)
+        return True
 
     def _watch(self, request: Request, dest: int, on_done: Callable[[AsyncdistError | None], None]) -> None:
         """Keep a message that has not left at once."""

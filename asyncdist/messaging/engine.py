@@ -99,6 +99,8 @@ class Engine(Poller):
         on_failed: called as a task goes on after a collective that has failed; None as above.
         on_collective: called with the group's tag as a task goes on after one that has ended well; None as above, and
             where messages tell that.
+        name_send: names what a task waits to have sent to a rank on a tag, for :meth:`wake_by`; None as above.
+        on_measured: called by :meth:`measured`; None as above.
         on_reduced: called with the group's tag and what a reduction of floating numbers came to, which depends on the
             order in which MPI adds them; a replay writes there what MPI had. None as above.
         clock: returns the time of the loop; for what decides something by it, so that recordings can tell it.
@@ -124,6 +126,8 @@ class Engine(Poller):
         self.on_timer: Callable[[str], None] | None = None
         self.on_failed: Callable[[], None] | None = None
         self.on_collective: Callable[[int], None] | None = None
+        self.name_send: Callable[[str, int, int], str] | None = None
+        self.on_measured: Callable[[str, int], int] | None = None
         self.on_reduced: Callable[[int, memoryview], None] | None = None
         self.is_loop_idle: Callable[[], bool] | None = None
         self.clock: Callable[[], float] = loop.time
@@ -452,6 +456,19 @@ class Engine(Poller):
             self.on_timer(what)
             self.loop.call_soon(self._note_woken, True)  # right before that step
         wake()
+
+    async def let_begin(self) -> None:
+        """Let a task that has just been made take its first step; in a replay it has seen by then what it had."""
+        await yield_to_loop()
+
+    def measured(self, what: str, value: int) -> int:
+        """Return a number that follows from nothing but timing; in a replay the recorded one, which ``what`` names."""
+        return value if self.on_measured is None else self.on_measured(what, value)
+
+    async def repeat_sent(self, name: str) -> bool:
+        """Wait in a replay as long as a task did then for what it sends; return whether it did."""
+        del name
+        return False
 
     def _note_begun(self, counts: bool) -> None:
         self.begun_count += counts

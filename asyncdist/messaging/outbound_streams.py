@@ -36,6 +36,7 @@ class OutboundStream(StreamEnd):
         self.is_stopping = self._aborted = False
         self.under_way_count = 0
         self.sent_nbytes = 0
+        self._told = ""  # names the wait for its end
 
     @property
     def has_left(self) -> bool:
@@ -76,6 +77,27 @@ class OutboundStream(StreamEnd):
         finally:
             complete = self.cut()
         await self._until(lambda: self.under_way_count == 0, is_of_request=True)
+        return complete
+
+    async def run_told(self, tag: int, *, aborts: bool = False) -> bool:
+        """As :meth:`run`, or :meth:`abort`, for a task that does something after that; recordings tell when.
+
+        Args:
+            tag: of the channel on which it was granted.
+            aborts: whether to answer with the abort alone; then it returns False.
+        """
+        name_send = self._engine.name_send
+        name = self._told = "" if name_send is None else name_send("stream", self.dest, tag)
+        try:
+            complete = False
+            if aborts:
+                await self.abort()
+            else:
+                complete = await self.run()
+        finally:
+            self._told = ""
+        if name:
+            await self._engine.repeat_sent(name)
         return complete
 
     def cut(self) -> bool:
@@ -148,3 +170,7 @@ class OutboundStream(StreamEnd):
         self._error = self._error or error
         if self._error is None:
             self._post_more()
+        is_over = self.under_way_count == 0 and (self.is_stopping or self._is_posted)
+        if is_over and self._told and self._engine._in_pass:
+            self._engine.wake_by(self._told, bool)
+            self._told = ""

@@ -76,7 +76,7 @@ class _Outgoing:
     async def run(self, dest: int) -> bool:
         """Send the rest; return whether ``dest`` took it all. Raises as :meth:`asyncdist.World.send_stream`."""
         if self.stream is not None:
-            return await self.stream.run()
+            return await self.stream.run_told(tags.PARAM)
         assert self.refused is not None, f"rank {dest} has not answered"
         nbytes = len(self.view)
         raise LocalProtocolError(

@@ -72,6 +72,8 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     # MPI has added or multiplied floating numbers in an order of its own: the result's bytes, in hexadecimal digits,
     # where they are few, else "".
     "reduced": ("tag", "nbytes", "result"),
+    # A number that follows from nothing but timing, as how much of a tensor was written into another rank's memory.
+    "measured": ("what", "value"),
 }
 #: Events that a rank keeps in memory. Steps, messages and reports that come are not among them: they are too many.
 CAPACITY: Final = 256

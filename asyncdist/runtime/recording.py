@@ -17,7 +17,7 @@ import torch
 from asyncdist.messaging.engine import Engine
 from asyncdist.messaging.services import clock_of
 from asyncdist.recording.writer import RecordOptions, RecordWriter, header_of
-from asyncdist.runtime.sleeps import set_sleeps_by
+from asyncdist.runtime.sleeps import send_names, set_sleeps_by
 from asyncdist.runtime.world import World
 from asyncdist.transports.base import Transport
 from asyncdist.transports.recorded import RecordedTransport
@@ -82,6 +82,7 @@ class Recording:
         if transport.capabilities.native_collectives:
             engine.on_reduced = functools.partial(self._note_reduced, writer)
         engine.on_timer = functools.partial(self._note_timer, writer, engine)
+        engine.name_send, engine.on_measured = send_names(), functools.partial(self._note_measured, writer)
         engine.clock = services.time = world.time = functools.partial(self._read_clock, writer, services.time)
         self._engine = engine
         if tells_sleeps:
@@ -116,6 +117,11 @@ class Recording:
     @staticmethod
     def _note_collective(writer: RecordWriter, engine: Engine, tag: int) -> None:
         writer.note("collective", tag, engine.turn, engine.woken_count)
+
+    @staticmethod
+    def _note_measured(writer: RecordWriter, what: str, value: int) -> int:
+        writer.note("measured", what, value)
+        return value
 
     @staticmethod
     def _note_reduced(writer: RecordWriter, tag: int, result: memoryview) -> None:

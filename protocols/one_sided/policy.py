@@ -28,7 +28,6 @@ from torch import nn
 from asyncdist import AsyncdistError, Group, RankLostError, World, validation
 from asyncdist.collectives.one_sided import VersionedWindow, open_versioned_window
 from asyncdist.messaging import wire
-from asyncdist.messaging.engine import yield_to_loop
 from asyncdist.messaging.streams import CHUNK_NBYTES
 from asyncdist.tensors.byte_layout import Packing
 from asyncdist.tensors.flat_state import FlatBuffers, SnapshotPool
@@ -383,7 +382,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         replacement = self._replacement = Replacement(self._counts["killed"] + 1, self._world.time())
         self._dies_at = self._step_count + self.average_every if self._dies_at != _NEVER else _NEVER  # if this fails
         self._task = self._services.spawn_service(self._replace(replacement), name=f"replacement {replacement.number}")
-        await yield_to_loop()
+        await self._services.engine.let_begin()
 
     def _begin_life(self) -> None:
         self._born_at = self._step_count

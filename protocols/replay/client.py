@@ -461,7 +461,7 @@ class ReplayBuffer:
 
     async def _stream(self, slot: int, stream: OutboundStream, has_items: bool) -> None:
         try:
-            await (stream.run() if has_items else stream.abort())
+            await stream.run_told(tags.REPLAY, aborts=not has_items)
         except RankLostError as error:
             self._fail(error)
         finally:

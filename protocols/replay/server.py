@@ -474,7 +474,7 @@ class _Server:
 
     async def _send(self, client: Client, slot: int, stream: OutboundStream, has_items: bool) -> None:
         try:
-            await (stream.run() if has_items else stream.abort())
+            await stream.run_told(tags.REPLAY, aborts=not has_items)
         except RankLostError:
             self._finish(client)
         finally:

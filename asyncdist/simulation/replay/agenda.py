@@ -46,7 +46,8 @@ class Agenda:
         is_open: whether the rank's world is open; before that it sees nothing.
         progress_count: how often it has seen something, or come to a safe point.
         progressed_at_s: when it did so last.
-        catch_up: shows the rank all whose place has come.
+        catch_up: shows the rank all whose place has come, as much as is said in any case.
+        seen_count: how much it has seen that readings of the clock count.
     """
 
     def __init__(
@@ -55,7 +56,8 @@ class Agenda:
         self.is_open = False
         self.progress_count = 0
         self.progressed_at_s = 0.0
-        self.catch_up: Callable[[], None] = lambda: None
+        self.catch_up: Callable[[int], None] = lambda _: None
+        self.seen_count = 0
         self._log = log
         self._mailbox = mailbox
         self._timers = timers
@@ -63,7 +65,6 @@ class Agenda:
         self._now = now
         self._point: SafePoint | None = None
         self._turn = 0
-        self._seen_count = 0
         self._sent_count = 0
         self._time_s = 0.0
         self._named = Counter(sight.what for sight in _all_of(log) if isinstance(sight, (Fired, Left)))
@@ -119,7 +120,7 @@ class Agenda:
         self._all_sights().remove(sight)
         if isinstance(sight, (Fired, Left)):
             self._named[sight.what] -= 1
-        self._seen_count += sight.counts
+        self.seen_count += sight.counts
         self._note_progress()
 
     def remove_taken(self, key: Key) -> TakenByTask | None:
@@ -280,14 +281,22 @@ class Agenda:
 
     # -- the clock --------------------------------------------------------------------------------------------------
 
+    def seen_before_reading(self) -> int:
+        """Return how much the rank had seen by the time when it read the clock next."""
+        firsts = (readings[0] for readings in self._log.clock.values() if readings)
+        reading = min(firsts, key=lambda reading: reading.number, default=None)
+        return 0 if reading is None else reading.seen_count
+
     def read_clock(self) -> float:
         """Return what the clock said then to the line of code that calls this."""
         readings = self._log.clock[sys._getframe(1).f_lineno]
-        if readings and readings[0].seen_count > self._seen_count and not self._engine._in_pass:
-            self.catch_up()  # the rank had seen more by then, and the line's task goes on with that
-        while len(readings) > 1 and readings[0].seen_count < self._seen_count >= readings[1].seen_count:
+        if readings and readings[0].seen_count > self.seen_count and not self._engine._in_pass:
+            self.catch_up(
+                readings[0].seen_count
+            )  # the rank had seen more by then, and the line's task goes on with that
+        while len(readings) > 1 and readings[0].seen_count < self.seen_count >= readings[1].seen_count:
             readings.popleft()  # a task has not gone on then which did so in the recorded run, as it had nothing to do
-        if readings and readings[0].seen_count <= self._seen_count:
+        if readings and readings[0].seen_count <= self.seen_count:
             self._time_s = readings.popleft().seconds
         return self._time_s
 

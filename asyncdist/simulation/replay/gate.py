@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import math
 from collections.abc import Callable, Collection, Coroutine
 from typing import Any, Final
@@ -11,7 +12,7 @@ from typing import Any, Final
 from asyncdist.messaging.engine import Awaited, Engine, yield_to_loop
 from asyncdist.messaging.polling import resolve_waiter
 from asyncdist.recording.events import Field
-from asyncdist.runtime.sleeps import set_sleeps_by
+from asyncdist.runtime.sleeps import is_end_of_stream, send_names, set_sleeps_by
 from asyncdist.runtime.world import World
 from asyncdist.simulation.processes.event_loop import RankLoop
 from asyncdist.simulation.replay.admission import Admission
@@ -113,12 +114,14 @@ class Gate:
         engine.clock = services.time = world.time = self.agenda.read_clock
         services.events.sink = self._on_event
         engine.on_woken, engine.on_begun = self._on_woken, self._on_begun
-        engine.on_reduced = self._on_reduced
+        engine.on_reduced, engine.name_send = self._on_reduced, send_names()
+        engine.on_measured = self._repeat_measured
         replaced: Any = engine
         replaced.until, replaced.park_until, replaced.park = self._wait_until, self._park_until, self._park
         replaced.note_failed, replaced.note_collective = self._leave_failed, self._leave_collective
         replaced.call_later = self._timers.call_later
         replaced.wake_by = self._wakings.wake_by
+        replaced.repeat_sent, replaced.let_begin = self._repeat_sent, self._let_begin
         if self._log.tells_sleeps:
             set_sleeps_by(self._loop, self._wakings.set_sleep)
         of_world: Any = world
@@ -190,6 +193,7 @@ class Gate:
         match sight:
             case Taken(keys=keys):
                 self.admission.permit(keys)
+                self._end_streams(sight)
                 if self.agenda.wakes_one_before_point(sight):
                     self._wake_user(keys)
                 self._engine.poll()
@@ -201,8 +205,17 @@ class Gate:
                 self._engine.poll()  # what waits for a message of that rank fails
             case Fired(what=what):
                 self._timers.fire(what)
+                self._engine.recheck()
             case Passed(what=what) | Left(what=what):
                 self._deadlines.expire(what)
+
+    def _end_streams(self, taken: Taken) -> None:
+        """Let streams end whose last part left in the same pass: tasks go on in the order in which they waited."""
+        for sight in list(itertools.takewhile(taken.is_beside, self.agenda.sights())):
+            if not isinstance(sight, Fired) or not is_end_of_stream(sight.what) or not self._timers.has(sight.what):
+                return
+            self.agenda.remove(sight)
+            self._timers.fire(sight.what)
 
     def _wake_user(self, keys: Collection[Key]) -> None:
         """Let the user's task go on before others that these messages wake, if it waits for one of them.
@@ -215,14 +228,14 @@ class Gate:
         if isinstance(what, Awaited) and any(tag == what.tag and source in what.peers() for source, tag in keys):
             resolve_waiter(waiter, None)
 
-    def _catch_up(self) -> None:
-        """Show all whose place has come, as far as it is possible."""
+    def _catch_up(self, seen_count: int = 0) -> None:
+        """Show all whose place has come, as far as it is possible, up to ``seen_count`` also what could come later."""
         while (sight := self.agenda.next()) is not None and self.agenda.is_due(sight):
             if self.admission.has_permitted and self._engine.poll() == 0 and self.admission.has_permitted:
                 return
             if not self.agenda.is_possible(sight) or _is_left_to_task(sight):
                 return
-            if self._is_deferred(sight):
+            if self.agenda.seen_count >= seen_count and self._is_deferred(sight):
                 if (late := self.agenda.first_late()) is None or not self.agenda.is_possible(late):
                     return
                 sight = late  # what a task waits for already comes first
@@ -481,6 +494,25 @@ class Gate:
             await waiter
         self._engine._note_woken(True)
 
+    async def _let_begin(self) -> None:
+        """As :meth:`Engine.let_begin`: the task reads the clock in its first step."""
+        seen_count = self.agenda.seen_before_reading()
+        while self.agenda.seen_count < seen_count and (sight := self.agenda.next()) and self.agenda.is_due(sight):
+            await self._see(sight)
+        await yield_to_loop()
+
+    async def _repeat_sent(self, name: str) -> bool:
+        """As :meth:`Engine.repeat_sent`: go on when the task did that had sent this, which is sent at once here."""
+        if not self.agenda.is_to_come(name):
+            return False
+        waiter: asyncio.Future[None] = self._loop.create_future()
+        self._wakings.wake_by(name, functools.partial(resolve_waiter, waiter, None))
+        if is_end_of_stream(name):  # then it was a condition that the task waited for
+            await self._until(waiter.done, name, is_of_request=True)
+        else:
+            await self._park(waiter, name, is_of_request=True)
+        return True
+
     # -- what it does -----------------------------------------------------------------------------------------------
 
     def _on_event(self, time_s: float, kind: str, fields: tuple[Field, ...]) -> None:
@@ -500,6 +532,10 @@ class Gate:
             result[:] = recorded
         else:
             self.comparison.note_other_order(nbytes)
+
+    def _repeat_measured(self, what: str, value: int) -> int:
+        values = self._log.measured.get(what)
+        return values.popleft() if values else value
 
     def note_end(self, error: BaseException | None) -> None:
         """Compare how main ended."""

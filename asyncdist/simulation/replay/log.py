@@ -124,10 +124,12 @@ class Reading:
     Attributes:
         seconds: that.
         seen_count: how many sights that count came before.
+        number: how many times the clock had been read before.
     """
 
     seconds: float
     seen_count: int
+    number: int
 
 
 @dataclass(slots=True)
@@ -167,6 +169,7 @@ class RankLog:
         error: with which main ended; "" where it returned.
         is_native: see :func:`log_of`.
         results: of each group's tag, what MPI's reductions came to: so many bytes, and these, or b"" if too many.
+        measured: numbers that follow from nothing but timing, by what they are.
         tells_sleeps: whether it tells when asyncio's timers fired.
         tells_collectives: whether it tells of all collectives that have ended when a task went on after them.
     """
@@ -182,6 +185,7 @@ class RankLog:
     tells_sleeps: bool = False
     tells_collectives: bool = False
     results: Mapping[int, deque[tuple[int, bytes]]] = field(default_factory=dict)
+    measured: Mapping[str, deque[int]] = field(default_factory=dict)
 
     def is_without_messages(self, tag: int | None) -> bool:
         """Whether collectives on that tag were carried by MPI: the record has no messages of theirs, and none waits."""
@@ -216,9 +220,10 @@ def log_of(
     clock: defaultdict[int, deque[Reading]] = defaultdict(deque)
     decisions: defaultdict[str, deque[Event]] = defaultdict(deque)
     results: defaultdict[int, deque[tuple[int, bytes]]] = defaultdict(deque)
+    measured: defaultdict[str, deque[int]] = defaultdict(deque)
     received_tags = set()
     point: SafePoint | None = None
-    last_pass, sent_count, seen_count, is_over, error = -1, -sent_before_count, 0, False, ""
+    last_pass, sent_count, seen_count, reading_count, is_over, error = -1, -sent_before_count, 0, 0, False, ""
     for event in events:
         to = entries if point is None else point.sights
         match event.kind, event.fields:
@@ -263,15 +268,20 @@ def log_of(
                 to.append(Lost(turn, woken_count, sent_count, event.time_s, rank))
                 seen_count += 1
             case "clock", (float(seconds), int(line)):
-                clock[line].append(Reading(seconds, seen_count))
+                clock[line].append(Reading(seconds, seen_count, reading_count))
+                reading_count += 1
             case "reduced", (int(tag), int(nbytes), str(text)):
                 results[tag].append((nbytes, bytes.fromhex(text)))
+            case "measured", (str(what), int(value)):
+                measured[what].append(value)
             case "over", (str(text),):
                 is_over, error = True, text
         if event.kind in DECISIONS:
             decisions[event.kind].append(event)
     tags_received, tells = frozenset(received_tags), (tells_sleeps, tells_collectives)
-    return RankLog(entries, early, clock, decisions, tags_received, is_over, error, is_native, *tells, results)
+    return RankLog(
+        entries, early, clock, decisions, tags_received, is_over, error, is_native, *tells, results, measured
+    )
 
 
 def _taken(event: Event, number: int, turn: int, sent_count: int, key: Key) -> Taken:

@@ -1,0 +1,177 @@
+"""Replays of what a rank does when something that it sends has left, which takes no time in a replay."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import asyncdist as ad
+from asyncdist.recording.reader import read_recording
+from asyncdist.simulation import Compute, Link, LogNormal, Network, Uniform, replay, simulate
+from protocols import OneSidedSelectiveAveragingPolicy, ReplayBuffer, serve_replay_buffer
+from simulation.edited_records import Word, keep_events, with_fields
+
+#: In which each message waits for its receiver.
+RENDEZVOUS = Network(eager_nbytes=0)
+SLOW = Network(eager_nbytes=0, link=Link(latency_s=LogNormal(0.003, 1.0)), links={(0, 1): Link(latency_s=0.3)})
+
+
+async def is_left_by_a_send(world: ad.World, order: list[str], *, is_stream: bool) -> None:
+    """On rank 0 a task sends to rank 1, which is late; before it goes on, another task hears from rank 2."""
+    channel, large = world.channel(Word, tag=40), torch.zeros(10)
+
+    async def send() -> None:
+        await (world.send_stream(large, 1) if is_stream else channel.send(Word(0), 1))
+        order.append("sent")
+
+    if world.rank == 0:
+        sender = asyncio.create_task(send())
+        await channel.receive()
+        order.append("received")
+        await sender
+    elif world.rank == 1:
+        loop: Any = asyncio.get_running_loop()
+        await loop.be_busy(0.0 if is_stream else 0.5)
+        await (world.receive_stream(large, 0) if is_stream else channel.receive())
+    else:
+        await world.sleep(0.4 if is_stream else 0.1)
+        await channel.send(Word(2), 0)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_task_goes_on_after_a_send_when_it_did(tmp_path: Path, is_stream: bool) -> None:
+    order: list[str] = []
+
+    async def main(world: ad.World) -> None:
+        await is_left_by_a_send(world, order, is_stream=is_stream)
+
+    simulate(main, ranks=3, seed=1, record=tmp_path, network=SLOW)
+    assert order == ["received", "sent"]
+    replay(main, recording=read_recording(tmp_path))
+    assert order == ["received", "sent"] * 2
+
+
+def test_of_what_one_pass_ends_tasks_go_on_in_the_order_in_which_they_began_to_wait(tmp_path: Path) -> None:
+    """The last part of a stream left in the pass that took up a message: who waited for that began after the stream."""
+    order: list[str] = []
+
+    async def main(world: ad.World) -> None:
+        channel, large = world.channel(Word, tag=40), torch.zeros(10)
+        if world.rank == 1:
+            await world.receive_stream(large, 0)
+            await world.sleep(0.8)
+            await channel.send(Word(1), 0)
+            return
+
+        async def send() -> None:
+            await world.send_stream(large, 1)
+            order.append("sent")
+
+        sender = asyncio.create_task(send())
+        await world.sleep(0.1)
+        await world.services.engine.until(lambda: channel.is_ready)
+        order.append("received")
+        await sender
+
+    simulate(main, ranks=2, seed=1, record=tmp_path, network=SLOW)
+    of_rank_0 = read_recording(tmp_path).ranks[0]
+    events = list(of_rank_0.events())
+    end = next(event for event in events if str(event.get("what")).startswith("stream 1 to 1"))
+    word = next(event for event in events if event.kind == "received" and event.get("tag") == 40)
+    waits = {name: word.get(name) for name in ("woken", "begun")}
+    events.remove(end)
+    events.insert(events.index(word) + 1, with_fields(end, **waits)._replace(time_s=word.time_s))
+    keep_events(of_rank_0, lambda event: False, *events)
+    order.clear()
+    replay(main, recording=read_recording(tmp_path))
+    assert order == ["sent", "received"]
+
+
+def test_a_send_that_a_timeout_cut_off_is_cut_off_again(tmp_path: Path) -> None:
+    async def main(world: ad.World) -> str:
+        channel = world.channel(Word, tag=40)
+        if world.rank == 1:
+            loop: Any = asyncio.get_running_loop()
+            await loop.be_busy(0.5)
+            await channel.receive()
+            return ""
+        try:
+            async with asyncio.timeout(0.1):
+                await channel.send(Word(1), 1)
+        except TimeoutError:
+            return "cut off"
+        return "sent"
+
+    recorded = simulate(main, ranks=2, seed=1, record=tmp_path, network=RENDEZVOUS)
+    assert recorded.results[0] == "cut off"
+    assert replay(main, recording=read_recording(tmp_path)).report.results == recorded.results
+
+
+async def share_a_buffer(world: ad.World) -> list[list[int]]:
+    """Add and draw, in two tasks of each client; what is drawn depends on what was there, and on all draws before."""
+    if world.rank == world.size - 1:
+        await serve_replay_buffer(range(world.size - 1), capacity=500)
+        return []
+    drawn: list[list[int]] = []
+    async with ReplayBuffer(world.size - 1) as buffer:
+
+        async def add() -> None:
+            for _ in range(10):
+                await buffer.add(torch.randn(random.choice((1, 3)), 400))
+                await asyncio.sleep(random.random() / 100)
+
+        async def draw() -> None:
+            for _ in range(10):
+                with contextlib.suppress(ad.BusyError):
+                    sample = await buffer.sample(random.choice((4, 32)), wait=False)
+                    drawn.append(sample.ids.tolist())
+
+        await asyncio.gather(add(), draw())
+    return drawn
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_replay_buffer_draws_what_it_drew(tmp_path: Path, seed: int) -> None:
+    """While a stream of items is under way, what is drawn next waits; then it goes before what came meanwhile."""
+    compute = Compute(step_s=Uniform(0.001, 0.01))
+    recorded = simulate(share_a_buffer, ranks=4, seed=seed, record=tmp_path, network=SLOW, compute=compute)
+    assert replay(share_a_buffer, recording=read_recording(tmp_path)).report.results == recorded.results
+
+
+async def average_one_sided(world: ad.World) -> float:
+    torch.manual_seed(world.rank)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    async with OneSidedSelectiveAveragingPolicy(
+        model, optimizer, average_every=1, replacement_mode="worst_ratio"
+    ) as policy:
+        for _ in range(40):
+            await policy.step(random.random())
+    return model.weight.sum().item()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ranks_that_average_one_sided_read_what_they_read(tmp_path: Path, seed: int) -> None:
+    compute = Compute(step_s=Uniform(0.001, 0.01))
+    recorded = simulate(average_one_sided, ranks=4, seed=seed, record=tmp_path, network=RENDEZVOUS, compute=compute)
+    replayed = replay(average_one_sided, recording=read_recording(tmp_path))
+    assert replayed.report.results == recorded.results
+    assert replayed.decision_count > 100
+
+
+def test_a_number_that_timing_decides_is_the_recorded_one(tmp_path: Path) -> None:
+    numbers = iter(range(10))
+
+    async def main(world: ad.World) -> list[int]:
+        measured = world.services.engine.measured
+        return [measured("one", next(numbers)), measured("other", next(numbers)), measured("one", next(numbers))]
+
+    recorded = simulate(main, ranks=1, seed=1, record=tmp_path)
+    assert recorded.results == ([0, 1, 2],)
+    assert replay(main, recording=read_recording(tmp_path)).report.results == recorded.results
