@@ -164,6 +164,19 @@ def test_one_who_fails_fails_again(tmp_path: Path) -> None:
         replay(train, recording=read_recording(tmp_path))
 
 
+def test_an_error_that_was_not_recorded_is_told_with_its_words(tmp_path: Path) -> None:
+    async def main(world: ad.World) -> None:
+        if world.rank == 1 and recorded:
+            raise KeyError("as planned\nand more")
+        await ad.barrier()
+
+    recorded: list[bool] = []
+    simulate(main, ranks=2, seed=2, record=tmp_path)
+    recorded.append(True)
+    with pytest.raises(DivergenceError, match=r"rank 1, .*ended with \[\], and now with \[KeyError: .as planned"):
+        replay(main, recording=read_recording(tmp_path))
+
+
 def test_a_metric_that_is_no_number_is_so_again(tmp_path: Path) -> None:
     simulate(train, float("nan"), ranks=3, seed=1, record=tmp_path)
     assert replay(train, float("nan"), recording=read_recording(tmp_path)).decision_count > 50

@@ -60,10 +60,11 @@ def test_a_line_that_read_the_clock_after_a_message_is_shown_that_first() -> Non
         return agenda.read_clock()
 
     line = read.__code__.co_firstlineno + 1
-    agenda._log.clock[line].extend([Reading(1.0, 0), Reading(2.0, 1)])
+    agenda._log.clock[line].extend([Reading(1.0, 0, 0), Reading(2.0, 1, 1)])
     shown: list[Taken] = []
 
-    def catch_up() -> None:
+    def catch_up(seen_count: int) -> None:
+        assert seen_count == 1, "as much is shown in any case"
         shown.append(message)
         agenda.remove(message)
 

@@ -68,7 +68,8 @@ class Comparison:
         now, recorded = "" if error is None else type(error).__name__, self._log.error.partition(":")[0]
         came_late = recorded == RankLostError.__name__ and not now  # it failed elsewhere as this main returned
         if self._log.is_over and not self._found and now != recorded and not came_late:
-            self.divergence(f"its main ended with [{self._log.error}], and now with [{now}]")
+            told = now if error is None else f"{now}: {error}".partition("\n")[0]
+            self.divergence(f"its main ended with [{self._log.error}], and now with [{told[:300]}]")
 
     def where(self) -> str:
         """Return how far the rank has come, in words."""
