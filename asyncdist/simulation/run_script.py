@@ -374,8 +374,8 @@ def _exit_before_run(script: Script, error: SystemExit | None) -> int:
     return code if isinstance(code, int) else int(code is not None)
 
 
-def print_failures(report: SimReport | None, error: BaseException | None) -> bool:
-    """Print the first cause, with its traceback. Return whether there was one."""
+def print_failures(report: SimReport | None, error: BaseException | None, command: str = "sim") -> bool:
+    """Print the first cause, with its traceback, as this command of asyncdist. Return whether there was one."""
     results = () if report is None else report.results
     failed = {rank: result for rank, result in enumerate(results) if isinstance(result, BaseException)}
     if error is None:  # the script may have caught what its run raised
@@ -384,7 +384,7 @@ def print_failures(report: SimReport | None, error: BaseException | None) -> boo
         return False
     ranks = [rank for rank, result in failed.items() if result is error]
     who = f"rank {ranks[0]}" if ranks else "the simulation" if isinstance(error, STOPPED) else "the script"
-    print(f"asyncdist sim: {who} failed:", file=sys.stderr)
+    print(f"asyncdist {command}: {who} failed:", file=sys.stderr)
     if isinstance(error, STOPPED):
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
     elif isinstance(error, SystemExit):

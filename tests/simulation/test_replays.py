@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import random
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -253,6 +254,16 @@ def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
     next((tmp_path / "lacks").glob("*-rank00001.record")).unlink()
     with pytest.raises(RecordingError, match="rank 1 has no recording; a replay needs those of all ranks"):
         replay(train, recording=read_recording(tmp_path / "lacks"))
+    simulate(train, ranks=3, seed=3, record=tmp_path / "twice")
+    of_rank_1 = next((tmp_path / "twice").glob("*-rank00001.record"))
+    shutil.copy(of_rank_1, of_rank_1.with_name("copy.record"))
+    with pytest.raises(RecordingError, match="rank 1 has two recordings"):
+        replay(train, recording=read_recording(tmp_path / "twice"))
+    of_rank_1.unlink()
+    old = read_recording(tmp_path / "twice")
+    del old.ranks[1].header["random"]  # type: ignore[attr-defined]
+    with pytest.raises(RecordingError, match=r"copy.record says nothing of 'random', which a replay needs"):
+        replay(train, recording=old)
     faults = (Kill(rank=2, at_s=0.005), Restart(rank=2, at_s=0.02))
     simulate(train, ranks=3, seed=3, record=tmp_path / "again", faults=faults, until_s=60.0)
     with pytest.raises(RecordingError, match="rank 2 was started again"):

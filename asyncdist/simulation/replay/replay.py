@@ -9,14 +9,15 @@ is computed anew, and compared with what was recorded: each decision, and the we
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 
-from asyncdist.recording.reader import Recording, RecordingError
+from asyncdist.recording.reader import RankRecording, Recording, RecordingError
 from asyncdist.runtime.world import World
 from asyncdist.simulation.arguments import Compute
 from asyncdist.simulation.links import Network
@@ -24,6 +25,8 @@ from asyncdist.simulation.replay.job import ReplayedJob
 from asyncdist.simulation.report import SimReport
 from asyncdist.simulation.simulate import STOPPED, instrument, simulate
 
+#: What the header of each rank has for replays.
+NEEDED: Final = ("capabilities", "nonce", "random", "thread_count", "torch")
 logger = logging.getLogger("asyncdist.simulation.replay")
 
 
@@ -100,9 +103,18 @@ def check_replayable(recording: Recording) -> None:
     """Raise RecordingError where a recording cannot be replayed; warn of what makes a difference likely."""
     if recording.missing:
         raise RecordingError(f"rank {recording.missing[0]} has no recording; a replay needs those of all ranks")
+    for each in recording.ranks:
+        unknown = next((name for name in NEEDED if name not in each.header), None)
+        if unknown is not None:
+            raise RecordingError(f"{each.path} says nothing of {unknown!r}, which a replay needs; record the run anew")
+    twice = [each for each, other in itertools.pairwise(recording.ranks) if _place(each) == _place(other)]
+    if twice:
+        raise RecordingError(f"rank {twice[0].rank} has two recordings; {twice[0].path} is one of them")
     again = [each.rank for each in recording.ranks if each.incarnation]
     if again:
-        raise RecordingError(f"rank {again[0]} was started again in the recorded run; such a run cannot be replayed")
+        raise RecordingError(
+            f"rank {again[0]} was started again, or came later, in the recorded run; such a run cannot be replayed"
+        )
     first = recording.ranks[0].header
     if first["capabilities"].get("one_sided_reads") and "OneSidedSelectiveAveragingPolicy" in _policies_of(recording):
         raise RecordingError(
@@ -114,6 +126,10 @@ def check_replayable(recording: Recording) -> None:
     for each in recording.ranks:
         if each.damage:
             logger.warning("%s: %s", each.path, each.damage)
+
+
+def _place(each: RankRecording) -> tuple[int, int]:
+    return each.rank, each.incarnation
 
 
 def _policies_of(recording: Recording) -> set[str]:

@@ -192,10 +192,10 @@ def _replay_once(recording: Recording, ran: _ReplayedScript) -> int:
     if isinstance(ended.error, ScriptError):
         raise ended.error
     if not ran.ended:
-        print_failures(None, ended.error)
+        print_failures(None, ended.error, "replay")
         return 1
     replayed = ran.ended[0]
-    failed = print_failures(replayed.report, ended.error)
+    failed = print_failures(replayed.report, ended.error, "replay")
     print_out(*results_of(replayed.report), *_summary(replayed))
     return 1 if failed else 0
 
@@ -206,7 +206,8 @@ def _summary(replayed: Replayed) -> list[str]:
         ranks = ", ".join(map(str, replayed.cut_ranks))
         lines.append(f"the record ends before main did on: {ranks} (killed, or stopped by a signal)")
     if replayed.left_count:
-        lines.append(f"{replayed.left_count} more need something of these, and were not come to")
+        why = "need something of these" if replayed.cut_ranks else "came as the job had failed"
+        lines.append(f"{replayed.left_count} more {why}, and were not come to")
     return lines
 
 
