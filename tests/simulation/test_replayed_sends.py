@@ -14,6 +14,7 @@ import torch
 import asyncdist as ad
 from asyncdist.recording.reader import read_recording
 from asyncdist.simulation import Compute, Link, LogNormal, Network, Uniform, replay, simulate
+from asyncdist.simulation.replay.hold import PATIENCE_S
 from protocols import OneSidedSelectiveAveragingPolicy, ReplayBuffer, serve_replay_buffer
 from simulation.edited_records import Word, keep_events, with_fields
 
@@ -175,3 +176,32 @@ def test_a_number_that_timing_decides_is_the_recorded_one(tmp_path: Path) -> Non
     recorded = simulate(main, ranks=1, seed=1, record=tmp_path)
     assert recorded.results == ([0, 1, 2],)
     assert replay(main, recording=read_recording(tmp_path)).report.results == recorded.results
+
+
+def test_what_a_task_took_by_itself_after_a_send_comes_at_once(tmp_path: Path) -> None:
+    """It waits for that sooner than then, since its send takes no time, and before what came first has come."""
+    ends_at_s: list[float] = []
+
+    async def main(world: ad.World) -> None:
+        engine = world.services.engine
+
+        async def talk() -> None:
+            await engine.send(bytes(1000), 1, 7500)
+            await engine.receive(bytearray(8), 1, 7500)
+            ends_at_s.append(asyncio.get_running_loop().time())
+
+        if world.rank == 0:
+            task = asyncio.create_task(talk())
+            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.1)
+            await task
+        else:
+            await engine.send(bytes(8), 0, 7500)
+            await asyncio.sleep(0.3)
+            await engine.receive(bytearray(1000), 0, 7500)
+
+    simulate(main, ranks=2, seed=1, record=tmp_path, network=Network(eager_nbytes=100))
+    events = read_recording(tmp_path).ranks[0].events()
+    assert [event.get("pass") for event in events if event.get("tag") == 7500 and event.kind == "received"] == [-1]
+    replay(main, recording=read_recording(tmp_path))
+    assert ends_at_s[1] < PATIENCE_S

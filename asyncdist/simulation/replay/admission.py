@@ -63,12 +63,12 @@ class Admission:
     def next_key(self, source: int, tag: int) -> Key | None:
         """Return the source and tag of the message that a receive may take now; None for none."""
         for key in self._permitted:
-            if _fits(key, source, tag):
+            if fits(key, source, tag):
                 return key if self._mailbox.count(key) else None
         if self._log.is_without_messages(tag) or (self._agenda.is_done and self._log.is_over):
             return self._mailbox.first(source, tag)
         for key, count in self._early.items():
-            if count and _fits(key, source, tag) and self._mailbox.count(key):
+            if count and fits(key, source, tag) and self._mailbox.count(key):
                 return key
         if not self._agenda.is_open or self._engine._in_pass:
             return None
@@ -83,7 +83,7 @@ class Admission:
             if not isinstance(sight, TakenByTask) or (late and not sight.is_beside(late[0])):
                 break
             (key,) = sight.keys
-            if _fits(key, source, tag):
+            if fits(key, source, tag):
                 if not late and self._mailbox.count(key):
                     return key
                 late.append(sight)  # the task took all of these one right after the other, and waits for them now
@@ -113,5 +113,6 @@ class Admission:
         self._on_late()
 
 
-def _fits(key: Key, source: int, tag: int) -> bool:
+def fits(key: Key, source: int, tag: int) -> bool:
+    """Return whether a receive of this source and tag takes such a message."""
     return key[1] == tag and source in (ANY_SOURCE, key[0])

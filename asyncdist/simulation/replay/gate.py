@@ -6,7 +6,7 @@ import asyncio
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from typing import Any, Final
 
 from asyncdist.messaging.engine import Awaited, Engine, yield_to_loop
@@ -233,7 +233,7 @@ class Gate:
         while (sight := self.agenda.next()) is not None and self.agenda.is_due(sight):
             if self.admission.has_permitted and self._engine.poll() == 0 and self.admission.has_permitted:
                 return
-            if not self.agenda.is_possible(sight) or _is_left_to_task(sight):
+            if not self.agenda.is_possible(sight) or (_is_left_to_task(sight) and not self._is_waited_for(sight)):
                 return
             if self.agenda.seen_count >= seen_count and self._is_deferred(sight):
                 if (late := self.agenda.first_late()) is None or not self.agenda.is_possible(late):
@@ -245,6 +245,15 @@ class Gate:
                 sight.woken_count += 1  # the tasks that it wakes went on after this one
                 continue
             self._show(sight)
+
+    def _is_waited_for(self, sight: Sight) -> bool:
+        """Return whether a task waits for this message that took it by itself then: it has come to that sooner here.
+
+        It had sent something before, for example, which took its time.
+        """
+        assert isinstance(sight, TakenByTask), f"{sight} is left to no task"
+        requests: Iterator[Any] = (operation.request for operation in self._engine._operations)
+        return any(request.is_for(sight.keys[0]) for request in requests if hasattr(request, "is_for"))
 
     def _is_deferred(self, sight: Sight) -> bool:
         """Whether user code comes to a safe point first, which sees this; or out of a collective.

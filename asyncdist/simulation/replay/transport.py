@@ -6,8 +6,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from asyncdist.errors import RankLostError, TruncationError
-from asyncdist.simulation.replay.admission import Admission
+from asyncdist.simulation.replay.admission import Admission, fits
 from asyncdist.simulation.replay.gate import Gate
+from asyncdist.simulation.replay.log import Key
 from asyncdist.simulation.replay.mailbox import Mailbox
 from asyncdist.transports.base import (
     ANY_SOURCE,
@@ -161,6 +162,10 @@ class _Receive:
         self._buffer[: len(data)] = data
         self.source, self.nbytes = key[0], len(data)
         return self.source, self.nbytes
+
+    def is_for(self, key: Key) -> bool:
+        """Return whether it waits for a message of this source and tag."""
+        return not self.cancelled and fits(key, self._from, self._tag)
 
     def test(self) -> bool:
         if self.cancelled or self.take() is not None:
