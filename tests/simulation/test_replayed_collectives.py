@@ -193,3 +193,34 @@ def test_a_difference_tells_that_mpi_has_added_many_numbers_in_another_order(tmp
     assert replay(adds, [], 1000, recording=read_recording(tmp_path)).decision_count == 1
     with pytest.raises(DivergenceError, match=r"now there is .* 4000 bytes .* in an order of its own .* not repeated"):
         replay(adds, [], 1000, 0.5, recording=read_recording(tmp_path))
+
+
+async def is_left_beside_a_sleep(world: ad.World, order: list[str]) -> None:
+    async def sleep() -> None:
+        await asyncio.sleep(0.06)
+        order.append("slept")
+
+    if world.rank == 0:
+        sleeper = asyncio.create_task(sleep())
+        await ad.barrier()
+        order.append("left")
+        await sleeper
+    else:
+        await world.sleep(0.05 * world.rank)
+        await ad.barrier()
+
+
+def test_a_task_leaves_a_collective_before_one_whose_sleep_was_over_as_it_was_to_do_so(tmp_path: Path) -> None:
+    """The timer has fired, but the end of the collective had woken its task before: nobody went on between the two."""
+    order: list[str] = []
+    of_rank_0 = record_as_mpi_does(is_left_beside_a_sleep, tmp_path, order)
+    assert order == ["slept", "left"]
+    events = list(of_rank_0.events())
+    timer = next(event for event in events if event.kind == "timer")
+    left = next(event for event in events if event.kind == "collective")
+    events.remove(left)
+    at = events.index(timer) + 1
+    events.insert(at, with_fields(left, woken=timer.get("woken"))._replace(time_s=timer.time_s))
+    keep_events(of_rank_0, lambda event: False, *events)
+    replay(is_left_beside_a_sleep, order, recording=read_recording(tmp_path))
+    assert order[2:] == ["left", "slept"]

@@ -185,14 +185,15 @@ class Agenda:
         Returns:
             It, and whether its place has come, and all that was seen before it can be seen now.
         """
-        if type(sight) is not Taken:
+        if type(sight) not in (Taken, Fired):
             return None
         is_all_there = True
         for other in self.sights():
             if other.woken_count != sight.woken_count:
                 return None
             if isinstance(other, Left):
-                return None if _may_bring(sight, other) else (other, is_all_there and self.is_due(other))
+                brings = isinstance(sight, Taken) and _may_bring(sight, other)
+                return None if brings else (other, is_all_there and self.is_due(other))
             is_all_there = is_all_there and self.is_possible(other)
         return None
 
