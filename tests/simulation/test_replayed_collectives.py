@@ -16,6 +16,7 @@ import asyncdist as ad
 from asyncdist.recording.events import Event
 from asyncdist.recording.reader import RankRecording, read_recording
 from asyncdist.simulation import DivergenceError, replay, simulate, transport as sim_transport
+from asyncdist.simulation.replay.hold import PATIENCE_S
 from asyncdist.tags import COLLECTIVE_FIRST
 from asyncdist.transports.base import Capabilities
 from simulation.edited_records import Word, keep_events, with_fields
@@ -224,3 +225,37 @@ def test_a_task_leaves_a_collective_before_one_whose_sleep_was_over_as_it_was_to
     keep_events(of_rank_0, lambda event: False, *events)
     replay(is_left_beside_a_sleep, order, recording=read_recording(tmp_path))
     assert order[2:] == ["left", "slept"]
+
+
+async def hears_after_a_barrier(world: ad.World, places: list[str]) -> None:
+    """Rank 1 sends to rank 0 after a barrier, which rank 0 leaves later."""
+    channel, place = world.channel(Word, tag=40), "before"
+
+    async def listen() -> None:
+        await channel.receive()
+        places.append(place)
+
+    if world.rank == 0:
+        listener = asyncio.create_task(listen())
+        await asyncio.sleep(0)
+    await ad.barrier()
+    if world.rank == 0:
+        place = "after"
+        await listener
+    elif world.rank == 1:
+        await world.sleep(0.01)
+        await channel.send(Word(1), 0)
+
+
+def test_a_rank_that_others_need_in_a_collective_is_not_held_for_what_they_send_after_it(tmp_path: Path) -> None:
+    places: list[str] = []
+    of_rank_0 = record_as_mpi_does(hears_after_a_barrier, tmp_path, places)
+    events = list(of_rank_0.events())
+    word = next(event for event in events if event.kind == "received" and event.get("tag") == 40)
+    left = next(event for event in events if event.kind == "collective")
+    events.remove(word)
+    events.insert(events.index(left), with_fields(word, woken=left.get("woken"))._replace(time_s=left.time_s))
+    keep_events(of_rank_0, lambda event: False, *events)
+    replayed = replay(hears_after_a_barrier, places, recording=read_recording(tmp_path))
+    assert places == ["after", "after"]
+    assert replayed.report.virtual_time_s < PATIENCE_S

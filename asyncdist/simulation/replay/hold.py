@@ -58,6 +58,8 @@ class Hold:
         sight = self._agenda.next()
         if sight is None or not self._agenda.must_be_there(sight, ending_count) or self._agenda.is_possible(sight):
             return
+        if self._agenda.exit_after(sight) is not None:
+            return  # a collective ends first, for which others may need this rank
         self.is_on = True
         self._until_s = self._loop.time() + PATIENCE_S
         self._go_on(PAUSE_S)
