@@ -292,9 +292,8 @@ class Agenda:
         """Return what the clock said then to the line of code that calls this."""
         readings = self._log.clock[sys._getframe(1).f_lineno]
         if readings and readings[0].seen_count > self.seen_count and not self._engine._in_pass:
-            self.catch_up(
-                readings[0].seen_count
-            )  # the rank had seen more by then, and the line's task goes on with that
+            # The rank had seen more by then, and the line's task goes on with that.
+            self.catch_up(readings[0].seen_count)
         while len(readings) > 1 and readings[0].seen_count < self.seen_count >= readings[1].seen_count:
             readings.popleft()  # a task has not gone on then which did so in the recorded run, as it had nothing to do
         if readings and readings[0].seen_count <= self.seen_count:

@@ -251,21 +251,8 @@ def log_of(
             case "sent", (int(), int(tag), *_):
                 last_pass = -1  # what the pass takes up after this may answer it
                 sent_count += not (is_native and _is_of_collectives(tag))
-            case "deadline", (str(what), int(turn), int(woken_count)):
-                to.append(Passed(turn, woken_count, sent_count, event.time_s, what))
-                seen_count += 1
-            case "timer", (str(what), int(turn), int(woken_count), *_):
-                to.append(Fired(turn, woken_count, sent_count, event.time_s, what, begun_count=event.get("begun") or 0))
-                seen_count += 1
-            case "failed", (int(turn), int(woken_count)):
-                to.append(Left(turn, woken_count, sent_count, event.time_s, FAILED))
-                seen_count += 1
-            case "collective", (int(tag), int(turn), int(woken_count)):
-                to.append(Left(turn, woken_count, sent_count, event.time_s, end_of_collective(tag)))
-                seen_count += 1
-            case "lost", (int(rank), *_):
-                turn, woken_count = int(event.get("turn") or 0), int(event.get("woken") or 0)
-                to.append(Lost(turn, woken_count, sent_count, event.time_s, rank))
+            case "deadline" | "timer" | "failed" | "collective" | "lost", _:
+                to.append(_seen(event, sent_count))
                 seen_count += 1
             case "clock", (float(seconds), int(line)):
                 clock[line].append(Reading(seconds, seen_count, reading_count))
@@ -282,6 +269,23 @@ def log_of(
     return RankLog(
         entries, early, clock, decisions, tags_received, is_over, error, is_native, *tells, results, measured
     )
+
+
+def _seen(event: Event, sent_count: int) -> Sight:
+    """Return what a rank saw that is no message: the end of a wait, a failure, or the loss of a rank."""
+    turn, woken_count = int(event.get("turn") or 0), int(event.get("woken") or 0)
+    at = (turn, woken_count, sent_count, event.time_s)
+    match event.kind:
+        case "deadline":
+            return Passed(*at, str(event.get("what")))
+        case "timer":
+            return Fired(*at, str(event.get("what")), begun_count=int(event.get("begun") or 0))
+        case "failed":
+            return Left(*at, FAILED)
+        case "collective":
+            return Left(*at, end_of_collective(int(event.get("tag") or 0)))
+        case _:
+            return Lost(*at, int(event.get("rank") or 0))
 
 
 def _taken(event: Event, number: int, turn: int, sent_count: int, key: Key) -> Taken:
