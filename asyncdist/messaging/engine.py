@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol, Self, TypeVar
 
 from asyncdist import tags
 from asyncdist.errors import AsyncdistError, TruncationError
-from asyncdist.messaging.polling import PendingRequest, Poller, resolve_waiter
+from asyncdist.messaging.polling import Alarm, PendingRequest, Poller, resolve_waiter
 from asyncdist.transports.base import Buffer, Request, Transport
 
 T = TypeVar("T")
@@ -353,13 +353,13 @@ class Engine(Poller):
                     continue
                 waiter = self._new_waiter()
                 self._conditions[waiter] = condition
-                timer = self.loop.call_at(deadline, resolve_waiter, waiter, None) if deadline is not None else None
+                alarm = Alarm(self.loop, deadline, waiter) if deadline is not None else None
                 try:
                     await self.park(waiter, what, is_of_request=is_of_request or deadline is not None)
                 finally:
                     del self._conditions[waiter]
-                    if timer is not None:
-                        timer.cancel()
+                    if alarm is not None:
+                        alarm.cancel()
             return True
         finally:
             # With a deadline the wait ends here: where that has woken the task, what comes in decides what ends it.
@@ -380,7 +380,7 @@ class Engine(Poller):
         Returns:
             False when the deadline has passed, and it is not ready.
         """
-        timer = self.loop.call_at(deadline, resolve_waiter, waiter, None)
+        alarm = Alarm(self.loop, deadline, waiter)
         self._note_begun(True)
         try:
             await self.park(waiter, what, is_of_request=True)
@@ -393,7 +393,7 @@ class Engine(Poller):
                 self.on_deadline(str(what))
             return False
         finally:
-            timer.cancel()
+            alarm.cancel()
             self._note_woken(True)  # as in until
 
     async def park(self, waiter: asyncio.Future[None], what: str = "a wake-up", *, is_of_request: bool = False) -> None:

@@ -50,6 +50,8 @@ TRANSFER_GIVES_S: Final = 0.01
 IDLE_PERIOD_S: Final = 0.001
 #: The period of passes where the transport rings: a wake-up may be missed (ucxx#30), and not all requests are messages.
 SAFETY_PERIOD_S: Final = 0.05
+#: The clock and the timers of uvloop go by so much.
+CLOCK_TICK_S: Final = 0.001
 #: An otherwise empty loop spends less than this between two ticks of the driver; more, and something else is running.
 ALONE_GAP_S: Final = 20e-6
 
@@ -376,3 +378,34 @@ def resolve_waiter(waiter: asyncio.Future[None], error: BaseException | None) ->
         waiter.set_result(None)
     else:
         waiter.set_exception(error)
+
+
+class Alarm:
+    """Settles a waiter once a deadline has passed.
+
+    The timers of uvloop count whole milliseconds, and so does its clock: a timer may fire half a millisecond before its
+    time. A task that was woken then, and waited again, would do so some hundred times until the clock moved on.
+
+    Args:
+        loop: of the rank.
+        deadline: on the loop's clock, in seconds.
+        waiter: a future of that loop.
+    """
+
+    __slots__ = ("_deadline", "_loop", "_timer", "_waiter")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, deadline: float, waiter: asyncio.Future[None]) -> None:
+        self._loop = loop
+        self._deadline = deadline
+        self._waiter = waiter
+        self._timer = loop.call_at(deadline, self._ring)
+
+    def _ring(self) -> None:
+        if self._loop.time() < self._deadline:
+            self._timer = self._loop.call_later(CLOCK_TICK_S, self._ring)
+        else:
+            resolve_waiter(self._waiter, None)
+
+    def cancel(self) -> None:
+        """Leave the waiter alone."""
+        self._timer.cancel()

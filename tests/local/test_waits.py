@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import logging
 import math
 import os
@@ -504,3 +505,29 @@ def test_a_main_whose_wait_ends_goes_on(caplog: pytest.LogCaptureFixture) -> Non
 
     assert ad.run_local(main, ranks=2, stall_s=0.05) == [7, 0]
     assert len(warnings(caplog)) == 1
+
+
+@pytest.mark.skipif(importlib.util.find_spec("uvloop") is None, reason="uvloop is not installed")
+def test_a_timeout_on_uvloop_wakes_its_task_once() -> None:
+    """Its timers fire a part of a millisecond early; the task waited again, some hundred times, until it was over."""
+    counts: list[int] = []
+
+    async def main(world: ad.World) -> None:
+        engine = world.services.engine
+        park = engine.park
+
+        async def counted(*args: Any, **options: Any) -> None:
+            counts[-1] += 1
+            await park(*args, **options)
+
+        engine.park = counted  # type: ignore[method-assign]
+        channel = world.channel(Note, tag=40)
+        for _ in range(50):
+            counts.append(0)
+            with pytest.raises(TimeoutError):
+                await channel.receive(timeout_s=0.002)
+            counts.append(0)
+            assert not await engine.until(lambda: False, deadline=engine.loop.time() + 0.0017)
+
+    ad.run(main, loop="uvloop")
+    assert set(counts) == {1}
