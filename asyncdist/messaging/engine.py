@@ -75,10 +75,15 @@ def yield_to_loop() -> Generator[None, None, None]:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:
-    """Counts since the engine was made."""
+    """Counts since the engine was made.
+
+    Attributes:
+        request_count: those of the completions that were not messages of a tag's receive.
+    """
 
     pass_count: int
     completion_count: int
+    request_count: int
     outstanding_count: int
 
 
@@ -573,6 +578,7 @@ class Engine(Poller):
         return EngineStatistics(
             pass_count=self._pass_count,
             completion_count=self._completion_count,
+            request_count=self._request_count,
             outstanding_count=len(self._operations),
         )
 

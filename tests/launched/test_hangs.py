@@ -74,6 +74,17 @@ TOLD = {
         r"in take <gathered 2> \(2 tasks\)\], in gathered <gathered 0>",
         rf"ranks 1, 2 wait {WAITS} for rank 0, not there yet: barrier, .*, in gathered <gathered 1>",
     ],
+    # In these two the ranks that wait remind the others each second, which is no movement.
+    "not_agreed": [
+        rf"rank 0 waits {WAITS} for rank 2: new group on ranks 0-2.*: the other ranks, in not_agreed <not_agreed 0>",
+        rf"rank 1 waits {WAITS} for rank 0: new group on ranks 0-2.*, in not_agreed <not_agreed 0>",
+        rf"rank 2 waits {WAITS} for ranks 0, 1, not there yet: barrier, .*, in not_agreed <not_agreed 2>",
+    ],
+    "not_started": [
+        rf"rank 1 blocks for {WAITS} in load_data <blocked_coordinator 0>: its loop does not run",
+        rf"rank 0 waits {WAITS} for rank 1: .*: the other ranks, in not_started <not_started 0>",
+        rf"rank 2 waits {WAITS} for rank 0: .*, in not_started <not_started 0>",
+    ],
 }
 
 

@@ -133,6 +133,21 @@ async def gathered(world: ad.World) -> None:
     await ad.barrier()  # gathered 1
 
 
+async def not_agreed(world: ad.World) -> None:
+    if world.rank < 2:
+        await ad.new_group([0, 1, 2])  # not_agreed 0
+    await ad.barrier()  # not_agreed 2
+
+
+async def not_started(world: ad.World) -> None:
+    if world.rank == 1:
+        load_data()
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=5):  # not_started 0
+        pass
+
+
 HANGS: dict[str, Callable[[ad.World], Awaitable[None]]] = {
     each.__name__: each
     for each in (
@@ -148,6 +163,8 @@ HANGS: dict[str, Callable[[ad.World], Awaitable[None]]] = {
         waiting_buffer,
         stopped,
         gathered,
+        not_agreed,
+        not_started,
     )
 }
 

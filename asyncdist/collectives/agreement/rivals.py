@@ -68,6 +68,10 @@ class Rivals:
         joins: by agreement that this rank leads, the members that have come so far; it changes meanwhile.
         send: sends a reminder to a rank.
         object_to: objects to an agreement that the given rank leads.
+
+    Attributes:
+        sent_count, received_count: of reminders. They come all the time while ranks wait in a start, and mean nothing
+            to a watchdog that looks whether the job moves.
     """
 
     def __init__(
@@ -84,6 +88,8 @@ class Rivals:
         self._send = send
         self._object_to = object_to
         self._starts: dict[AgreementKey, OpenStart] = {}
+        self.sent_count = 0
+        self.received_count = 0
 
     @contextlib.contextmanager
     def starting(self, meeting: Meeting) -> Iterator[OpenStart]:
@@ -108,6 +114,7 @@ class Rivals:
             reminder: of that other start.
             leader: the rank that leads it, which has sent the reminder.
         """
+        self.received_count += leader != self._rank
         starts = self._starts.values()
         rival = find_rival(reminder, leader, self._rank, self._engine.clock(), starts)
         if rival is not None:
@@ -129,6 +136,7 @@ class Rivals:
             reminder = _reminder(meeting.key, joins)
             for rank in [rank for rank in meeting.ranks if rank not in joins][:_REMINDED_COUNT_MAX]:
                 self._send(reminder, rank)
+                self.sent_count += 1
         else:
             for key, joins in list(self._joins.items()):
                 if self._rank not in joins and key.subject == meeting.key.subject:

@@ -16,10 +16,15 @@ from asyncdist.runtime.world import World
 _BUSY_SHARE: Final = 0.1
 #: Over how many seconds, at least.
 _SHARE_PERIOD_S: Final = 0.2
+#: For so many reminders that this rank has sent, the ends of their sends are waited for: the last ones of a few starts.
+_REMINDERS_UNDER_WAY_MAX: Final = 32
 
 
 class Signs:
     """Keeps when a rank moved last: a step, a message, a piece of a stream; and when each peer was heard last.
+
+    Ranks that wait in a start for others remind those each second, for ever. That is no movement: a start to which a
+    rank does not come is a hang as any other.
 
     Attributes:
         moved_at: when the rank moved last, as far as samples tell.
@@ -31,6 +36,10 @@ class Signs:
     def __init__(self, world: World) -> None:
         self._world = world
         self._counts: tuple[int, ...] = ()
+        self._message_count = 0
+        self._request_count = 0
+        self._reminded_count = 0
+        self._reminders_under_way = 0
         self._sequences: Counter[int] = Counter()
         self._heard_at: dict[int, float] = {}
         self.moved_at = time.monotonic()
@@ -56,10 +65,15 @@ class Signs:
         services = self._world.services
         steps = sum(probe().step for probe in tuple(services.progress_probes))
         streams = services.slots.sent_nbytes + services.slots.received_nbytes
-        counts = (services.engine.statistics().completion_count, steps, streams)
-        if counts != self._counts:
-            self._counts = counts
+        statistics = services.engine.statistics()
+        message_count = statistics.completion_count - statistics.request_count
+        counts = (message_count - self._world.agreements.rivals.received_count, steps, streams)
+        has_moved = self._has_requested(statistics.request_count) or counts != self._counts
+        self._counts = counts
+        if has_moved:
             self.moved_at = now
+        if has_moved or message_count != self._message_count:
+            self._message_count = message_count
             sequences = services.last_sequences()
             for rank, number in sequences.items():
                 if number != self._sequences.get(rank):
@@ -69,6 +83,15 @@ class Signs:
             cpu_s = self._cpu_s()
             self._share = (cpu_s - self._sampled_cpu_s) / (now - self._sampled_at)
             self._sampled_cpu_s, self._sampled_at = cpu_s, now
+
+    def _has_requested(self, request_count: int) -> bool:
+        """Whether more requests have ended than sends of reminders can have."""
+        sent = self._world.agreements.rivals.sent_count
+        new, self._request_count = request_count - self._request_count, request_count
+        possible = self._reminders_under_way + sent - self._reminded_count
+        self._reminded_count = sent
+        self._reminders_under_way = min(max(possible - new, 0), _REMINDERS_UNDER_WAY_MAX)
+        return new > possible
 
     def _cpu_s(self) -> float:
         return 0.0 if self._clock is None else time.clock_gettime(self._clock)
