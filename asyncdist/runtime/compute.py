@@ -8,6 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import sys
+import threading
+import types
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NamedTuple, Protocol, TypeVar, cast
@@ -77,10 +80,15 @@ class Computing:
         self._awaited: tuple[object, ...] = ()
         self._waiter: asyncio.Future[None]
         self._turn = asyncio.Lock()
+        self._thread: int | None = None
 
     def settles(self, future: object) -> bool:
         """Whether ``future`` is awaited by the ``run`` that is under way, which ends when its function does."""
         return any(future is each for each in self._awaited)
+
+    def frame(self) -> types.FrameType | None:
+        """Return where the function that is run in a thread stands; None where none is."""
+        return sys._current_frames().get(self._thread) if self.is_under_way and self._thread is not None else None
 
     async def run(self, clock: VirtualClock | None, fn: Callable[[], T]) -> T:
         """See :meth:`World.compute`; ``clock`` is the simulation's."""
@@ -140,7 +148,12 @@ class Computing:
     def _in_thread(self, call: Callable[[], T]) -> asyncio.Future[T]:
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"asyncdist-{self._rank}")
-        return self._loop.run_in_executor(self._executor, call)
+
+        def call_here() -> T:
+            self._thread = threading.get_ident()
+            return call()
+
+        return self._loop.run_in_executor(self._executor, call_here)
 
     def close(self) -> None:
         """Start no thread any more; a function that still runs is abandoned."""

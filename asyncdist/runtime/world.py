@@ -12,6 +12,7 @@ import builtins
 import functools
 import os
 import random
+import types
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -299,6 +300,11 @@ class World:
     def is_computed(self, future: object) -> bool:
         """Whether ``future`` is what the ``compute`` or the work on files that is under way waits for."""
         return self._computing.settles(future) or self._file_work.settles(future)
+
+    def frame_of(self, future: object) -> types.FrameType | None:
+        """Return where the function stands, in its thread, for whose end ``future`` waits; None where none is known."""
+        each = self._computing if self._computing.settles(future) else self._file_work
+        return each.frame() if each.settles(future) else None
 
     def generator(self, purpose: str) -> random.Random:
         """Return a generator whose draws follow from the job, the rank and ``purpose`` alone.

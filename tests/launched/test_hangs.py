@@ -85,6 +85,11 @@ TOLD = {
         rf"rank 0 waits {WAITS} for rank 1: .*: the other ranks, in not_started <not_started 0>",
         rf"rank 2 waits {WAITS} for rank 0: .*, in not_started <not_started 0>",
     ],
+    "computing": [
+        r"rank 1 is in World.compute, whose thread is in load_data <blocked_coordinator 0>, which ends by itself, "
+        r"in computing <computing 1>",
+        rf"ranks 0, 2 wait {WAITS} for rank 1, not there yet: barrier, .*, in computing <computing 0>",
+    ],
 }
 
 

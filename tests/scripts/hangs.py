@@ -148,6 +148,12 @@ async def not_started(world: ad.World) -> None:
         pass
 
 
+async def computing(world: ad.World) -> None:
+    if world.rank == 1:
+        await world.compute(load_data)  # computing 1
+    await ad.barrier()  # computing 0
+
+
 HANGS: dict[str, Callable[[ad.World], Awaitable[None]]] = {
     each.__name__: each
     for each in (
@@ -165,6 +171,7 @@ HANGS: dict[str, Callable[[ad.World], Awaitable[None]]] = {
         gathered,
         not_agreed,
         not_started,
+        computing,
     )
 }
 

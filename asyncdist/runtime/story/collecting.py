@@ -107,6 +107,8 @@ def _wait(who: str, task: asyncio.Task[Any], world: World) -> Wait:
     futures = futures_awaited(task, world, set())
     if futures is None:
         does = str(what) if waiter_of(task) is not None else ""
+        if (beside := _line_beside(task, world)) is not None:
+            does = f"{does}, whose thread is in {beside}"
         return Wait(who, does, line_of(frame) if frame else "", ends_by_itself=True)
     known = [(engine.awaited(future), engine.awaited_s(future)) for future in futures]
     ages = [age for _, age in known if age is not None]
@@ -125,6 +127,13 @@ def _wait(who: str, task: asyncio.Task[Any], world: World) -> Wait:
         ends_by_itself=False,
         collective=collective,
     )
+
+
+def _line_beside(task: asyncio.Task[Any], world: World) -> str | None:
+    """Return the user's line in which the thread stands, for whose end a task waits."""
+    frame = world.frame_of(waiter_of(task))
+    users = next((each for each in _outwards(frame) if _is_users(each)), None)
+    return None if users is None else line_of(users)
 
 
 def _first(ranks: Iterable[int]) -> list[int]:
