@@ -379,7 +379,7 @@ def _main(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.command == "replay":
         return _replay(options, rest)
     if options.command in ("report", "trace", "export", "query"):
-        return int(options.call(options))
+        return report.run(options)
     if options.command == "init":
         return _init(options.flavour, Path(options.path))
     if options.command == "top":

@@ -76,6 +76,15 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     query.add_argument("statement", metavar="SQL", help="a statement of SQLite's; each kind of event is a table")
 
 
+def run(options: argparse.Namespace) -> int:
+    """Do what one of these commands is asked for; return the exit code."""
+    try:
+        return int(options.call(options))
+    except KeyboardInterrupt:
+        print(f"asyncdist {options.command}: interrupted", file=sys.stderr)
+        return 130
+
+
 def run_report(folder: str, job: str | None, out: str | None) -> int:
     """Write the page; return the exit code."""
     from asyncdist.recording.reader import RecordingError, read_recording

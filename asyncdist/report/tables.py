@@ -28,6 +28,8 @@ _FIRST: Final = ("rank", "incarnation", "time_s")
 #: The columns of the table of ranks.
 RANKS: Final = ("rank", "incarnation", "hostname", "pid", "transport", "began_at_s", "damage")
 _BATCH: Final = 10_000
+#: So many instructions of SQLite's machine lie between two moments in which Python can heed a signal.
+_INSTRUCTIONS_BETWEEN: Final = 100_000
 
 
 class QueryError(Exception):
@@ -145,6 +147,7 @@ def query(recording: Recording, statement: str) -> tuple[list[str], Iterator[Seq
         connection.execute(inserts[table], row)
     connection.commit()
     connection.execute("PRAGMA query_only = ON")
+    connection.set_progress_handler(lambda: 0, _INSTRUCTIONS_BETWEEN)
     try:
         cursor = connection.execute(statement)
     except (sqlite3.Error, ValueError) as error:  # ValueError: it is no UTF-8, or has a NUL
@@ -162,7 +165,13 @@ def _fetched(cursor: sqlite3.Cursor, wanted: Sequence[str]) -> Iterator[Sequence
 
 
 def _refusal(error: Exception, wanted: Sequence[str]) -> QueryError:
-    """Say why SQLite refuses a query, and what there is: the columns that it may name, or the tables."""
+    """Say why SQLite refuses a query, and what there is: the columns that it may name, or the tables.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C has ended it.
+    """
+    if str(error) == "interrupted":  # what a signal's handler raised there, SQLite drops
+        raise KeyboardInterrupt from error
     why = "it is no UTF-8" if isinstance(error, UnicodeError) else str(error)
     there = [f"the tables: {', '.join((*KINDS, 'ranks'))}"]
     if why.startswith("no such column") and wanted:

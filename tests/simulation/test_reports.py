@@ -10,6 +10,8 @@ import json
 import math
 import re
 import resource
+import signal
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -349,3 +351,30 @@ def test_a_folder_without_a_recording_is_one_line(
     code, out, err = run(capsys, command, str(tmp_path), *rest)
     assert (code, out) == (2, "")
     assert err.startswith(f"asyncdist {command}: {tmp_path} has no recording") and err.count("\n") == 1
+
+
+def test_ctrl_c_ends_a_long_query_with_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timer = threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    read = tables.rows
+
+    def rows(*arguments: Any) -> Any:
+        timer.start()  # from now on the command is in SQLite, or on the way to it
+        return read(*arguments)
+
+    monkeypatch.setattr(tables, "rows", rows)
+    numbers = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 1000000000) SELECT count(*) FROM n"
+    assert run(capsys, "query", str(folder), numbers) == (130, "", "asyncdist query: interrupted\n")
+
+
+@pytest.mark.parametrize("words", [("report",), ("trace",), ("export",), ("query", "SELECT 1")])
+def test_ctrl_c_while_a_recording_is_read_is_one_line(
+    words: tuple[str, ...], folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> Recording:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("asyncdist.recording.reader.read_recording", interrupted)
+    command, *rest = words
+    assert run(capsys, command, str(folder), *rest) == (130, "", f"asyncdist {command}: interrupted\n")
