@@ -349,9 +349,8 @@ MUTANTS: Final = (
         "deadline",
         "waiting for a condition has no timer: the deadline is judged when something else happens",
         "asyncdist/messaging/engine.py",
-        "                timer = self.loop.call_at(deadline, resolve_waiter, waiter, None) "
-        "if deadline is not None else None\n",
-        "                timer = None\n",
+        "                alarm = Alarm(self.loop, deadline, waiter) if deadline is not None else None\n",
+        "                alarm = None\n",
         ABSENT,
     ),
     Mutant(
