@@ -73,9 +73,9 @@ class DirectWriteSender:
         nbytes = self._engine.measured(
             f"written to {self.stream.dest}, slot {self.stream.slot}", self.tail.written_nbytes
         )
-        while self.tail.written_nbytes < nbytes:  # in a replay, which is slower
-            self.tail.write_piece()
-        self.tail.written_nbytes = nbytes
+        while self.tail.written_nbytes < nbytes and self.tail.write_piece():  # in a replay, which is slower
+            pass
+        self.tail.written_nbytes = min(self.tail.written_nbytes, nbytes)
         count = memoryview(self.tail.written_nbytes.to_bytes(_COUNT_NBYTES, "little"))
         self.stream.send_last(count, split(self.tail.rest, streams.USER_CHUNK_NBYTES))
 
