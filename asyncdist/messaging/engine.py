@@ -544,7 +544,7 @@ class Engine(Poller):
             return await future
         finally:
             del self._settlers[future]
-            self._note_woken(False)
+            self._note_woken(True)
             if self.on_waited is not None and began_at is not None:
                 self.on_waited(what or task.get_name(), self.loop.time() - began_at)
 
