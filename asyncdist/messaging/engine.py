@@ -497,7 +497,7 @@ class Engine(Poller):
         waiter = asyncio.shield(task)
         self.collective_waits.add(waiter)
         try:
-            result = await self.settled_by(task, waiter, "a collective")
+            result = await self.settled_by(task, waiter, "a collective", counts=False)  # its end does
         except AsyncdistError:
             await self.note_failed()
             raise
@@ -536,15 +536,24 @@ class Engine(Poller):
         finally:
             task.remove_done_callback(wake)
 
-    async def settled_by(self, task: asyncio.Task[Any], future: asyncio.Future[T], what: str = "") -> T:
-        """Await ``future``, which ``task`` settles, and let reports see that; ``what`` says it in words."""
+    async def settled_by(
+        self, task: asyncio.Task[Any], future: asyncio.Future[T], what: str = "", *, counts: bool = True
+    ) -> T:
+        """Await ``future``, which ``task`` settles, and let reports see that.
+
+        Args:
+            task: settles it.
+            future: is awaited.
+            what: this wait in words.
+            counts: whether it is one of the waits by which a recording tells places.
+        """
         self._settlers[future] = task
         began_at = None if self.on_waited is None else self.loop.time()
         try:
             return await future
         finally:
             del self._settlers[future]
-            self._note_woken(True)
+            self._note_woken(counts)
             if self.on_waited is not None and began_at is not None:
                 self.on_waited(what or task.get_name(), self.loop.time() - began_at)
 
