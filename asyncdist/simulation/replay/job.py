@@ -9,10 +9,12 @@ from typing import Any, Final
 import numpy
 import torch
 
+from asyncdist.recording.events import Event
 from asyncdist.recording.reader import RankRecording, Recording
 from asyncdist.runtime.world import World
 from asyncdist.simulation.processes.event_loop import RankLoop
 from asyncdist.simulation.replay.comparison import DivergenceError
+from asyncdist.simulation.replay.cut import cut_at_signals
 from asyncdist.simulation.replay.gate import Gate
 from asyncdist.simulation.replay.log import RankLog, log_of
 from asyncdist.simulation.replay.mailbox import Mailbox
@@ -42,7 +44,8 @@ class ReplayedJob:
         self._size = recording.size
         self._on_open = on_open
         self._recorded = {each.rank: each for each in recording.ranks}
-        self._logs = {rank: _log_of(each) for rank, each in self._recorded.items()}
+        records = cut_at_signals({rank: list(each.events()) for rank, each in self._recorded.items()})
+        self._logs = {rank: _log_of(each.header, records[rank]) for rank, each in self._recorded.items()}
         self._mailboxes = [Mailbox() for _ in range(recording.size)]
         self._gates: dict[int, Gate] = {}
         self._found: list[DivergenceError] = []
@@ -184,11 +187,10 @@ class ReplayedRank:
         """Do nothing."""
 
 
-def _log_of(recorded: RankRecording) -> RankLog:
-    header = recorded.header
+def _log_of(header: Mapping[str, Any], events: Sequence[Event]) -> RankLog:
     is_native = bool(header["capabilities"]["native_collectives"])
     return log_of(
-        recorded.events(),
+        events,
         int(header.get("sent_before_count", 0)),
         is_native=is_native,
         tells_sleeps=bool(header.get("tells_sleeps")),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,8 +18,6 @@ DECISIONS: Final = frozenset(
         *("coordinator", "closed", "weights", "lost"),
     }
 )
-#: The errors with which a signal ends a main.
-_SIGNALS: Final = (f"SystemExit: {128 + signal.SIGTERM}", "KeyboardInterrupt")
 #: A message, by its source and tag.
 Key: TypeAlias = tuple[int, int]
 
@@ -205,15 +202,15 @@ def log_of(
     tells_sleeps: bool = False,
     tells_collectives: bool = False,
 ) -> RankLog:
-    """Read a rank's events, up to where a signal has ended it: a replay has no signals.
+    """Read a rank's events.
 
     Args:
-        events: as they were recorded.
+        events: as they were recorded, up to where a signal has ended the rank.
         sent_before_count: how many messages the rank sent before its world was open.
         is_native: whether the backend carried collectives by itself: what a replay sends for them does not count.
         tells_sleeps, tells_collectives: see :class:`RankLog`.
     """
-    events = _before_signal(list(events))
+    events = list(events)
     tells_ends = is_native and any(event.kind == "collective" for event in events)
     entries: deque[Any] = deque()
     early: Counter[Key] = Counter()
@@ -297,14 +294,3 @@ def _taken(event: Event, number: int, turn: int, sent_count: int, key: Key) -> T
 
 def _is_of_collectives(tag: int) -> bool:
     return tags.COLLECTIVE_FIRST <= tag <= tags.COLLECTIVE_LAST
-
-
-def _before_signal(events: list[Event]) -> list[Event]:
-    """Return what came before a signal to main; up to the last step, where a signal was raised in user code."""
-    places = {event.kind: place for place, event in reversed(list(enumerate(events)))}  # the first of each kind
-    if "interrupted" in places:
-        return events[: places["interrupted"]]
-    if any(event.kind == "over" and str(event.fields[0]).startswith(_SIGNALS) for event in events):
-        steps = [place for place, event in enumerate(events) if event.kind == "step"]
-        return events[: steps[-1] + 1] if steps else []
-    return events

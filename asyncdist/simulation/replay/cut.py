@@ -1,0 +1,95 @@
+"""Ends the records of a job where a signal ended its ranks: a replay has no signals.
+
+The records end in a consistent state: no rank sees a message that another one sent after the end of its own record (K.
+M. Chandy and L. Lamport, Distributed Snapshots: Determining Global States of Distributed Systems, ACM Transactions on
+Computer Systems 3(1), 1985).
+"""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from asyncdist.recording.events import Event
+from asyncdist.simulation.replay.log import Key
+
+#: The errors with which a signal ends a main.
+_SIGNALS: Final = (f"SystemExit: {128 + signal.SIGTERM}", "KeyboardInterrupt")
+
+
+def cut_at_signals(records: Mapping[int, Sequence[Event]]) -> dict[int, Sequence[Event]]:
+    """Return what each rank saw and did before a signal, or the message of a rank after its signal, came to it.
+
+    Args:
+        records: the events of each rank.
+    """
+    ends = {rank: _end(events) for rank, events in records.items()}
+    if any(ends[rank] < len(events) for rank, events in records.items()):
+        _make_consistent(ends, {rank: _Messages.of(events) for rank, events in records.items()})
+    return {rank: events[: ends[rank]] for rank, events in records.items()}
+
+
+def _end(events: Sequence[Event]) -> int:
+    """Return how many events came before a signal to main; up to the last step, where one was raised in user code."""
+    places = {event.kind: place for place, event in reversed(list(enumerate(events)))}  # the first of each kind
+    if "interrupted" in places:
+        return places["interrupted"]
+    if any(event.kind == "over" and str(event.fields[0]).startswith(_SIGNALS) for event in events):
+        return max((place + 1 for place, event in enumerate(events) if event.kind == "step"), default=0)
+    return len(events)
+
+
+@dataclass(slots=True)
+class _Messages:
+    """Says where a record has messages.
+
+    Attributes:
+        end: the place after the last event. What the rank sent last may not be there: its process was ended.
+        sent: places of messages to each rank and tag.
+        received: places, and their sources and tags.
+    """
+
+    end: int
+    sent: defaultdict[Key, list[int]] = field(default_factory=lambda: defaultdict(list))
+    received: list[tuple[int, Key]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, events: Sequence[Event]) -> _Messages:
+        """Return where these events have messages."""
+        found = cls(len(events))
+        for place, event in enumerate(events):
+            match event.kind, event.fields:
+                case "sent", (int(dest), int(tag), *_):
+                    found.sent[dest, tag].append(place)
+                case "received", (int(source), int(tag), *_):
+                    found.received.append((place, (source, tag)))
+        return found
+
+    def first_received_after(self, ends: Mapping[int, int], rank: int, messages: Mapping[int, _Messages]) -> int | None:
+        """Return the place of this rank's first message that was sent after the end of its source's record."""
+        counts: Counter[Key] = Counter()
+        for place, (source, tag) in self.received:
+            if place >= ends[rank]:
+                return None
+            number = counts[source, tag]
+            counts[source, tag] += 1
+            by_source = messages[source]
+            sent = by_source.sent[rank, tag]
+            sent_at = sent[number] if number < len(sent) else by_source.end
+            if ends[source] <= sent_at and ends[source] < by_source.end:
+                return place
+        return None
+
+
+def _make_consistent(ends: dict[int, int], messages: Mapping[int, _Messages]) -> None:
+    """Shorten records until no rank receives what was sent after the end of another record."""
+    has_changed = True
+    while has_changed:
+        has_changed = False
+        for rank, of_rank in messages.items():
+            place = of_rank.first_received_after(ends, rank, messages)
+            if place is not None:
+                ends[rank], has_changed = place, True
