@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import asyncdist as ad
+from asyncdist import tags
 from asyncdist.recording.reader import read_recording
 from asyncdist.simulation import replay, simulate
 from asyncdist.simulation.replay.admission import Admission
@@ -225,3 +226,31 @@ def test_a_message_comes_when_as_many_waits_have_begun_as_had_then(tmp_path: Pat
     simulate(main, ranks=2, seed=1, record=tmp_path)
     replay(main, recording=read_recording(tmp_path))
     assert ends_at_s[1] < PATIENCE_S
+
+
+def test_what_comes_while_main_waits_for_the_result_of_a_task_is_not_left_to_its_next_safe_point(
+    tmp_path: Path,
+) -> None:
+    """As a report is that comes while the coordinator waits for the others to start their policies, on MPI."""
+
+    async def main(world: ad.World) -> list[str]:
+        engine, order = world.services.engine, []
+        channel = world.services.open_channel(
+            Word, tag=40, scope=0, name="words", handler=lambda _: order.append("heard")
+        )
+        if world.rank == 1:
+            await channel.send(Word(1), 0)
+            await asyncio.sleep(0.01)
+            await engine.send(b"x", 0, tags.COLLECTIVE_LAST)
+            return []
+
+        start = asyncio.create_task(engine.receive(bytearray(1), 1, tags.COLLECTIVE_LAST))
+        await engine.settled_by(start, asyncio.shield(start))
+        order.append("on")
+        await world.progress()
+        return order
+
+    recorded = simulate(main, ranks=2, seed=1, record=tmp_path)
+    assert recorded.results[0] == ["heard", "on"]
+    keep_events(read_recording(tmp_path).ranks[0], lambda event: event.get("tag") != tags.COLLECTIVE_LAST)
+    assert replay(main, recording=read_recording(tmp_path)).report.results == recorded.results

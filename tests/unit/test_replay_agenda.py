@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from asyncdist.recording.events import Event
 from asyncdist.simulation.replay.agenda import Agenda
-from asyncdist.simulation.replay.log import Entry, RankLog, Reading, SafePoint, Taken, TakenByTask, log_of
+from asyncdist.simulation.replay.log import Entry, RankLog, Reading, SafePoint, Taken, TakenByTask
 from asyncdist.simulation.replay.mailbox import Mailbox
 
 
@@ -71,22 +70,6 @@ def test_a_line_that_read_the_clock_after_a_message_is_shown_that_first() -> Non
     agenda.catch_up = catch_up
     assert (read(), shown) == (1.0, [])
     assert (read(), shown) == (2.0, [message])
-
-
-@pytest.mark.parametrize(("marks_signal", "tags"), [(True, [1, 2]), (False, [1])])
-def test_a_rank_that_a_signal_has_ended_is_shown_what_came_before_it(marks_signal: bool, tags: list[int]) -> None:
-    """Where the signal was raised in user code, its place is not known: that is after the last step."""
-    events = [
-        Event(1.0, "received", (0, 1, 8, 1, 0, 0)),
-        Event(2.0, "step", (0, 0, 0.1)),
-        Event(3.0, "received", (0, 2, 8, 2, 0, 0)),
-        *([Event(4.0, "interrupted", ())] if marks_signal else []),
-        Event(5.0, "received", (0, 3, 8, 3, 0, 0)),
-        Event(6.0, "over", ("SystemExit: 143",)),
-    ]
-    log = log_of(events)
-    assert [tag for entry in log.entries if isinstance(entry, Taken) for _, tag in entry.keys] == tags
-    assert not log.is_over
 
 
 @pytest.mark.parametrize(
