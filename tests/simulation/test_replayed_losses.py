@@ -316,3 +316,41 @@ def test_main_leaves_a_collective_that_fails_when_it_did(
     keep_events(of_rank_0, lambda event: False, *before, *moved, *after)
     replay(is_left_by_a_collective, places, recording=read_recording(tmp_path))
     assert places == ["before", expected]
+
+
+def test_a_task_that_looks_for_a_message_has_a_loss_first_that_it_saw_as_it_looked(tmp_path: Path) -> None:
+    """It goes on with the message before anybody goes on because of the loss."""
+
+    async def main(world: ad.World) -> list[str]:
+        channel, engine, order = world.channel(Word, tag=40), world.services.engine, []
+        if world.rank == 1:
+            await channel.send(Word(1), 0)
+            await world.sleep(2.0)
+        elif world.rank == 2:
+            await world.safe_point()
+            await world.sleep(2.0)
+        else:
+
+            async def note_loss() -> None:
+                await engine.until(lambda: 2 in world.services.gone)
+                order.append("loss")
+
+            noting = asyncio.create_task(note_loss())
+            await world.sleep(0.05)
+            await engine.send(b"x", 1, 41)
+            await channel.receive()
+            order.append("message")
+            await world.safe_point()
+            await noting
+        return order
+
+    of_rank_0 = record_with_a_kill(main, tmp_path).ranks[0]
+    events = list(of_rank_0.events())
+    word = next(event for event in events if event.kind == "received" and event.get("tag") == 40)
+    loss = next(event for event in events if event.kind == "lost")
+    kept = [event for event in events if event not in (word, loss)]
+    at = next(place for place, event in enumerate(kept) if event.kind == "sent" and event.get("tag") == 41) + 1
+    seen = with_fields(loss, turn=2, woken=1), with_fields(word, **{"pass": -1}, turn=2, woken=1, begun=2)
+    moved = [each._replace(time_s=kept[at].time_s) for each in seen]
+    keep_events(of_rank_0, lambda _: False, *kept[:at], *moved, *kept[at:])
+    assert replay(main, recording=read_recording(tmp_path)).report.results[0] == ["message", "loss"]

@@ -63,7 +63,7 @@ def test_what_a_rank_is_shown_last_comes_in_the_order_in_which_it_came() -> None
     log = RankLog(deque(), Counter(), defaultdict(deque), defaultdict(deque), frozenset({40}), True, "", False)
     mailbox = Mailbox()
     agenda: Any = SimpleNamespace(is_done=True, is_open=True)
-    admission = Admission(log, mailbox, agenda, lambda: None, lambda: None)
+    admission = Admission(log, mailbox, agenda, lambda: None, lambda: None, lambda: None)
     mailbox.put(1, 40, b"1")
     mailbox.put(0, 40, b"0")
     admission.permit([(0, 40), (1, 40)])

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 from asyncdist.messaging.engine import Engine
 from asyncdist.simulation.replay.agenda import COLLECTIVE_TAGS, Agenda
-from asyncdist.simulation.replay.log import Key, RankLog, TakenByTask
+from asyncdist.simulation.replay.log import Key, Lost, RankLog, TakenByTask
 from asyncdist.simulation.replay.mailbox import Mailbox
 from asyncdist.transports.base import ANY_SOURCE
 
@@ -23,6 +23,7 @@ class Admission:
         agenda: what it sees next.
         on_late: called where a task wants to take a message by itself that is not there yet.
         on_taken: called as a message is taken.
+        see_losses: shows the rank the losses that are next.
     """
 
     def __init__(
@@ -32,12 +33,14 @@ class Admission:
         agenda: Agenda,
         on_late: Callable[[], None],
         on_taken: Callable[[], None],
+        see_losses: Callable[[], None],
     ) -> None:
         self._log = log
         self._mailbox = mailbox
         self._agenda = agenda
         self._on_late = on_late
         self._on_taken = on_taken
+        self._see_losses = see_losses
         self._early = Counter(log.early)
         self._permitted: deque[Key] = deque()
         self._engine: Engine
@@ -76,6 +79,10 @@ class Admission:
 
     def _key_of_task(self, source: int, tag: int) -> Key | None:
         """Return what a task may take by itself now: one of the messages that are next, all of which tasks took."""
+        if isinstance(self._agenda.next(), Lost):
+            first = next((sight for sight in self._agenda.sights() if not isinstance(sight, Lost)), None)
+            if isinstance(first, TakenByTask) and fits(first.keys[0], source, tag):
+                self._see_losses()  # as the task looked for this message
         late: list[TakenByTask] = []
         for sight in self._agenda.sights():
             if tag not in COLLECTIVE_TAGS and self._agenda.is_seen_at_point(sight):

@@ -86,7 +86,7 @@ class Gate:
         self.agenda.catch_up = self._catch_up
         self._hold = Hold(self.agenda, loop, lambda: not self._is_main_running(), self._catch_up)
         self.admission = Admission(
-            log, mailbox, self.agenda, self._hold.begin_if_late, lambda: self._lookout.look_soon()
+            log, mailbox, self.agenda, self._hold.begin_if_late, lambda: self._lookout.look_soon(), self.see_losses
         )
         self._lookout = Lookout(
             self.agenda, self.admission, self._timers, self._deadlines, loop, self._show, self._catch_up
@@ -175,7 +175,7 @@ class Gate:
             self._ring()
 
     def see_losses(self) -> None:
-        """See the losses that the rank saw before the send that comes now, which may fail by them."""
+        """See the losses that the rank saw before what its task does now: a send, say, which may fail by them."""
         while isinstance(sight := self.agenda.next(), Lost) and self.agenda.is_open and self.agenda.is_due(sight):
             self._show(sight)
 
