@@ -75,6 +75,8 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     # A number that follows from nothing but timing, as how much of a tensor was written into another rank's memory.
     "measured": ("what", "value"),
 }
+#: In place of the number of a pass: the message came before the rank's world was open.
+BEFORE_WORLD: Final = -2
 #: Events that a rank keeps in memory. Steps, messages and reports that come are not among them: they are too many.
 CAPACITY: Final = 256
 

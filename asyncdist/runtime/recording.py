@@ -16,6 +16,7 @@ import torch
 
 from asyncdist.messaging.engine import Engine
 from asyncdist.messaging.services import clock_of
+from asyncdist.recording.events import BEFORE_WORLD
 from asyncdist.recording.writer import RecordOptions, RecordWriter, header_of
 from asyncdist.runtime.sleeps import send_names, set_sleeps_by
 from asyncdist.runtime.world import World
@@ -94,7 +95,7 @@ class Recording:
         if kind == "received":
             engine = self._engine
             if engine is None:
-                writer.note(kind, peer, tag, nbytes, -2, 0)
+                writer.note(kind, peer, tag, nbytes, BEFORE_WORLD, 0)
             else:
                 number = engine._pass_count % 65536 if engine._in_pass else -1
                 writer.note(kind, peer, tag, nbytes, number, engine.turn, engine.woken_count, engine.begun_count)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict, deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,7 +59,7 @@ def test_of_two_deadlines_of_one_name_the_earlier_one_passes() -> None:
 
 def test_what_a_rank_is_shown_last_comes_in_the_order_in_which_it_came() -> None:
     """There is nothing more to see then, but others have sent in another order."""
-    log = RankLog(deque(), Counter(), defaultdict(deque), defaultdict(deque), frozenset({40}), True, "", False)
+    log = RankLog(tags={40}, is_over=True)
     mailbox = Mailbox()
     agenda: Any = SimpleNamespace(is_done=True, is_open=True)
     admission = Admission(log, mailbox, agenda, lambda: None, lambda: None, lambda: None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +14,7 @@ from asyncdist.simulation.replay.mailbox import Mailbox
 
 
 def agenda_of(*entries: Entry, woken_count: int = 0) -> Agenda:
-    tags = frozenset({1})
-    log = RankLog(deque(entries), Counter(), {}, {}, tags, is_over=True, error="", is_native=False)
+    log = RankLog(deque(entries), tags={1}, is_over=True)
     nobody: Any = SimpleNamespace(has=lambda what: False)
     agenda = Agenda(log, Mailbox(), nobody, nobody, lambda: 0.0)
     engine: Any = SimpleNamespace(woken_count=0, begun_count=0, turn=0, _in_pass=False)
@@ -53,7 +52,6 @@ def test_a_line_that_read_the_clock_after_a_message_is_shown_that_first() -> Non
     """Its task had been started before, and went on with what the message brought."""
     message = Taken(0, 0, 0, 0.0, [(2, 1)])
     agenda = agenda_of(message)
-    agenda._log.clock = defaultdict(deque)  # type: ignore[misc]
 
     def read() -> float:
         return agenda.read_clock()

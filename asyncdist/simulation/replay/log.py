@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, TypeAlias
 
 from asyncdist import tags
-from asyncdist.recording.events import Event
+from asyncdist.recording.events import BEFORE_WORLD, Event
 
 #: Events that a replay must repeat, field by field.
 DECISIONS: Final = frozenset(
@@ -171,18 +171,18 @@ class RankLog:
         tells_collectives: whether it tells of all collectives that have ended when a task went on after them.
     """
 
-    entries: deque[Entry]
-    early: Counter[Key]
-    clock: Mapping[int, deque[Reading]]
-    decisions: Mapping[str, deque[Event]]
-    tags: frozenset[int]
-    is_over: bool
-    error: str
-    is_native: bool
+    entries: deque[Entry] = field(default_factory=deque)
+    early: Counter[Key] = field(default_factory=Counter)
+    clock: defaultdict[int, deque[Reading]] = field(default_factory=lambda: defaultdict(deque))
+    decisions: defaultdict[str, deque[Event]] = field(default_factory=lambda: defaultdict(deque))
+    tags: set[int] = field(default_factory=set)
+    is_over: bool = False
+    error: str = ""
+    is_native: bool = False
     tells_sleeps: bool = False
     tells_collectives: bool = False
-    results: Mapping[int, deque[tuple[int, bytes]]] = field(default_factory=dict)
-    measured: Mapping[str, deque[int]] = field(default_factory=dict)
+    results: defaultdict[int, deque[tuple[int, bytes]]] = field(default_factory=lambda: defaultdict(deque))
+    measured: defaultdict[str, deque[int]] = field(default_factory=lambda: defaultdict(deque))
 
     def is_without_messages(self, tag: int | None) -> bool:
         """Whether collectives on that tag were carried by MPI: the record has no messages of theirs, and none waits."""
@@ -211,61 +211,86 @@ def log_of(
         tells_sleeps, tells_collectives: see :class:`RankLog`.
     """
     events = list(events)
+    log = RankLog(is_native=is_native, tells_sleeps=tells_sleeps, tells_collectives=tells_collectives)
     tells_ends = is_native and any(event.kind == "collective" for event in events)
-    entries: deque[Any] = deque()
-    early: Counter[Key] = Counter()
-    clock: defaultdict[int, deque[Reading]] = defaultdict(deque)
-    decisions: defaultdict[str, deque[Event]] = defaultdict(deque)
-    results: defaultdict[int, deque[tuple[int, bytes]]] = defaultdict(deque)
-    measured: defaultdict[str, deque[int]] = defaultdict(deque)
-    received_tags = set()
-    point: SafePoint | None = None
-    last_pass, sent_count, seen_count, reading_count, is_over, error = -1, -sent_before_count, 0, 0, False, ""
+    reader = _Reader(log, sent_before_count, tells_ends=tells_ends)
     for event in events:
-        to = entries if point is None else point.sights
+        reader.read(event)
+    return log
+
+
+class _Reader:
+    """Fills a log, event by event.
+
+    Args:
+        log: the log.
+        sent_before_count: how many messages the rank sent before its world was open.
+        tells_ends: whether the record tells the ends of collectives, so that their messages do not count.
+    """
+
+    def __init__(self, log: RankLog, sent_before_count: int, *, tells_ends: bool) -> None:
+        self._log = log
+        self._tells_ends = tells_ends
+        self._sights: deque[Any] = log.entries  # of the safe point that is under way, if one is
+        self._point: SafePoint | None = None
+        self._last_pass = -1
+        self._sent_count = -sent_before_count
+        self._seen_count = self._reading_count = 0
+
+    def read(self, event: Event) -> None:
+        """Put down what an event tells."""
+        log = self._log
         match event.kind, event.fields:
             case "safe_point", (bool(has_ended), int(turn_count), *_):
-                if point is None or not has_ended:  # where nothing was seen in it, its beginning is not written down
-                    point = SafePoint(event.get("woken") or 0, sent_count, time_s=event.time_s)
-                    entries.append(point)
-                    sent_count = 0
-                if has_ended:
-                    point.turn_count, point.has_ended = turn_count, True
-                    point = None
-            case "received", (int(), int(tag), *_) if tells_ends and _is_of_collectives(tag):
-                pass  # a replay may send others for it
-            case "received", (int(source), int(tag), int(), -2, *_):
-                early[source, tag] += 1
-                received_tags.add(tag)
-            case "received", (int(source), int(tag), int(), int(number), int(turn), *_):
-                received_tags.add(tag)
-                if number >= 0 and to and type(to[-1]) is Taken and number == last_pass:
-                    to[-1].keys.append((source, tag))
-                else:
-                    to.append(_taken(event, number, turn, sent_count, (source, tag)))
-                    seen_count += number >= 0
-                last_pass = number
+                self._read_safe_point(event, has_ended, turn_count)
+            case "received", (int(source), int(tag), int(), int(number), *_):
+                if not (self._tells_ends and _is_of_collectives(tag)):  # a replay may send others for these
+                    self._read_message(event, number, (source, tag))
             case "sent", (int(), int(tag), *_):
-                last_pass = -1  # what the pass takes up after this may answer it
-                sent_count += not (is_native and _is_of_collectives(tag))
+                self._last_pass = -1  # what the pass takes up after this may answer it
+                self._sent_count += not (log.is_native and _is_of_collectives(tag))
             case "deadline" | "timer" | "failed" | "collective" | "lost", _:
-                to.append(_seen(event, sent_count))
-                seen_count += 1
+                self._sights.append(_seen(event, self._sent_count))
+                self._seen_count += 1
             case "clock", (float(seconds), int(line)):
-                clock[line].append(Reading(seconds, seen_count, reading_count))
-                reading_count += 1
+                log.clock[line].append(Reading(seconds, self._seen_count, self._reading_count))
+                self._reading_count += 1
             case "reduced", (int(tag), int(nbytes), str(text)):
-                results[tag].append((nbytes, bytes.fromhex(text)))
+                log.results[tag].append((nbytes, bytes.fromhex(text)))
             case "measured", (str(what), int(value)):
-                measured[what].append(value)
+                log.measured[what].append(value)
             case "over", (str(text),):
-                is_over, error = True, text
+                log.is_over, log.error = True, text
         if event.kind in DECISIONS:
-            decisions[event.kind].append(event)
-    tags_received, tells = frozenset(received_tags), (tells_sleeps, tells_collectives)
-    return RankLog(
-        entries, early, clock, decisions, tags_received, is_over, error, is_native, *tells, results, measured
-    )
+            log.decisions[event.kind].append(event)
+
+    def _read_safe_point(self, event: Event, has_ended: bool, turn_count: int) -> None:
+        point = self._point
+        if point is None or not has_ended:  # where nothing was seen in it, its beginning is not written down
+            point = SafePoint(event.get("woken") or 0, self._sent_count, time_s=event.time_s)
+            self._log.entries.append(point)
+            self._sent_count = 0
+        if has_ended:
+            point.turn_count, point.has_ended = turn_count, True
+        self._point = None if has_ended else point
+        self._sights = self._log.entries if has_ended else point.sights
+
+    def _read_message(self, event: Event, number: int, key: Key) -> None:
+        """Put down a message, which the pass of this number took up; below 0 none did."""
+        self._log.tags.add(key[1])
+        if number == BEFORE_WORLD:
+            self._log.early[key] += 1
+            return
+        sights = self._sights
+        if number >= 0 and sights and type(sights[-1]) is Taken and number == self._last_pass:
+            sights[-1].keys.append(key)
+        else:
+            kind = Taken if number >= 0 else TakenByTask
+            turn, woken_count, begun_count = (int(event.get(name) or 0) for name in ("turn", "woken", "begun"))
+            at = (turn, woken_count, self._sent_count, event.time_s)
+            sights.append(kind(*at, [key], begun_count=begun_count))
+            self._seen_count += number >= 0
+        self._last_pass = number
 
 
 def _seen(event: Event, sent_count: int) -> Sight:
@@ -283,13 +308,6 @@ def _seen(event: Event, sent_count: int) -> Sight:
             return Left(*at, end_of_collective(int(event.get("tag") or 0)))
         case _:
             return Lost(*at, int(event.get("rank") or 0))
-
-
-def _taken(event: Event, number: int, turn: int, sent_count: int, key: Key) -> Taken:
-    """Return a message that a pass took up, or, where its number is below 0, a task by itself."""
-    kind = Taken if number >= 0 else TakenByTask
-    woken_count, begun_count = (int(event.get(name) or 0) for name in ("woken", "begun"))
-    return kind(turn, woken_count, sent_count, event.time_s, [key], begun_count=begun_count)
 
 
 def _is_of_collectives(tag: int) -> bool:
