@@ -238,8 +238,9 @@ class Collectives:
         else:
             start = functools.partial(group.native.all_reduce, work.numpy(), how)
             await self._native(group, start, f"all_reduce {op}")
-        if self._engine.on_reduced is not None and group.size > 2 and reductions.depends_on_order(work):
-            self._engine.on_reduced(group.tag, byte_view(work))
+        observer = self._engine.observer
+        if observer is not None and group.size > 2 and reductions.depends_on_order(work):
+            observer.on_reduced(group.tag, byte_view(work))
         reductions.store(work, tensor, op)
         return tensor
 

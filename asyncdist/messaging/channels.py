@@ -160,8 +160,8 @@ class Channel(Generic[MessageT]):
             LocalProtocolError, ClosedError, RankLostError: as ``send_nowait``.
         """
         request = self._post(message, dest, round)
-        is_numbered = self._engine.name_send is not None
-        if (request is not None or is_numbered) and await self._has_waited_for(request, dest):
+        is_observed = self._engine.observer is not None
+        if (request is not None or is_observed) and await self._has_waited_for(request, dest):
             return
         self._since_yield += 1
         if self._since_yield >= FAIRNESS_PERIOD:  # only once it is posted: another task's later send would overtake it
@@ -171,7 +171,7 @@ class Channel(Generic[MessageT]):
     async def _has_waited_for(self, request: Request | None, dest: int) -> bool:
         """Wait until a message has left; return whether that took its time."""
         engine, tag = self._engine, self.demultiplexer.tag
-        name = "" if engine.name_send is None else engine.name_send("send", dest, tag)
+        name = "" if engine.observer is None else engine.observer.name_send("send", dest, tag)
         if request is None:
             return await engine.repeat_sent(name)
         waiter: asyncio.Future[None] = engine.loop.create_future()

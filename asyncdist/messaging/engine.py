@@ -20,6 +20,7 @@ from typing import Any, Final, Protocol, Self, TypeVar
 from asyncdist import tags
 from asyncdist.errors import AsyncdistError, TruncationError
 from asyncdist.messaging.polling import Alarm, PendingRequest, Poller, resolve_waiter
+from asyncdist.recording.observer import Observer
 from asyncdist.transports.base import Buffer, Request, Transport
 
 T = TypeVar("T")
@@ -93,29 +94,16 @@ class Engine(Poller):
     Attributes:
         collective_waits: the futures that coroutines await in collectives, for reports.
         on_waited: called with what was waited for, in words, and the seconds that it took; None where nobody asks.
-        on_safe_point: called with False and :attr:`woken_count` when a safe point begins, and with True and
-            :attr:`turn` when it has ended; None as above.
+        observer: is told of safe points, waits and timers; None where nobody records or replays.
         is_loop_idle: returns whether the task that asks runs beside the loop, which stands still and has nothing to do;
             then it need not yield. None where tasks run in the loop alone.
         turn: of the safe point that is under way, how many passes and yields it has made: odd while it yields.
-        on_deadline: called with what was waited for when a deadline has passed; None as above.
-        on_timer: called with the name of a timer of :meth:`call_later` as it fires, and with what :meth:`wake_by` is
-            told; None as above.
-        on_failed: called as a task goes on after a collective that has failed; None as above.
-        on_collective: called with the group's tag as a task goes on after one that has ended well; None as above, and
-            where messages tell that.
-        name_send: names what a task waits to have sent to a rank on a tag, for :meth:`wake_by`; None as above.
-        on_measured: called by :meth:`measured`; None as above.
-        on_reduced: called with the group's tag and what a reduction of floating numbers came to, which depends on the
-            order in which MPI adds them; a replay writes there what MPI had. None as above.
         clock: returns the time of the loop; for what decides something by it, so that recordings can tell it.
         woken_count: how many waits for messages of channels, and for conditions, have ended since the last safe point
             began, and how many collectives have begun or failed. Waits for requests do not count: one that is done at
-            once is not waited for. Of a rank that is recorded, what :meth:`wake_by` wakes counts, too, and what
-            :attr:`on_collective` is told.
-        on_woken: called as any wait ends, with whether it counts, before that is counted; None as above.
+            once is not waited for. Of a rank that is observed, what :meth:`wake_by` wakes counts, too, and the ends
+            of collectives that no message tells.
         begun_count: how many waits that count have begun since the last safe point began.
-        on_begun: called as any wait begins, once that is counted; None as above.
 
     Args:
         transport: the rank's transport.
@@ -126,20 +114,11 @@ class Engine(Poller):
         super().__init__(transport, loop)
         self.collective_waits: set[asyncio.Future[Any]] = set()
         self.on_waited: Callable[[str, float], None] | None = None
-        self.on_safe_point: Callable[[bool, int], None] | None = None
-        self.on_deadline: Callable[[str], None] | None = None
-        self.on_timer: Callable[[str], None] | None = None
-        self.on_failed: Callable[[], None] | None = None
-        self.on_collective: Callable[[int], None] | None = None
-        self.name_send: Callable[[str, int, int], str] | None = None
-        self.on_measured: Callable[[str, int], int] | None = None
-        self.on_reduced: Callable[[int, memoryview], None] | None = None
+        self.observer: Observer | None = None
         self.is_loop_idle: Callable[[], bool] | None = None
         self.clock: Callable[[], float] = loop.time
         self.woken_count = 0
-        self.on_woken: Callable[[bool], None] | None = None
         self.begun_count = 0
-        self.on_begun: Callable[[], None] | None = None
         self.turn = 0
         self._disowned: list[PendingRequest] = []
         self._abandoned: dict[tuple[int, int], deque[_Abandoned]] = {}
@@ -167,9 +146,9 @@ class Engine(Poller):
         if before is not None:
             await before()
             now = self.loop.time
-        on_safe_point = self.on_safe_point
-        if on_safe_point is not None:
-            on_safe_point(False, self.woken_count)
+        observer = self.observer
+        if observer is not None:
+            observer.on_safe_point_begun(self.woken_count)
         self.turn = self.woken_count = self.begun_count = 0
         completed = self.poll()
         self.turn = 1
@@ -192,8 +171,8 @@ class Engine(Poller):
                 self.turn += 1
             self.turn |= 1
             await yield_to_loop()
-        if on_safe_point is not None:
-            on_safe_point(True, self.turn)
+        if observer is not None:
+            observer.on_safe_point_ended(self.turn)
         if self.failure is not None:
             raise self.failure
 
@@ -350,8 +329,8 @@ class Engine(Poller):
                 has_waited = True
                 if deadline is not None and self.loop.time() >= deadline:
                     if drained:
-                        if self.on_deadline is not None:
-                            self.on_deadline(str(what))
+                        if self.observer is not None:
+                            self.observer.on_deadline(str(what))
                         return False
                     await self.drain()
                     drained = True
@@ -394,8 +373,8 @@ class Engine(Poller):
             await self.drain()
             if is_ready():
                 return True
-            if self.on_deadline is not None:
-                self.on_deadline(str(what))
+            if self.observer is not None:
+                self.observer.on_deadline(str(what))
             return False
         finally:
             alarm.cancel()
@@ -444,8 +423,8 @@ class Engine(Poller):
 
     def _fire(self, what: str, about: object, call: Callable[..., object], args: tuple[Any, ...]) -> None:
         self.poll()
-        if self.on_timer is not None:
-            self.on_timer(f"{what} {about}".rstrip())
+        if self.observer is not None:
+            self.observer.on_timer(f"{what} {about}".rstrip())
         call(*args)
 
     def wake_by(self, what: str, wake: Callable[[], object]) -> None:
@@ -457,8 +436,8 @@ class Engine(Poller):
             what: what has ended or fired, in words.
             wake: makes the task's next step ready, and nothing else.
         """
-        if self.on_timer is not None:
-            self.on_timer(what)
+        if self.observer is not None:
+            self.observer.on_timer(what)
             self.loop.call_soon(self._note_woken, True)  # right before that step
         wake()
 
@@ -468,7 +447,7 @@ class Engine(Poller):
 
     def measured(self, what: str, value: int) -> int:
         """Return a number that follows from nothing but timing; in a replay the recorded one, which ``what`` names."""
-        return value if self.on_measured is None else self.on_measured(what, value)
+        return value if self.observer is None else self.observer.measured(what, value)
 
     async def repeat_sent(self, name: str) -> bool:
         """Wait in a replay as long as a task did then for what it sends; return whether it did."""
@@ -477,12 +456,12 @@ class Engine(Poller):
 
     def _note_begun(self, counts: bool) -> None:
         self.begun_count += counts
-        if self.on_begun is not None:
-            self.on_begun()
+        if self.observer is not None:
+            self.observer.on_wait_begun()
 
     def _note_woken(self, counts: bool) -> None:
-        if self.on_woken is not None:
-            self.on_woken(counts)
+        if self.observer is not None:
+            self.observer.on_wait_ended(counts)
         self.woken_count += counts
 
     # -- tasks that others count on ---------------------------------------------------------------------------------
@@ -508,8 +487,8 @@ class Engine(Poller):
 
     async def note_collective(self, tag: int) -> None:
         """Count the end of a collective, for recordings where no message tells it. A replay goes on when it did."""
-        if self.on_collective is not None:
-            self.on_collective(tag)
+        if self.observer is not None:
+            self.observer.on_collective_ended(tag)
             self.woken_count += 1
 
     async def note_failed(self) -> None:
@@ -517,8 +496,8 @@ class Engine(Poller):
 
         What failed it may be no message, whose place would tell that; with the job it ends in any case.
         """
-        if self.on_failed is not None and self.failure is None:
-            self.on_failed()
+        if self.observer is not None and self.failure is None:
+            self.observer.on_collective_failed()
             self.woken_count += 1
 
     async def ended(self, task: asyncio.Task[Any]) -> None:

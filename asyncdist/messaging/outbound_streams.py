@@ -86,8 +86,8 @@ class OutboundStream(StreamEnd):
             tag: of the channel on which it was granted.
             aborts: whether to answer with the abort alone; then it returns False.
         """
-        name_send = self._engine.name_send
-        name = self._told = "" if name_send is None else name_send("stream", self.dest, tag)
+        observer = self._engine.observer
+        name = self._told = "" if observer is None else observer.name_send("stream", self.dest, tag)
         try:
             complete = False
             if aborts:

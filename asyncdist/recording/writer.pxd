@@ -26,7 +26,8 @@ cdef class RecordWriter:
     @cython.locals(block=bytearray, code=Py_ssize_t, begin=Py_ssize_t)
     cpdef object add(self, double time_s, object kind, tuple fields)
     cdef bint _is_block_due(self, double time_s) except -1
-    cpdef object note_safe_point(self, bint has_ended, Py_ssize_t number)
+    cpdef object begin_safe_point(self, Py_ssize_t woken_count)
+    cpdef object end_safe_point(self, Py_ssize_t turn_count)
     @cython.locals(block=bytearray, turn_count=Py_ssize_t)
     cdef object _add_safe_point(self, double time_s)
     cpdef object flush(self)

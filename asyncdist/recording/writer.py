@@ -216,27 +216,27 @@ class RecordWriter:
         """Write an event down that happens now."""
         self.add(self._clock(), kind, fields)
 
-    def note_safe_point(self, has_ended: bool, number: int) -> None:
-        """Note the beginning or the end of a safe point. It is written down with the next event.
-
-        Args:
-            has_ended: whether it is the end, at which messages that were sent are flushed: what other ranks have seen
-                of this one is known even if it is killed now.
-            number: of the beginning, how many waits had ended; of the end, how many passes and yields were made.
-        """
+    def begin_safe_point(self, woken_count: int) -> None:
+        """Note that a safe point begins, and how many waits had ended. It is written down with the next event."""
         if self._is_over:
-            return
-        if has_ended:
-            self._turn_count = number
-            if self._has_sent:
-                self.flush()
             return
         if self._turn_count >= 0:  # there was no event since: safe points alone
             time_s = self._clock()
             self._add_safe_point(time_s)
             if self._is_block_due(time_s):
                 self.flush()
-        self._is_at_safe_point, self._woken_count = True, number
+        self._is_at_safe_point, self._woken_count = True, woken_count
+
+    def end_safe_point(self, turn_count: int) -> None:
+        """Note that a safe point has ended, and how many passes and yields were made. It is written down likewise.
+
+        Messages that were sent are flushed: what other ranks have seen of this one is known even if it is killed now.
+        """
+        if self._is_over:
+            return
+        self._turn_count = turn_count
+        if self._has_sent:
+            self.flush()
 
     def _add_safe_point(self, time_s: float) -> None:
         """Write down that a safe point has begun, that it has ended, or both at once where nothing happened in it."""

@@ -17,8 +17,9 @@ import torch
 from asyncdist.messaging.engine import Engine
 from asyncdist.messaging.services import clock_of
 from asyncdist.recording.events import BEFORE_WORLD
+from asyncdist.recording.observer import Observer
 from asyncdist.recording.writer import RecordOptions, RecordWriter, header_of
-from asyncdist.runtime.sleeps import send_names, set_sleeps_by
+from asyncdist.runtime.sleeps import set_sleeps_by
 from asyncdist.runtime.world import World
 from asyncdist.transports.base import Transport
 from asyncdist.transports.recorded import RecordedTransport
@@ -76,14 +77,7 @@ class Recording:
         services.events.sink = writer.add
         services.count_waits(writer.note_wait)
         services.end_recording = functools.partial(self._end, writer)
-        engine.on_safe_point = writer.note_safe_point
-        engine.on_deadline = functools.partial(self._note_deadline, writer, engine)
-        engine.on_failed = functools.partial(self._note_failed, writer, engine)
-        engine.on_collective = functools.partial(self._note_collective, writer, engine)
-        if transport.capabilities.native_collectives:
-            engine.on_reduced = functools.partial(self._note_reduced, writer)
-        engine.on_timer = functools.partial(self._note_timer, writer, engine)
-        engine.name_send, engine.on_measured = send_names(), functools.partial(self._note_measured, writer)
+        engine.observer = _Recorder(writer, engine, is_native=transport.capabilities.native_collectives)
         engine.clock = services.time = world.time = functools.partial(self._read_clock, writer, services.time)
         self._engine = engine
         if tells_sleeps:
@@ -102,32 +96,6 @@ class Recording:
         else:
             self._sent_before_count += self._engine is None
             writer.note(kind, peer, tag, nbytes)
-
-    @staticmethod
-    def _note_deadline(writer: RecordWriter, engine: Engine, what: str) -> None:
-        writer.note("deadline", what, engine.turn, engine.woken_count)
-
-    @staticmethod
-    def _note_timer(writer: RecordWriter, engine: Engine, what: str) -> None:
-        writer.note("timer", what, engine.turn, engine.woken_count, engine.begun_count)
-
-    @staticmethod
-    def _note_failed(writer: RecordWriter, engine: Engine) -> None:
-        writer.note("failed", engine.turn, engine.woken_count)
-
-    @staticmethod
-    def _note_collective(writer: RecordWriter, engine: Engine, tag: int) -> None:
-        writer.note("collective", tag, engine.turn, engine.woken_count)
-
-    @staticmethod
-    def _note_measured(writer: RecordWriter, what: str, value: int) -> int:
-        writer.note("measured", what, value)
-        return value
-
-    @staticmethod
-    def _note_reduced(writer: RecordWriter, tag: int, result: memoryview) -> None:
-        nbytes = len(result)
-        writer.note("reduced", tag, nbytes, result.hex() if nbytes <= _RESULT_NBYTES_MAX else "")
 
     def _tell_sleeps(self, engine: Engine) -> None:
         """Note when asyncio's timers fire: what sleeps goes on right after that."""
@@ -176,6 +144,50 @@ class Recording:
             self._timer.cancel()
         if self._writer is not None:
             self._writer.close()
+
+
+class _Recorder(Observer):
+    """Writes down what the engine tells.
+
+    Args:
+        writer: of the rank's events.
+        engine: counts places.
+        is_native: whether MPI carries collectives, and reduces in an order of its own.
+    """
+
+    def __init__(self, writer: RecordWriter, engine: Engine, *, is_native: bool) -> None:
+        super().__init__()
+        self._writer = writer
+        self._engine = engine
+        self._is_native = is_native
+
+    def on_safe_point_begun(self, woken_count: int) -> None:
+        self._writer.begin_safe_point(woken_count)
+
+    def on_safe_point_ended(self, turn: int) -> None:
+        self._writer.end_safe_point(turn)
+
+    def on_deadline(self, what: str) -> None:
+        self._writer.note("deadline", what, self._engine.turn, self._engine.woken_count)
+
+    def on_timer(self, what: str) -> None:
+        engine = self._engine
+        self._writer.note("timer", what, engine.turn, engine.woken_count, engine.begun_count)
+
+    def on_collective_ended(self, tag: int) -> None:
+        self._writer.note("collective", tag, self._engine.turn, self._engine.woken_count)
+
+    def on_collective_failed(self) -> None:
+        self._writer.note("failed", self._engine.turn, self._engine.woken_count)
+
+    def on_reduced(self, tag: int, result: memoryview) -> None:
+        if self._is_native:
+            nbytes = len(result)
+            self._writer.note("reduced", tag, nbytes, result.hex() if nbytes <= _RESULT_NBYTES_MAX else "")
+
+    def measured(self, what: str, value: int) -> int:
+        self._writer.note("measured", what, value)
+        return value
 
 
 def _conditions(world: World) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Finds the timers that asyncio sets for a rank's tasks: those of ``sleep``, ``timeout``, ``wait_for`` and ``wait``.
 
 Recordings tell when each fires, and a replay lets it fire then. Timers that code sets on the loop by itself are not
-among them. Sends that tasks wait for are told in the same way, so they are named here, too.
+among them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import itertools
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -47,17 +46,6 @@ def set_sleeps_by(loop: asyncio.AbstractEventLoop, set_timer: SetTimer) -> Calla
 
     replaced.call_at, replaced.call_later = at, later
     return undo
-
-
-def send_names() -> Callable[[str, int, int], str]:
-    """Return what names the sends that a rank's tasks wait for: by destination and tag, and by their number."""
-    counts: Counter[tuple[str, int, int]] = Counter()
-
-    def name(what: str, dest: int, tag: int) -> str:
-        counts[what, dest, tag] += 1
-        return f"{what} {counts[what, dest, tag]} to {dest}, tag {tag}"
-
-    return name
 
 
 def is_end_of_stream(name: str) -> bool:

@@ -223,17 +223,17 @@ class World:
         if self.virtual_clock is not None:
             await self.virtual_clock.before_safe_point()
         engine = self._engine
-        on_safe_point = engine.on_safe_point
-        if on_safe_point is not None:
-            on_safe_point(False, engine.woken_count)
+        observer = engine.observer
+        if observer is not None:
+            observer.on_safe_point_begun(engine.woken_count)
         engine.turn = engine.woken_count = engine.begun_count = 0
         engine.poll()
         engine.turn = 1
         if engine.is_loop_idle is None or not engine.is_loop_idle():
             await yield_to_loop()
         engine.turn = 2
-        if on_safe_point is not None:
-            on_safe_point(True, engine.turn)
+        if observer is not None:
+            observer.on_safe_point_ended(engine.turn)
         self.check()
 
     def progress(self, budget_s: float = PROGRESS_BUDGET_S) -> Coroutine[Any, Any, None]:

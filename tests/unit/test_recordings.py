@@ -61,16 +61,16 @@ def test_safe_points_are_written_in_their_order_with_the_next_event(tmp_path: Pa
     clock = Clock()
     to = RecordWriter(RecordOptions(tmp_path), clock, 0)
     to.open(header())
-    to.note_safe_point(False, 7)
-    to.note_safe_point(True, 2)
+    to.begin_safe_point(7)
+    to.end_safe_point(2)
     to.note("step", 0, 0, 0.5)  # nothing happened in that one: its beginning and its end are one event
-    to.note_safe_point(False, 8)
+    to.begin_safe_point(8)
     to.note("received", 1, 7000, 24)
-    to.note_safe_point(True, 3)
-    to.note_safe_point(False, 9)  # no event between two of them
+    to.end_safe_point(3)
+    to.begin_safe_point(9)  # no event between two of them
     to.note("sent", 1, 7000, 24)
     assert not list(read_recording(tmp_path).ranks[0].events())
-    to.note_safe_point(True, 4)  # what was sent is known now, even if this rank is killed
+    to.end_safe_point(4)  # what was sent is known now, even if this rank is killed
     expected = [
         ("safe_point", (True, 2, 7)),
         ("step", (0, 0, 0.5)),
@@ -82,8 +82,8 @@ def test_safe_points_are_written_in_their_order_with_the_next_event(tmp_path: Pa
         ("safe_point", (True, 4)),
     ]
     assert [(event.kind, event.fields) for event in read_recording(tmp_path).ranks[0].events()] == expected
-    to.note_safe_point(False, 9)
-    to.note_safe_point(True, 5)
+    to.begin_safe_point(9)
+    to.end_safe_point(5)
     to.close()
     last = list(read_recording(tmp_path).ranks[0].events())[-1]
     assert (last.kind, last.fields) == ("safe_point", (True, 5, 9)), "the end of a file waits for no event"
@@ -95,8 +95,8 @@ def test_safe_points_alone_fill_blocks_and_after_the_end_nothing_is_kept(tmp_pat
 
     def pass_safe_points(count: int) -> None:
         for _ in range(count):
-            to.note_safe_point(False, 0)
-            to.note_safe_point(True, 1)
+            to.begin_safe_point(0)
+            to.end_safe_point(1)
 
     pass_safe_points(10_000)
     assert len(list(read_recording(tmp_path).ranks[0].events())) > 1_000, "they wait for no other event"

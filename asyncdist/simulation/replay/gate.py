@@ -12,7 +12,8 @@ from typing import Any, Final
 from asyncdist.messaging.engine import Awaited, Engine, yield_to_loop
 from asyncdist.messaging.polling import resolve_waiter
 from asyncdist.recording.events import Field
-from asyncdist.runtime.sleeps import is_end_of_stream, send_names, set_sleeps_by
+from asyncdist.recording.observer import Observer
+from asyncdist.runtime.sleeps import is_end_of_stream, set_sleeps_by
 from asyncdist.runtime.world import World
 from asyncdist.simulation.processes.event_loop import RankLoop
 from asyncdist.simulation.replay.admission import Admission
@@ -44,7 +45,7 @@ _WORK_S: Final = 100.0
 _TRY_COUNT: Final = 20
 
 
-class Gate:
+class Gate(Observer):
     """Holds back what comes to a rank until its recorded turn has come.
 
     Args:
@@ -72,6 +73,7 @@ class Gate:
         found: list[DivergenceError],
         is_cut_off: Callable[[int, bool], bool],
     ) -> None:
+        super().__init__()
         self.rank = rank
         self.comparison = Comparison(rank, log, found)
         self.has_stopped = False
@@ -113,9 +115,7 @@ class Gate:
             part.open(engine)
         engine.clock = services.time = world.time = self.agenda.read_clock
         services.events.sink = self._on_event
-        engine.on_woken, engine.on_begun = self._on_woken, self._on_begun
-        engine.on_reduced, engine.name_send = self._on_reduced, send_names()
-        engine.on_measured = self._repeat_measured
+        engine.observer = self
         replaced: Any = engine
         replaced.until, replaced.park_until, replaced.park = self._wait_until, self._park_until, self._park
         replaced.note_failed, replaced.note_collective = self._leave_failed, self._leave_collective
@@ -275,12 +275,12 @@ class Gate:
         self._lookout.look_soon(self._deferred_until_s - now_s + PAUSE_S)
         return True
 
-    def _on_begun(self) -> None:
+    def on_wait_begun(self) -> None:
         """Look for what comes next, whose place may be after the beginning of this wait."""
         self._hold.begin_if_late()
         self._lookout.look_soon()
 
-    def _on_woken(self, counts: bool) -> None:
+    def on_wait_ended(self, counts: bool) -> None:
         """Make the passes that were made before the task that goes on now."""
         if self.agenda.is_done and not self.admission.has_permitted:
             return
@@ -528,7 +528,7 @@ class Gate:
         if not self._engine.failure:
             self.comparison.on_event(time_s, kind, fields, self.has_stopped)
 
-    def _on_reduced(self, tag: int, result: memoryview) -> None:
+    def on_reduced(self, tag: int, result: memoryview) -> None:
         """Let a reduction come to what it did where MPI made it, in an order of its own."""
         results = self._log.results.get(tag)
         if not results:
@@ -542,7 +542,8 @@ class Gate:
         else:
             self.comparison.note_other_order(nbytes)
 
-    def _repeat_measured(self, what: str, value: int) -> int:
+    def measured(self, what: str, value: int) -> int:
+        """Return the number that was recorded, as long as there is one."""
         values = self._log.measured.get(what)
         return values.popleft() if values else value
 

@@ -18,8 +18,8 @@ from asyncdist.recording.reader import Recording, RecordingError, read_recording
 from asyncdist.runtime.world import World
 from asyncdist.simulation.exploration.fault_plans import ScriptError
 from asyncdist.simulation.faults import Fault
+from asyncdist.simulation.processes.debugger import RankDebugger
 from asyncdist.simulation.replay.comparison import DivergenceError
-from asyncdist.simulation.replay.debugger import RankDebugger
 from asyncdist.simulation.replay.replay import Replayed, check_replayable, replay
 from asyncdist.simulation.report import SimReport
 from asyncdist.simulation.run_script import Script, execute, print_failures, print_out, results_of

@@ -1,4 +1,4 @@
-"""A debugger that stops in one rank of a replay, and in no other."""
+"""A debugger that stops in one rank of a simulation, and in no other."""
 
 from __future__ import annotations
 
