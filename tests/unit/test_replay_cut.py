@@ -29,6 +29,10 @@ def test_a_rank_that_a_signal_has_ended_is_shown_what_came_before_it(marks_signa
     assert cut_at_signals({0: [sent(0), sent(0), sent(0)], 1: events})[1] == events[:count]
 
 
+def test_a_signal_that_comes_after_another_one_had_been_raised_in_user_code_is_not_the_first() -> None:
+    assert cut_at_signals({0: [STEP, received(0), OVER, INTERRUPTED]}) == {0: [STEP]}
+
+
 def test_without_a_signal_all_is_shown() -> None:
     """Also a message that its sender does not know of, since it was killed before it had written that down."""
     records = {0: [sent(1)], 1: [received(0), received(0), STEP, RETURNED]}

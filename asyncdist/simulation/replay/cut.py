@@ -34,11 +34,14 @@ def cut_at_signals(records: Mapping[int, Sequence[Event]]) -> dict[int, Sequence
 
 def _end(events: Sequence[Event]) -> int:
     """Return how many events came before a signal to main; up to the last step, where one was raised in user code."""
-    places = {event.kind: place for place, event in reversed(list(enumerate(events)))}  # the first of each kind
-    if "interrupted" in places:
-        return places["interrupted"]
-    if any(event.kind == "over" and str(event.fields[0]).startswith(_SIGNALS) for event in events):
-        return max((place + 1 for place, event in enumerate(events) if event.kind == "step"), default=0)
+    end = 0
+    for place, event in enumerate(events):
+        if event.kind == "interrupted":
+            return place
+        if event.kind == "over" and str(event.fields[0]).startswith(_SIGNALS):
+            return end
+        if event.kind == "step":
+            end = place + 1
     return len(events)
 
 
