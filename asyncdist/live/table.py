@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from asyncdist.live.counters import PolicyCounters, RankCounters, per_second
 
@@ -18,6 +18,10 @@ _WINDOW_S: Final = 5.0
 #: Lines of a terminal that are not for ranks: what all do, the names of columns, and the cursor's.
 _FRAME_HEIGHT: Final = 3
 _NOTE_COUNT_MAX: Final = 6
+#: Between columns.
+_GAP: Final = 2
+#: Columns whose texts are cut beyond so many characters.
+_TEXTS: Final[Mapping[str, int]] = {"policy": 24, "role": 8, "latest": 40}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +103,11 @@ def table(rows: Sequence[Row], width: int) -> Table:
 
     columns = _columns(rows, width)
     drawn = Table(box=None, padding=(0, 1), pad_edge=False)
-    for column in columns:
-        is_text = column.name in ("policy", "role", "latest")
-        drawn.add_column(column.name, justify="left" if is_text else "right", no_wrap=True, overflow="ellipsis")
+    for column, width_max in columns.items():
+        side: Literal["left", "right"] = "left" if column.name in _TEXTS else "right"
+        drawn.add_column(column.name, justify=side, no_wrap=True, overflow="ellipsis", max_width=width_max)
     for row in rows:
-        policies: Sequence[PolicyCounters | None] = () if row.now is None else row.now.policies
-        for number, policy in enumerate(policies or (None,)):
+        for number, policy in enumerate(_policies_of(row)):
             cells = [column.text(row, policy) for column in columns]
             is_first = number == 0
             drawn.add_row(*(c if is_first or k.is_of_policy else "" for c, k in zip(cells, columns, strict=True)))
@@ -116,7 +119,7 @@ def table(rows: Sequence[Row], width: int) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """A column: its head, how wide it is, what stands in it, and whether that is of a policy and not of its rank."""
+    """A column: its head, its least width, what stands in it, and whether that is of a policy and not of its rank."""
 
     name: str
     width: int
@@ -146,39 +149,51 @@ def _waiting(row: Row, _: PolicyCounters | None) -> str:
     return "" if share is None else f"{share:.0%}"
 
 
-def _columns(rows: Sequence[Row], width: int) -> list[_Column]:
-    """Return the columns that have place, and say anything."""
+def _columns(rows: Sequence[Row], width: int) -> dict[_Column, int]:
+    """Return the columns that have place, and say anything, with the width of each."""
     policies = [policy for row in rows if row.now is not None for policy in row.now.policies]
     candidates: list[tuple[int, _Column]] = [
         (0, _of_rank_number()),
         (2, _of_policy("policy", 8, lambda policy: policy.policy)),
-        (0, _of_policy("step", 7, lambda policy: str(policy.step))),
+        (0, _of_policy("step", 6, lambda policy: str(policy.step))),
         (1, _Column("step/s", 6, _steps_per_s, is_of_policy=True)),
-        (1, _of_policy("metric", 9, lambda policy: _number(policy.metric))),
+        (1, _of_policy("metric", 8, lambda policy: _number(policy.metric))),
         (3, _of_policy("round", 5, lambda policy: _number(policy.round))),
         (2, _of_policy("role", 8, lambda policy: policy.role)),
         (1, _of_policy("replaced", 8, lambda policy: str(policy.replacement_count))),
         (4, _of_policy("stale", 5, lambda policy: _number(policy.staleness_steps))),
-        (5, _of_rank("in", 6, lambda now: _amount(now.received_nbytes))),
-        (6, _of_rank("out", 6, lambda now: _amount(now.sent_nbytes))),
+        (5, _of_rank("in", 5, lambda now: _amount(now.received_nbytes))),
+        (6, _of_rank("out", 5, lambda now: _amount(now.sent_nbytes))),
         (4, _Column("waits", 5, _waiting)),
         (7, _of_rank("lost", 4, lambda now: str(len(now.lost)))),
         (8, _of_policy("latest", 40, lambda policy: policy.latest)),
     ]
-    useless = set()
-    if not any(policy.policy for policy in policies):
-        useless.add("policy")
-    left = width
-    chosen = set()
+    left = width + _GAP
+    widths: dict[str, int] = {}
     for _, column in sorted(candidates, key=lambda each: each[0]):
-        if column.name not in useless and left >= column.width:
-            chosen.add(column.name)
-            left -= column.width + 1
-    return [column for _, column in candidates if column.name in chosen]
+        if column.name == "policy" and not any(policy.policy for policy in policies):
+            continue
+        needed = _width_of(column, rows)
+        if left >= needed + _GAP:
+            widths[column.name] = left - _GAP if column.name == "latest" else needed
+            left -= needed + _GAP
+    return {column: widths[column.name] for _, column in candidates if column.name in widths}
+
+
+def _width_of(column: _Column, rows: Sequence[Row]) -> int:
+    """Return how many characters a column takes. A text may be cut; what is left of a number would be another one."""
+    cells = [column.text(row, policy) for row in rows for policy in _policies_of(row)]
+    needed = max([column.width, len(column.name), *map(len, cells)])
+    return min(needed, _TEXTS.get(column.name, needed))
+
+
+def _policies_of(row: Row) -> Sequence[PolicyCounters | None]:
+    """Return a rank's policies; a single None where it has none."""
+    return (None,) if row.now is None else row.now.policies or (None,)
 
 
 def _of_rank_number() -> _Column:
-    return _Column("rank", 5, lambda row, _: str(row.rank))
+    return _Column("rank", 4, lambda row, _: str(row.rank))
 
 
 def _number(value: float | None) -> str:

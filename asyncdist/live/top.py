@@ -81,7 +81,8 @@ class JobView:
 def run(name: str | None) -> int:
     """Show the table until the job has ended, or Ctrl-C; return the exit code.
 
-    Where the output is no terminal the table is printed once, after a second, which rates need.
+    Where the output is no terminal, or one that cannot be drawn on (``TERM=dumb``), the table is printed once, after a
+    second, which rates need.
 
     Args:
         name: of the job, or the number of one of its processes, or of one that has started them; None for the only job.
@@ -99,7 +100,7 @@ def run(name: str | None) -> int:
 
     allow_all_text()
     console, view = Console(), JobView()
-    if not console.is_terminal:
+    if not console.is_terminal or console.is_dumb_terminal:
         for _ in range(2):
             view.ask(sockets.jobs().get(job, ()))
             time.sleep(PERIOD_S)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
+from rich.console import Console
 
 import asyncdist as ad
 from asyncdist.errors import AsyncdistError
-from asyncdist.live.counters import PolicyCounters
+from asyncdist.live import top
+from asyncdist.live.counters import PolicyCounters, RankCounters
 from asyncdist.live.population import PopulationView
-from asyncdist.live.table import Row, table
+from asyncdist.live.table import Row, screen, table
 from protocols import AsyncSelectiveAveragingPolicy
 
 
@@ -59,3 +63,30 @@ def test_without_rich_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich.live", None)
     with pytest.raises(AsyncdistError, match="live=True needs rich, which draws the table: pip install rich"):
         ad.run_local(train, ranks=2, live=True)
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 130])
+def test_of_a_narrow_terminal_columns_are_left_out_and_numbers_are_never_cut(width: int) -> None:
+    policy = PolicyCounters("a name that is long", 1340, -1.1666e-13, "idle", 65, 65, staleness_steps=29)
+    counted = RankCounters(3, 4, 0, "0000abcd", 6.0, (policy,), received_nbytes=56_000, sent_nbytes=18_700, lost=(1,))
+    earlier = replace(counted, time_s=1.0, policies=(replace(policy, step=700),))
+    drawn = io.StringIO()
+    Console(width=width, file=drawn).print(screen([Row(3, counted, earlier)], width))
+    names, numbers = drawn.getvalue().splitlines()[1:]
+    assert "\u2026" not in names + numbers
+    shown = {"step": "1340", "step/s": "128", "metric": "-1.1666e-13", "in": "56.0k", "out": "18.7k"}
+    for name, number in shown.items():
+        assert (name in names.split()) == (number in numbers.split())
+
+
+def test_where_nothing_can_be_drawn_on_the_terminal_the_table_is_printed_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal, for rich
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr(top, "PERIOD_S", 0.0)
+    monkeypatch.setattr(top, "find_job", lambda name: "0000abcd")
+    monkeypatch.setattr(top.sockets, "jobs", dict)
+    assert top.run(None) == 0
+    said = capsys.readouterr().out
+    assert said.count("no rank has answered yet") == 1 and "has ended" not in said
