@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import zlib
@@ -103,7 +104,7 @@ def read_recording(folder: str | os.PathLike[str], job: str | None = None) -> Re
         job: which one, where the folder has recordings of several.
 
     Raises:
-        RecordingError: there is none that can be read; or it is of several jobs.
+        RecordingError: there is none that can be read, it is of several jobs, or a rank has two files.
     """
     root = Path(folder)
     if not root.is_dir():
@@ -127,6 +128,12 @@ def read_recording(folder: str | os.PathLike[str], job: str | None = None) -> Re
         )
     chosen = job or names[0]
     ranks = tuple(sorted((each for each in found if each.header["job"] == chosen), key=_place))
+    for each, other in itertools.pairwise(ranks):
+        if _place(each) == _place(other):
+            raise RecordingError(
+                f"rank {each.rank} has two recordings of job {chosen}, {each.path} and {other.path}: what it did would"
+                " count twice; take one of them out of the folder"
+            )
     for each in ranks:
         if each.damage:
             logger.warning("%s: %s", each.path, each.damage)

@@ -170,6 +170,18 @@ def test_recordings_of_several_jobs_are_told_apart(tmp_path: Path) -> None:
         read_recording(tmp_path, "1")
 
 
+def test_a_copy_of_a_file_does_not_count_twice(tmp_path: Path) -> None:
+    recorded(tmp_path, rank=0, size=2)
+    recorded(tmp_path, rank=1, size=2)
+    copy = tmp_path / "copy of rank 1.record"
+    copy.write_bytes((tmp_path / "0000abcd-rank00001.record").read_bytes())
+    told = f"rank 1 has two recordings of job 0000abcd, {tmp_path}/0000abcd-rank00001.record and {copy}: what it did"
+    with pytest.raises(RecordingError, match=re.escape(told)):
+        read_recording(tmp_path)
+    copy.unlink()
+    assert [each.rank for each in read_recording(tmp_path).ranks] == [0, 1]
+
+
 def test_ranks_without_a_file_are_named(tmp_path: Path) -> None:
     recorded(tmp_path, rank=1, size=3)
     assert read_recording(tmp_path).missing == (0, 2)
