@@ -74,6 +74,8 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     "reduced": ("tag", "nbytes", "result"),
     # A number that follows from nothing but timing, as how much of a tensor was written into another rank's memory.
     "measured": ("what", "value"),
+    # The file ends here, though the rank goes on: it is as large as it may be, or cannot be written any more.
+    "cut": ("why",),
 }
 #: In place of the number of a pass: the message came before the rank's world was open.
 BEFORE_WORLD: Final = -2

@@ -2,6 +2,7 @@ cimport cython
 
 
 cdef Py_ssize_t _BLOCK_NBYTES
+cdef Py_ssize_t _CUT_NBYTES
 cdef double _BLOCK_AGE_S
 cdef Py_ssize_t _SAFE_POINT
 cdef Py_ssize_t _SENT

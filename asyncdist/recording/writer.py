@@ -47,6 +47,8 @@ LIMIT_NBYTES: Final = 1 << 28
 WAIT_S_MIN: Final = 0.001
 
 _BLOCK_NBYTES: Final = 1 << 15
+#: What the limit leaves for the block that says that it is reached.
+_CUT_NBYTES: Final = 160
 _BLOCK_AGE_S: Final = 1.0
 _CODES: Final = {kind: code for code, kind in enumerate(KINDS)}
 _SAFE_POINT: Final = _CODES["safe_point"]
@@ -274,7 +276,7 @@ class RecordWriter:
     def _write(self, data: bytes) -> None:
         if self._file is None:
             return
-        if self._nbytes + len(data) > self._options.limit_nbytes:
+        if self._nbytes + len(data) > self._options.limit_nbytes - _CUT_NBYTES:
             self._give_up(
                 f"has reached {self._options.limit_nbytes} bytes, and ends here; record_limit_nbytes allows more"
             )
@@ -292,7 +294,19 @@ class RecordWriter:
 
     def _give_up(self, why: str) -> None:
         logger.warning("the recording of rank %d in %s %s", self._rank, self._options.folder, why)
+        if self._nbytes:
+            self._write_cut(why)
         self._end()
+
+    def _write_cut(self, why: str) -> None:
+        """Write down why the file ends, where there is room for that: else it looks as that of a killed rank does."""
+        if self._file is None:
+            return
+        content = _encode((_CODES["cut"], 0, why))
+        data = _encode((self._clock(), zlib.crc32(content), content))
+        with contextlib.suppress(OSError):
+            if os.write(self._file, data) != len(data):
+                os.ftruncate(self._file, self._nbytes)
 
     def _end(self) -> None:
         self._is_over = True

@@ -65,10 +65,11 @@ def render(recording: Recording) -> str:
     summary = summarise(recording)
     sections = []
     for title, note, figure in _sections(summary, str(recording.ranks[0].header["transport"]).startswith("sim")):
-        data = str(figure.to_json()).replace("<", "\\u003c")  # which might end the script, or begin a comment
-        drawn = f'<script type="application/json">{data}</script>'
-        place = f'<div class="figure" style="height: {figure.layout.height}px">{drawn}</div>'
-        sections.append(f"<h2>{html.escape(title)}</h2>\n<p>{html.escape(note)}</p>\n{place}")
+        sections.append(f"<h2>{html.escape(title)}</h2>\n<p>{html.escape(note)}</p>")
+        if figure is not None:
+            data = str(figure.to_json()).replace("<", "\\u003c")  # which might end the script, or begin a comment
+            drawn = f'<script type="application/json">{data}</script>'
+            sections.append(f'<div class="figure" style="height: {figure.layout.height}px">{drawn}</div>')
     body = "\n".join([_facts(recording, summary), *sections, _news(summary)])
     return _PAGE.format(title=f"Job {html.escape(recording.job)}", plotly=get_plotlyjs(), body=body, drawing=_DRAWING)
 
@@ -101,7 +102,8 @@ def _name_ranks(figure: go.Figure, size: int, axes: str) -> None:
             figure.update_layout({f"{axis}axis_dtick": 1})
 
 
-def _sections(summary: Summary, is_simulated: bool) -> Iterator[tuple[str, str, go.Figure]]:
+def _sections(summary: Summary, is_simulated: bool) -> Iterator[tuple[str, str, go.Figure | None]]:
+    """Yield titles, notes, and figures, None where nothing is to be drawn: plotly makes up the numbers of its axes."""
     yield "Metric", *_metric(summary)
     yield "Whose weights live in whom", *_lineage(summary)
     yield "Rounds", *_rounds(summary)
@@ -130,7 +132,9 @@ def _evenly(values: Sequence[Any], count: int) -> list[Any]:
     return [values[int(place)] for place in np.linspace(0, len(values) - 1, count)]
 
 
-def _metric(summary: Summary) -> tuple[str, go.Figure]:
+def _metric(summary: Summary) -> tuple[str, go.Figure | None]:
+    if not any(rank.metric.count for rank in summary.ranks):
+        return "No metric was given.", None
     figure = _figure(420, "seconds since the job began", "metric")
     series = [np.array(rank.metric.rows(), dtype=float).reshape(-1, 2) for rank in summary.ranks]
     if summary.size <= LINE_COUNT_MAX:
@@ -138,7 +142,10 @@ def _metric(summary: Summary) -> tuple[str, go.Figure]:
             figure.add_scattergl(
                 x=_times(rows[:, 0]), y=rows[:, 1].astype(np.float32), mode="lines", name=f"rank {rank}", line_width=1
             )
-        note = "One line for each rank. A dot is a replacement: the rank took the weights of others."
+        note = (
+            "One line for each rank. A dot is a replacement: the rank took the weights of others; it lies at the bottom"
+            " where the rank's metric was no finite number."
+        )
     else:
         columns = np.linspace(0, summary.duration_s, COLUMN_COUNT)
         values = np.array([_held(rows, columns) for rows in series])
@@ -146,11 +153,14 @@ def _metric(summary: Summary) -> tuple[str, go.Figure]:
             figure.add_scatter(x=_times(columns), y=row.astype(np.float32), mode="lines", name=name)
         note = f"Of {summary.size} ranks: least, quartiles, most. A dot is a replacement."
     marks = _evenly(summary.applied, MARK_COUNT_MAX)
-    heights = [_held(series[each.rank], np.array([each.time_s]))[0] for each in marks]
+    heights = np.array([_held(series[each.rank], np.array([each.time_s]))[0] for each in marks])
+    finite = np.concatenate([rows[:, 1] for rows in series])
+    finite = finite[np.isfinite(finite)]
+    heights[~np.isfinite(heights)] = finite.min() if len(finite) else 0.0
     texts = [f"rank {each.rank}, round {each.round}: {_names(each.donors)}" for each in marks]
     figure.add_scattergl(
         x=_times(np.array([each.time_s for each in marks])),
-        y=np.array(heights, dtype=np.float32),
+        y=heights.astype(np.float32),
         mode="markers",
         name="replaced",
         text=texts,
@@ -183,7 +193,9 @@ def _names(ranks: Sequence[int]) -> str:
     return f"{names} and {len(ranks) - 8} more" if len(ranks) > 8 else names or "nobody"
 
 
-def _lineage(summary: Summary) -> tuple[str, go.Figure]:
+def _lineage(summary: Summary) -> tuple[str, go.Figure | None]:
+    if not summary.applied:
+        return "No weights were replaced.", None
     figure = _figure(460, "rank at first", "rank at the end")
     figure.add_heatmap(
         z=summary.shares, zmin=0, zmax=float(summary.shares.max()), colorscale="Viridis", colorbar_title="share"
@@ -199,7 +211,9 @@ def _lineage(summary: Summary) -> tuple[str, go.Figure]:
     return note, figure
 
 
-def _rounds(summary: Summary) -> tuple[str, go.Figure]:
+def _rounds(summary: Summary) -> tuple[str, go.Figure | None]:
+    if not summary.rounds:
+        return "None was decided.", None
     figure = _figure(420, "seconds since the job began", "milliseconds since the decision")
     shown: list[Round] = _evenly(summary.rounds, ROUND_COUNT_MAX)
     texts = [
@@ -216,7 +230,9 @@ def _rounds(summary: Summary) -> tuple[str, go.Figure]:
     return note, figure
 
 
-def _step_times(summary: Summary, is_simulated: bool) -> tuple[str, go.Figure]:
+def _step_times(summary: Summary, is_simulated: bool) -> tuple[str, go.Figure | None]:
+    if not any(rank.intervals.count for rank in summary.ranks):
+        return "No policy has made two steps.", None
     figure = _figure(420, "rank", "milliseconds")
     ranks = np.arange(summary.size)
     for fraction in _QUANTILES:
@@ -231,9 +247,8 @@ def _step_times(summary: Summary, is_simulated: bool) -> tuple[str, go.Figure]:
     return f"From the end of one step to that of the next.{told}", figure
 
 
-def _over_time(summary: Summary, bins: str, what: str) -> tuple[str, go.Figure]:
-    figure = _figure(420, "seconds since the job began", "rank")
-    columns = COLUMN_COUNT
+def _over_time(summary: Summary, bins: str, what: str) -> tuple[str, go.Figure | None]:
+    figure, columns = _figure(420, "seconds since the job began", "rank"), COLUMN_COUNT
     series = [getattr(rank, bins) for rank in summary.ranks]
     begin_s = min((each.first_s for each in series if each.first_s < summary.duration_s), default=0.0)
     values = np.array([each.means(begin_s, summary.duration_s, columns) for each in series])
@@ -244,7 +259,9 @@ def _over_time(summary: Summary, bins: str, what: str) -> tuple[str, go.Figure]:
             filled = np.maximum.accumulate(np.where(np.isfinite(row), np.arange(columns), -1))
             held = (filled >= 0) & (np.arange(columns) <= known[-1])
             row[held] = row[filled[held]]
-    highest = float(np.nanquantile(values, 0.99)) if np.isfinite(values).any() else 1.0
+    if not np.isfinite(values).any():
+        return "Nothing to be compared was recorded.", None
+    highest = float(np.nanquantile(values, 0.99)) or float(np.nanmax(values)) or 1.0  # of a scale that begins with 0
     figure.add_heatmap(
         x=_times(middles), z=values.astype(np.float32), zmin=0, zmax=highest, colorscale="Magma", colorbar_title="s"
     )
@@ -252,14 +269,16 @@ def _over_time(summary: Summary, bins: str, what: str) -> tuple[str, go.Figure]:
     return f"{what[0].upper()}{what[1:]}, in {columns} columns. The brightest hundredth has one colour.", figure
 
 
-def _bytes(summary: Summary) -> tuple[str, go.Figure]:
+def _bytes(summary: Summary) -> tuple[str, go.Figure | None]:
+    if not summary.nbytes.any():
+        return "There were none.", None
     figure = _figure(460, "to rank", "from rank")
     with np.errstate(divide="ignore"):
         exponents = np.log10(summary.nbytes)
     exponents[~np.isfinite(exponents)] = np.nan
-    known = exponents[np.isfinite(exponents)]
-    least, most = (known.min(), known.max()) if len(known) else (0.0, 0.0)
-    powers = sorted({least, most, *np.arange(math.ceil(least), most)})
+    least, most = np.nanmin(exponents), np.nanmax(exponents)
+    apart = 0.05 * (most - least)  # or the one's text lies on the other's
+    powers = [least, *(n for n in np.arange(math.ceil(least), most) if least + apart < n < most - apart), most]
     figure.add_heatmap(
         z=exponents.astype(np.float32),
         text=[[_size(nbytes) for nbytes in row] for row in summary.nbytes] if summary.size <= LINE_COUNT_MAX else None,

@@ -15,6 +15,9 @@ from asyncdist.report.series import LogHistogram, Thinned, TimeBins
 
 #: Rows of a rank's metric that are kept. Where there are many ranks, fewer.
 _METRIC_COUNT: Final = 20_000
+_WITHOUT_END: Final = (
+    "its recording ends without an end of main: the rank was killed or stopped, its disk was full, or it goes on"
+)
 
 
 class Applied(NamedTuple):
@@ -85,7 +88,8 @@ class Summary:
         applied: all replacements, oldest first.
         rounds: oldest first.
         nbytes: bytes of messages, from row to column.
-        news: losses, failovers and ends with an error: the time, the rank that tells, and the text.
+        news: losses, failovers, ends with an error, and files without an end: the time, the rank that tells, and the
+            text.
         shares: the last weights of each rank (row), as shares of what the ranks (columns) had at first.
     """
 
@@ -115,13 +119,17 @@ def summarise(recording: Recording) -> Summary:
     for each in recording.ranks:
         offset = clocks.offset(each)
         last_step_s: dict[int, float] = {}
+        time_s, tells_end = float(each.header["clock_s"]) + offset, False
         for event in each.events():
             time_s = event.time_s + offset
             summary.duration_s = max(summary.duration_s, time_s)
             _add(summary, rounds, last_step_s, each.rank, time_s, event)
+            tells_end = tells_end or event.kind in ("over", "cut")
             if event.kind == "metric":
                 place = int(event.get("policy")), int(event.get("iteration"))
                 first_at[place] = min(time_s, first_at.get(place, time_s))
+        if not tells_end:
+            summary.news.append((time_s, each.rank, _WITHOUT_END))
     for each in recording.ranks:
         offset = clocks.offset(each)
         lags = summary.ranks[each.rank].lag_bins
@@ -182,6 +190,8 @@ def _add(
             summary.news.append((time_s, rank, f"rank {event.get('rank')} coordinates (epoch {event.get('epoch')})"))
         case "over" if event.get("error"):
             summary.news.append((time_s, rank, f"main ended with {event.get('error')}"))
+        case "cut":
+            summary.news.append((time_s, rank, f"its recording {event.get('why')}"))
 
 
 def _follow(summary: Summary, rounds: dict[tuple[int, int], Round]) -> None:

@@ -44,6 +44,7 @@ _POINTS: Final = frozenset(
         "returned",
         "interrupted",
         "over",
+        "cut",
         "policy",
     }
 )

@@ -26,6 +26,7 @@ class _LastOf:
         last_s: the time of its last event, in seconds since 1970.
         steps: of the policy that made the last one.
         over: how main ended; None where nothing says so.
+        cut: why its file ends before that; "" where nothing says so.
         waited: what its last wait of some length was for.
         latest: events, oldest first.
         sent, received: how many messages, by peer and tag.
@@ -35,6 +36,7 @@ class _LastOf:
     last_s: float
     steps: int = 0
     over: str | None = None
+    cut: str = ""
     waited: Event | None = None
     latest: deque[Event] = field(default_factory=lambda: deque(maxlen=64))
     sent: Counter[tuple[int, int]] = field(default_factory=Counter)
@@ -90,6 +92,8 @@ def _last_of(file: RankRecording) -> _LastOf:
                 found.steps = event.get("iteration")
             case "over":
                 found.over = event.get("error")
+            case "cut":
+                found.cut = event.get("why")
             case "waited":
                 found.waited = event
             case "sent":
@@ -107,11 +111,14 @@ def _last_of(file: RankRecording) -> _LastOf:
 
 def _rank(rank: int, last: _LastOf, end_s: float) -> list[str]:
     age = seconds_in_words(max(0.0, end_s - last.last_s))
-    how = f"ended by {last.over.rstrip(': ')}" if last.over else "its recording ends without an end of main"
+    how = f"its recording {last.cut or 'ends without an end of main'}"
+    if last.over:
+        how = f"ended by {last.over.rstrip(': ')}"
     lines = [f"  rank {rank}: {how}; its last event was {age} before that of the job"]
     if last.steps:
         # A killed process takes with it what it has not written down: see asyncdist.recording.writer.
-        more = " or more: those of its last second may not be written down" if last.over is None else ""
+        lost = "later ones are not" if last.cut else "those of its last second may not be"
+        more = f" or more: {lost} written down" if last.over is None else ""
         lines.append(f"    {last.steps} steps{more}")
     now = end_s - last.file.unix_s(0.0)
     if last.waited is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import csv
 import gzip
 import itertools
@@ -27,6 +28,7 @@ from asyncdist.report import tables
 from asyncdist.report.page import render
 from asyncdist.report.summary import summarise
 from asyncdist.report.trace import TraceError, write_trace
+from asyncdist.story.recorded import tell_recording
 from protocols import AsyncSelectiveAveragingPolicy
 
 
@@ -83,8 +85,7 @@ def test_a_report_is_one_page_whose_numbers_are_those_of_the_run(recording: Reco
     assert 1e3 <= summary.nbytes.sum() < 1e6
     assert f"{summary.nbytes.sum() / 1e3:.3g} kB; what hosts share" in page, "it was 0.0 MB"
     assert page.count("<h2>") == 8
-    figures = re.findall(r'<div class="figure"[^>]*><script type="application/json">(.*?)</script></div>', page)
-    assert [json.loads(figure).keys() for figure in figures] == [{"data": 0, "layout": 0}.keys()] * 7
+    assert [figure.keys() for figure in figures(page)] == [{"data": 0, "layout": 0}.keys()] * 7
     assert page.count("Plotly.newPlot(place") == 1, "each is drawn when the reader comes to it"
     assert not re.search(r"<(script|link|img)[^>]*(src|href)=", page), "it needs no network"
 
@@ -96,6 +97,54 @@ def test_a_report_of_many_ranks_has_quantiles_and_names_losses(tmp_path: Path) -
     assert "Of 70 ranks: least, quartiles, most" in page
     assert "rank 0 is lost" in page and re.search(r"rank \d+ coordinates \(epoch \d+\)", page)
     assert len(page) < 8e6
+
+
+def figures(page: str) -> list[Any]:
+    found = re.findall(r'<div class="figure"[^>]*><script type="application/json">(.*?)</script></div>', page)
+    return [json.loads(figure) for figure in found]
+
+
+def test_a_report_of_a_job_without_a_policy_draws_nothing_where_there_is_nothing(tmp_path: Path) -> None:
+    async def meet(world: ad.World) -> None:
+        await ad.barrier()
+
+    ad.simulate(meet, ranks=2, seed=1, record=tmp_path)
+    page = render(read_recording(tmp_path))
+    assert "No metric was given." in page and "No policy has made two steps." in page
+    assert [figure["layout"]["xaxis"]["title"]["text"] for figure in figures(page)] == ["to rank"]
+
+
+def test_a_report_of_one_rank_has_a_scale_that_begins_with_0_for_its_lag(tmp_path: Path) -> None:
+    ad.simulate(train, ranks=1, seed=1, record=tmp_path)
+    heatmaps = [figure["data"][0] for figure in figures(render(read_recording(tmp_path)))]
+    assert all(each["zmax"] > 0 for each in heatmaps if each["type"] == "heatmap" and "zmax" in each)
+
+
+def test_a_replacement_of_a_rank_whose_metric_is_no_number_is_drawn(tmp_path: Path) -> None:
+    async def train_one_in_vain(world: ad.World) -> None:
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=5) as policy:
+            for _ in range(20):
+                await policy.step(-3.0 + world.rank if world.rank else math.nan)
+
+    ad.simulate(train_one_in_vain, ranks=4, seed=1, record=tmp_path)
+    recording = read_recording(tmp_path)
+    assert {each.rank for each in summarise(recording).applied} == {0}
+    marks = next(each for each in figures(render(recording))[0]["data"] if each["name"] == "replaced")
+    heights = memoryview(base64.b64decode(marks["y"]["bdata"])).cast("f")
+    assert len(heights) == len(summarise(recording).applied) and set(heights) == {-2.0}
+
+
+def test_a_report_names_ranks_whose_recording_ends_before_main(tmp_path: Path) -> None:
+    ad.simulate(train, ranks=3, seed=1, record=tmp_path / "killed", faults=(ad.Kill(rank=2, at_s=0.01),))
+    news = summarise(read_recording(tmp_path / "killed")).news
+    assert [rank for _, rank, text in news if text.startswith("its recording ends without an end of main")] == [2]
+    ad.simulate(train, ranks=3, seed=1, record=tmp_path / "cut", record_limit_nbytes=15_000)
+    news = summarise(read_recording(tmp_path / "cut")).news
+    why = "its recording has reached 15000 bytes, and ends here; record_limit_nbytes allows more"
+    assert 0 in {rank for _, rank, _ in news} and {text for _, _, text in news} == {why}
+    assert f"  rank 0: {why}; its last event was" in tell_recording(str(tmp_path / "cut"))
 
 
 def test_a_trace_has_a_track_for_each_rank_and_an_arrow_for_each_message(recording: Recording, tmp_path: Path) -> None:

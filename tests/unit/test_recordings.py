@@ -250,6 +250,17 @@ def test_a_file_ends_at_its_limit(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert not to.is_recording
     assert "has reached 4000 bytes" in caplog.text
     assert 1000 < next(tmp_path.iterdir()).stat().st_size <= 4000
+    *steps, cut = read_recording(tmp_path).ranks[0].events()
+    assert {event.kind for event in steps} == {"step"}
+    assert cut.kind == "cut" and cut.get("why") in caplog.text, "it does not look as that of a killed rank"
+
+
+def test_a_header_for_which_there_is_no_room_leaves_an_empty_file(tmp_path: Path) -> None:
+    to = RecordWriter(RecordOptions(tmp_path, limit_nbytes=100), Clock(), 0)
+    to.open(header())
+    to.close()
+    with pytest.raises(RecordingError, match="no recording that was begun"):
+        read_recording(tmp_path)
 
 
 def test_a_rank_keeps_its_latest_events_alone() -> None:
