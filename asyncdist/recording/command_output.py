@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -10,19 +11,23 @@ from collections.abc import Callable
 def print_to(command: str, write: Callable[[], None]) -> int:
     """Print what ``write`` does; return the exit code. What its reader does not want is dropped.
 
+    What standard output's encoding lacks, as a letter of a script's name, is printed with backslashes.
+
     Args:
         command: of asyncdist, which a refusal names.
         write: prints to standard output.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         write()
         sys.stdout.flush()
-    except (OSError, UnicodeEncodeError) as error:
+    except OSError as error:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)  # Python flushes the rest when it ends, and would fail again
         os.close(null)
         if not isinstance(error, BrokenPipeError):
-            return refuse(command, f"standard output cannot be written: {getattr(error, 'strerror', error)}")
+            return refuse(command, f"standard output cannot be written: {error.strerror}")
     return 0
 
 

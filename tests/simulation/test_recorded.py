@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +15,7 @@ import torch
 import asyncdist as ad
 from asyncdist.recording.events import Event
 from asyncdist.recording.reader import read_recording
-from asyncdist.story import command
+from asyncdist.story import command, recorded
 from asyncdist.story.recorded import tell_recording
 from protocols import AsyncSelectiveAveragingPolicy
 
@@ -138,6 +140,15 @@ def test_of_several_recorded_jobs_the_story_of_one_is_told(tmp_path: Path, capsy
     assert capsys.readouterr().out.startswith(f"job {job}: ")
     assert command.run(None, job) == 2
     assert "a recording, whose folder is to be given" in capsys.readouterr().err
+
+
+def test_a_story_is_told_where_its_letters_are_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ad.simulate(train, ranks=1, seed=1, record=tmp_path)
+    monkeypatch.setattr(recorded, "seconds_in_words", lambda seconds: "\u4e00 second")
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    assert command.run(str(tmp_path)) == 0
+    assert b"recorded for \\u4e00 second" in out.buffer.getvalue()  # type: ignore[attr-defined]
 
 
 def test_the_story_of_a_recording_says_what_a_rank_had_come_to(tmp_path: Path) -> None:
