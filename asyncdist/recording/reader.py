@@ -7,7 +7,7 @@ import logging
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -21,6 +21,8 @@ logger = logging.getLogger("asyncdist.recording.reader")
 
 #: A block is some 32 KiB; a foreign file may say that it has a text of 4 GiB.
 _OBJECT_NBYTES_MAX: Final = 1 << 22
+#: Jobs that are named where a folder has several, the latest ones.
+_JOB_COUNT_MAX: Final = 8
 #: What the header must have, and of which type.
 _HEADER: Final[Mapping[str, type]] = {
     **dict.fromkeys(("format", "job", "transport", "hostname", "script", "script_digest"), str),
@@ -119,15 +121,17 @@ def read_recording(folder: str | os.PathLike[str], job: str | None = None) -> Re
         raise RecordingError(f"{root} has no recording that was begun: all {len(paths)} files are empty")
     jobs = sorted({each.header["job"]: each.header["unix_s"] for each in found}.items(), key=lambda item: item[1])
     names = [name for name, _ in jobs]
+    known = ", ".join(names[-_JOB_COUNT_MAX:])
+    if len(names) > _JOB_COUNT_MAX:
+        known = f"{len(names) - _JOB_COUNT_MAX} more, {known}"
     if job is not None and job not in names:
-        raise RecordingError(f"{root} has no recording of job {job}; those that it has: {', '.join(names)}")
+        raise RecordingError(f"{root} has no recording of job {job}; those that it has, from the oldest: {known}")
     if job is None and len(names) > 1:
         raise RecordingError(
-            f"{root} has recordings of {len(names)} jobs, from the oldest: {', '.join(names)}; say which "
-            f"(--job {names[-1]})"
+            f"{root} has recordings of {len(names)} jobs, from the oldest: {known}; say which (--job {names[-1]})"
         )
     chosen = job or names[0]
-    ranks = tuple(sorted((each for each in found if each.header["job"] == chosen), key=_place))
+    ranks = tuple(sorted((_looked_at(each) for each in found if each.header["job"] == chosen), key=_place))
     for each, other in itertools.pairwise(ranks):
         if _place(each) == _place(other):
             raise RecordingError(
@@ -166,24 +170,34 @@ def _unpacker(file: BinaryIO) -> msgpack.Unpacker:
 
 
 def _open(path: Path) -> RankRecording | None:
-    """Read a file's header, and look whether its blocks are whole; None where nothing was written."""
+    """Read a file's header; None where nothing was written."""
     if not path.stat().st_size:
         return None
     try:
         with path.open("rb") as file:
-            unpacker = _unpacker(file)
-            header = _checked(path, next(unpacker))
-            damage = ""
-            for event in _blocks(unpacker, os.fstat(file.fileno()).st_size):
-                if isinstance(event, str):
-                    damage = event
+            header = _checked(path, next(_unpacker(file)))
     except StopIteration:
         raise RecordingError(f"{path} ends within its header: its rank was killed as it began") from None
     except OSError as error:
         raise RecordingError(f"{path} cannot be read: {error}") from error
     except (ValueError, msgpack.exceptions.UnpackException, RecursionError):
         raise RecordingError(f"{path} is no recording of asyncdist") from None
-    return RankRecording(path, header, damage)
+    return RankRecording(path, header)
+
+
+def _looked_at(each: RankRecording) -> RankRecording:
+    """Look whether a file's blocks are whole: that reads all of it, so it is done for those of the chosen job alone."""
+    damage = ""
+    try:
+        with each.path.open("rb") as file:
+            unpacker = _unpacker(file)
+            next(unpacker)
+            for block in _blocks(unpacker, os.fstat(file.fileno()).st_size):
+                if isinstance(block, str):
+                    damage = block
+    except OSError as error:
+        raise RecordingError(f"{each.path} cannot be read: {error}") from error
+    return replace(each, damage=damage)
 
 
 def _checked(path: Path, header: Any) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ import msgpack
 import pytest
 
 from asyncdist.errors import RankLostError
-from asyncdist.recording import writer
+from asyncdist.recording import reader, writer
 from asyncdist.recording.events import CAPACITY, Event, EventLog
 from asyncdist.recording.reader import RecordingError, read_recording
 from asyncdist.recording.writer import RecordOptions, RecordWriter, header_of
@@ -168,6 +168,21 @@ def test_recordings_of_several_jobs_are_told_apart(tmp_path: Path) -> None:
     assert list(read_recording(tmp_path, "0000ffff").ranks[0].events()) == events
     with pytest.raises(RecordingError, match="no recording of job 1"):
         read_recording(tmp_path, "1")
+
+
+def test_of_many_jobs_the_latest_are_named_and_one_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter(range(20))
+    monkeypatch.setattr(writer.time, "time", lambda: float(next(times)))
+    for number in range(20):
+        recorded(tmp_path, job=f"{number:08x}")
+    with pytest.raises(RecordingError, match="20 jobs, from the oldest: 12 more, 0000000c, ") as caught:
+        read_recording(tmp_path)
+    assert len(re.findall("0000[0-9a-f]{4}", str(caught.value))) == 8 + 1
+    looked: list[object] = []
+    blocks = reader._blocks
+    monkeypatch.setattr(reader, "_blocks", lambda *args: looked.append(args) or blocks(*args))
+    assert read_recording(tmp_path, "00000003").job == "00000003"
+    assert len(looked) == 1, "a folder may hold gigabytes of others"
 
 
 def test_a_copy_of_a_file_does_not_count_twice(tmp_path: Path) -> None:
