@@ -185,7 +185,8 @@ def _add(
         case "lost":
             summary.news.append((time_s, rank, f"rank {event.get('rank')} is lost"))
         case "returned":
-            summary.news.append((time_s, rank, f"rank {event.get('rank')} is there again"))
+            new = ", as a new process" if event.get("incarnation") else ""  # which meets those that were there before
+            summary.news.append((time_s, rank, f"rank {event.get('rank')} is there{new}"))
         case "coordinator":
             summary.news.append((time_s, rank, f"rank {event.get('rank')} coordinates (epoch {event.get('epoch')})"))
         case "over" if event.get("error"):

@@ -37,7 +37,7 @@ _WORDS: Final[Mapping[str, Callable[[Event], str]]] = {
     "closed": lambda event: f"left its policy after {event.get('iteration')} steps",
     "lost": lambda event: f"lost rank {event.get('rank')}",
     "interrupted": lambda _: "was interrupted by a signal",
-    "returned": lambda event: f"rank {event.get('rank')} came again",
+    "returned": lambda event: f"rank {event.get('rank')} came",
 }
 
 

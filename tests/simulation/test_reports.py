@@ -147,6 +147,13 @@ def test_a_report_names_ranks_whose_recording_ends_before_main(tmp_path: Path) -
     assert f"  rank 0: {why}; its last event was" in tell_recording(str(tmp_path / "cut"))
 
 
+def test_a_report_does_not_say_of_ranks_that_a_new_process_meets_that_they_were_away(tmp_path: Path) -> None:
+    faults = (ad.Kill(rank=2, at_s=0.005), ad.Restart(rank=2, at_s=0.02))
+    ad.simulate(train, ranks=3, seed=3, record=tmp_path, faults=faults, until_s=60.0)
+    news = {(rank, text) for _, rank, text in summarise(read_recording(tmp_path)).news}
+    assert {(0, "rank 2 is there, as a new process"), (2, "rank 0 is there")} <= news
+
+
 def test_a_trace_has_a_track_for_each_rank_and_an_arrow_for_each_message(recording: Recording, tmp_path: Path) -> None:
     count = write_trace(recording, tmp_path / "trace.json.gz")
     entries = entries_of(tmp_path / "trace.json.gz")
