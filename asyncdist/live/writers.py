@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, Final, Protocol
 
@@ -104,6 +105,8 @@ class OpenTelemetryWriter:
         """Take what the rank has done so far."""
         for path, sample in self._numbers.of(counters):
             attributes = {"rank": counters.rank, **sample.labels}
+            if not math.isfinite(sample.value):
+                continue  # a metric: the library takes no such number, and warns of each
             if EXPORTED[sample.name][0] == "gauge":
                 self._instruments[sample.name].set(sample.value, attributes)
             else:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +114,9 @@ def test_tensorboard_has_a_folder_for_each_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_opentelemetry_takes_them_by_the_provider_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opentelemetry_takes_them_by_the_provider_of_the_program(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     pytest.importorskip("opentelemetry.sdk", reason="opentelemetry-sdk is not installed")
     from opentelemetry import metrics
     from opentelemetry.sdk.metrics import MeterProvider
@@ -127,7 +131,9 @@ def test_opentelemetry_takes_them_by_the_provider_of_the_program(monkeypatch: py
     writer = OpenTelemetryWriter()
     writer.write(BEFORE)
     writer.write(AFTER)
+    writer.write(replace(AFTER, policies=(replace(AFTER.policies[0], metric=math.nan),)))
     writer.close()
+    assert not caplog.records, "the library warns of each number that is not finite"
     data: Any = reader.get_metrics_data()
     found = {
         metric.name: (metric.unit, point.value, dict(point.attributes))
