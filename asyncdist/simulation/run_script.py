@@ -459,9 +459,19 @@ def run_many(script: Script, seeds: range, processes: int | None) -> int:
     torch.set_num_threads(1)
     is_terminal = sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
     progress = _bar if is_terminal else _lines
-    with progress(len(seeds)) as on_progress:
-        quick = replace(script, record=None)
-        report = explore(quick, seeds, processes=processes, on_progress=on_progress, quiet=True)
+    so_far: list[ExploreReport] = []
+    try:
+        with progress(len(seeds)) as show:
+
+            def on_progress(report: ExploreReport) -> None:
+                so_far[:] = [report]
+                show(report)
+
+            quick = replace(script, record=None)
+            report = explore(quick, seeds, processes=processes, on_progress=on_progress, quiet=True)
+    except KeyboardInterrupt:
+        print_out(*map(str, so_far))  # it may have taken hours
+        raise
     if report.failure is not None and report.failure.kind == ScriptError.__qualname__:
         raise ScriptError(report.failure.message)
     print_out(str(report))

@@ -8,11 +8,14 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from support.processes import is_alive, wait_until
 
+from asyncdist.simulation import run_script
+from asyncdist.simulation.exploration.explore import ExploreReport
 from asyncdist.simulation.run_script import Script
 
 ENDLESS = """
@@ -62,6 +65,20 @@ def test_ctrl_c_ends_it_at_once_with_code_130(tmp_path: Path, process_count: int
         assert all(any(f"rank {rank}, main of rank {rank}: " in line for line in lines) for rank in range(3))
         assert any("endless.py:8" in line for line in lines), "the others may not have come so far"
     assert wait_until(lambda: not any(map(is_alive, pids)))
+
+
+def test_ctrl_c_leaves_what_was_explored_so_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def explore(scenario: object, seeds: range, *, on_progress: Callable[[ExploreReport], None], **_: object) -> None:
+        on_progress(ExploreReport(200, frozenset(), {"Kill": 10}, 40.0))
+        on_progress(ExploreReport(300, frozenset(), {"Kill": 17}, 60.0))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_script, "explore", explore)
+    with pytest.raises(KeyboardInterrupt):
+        run_script.run_many(Script(str(tmp_path / "no.py"), (), ranks=3), range(1000), 2)
+    assert capsys.readouterr().out == "300 seeds in 60.0 s (5.0/s), 0 different traces, faults fired: Kill 17\n"
 
 
 SEEDED = """
