@@ -15,6 +15,6 @@ def reason(error: RuntimeError) -> str:
 
 def end_process(peer: int, exit_code: int) -> None:
     """End this process, as ``peer`` has asked. Called by threads: the loop may be blocked, hence aborts."""
-    sys.stderr.write(f"asyncdist: rank {peer} aborted the job\n")
+    sys.stderr.write(f"asyncdist: rank {peer} aborted the job: process {os.getpid()} ends\n")
     sys.stderr.flush()
     os._exit(exit_code)
