@@ -29,7 +29,7 @@ def run(name: str | None, recorded: str | None = None) -> int:
         return refuse("story", f"{error}{no_folder}")
     places = jobs().get(job, ())
     stories = ask(places)
-    silent = [Silent(each.rank, each.pid, each.is_alive) for each in places if each.rank not in stories]
+    silent = [Silent(each.rank, each.pid, each.is_alive, each.state) for each in places if each.rank not in stories]
     return print_to("story", lambda: print(tell_job(stories, silent)))
 
 

@@ -54,8 +54,18 @@ class Place:
     pid: int
 
     @property
+    def state(self) -> str:
+        """The state of that process, a letter as in ``ps``; "" where this system does not tell."""
+        with contextlib.suppress(OSError, IndexError):
+            text = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8", errors="replace")
+            return text.rpartition(")")[2].split()[0]  # the name before it may hold anything
+        return ""
+
+    @property
     def is_alive(self) -> bool:
-        """Whether that process lives."""
+        """Whether that process lives. One that has ended may be there until its parent asks for its exit code."""
+        if self.state in ("Z", "X"):
+            return False
         try:
             os.kill(self.pid, 0)
         except OSError as error:

@@ -21,6 +21,15 @@ TASK_COUNT_MAX: Final = 4
 HEARD_COUNT_MAX: Final = 8
 
 
+#: Why a rank does not answer, by the state of its process; of others the interpreter is kept.
+_SILENCE: Final = {
+    "T": "it is stopped, by SIGSTOP or Ctrl-Z",
+    "t": "it is stopped, by a debugger",
+    "D": "it waits in the kernel, for a disk or a network drive",
+    "": "it is stopped, or stands in compiled code that keeps the interpreter",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Silent:
     """A rank of this host that has not answered.
@@ -28,11 +37,13 @@ class Silent:
     Attributes:
         rank, pid: of it.
         is_alive: whether its process lives.
+        state: of the process, a letter as in ``ps``; "" where it is not known.
     """
 
     rank: int
     pid: int
     is_alive: bool
+    state: str = ""
 
 
 def in_short(story: RankStory, stories: Mapping[int, RankStory]) -> str:
@@ -187,13 +198,13 @@ def _details_of_all(ranks: Sequence[int], stories: Mapping[int, RankStory]) -> l
 
 def _tell_silent(silent: Silent, stories: Mapping[int, RankStory]) -> str:
     heard = [(story.heard[silent.rank], rank) for rank, story in stories.items() if silent.rank in story.heard]
-    last = "; no message has come from it" if stories else ""
+    last = "; no message on a channel has come from it" if stories else ""
     if heard:
         age, by = min(heard)
         last = f"; the last that came from it came to rank {by} {seconds_in_words(age)} ago"
     if not silent.is_alive:
         return f"rank {silent.rank} is gone: its process {silent.pid} has ended{last}"
-    why = "it is stopped, or stands in compiled code that keeps the interpreter"
+    why = _SILENCE.get(silent.state, "it stands in compiled code that keeps the interpreter")
     return f"rank {silent.rank} does not answer (pid {silent.pid}): {why}{last}"
 
 

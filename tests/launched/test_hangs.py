@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from support import hanging, mpi
+
+from asyncdist.story import sockets
 
 SCRIPT = "tests/scripts/hangs.py"
 WAITS = r"[\d.]+ s"
@@ -65,7 +72,7 @@ TOLD = {
         r"in waiting_buffer <waiting_buffer 0>",
     ],
     "stopped": [
-        r"rank 1 does not answer \(pid \d+\): it is stopped, or stands in compiled code that keeps the interpreter"
+        r"rank 1 does not answer \(pid \d+\): it is stopped, by SIGSTOP or Ctrl-Z"
         rf"; the last that came from it came to rank [02] {WAITS} ago",
         rf"ranks 0, 2 wait {WAITS} for rank 1, not there yet: barrier, .*, in stopped <stopped 0>",
     ],
@@ -123,3 +130,17 @@ def test_torch() -> None:
 def each_checked(told: dict[str, str]) -> None:
     for name, text in told.items():
         check(name, text)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="this system tells no states of processes")
+def test_a_process_that_is_stopped_and_one_that_nobody_has_waited_for() -> None:
+    """The second counted as alive: a killed rank whose launcher was stopped was told as one in compiled code."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        place = sockets.Place(Path("socket"), 0, process.pid)
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        assert (place.state, place.is_alive) == ("T", True)
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert not place.is_alive
+    assert (place.state, place.is_alive) == ("", False)

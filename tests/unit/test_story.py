@@ -116,7 +116,7 @@ class TestWords:
         assert tell_job(stories, [Silent(2, os.getpid(), is_alive=True)]).splitlines() == [
             "job 0123abcd: train.py, 3 ranks on here",
             f"  rank 2 does not answer (pid {os.getpid()}): it is stopped, or stands in compiled code that keeps the "
-            "interpreter; no message has come from it",
+            "interpreter; no message on a channel has come from it",
             "  deadlock: rank 0 waits for rank 1, rank 1 waits for rank 0",
             "  rank 1 has sent 1 on Note, tag 101, which rank 0 has not opened",
             "  rank 0 waits 60 s for rank 1: a message, tag 100, in main (train.py:7)",
@@ -131,6 +131,14 @@ class TestWords:
         assert tell_job(heard, [Silent(2, 99, is_alive=False)]).splitlines()[1] == (
             "  rank 2 is gone: its process 99 has ended; the last that came from it came to rank 1 61 s ago"
         )
+
+    def test_why_a_rank_does_not_answer(self) -> None:
+        told = {state: tell_job(of(story(0)), [Silent(2, 99, is_alive=True, state=state)]) for state in "TtDSR"}
+        assert "it is stopped, by SIGSTOP or Ctrl-Z; no message" in told["T"]
+        assert "it is stopped, by a debugger; no message" in told["t"]
+        assert "it waits in the kernel, for a disk or a network drive; no message" in told["D"]
+        kept = "rank 2 does not answer (pid 99): it stands in compiled code that keeps the interpreter; no message"
+        assert kept in told["S"] and kept in told["R"]
 
     def test_what_is_blocked_what_has_returned_and_what_a_policy_has_come_to(self) -> None:
         policy = PolicyState("", 12, 0.5, 3, "reporting", 0)

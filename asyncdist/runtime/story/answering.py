@@ -216,5 +216,5 @@ class Teller:
     def _ask_all(self, own: RankStory) -> tuple[dict[int, RankStory], list[Silent]]:
         others = [] if self._path is None else self._places()
         stories = {own.rank: own, **sockets.ask(others)}
-        silent = [Silent(each.rank, each.pid, each.is_alive) for each in others if each.rank not in stories]
+        silent = [Silent(each.rank, each.pid, each.is_alive, each.state) for each in others if each.rank not in stories]
         return dict(sorted(stories.items())), silent
