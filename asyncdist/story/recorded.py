@@ -89,7 +89,7 @@ def _last_of(file: RankRecording) -> _LastOf:
     for event in file.events():
         match event.kind:
             case "step":
-                found.steps = event.get("iteration")
+                found.steps = event.get("iteration") + 1
             case "over":
                 found.over = event.get("error")
             case "cut":
@@ -113,7 +113,8 @@ def _rank(rank: int, last: _LastOf, end_s: float) -> list[str]:
     age = seconds_in_words(max(0.0, end_s - last.last_s))
     how = f"its recording {last.cut or 'ends without an end of main'}"
     if last.over:
-        how = f"ended by {last.over.rstrip(': ')}"
+        first, *others = [line.strip() for line in last.over.splitlines() if line.strip()]
+        how = f"ended by {' ... '.join([first, *others[-1:]]).rstrip(': ')}"  # workers send tracebacks in a message
     lines = [f"  rank {rank}: {how}; its last event was {age} before that of the job"]
     if last.steps:
         # A killed process takes with it what it has not written down: see asyncdist.recording.writer.

@@ -151,6 +151,20 @@ def test_a_story_is_told_where_its_letters_are_not_known(tmp_path: Path, monkeyp
     assert b"recorded for \\u4e00 second" in out.buffer.getvalue()  # type: ignore[attr-defined]
 
 
+def test_of_an_error_of_many_lines_the_first_and_the_last_are_told(tmp_path: Path) -> None:
+    """As a worker of a DataLoader sends it: with a traceback in the message, which filled the screen."""
+
+    async def fail(world: ad.World) -> None:
+        raise ValueError("Caught KeyError in worker 0.\nOriginal Traceback:\n  File 'data.py', line 3\nKeyError: 'x'\n")
+
+    with pytest.raises(ValueError, match="Caught KeyError"):
+        ad.run_local(fail, ranks=1, record=tmp_path)
+    line = tell_recording(str(tmp_path)).splitlines()[1]
+    assert line.startswith(
+        "  rank 0: ended by ValueError: Caught KeyError in worker 0. ... KeyError: 'x'; its last event"
+    )
+
+
 def test_the_story_of_a_recording_says_what_a_rank_had_come_to(tmp_path: Path) -> None:
     ad.simulate(train, ranks=4, seed=3, record=tmp_path)
     path = next(each.path for each in read_recording(tmp_path).ranks if each.rank == 1)
@@ -158,7 +172,5 @@ def test_the_story_of_a_recording_says_what_a_rank_had_come_to(tmp_path: Path) -
     lines = tell_recording(str(tmp_path)).splitlines()
     assert "  ranks 0, 2, 3 have returned from main" in lines
     assert any(line.startswith("  rank 1: its recording ends without an end of main") for line in lines)
-    (steps,) = [event.get("iteration") for event in read_recording(tmp_path).ranks[1].events() if event.kind == "step"][
-        -1:
-    ]
+    steps = sum(event.kind == "step" for event in read_recording(tmp_path).ranks[1].events())
     assert f"    {steps} steps or more: those of its last second may not be written down" in lines
