@@ -104,13 +104,27 @@ def _name_ranks(figure: go.Figure, size: int, axes: str) -> None:
 
 def _sections(summary: Summary, is_simulated: bool) -> Iterator[tuple[str, str, go.Figure | None]]:
     """Yield titles, notes, and figures, None where nothing is to be drawn: plotly makes up the numbers of its axes."""
-    yield "Metric", *_metric(summary)
-    yield "Whose weights live in whom", *_lineage(summary)
+    yield from _of_populations(summary)
     yield "Rounds", *_rounds(summary)
     yield "Step times", *_step_times(summary, is_simulated)
     yield "Step times over time", *_over_time(summary, "interval_bins", "seconds between two steps, mean")
     yield "Stragglers", *_over_time(summary, "lag_bins", "seconds after the first rank at the same iteration, mean")
     yield "Bytes between ranks", *_bytes(summary)
+
+
+def _of_populations(summary: Summary) -> Iterator[tuple[str, str, go.Figure | None]]:
+    """Yield metric and lineage of each population: weights of one never become those of another."""
+    if len(summary.populations) < 2:
+        whose = [(0, "")]
+    else:
+        named = [each.name for each in summary.populations]
+        whose = [
+            (place, f" of {name}{f' #{named[:place].count(name) + 1}' if name in named[:place] else ''}")
+            for place, name in enumerate(named)
+        ]
+    for place, name in whose:
+        yield f"Metric{name}", *_metric(summary, place)
+        yield f"Whose weights live in whom{f',{name}' if name else ''}", *_lineage(summary, place)
 
 
 def _figure(height: int, x: str, y: str) -> go.Figure:
@@ -132,11 +146,12 @@ def _evenly(values: Sequence[Any], count: int) -> list[Any]:
     return [values[int(place)] for place in np.linspace(0, len(values) - 1, count)]
 
 
-def _metric(summary: Summary) -> tuple[str, go.Figure | None]:
-    if not any(rank.metric.count for rank in summary.ranks):
+def _metric(summary: Summary, place: int) -> tuple[str, go.Figure | None]:
+    metrics = [metric for population in summary.populations[place : place + 1] for metric in population.metrics]
+    if not any(metric.count for metric in metrics):
         return "No metric was given.", None
     figure = _figure(420, "seconds since the job began", "metric")
-    series = [np.array(rank.metric.rows(), dtype=float).reshape(-1, 2) for rank in summary.ranks]
+    series = [np.array(metric.rows(), dtype=float).reshape(-1, 2) for metric in metrics]
     if summary.size <= LINE_COUNT_MAX:
         for rank, rows in enumerate(series):
             figure.add_scattergl(
@@ -152,7 +167,7 @@ def _metric(summary: Summary) -> tuple[str, go.Figure | None]:
         for name, row in zip(("least", "quarter", "median", "three quarters", "most"), _spread(values), strict=True):
             figure.add_scatter(x=_times(columns), y=row.astype(np.float32), mode="lines", name=name)
         note = f"Of {summary.size} ranks: least, quartiles, most. A dot is a replacement."
-    marks = _evenly(summary.applied, MARK_COUNT_MAX)
+    marks = _evenly([each for each in summary.applied if each.population == place], MARK_COUNT_MAX)
     heights = np.array([_held(series[each.rank], np.array([each.time_s]))[0] for each in marks])
     finite = np.concatenate([rows[:, 1] for rows in series])
     finite = finite[np.isfinite(finite)]
@@ -166,7 +181,7 @@ def _metric(summary: Summary) -> tuple[str, go.Figure | None]:
         text=texts,
         marker={"size": 5, "color": "black", "symbol": "circle-open"},
     )
-    thinned = any(rank.metric.count > len(rows) for rank, rows in zip(summary.ranks, series, strict=True))
+    thinned = any(metric.count > len(rows) for metric, rows in zip(metrics, series, strict=True))
     return note + (" Long series are thinned: every n-th value is drawn." if thinned else ""), figure
 
 
@@ -193,16 +208,15 @@ def _names(ranks: Sequence[int]) -> str:
     return f"{names} and {len(ranks) - 8} more" if len(ranks) > 8 else names or "nobody"
 
 
-def _lineage(summary: Summary) -> tuple[str, go.Figure | None]:
-    if not summary.applied:
+def _lineage(summary: Summary, place: int) -> tuple[str, go.Figure | None]:
+    if not any(each.population == place for each in summary.applied):
         return "No weights were replaced.", None
+    shares = summary.populations[place].shares
     figure = _figure(460, "rank at first", "rank at the end")
-    figure.add_heatmap(
-        z=summary.shares, zmin=0, zmax=float(summary.shares.max()), colorscale="Viridis", colorbar_title="share"
-    )
+    figure.add_heatmap(z=shares, zmin=0, zmax=float(shares.max()), colorscale="Viridis", colorbar_title="share")
     figure.update_yaxes(autorange="reversed")
     _name_ranks(figure, summary.size, "xy")
-    mean = summary.shares.astype(np.float64).mean(axis=0)
+    mean = shares.astype(np.float64).mean(axis=0)
     effective = 1 / float(np.square(mean).sum())
     note = (
         "Each row is what the last weights of a rank go back to, as shares of what the ranks had at first; training "

@@ -15,6 +15,8 @@ from asyncdist.report.series import LogHistogram, Thinned, TimeBins
 
 #: Rows of a rank's metric that are kept. Where there are many ranks, fewer.
 _METRIC_COUNT: Final = 20_000
+#: Policies that a rank has open at once, and that are told apart.
+POPULATION_COUNT_MAX: Final = 8
 _WITHOUT_END: Final = (
     "its recording ends without an end of main: the rank was killed or stopped, its disk was full, or it goes on"
 )
@@ -25,6 +27,7 @@ class Applied(NamedTuple):
 
     time_s: float
     rank: int
+    population: int
     policy: int
     round: int
     iteration: int
@@ -63,18 +66,31 @@ class RankSummary:
     """What one rank did.
 
     Attributes:
-        metric: time and value.
         intervals: seconds between the ends of two steps.
         interval_bins: the same over time.
         step_seconds: what ``policy.step`` itself took.
         lag_bins: how many seconds after the first rank this one gave the metric of an iteration, over time.
     """
 
-    metric: Thinned
     intervals: LogHistogram = field(default_factory=LogHistogram)
     interval_bins: TimeBins = field(default_factory=TimeBins)
     step_seconds: LogHistogram = field(default_factory=LogHistogram)
     lag_bins: TimeBins = field(default_factory=TimeBins)
+
+
+@dataclass(slots=True)
+class Population:
+    """What ranks did with one policy each, and with those that they opened after it. What is open beside it is another.
+
+    Attributes:
+        name: of the first policy, or its class.
+        metrics: time and value, by rank.
+        shares: the last weights of each rank (row), as shares of what the ranks (columns) had at first.
+    """
+
+    name: str
+    metrics: list[Thinned]
+    shares: NDArray[np.float32]
 
 
 @dataclass(slots=True)
@@ -90,13 +106,13 @@ class Summary:
         nbytes: bytes of messages, from row to column.
         news: losses, failovers, ends with an error, and files without an end: the time, the rank that tells, and the
             text.
-        shares: the last weights of each rank (row), as shares of what the ranks (columns) had at first.
+        populations: one, or more where ranks have several policies open at once.
     """
 
     size: int
     ranks: list[RankSummary]
     nbytes: NDArray[np.float64]
-    shares: NDArray[np.float32]
+    populations: list[Population] = field(default_factory=list)
     duration_s: float = 0.0
     applied: list[Applied] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
@@ -106,24 +122,18 @@ class Summary:
 def summarise(recording: Recording) -> Summary:
     """Read a recording twice, and sum it up."""
     size = recording.size
-    capacity = max(_METRIC_COUNT // size, 100)
-    summary = Summary(
-        size=size,
-        ranks=[RankSummary(Thinned(capacity)) for _ in range(size)],
-        nbytes=np.zeros((size, size)),
-        shares=np.eye(size, dtype=np.float32),
-    )
+    summary = Summary(size=size, ranks=[RankSummary() for _ in range(size)], nbytes=np.zeros((size, size)))
     clocks = Clocks(recording)
     rounds: dict[tuple[int, int], Round] = {}
     first_at: dict[tuple[int, int], float] = {}
     for each in recording.ranks:
         offset = clocks.offset(each)
-        last_step_s: dict[int, float] = {}
+        policies, last_step_s = _Policies(), dict[int, float]()
         time_s, tells_end = float(each.header["clock_s"]) + offset, False
         for event in each.events():
             time_s = event.time_s + offset
             summary.duration_s = max(summary.duration_s, time_s)
-            _add(summary, rounds, last_step_s, each.rank, time_s, event)
+            _add(summary, rounds, policies, last_step_s, each.rank, time_s, event)
             tells_end = tells_end or event.kind in ("over", "cut")
             if event.kind == "metric":
                 place = int(event.get("policy")), int(event.get("iteration"))
@@ -144,9 +154,42 @@ def summarise(recording: Recording) -> Summary:
     return summary
 
 
+class _Policies:
+    """Tells to which population each policy of one process belongs: the first of which it has none open."""
+
+    def __init__(self) -> None:
+        self._populations: dict[int, int] = {}
+        self._open: dict[int, int] = {}
+
+    def begin(self, policy: int) -> int:
+        """Note that a policy has started; return its population."""
+        taken = set(self._open.values())
+        place = next(place for place in range(len(taken) + 1) if place not in taken)
+        self._populations[policy] = self._open[policy] = place
+        return place
+
+    def end(self, policy: int) -> None:
+        """Note that a policy has ended."""
+        self._open.pop(policy, None)
+
+    def population(self, policy: int) -> int:
+        """Return the population of a policy."""
+        return self._populations.get(policy, 0)
+
+
+def _population(summary: Summary, place: int, name: str = "") -> Population | None:
+    """Return that population, made now if need be; None beyond those that are told apart."""
+    capacity = max(_METRIC_COUNT // summary.size, 100)
+    while place >= len(summary.populations) and place < POPULATION_COUNT_MAX:
+        metrics = [Thinned(capacity) for _ in range(summary.size)]
+        summary.populations.append(Population(name, metrics, np.eye(summary.size, dtype=np.float32)))
+    return summary.populations[place] if place < POPULATION_COUNT_MAX else None
+
+
 def _add(
     summary: Summary,
     rounds: dict[tuple[int, int], Round],
+    policies: _Policies,
     last_step_s: dict[int, float],
     rank: int,
     time_s: float,
@@ -155,6 +198,11 @@ def _add(
     """Add one event."""
     of_rank = summary.ranks[rank]
     match event.kind:
+        case "policy":
+            place = policies.begin(int(event.get("policy")))
+            _population(summary, place, str(event.get("name") or event.get("class_name")))
+        case "closed":
+            policies.end(int(event.get("policy")))
         case "step":
             policy = int(event.get("policy"))
             if policy in last_step_s:
@@ -164,18 +212,21 @@ def _add(
             last_step_s[policy] = time_s
             of_rank.step_seconds.add(float(event.get("seconds")))
         case "metric":
-            of_rank.metric.add(time_s, float(event.get("value")))
+            population = _population(summary, policies.population(int(event.get("policy"))))
+            if population is not None:
+                population.metrics[rank].add(time_s, float(event.get("value")))
         case "sent":
             summary.nbytes[rank, int(event.get("dest"))] += int(event.get("nbytes"))
         case "applied":
             policy, number, iteration = (int(event.get(name)) for name in ("policy", "round", "iteration"))
             donors, weights = tuple(event.get("donors") or ()), tuple(event.get("weights") or ())
             seconds = float(event.get("seconds"))
-            summary.applied.append(Applied(time_s, rank, policy, number, iteration, donors, weights, seconds))
+            of = policies.population(policy)
+            summary.applied.append(Applied(time_s, rank, of, policy, number, iteration, donors, weights, seconds))
         case "decided":
-            place = int(event.get("policy")), int(event.get("round"))
+            round_of = int(event.get("policy")), int(event.get("round"))
             donors, replacers = tuple(event.get("donors")), tuple(event.get("replacers"))
-            rounds.setdefault(place, Round(place, time_s, donors, replacers, str(event.get("route"))))
+            rounds.setdefault(round_of, Round(round_of, time_s, donors, replacers, str(event.get("route"))))
         case "frozen" | "ended":
             found = rounds.get((int(event.get("policy")), int(event.get("round"))))
             if found is not None and event.kind == "frozen":
@@ -204,7 +255,10 @@ def _follow(summary: Summary, rounds: dict[tuple[int, int], Round]) -> None:
         found = rounds.get((applied.policy, applied.round))
         if found is not None:
             found.applied_s = np.fmax(found.applied_s, applied.time_s)
+        population = _population(summary, applied.population)
+        if population is None:
+            continue
         if applied.donors and all(0 <= donor < summary.size for donor in applied.donors):
             weights = applied.weights if len(applied.weights) == len(applied.donors) else (1.0,) * len(applied.donors)
-            mixed = np.average(summary.shares[list(applied.donors)], axis=0, weights=weights)
-            summary.shares[applied.rank] = mixed
+            mixed = np.average(population.shares[list(applied.donors)], axis=0, weights=weights)
+            population.shares[applied.rank] = mixed

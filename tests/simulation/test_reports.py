@@ -69,12 +69,13 @@ def test_a_report_is_one_page_whose_numbers_are_those_of_the_run(recording: Reco
     summary = summarise(recording)
     assert len(summary.applied) == kinds["applied"] and len(summary.rounds) == kinds["decided"]
     assert [rank.step_seconds.count for rank in summary.ranks] == [30] * 4
-    assert [rank.metric.count for rank in summary.ranks] == [6] * 4
+    (population,) = summary.populations
+    assert [metric.count for metric in population.metrics] == [6] * 4
     sent = [event for each in recording.ranks for event in each.events() if event.kind == "sent"]
     assert summary.nbytes.sum() == sum(event.get("nbytes") for event in sent)
-    assert summary.shares.sum(axis=1) == pytest.approx([1.0] * 4), "all of a rank's weights come from somebody"
+    assert population.shares.sum(axis=1) == pytest.approx([1.0] * 4), "all of a rank's weights come from somebody"
     replaced = {applied.rank for applied in summary.applied}
-    assert all((summary.shares[rank, rank] == 1.0) == (rank not in replaced) for rank in range(4))
+    assert all((population.shares[rank, rank] == 1.0) == (rank not in replaced) for rank in range(4))
     ended = [each for each in summary.rounds if each.ended_s == each.ended_s]
     assert ended and all(
         each.began_s <= each.frozen_s <= each.ended_s for each in ended if each.frozen_s == each.frozen_s
@@ -134,6 +135,37 @@ def test_a_replacement_of_a_rank_whose_metric_is_no_number_is_drawn(tmp_path: Pa
     marks = next(each for each in figures(render(recording))[0]["data"] if each["name"] == "replaced")
     heights = memoryview(base64.b64decode(marks["y"]["bdata"])).cast("f")
     assert len(heights) == len(summarise(recording).applied) and set(heights) == {-2.0}
+
+
+def test_two_policies_that_are_open_at_once_are_told_apart_in_a_report(tmp_path: Path) -> None:
+    """Their metrics were one zigzag line, and the weights of one were said to live in the other."""
+
+    async def train_two(world: ad.World) -> None:
+        def policy(name: str) -> AsyncSelectiveAveragingPolicy:
+            model = torch.nn.Linear(2, 2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            return AsyncSelectiveAveragingPolicy(model, optimizer, average_every=5, name=name)
+
+        async with policy("actor") as actor:
+            async with policy("critic") as critic:
+                for _ in range(30):
+                    await actor.step(float(world.rank))
+                    await critic.step(-float(world.rank))
+            async with policy("later") as later:
+                await later.step(0.0)
+
+    ad.simulate(train_two, ranks=4, seed=2, record=tmp_path)
+    recording = read_recording(tmp_path)
+    summary = summarise(recording)
+    actor, critic = summary.populations
+    assert (actor.name, critic.name) == ("actor", "critic"), "the third one follows the second"
+    for rank in range(4):
+        assert {value for _, value in actor.metrics[rank].rows()} == {float(rank)}
+        assert {value for _, value in critic.metrics[rank].rows()} == {-float(rank)}
+    assert {(each.population, each.rank) for each in summary.applied} == {(0, 0), (1, 3)}
+    assert actor.shares[0, 0] == critic.shares[3, 3] == 0.0 and actor.shares[3, 3] == critic.shares[0, 0] == 1.0
+    page = render(recording)
+    assert "<h2>Metric of actor</h2>" in page and "<h2>Whose weights live in whom, of critic</h2>" in page
 
 
 def test_a_report_names_ranks_whose_recording_ends_before_main(tmp_path: Path) -> None:
