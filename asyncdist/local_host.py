@@ -130,6 +130,16 @@ def heeding_children() -> Iterator[None]:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
 
+def is_for_child(came: signal.struct_siginfo) -> bool:
+    """Return whether a signal, which this process has got, is to be passed on to the child that does its work.
+
+    What keys of a terminal send reaches both. That the terminal is closed the kernel says to the session's leader
+    alone, which is this process where no shell has started it, as by ``ssh -t HOST asyncdist run``.
+    """
+    is_from_kernel = came.si_code > 0
+    return not is_from_kernel or (came.si_signo == signal.SIGHUP and os.getsid(0) == os.getpid())
+
+
 def open_standard_files() -> None:
     """Open /dev/null in the place of standard files that are closed: files opened later would take their numbers."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):

@@ -181,7 +181,7 @@ def _run_watched(mpirun: str, command: list[str], environ: Mapping[str, str]) ->
     copier.start()
     while launcher.poll() is None:
         came = signal.sigwaitinfo({*passed_on, signal.SIGCHLD})
-        if came.si_signo in passed_on and came.si_code <= 0:  # above 0: a terminal's, which mpirun gets, too
+        if came.si_signo in passed_on and local_host.is_for_child(came):
             launcher.send_signal(came.si_signo)
     copier.join(_LAST_WORDS_S)
     code = launcher.returncode

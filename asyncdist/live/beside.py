@@ -12,6 +12,7 @@ import threading
 from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING, Final
 
+from asyncdist import local_host
 from asyncdist.live import top
 from asyncdist.story import sockets
 from asyncdist.story.finding import job_of_process
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 #: A longer line is shown in parts.
 _LINE_LENGTH_MAX: Final = 1 << 16
-#: The terminal sends these to the child as well as to this process; who sends them to this one alone means the child.
+#: Signals that may mean the child.
 _PASSED_ON: Final = frozenset(
     {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
 )
@@ -59,8 +60,11 @@ def _show(child: subprocess.Popen[bytes], *, is_on_stderr: bool) -> None:
     from rich.live import Live
 
     top.allow_all_text()
-    console, view = Console(stderr=is_on_stderr), top.JobView()
-    with Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
+    console, view, is_gone = Console(stderr=is_on_stderr), top.JobView(), False
+    with (
+        contextlib.suppress(OSError),  # where the terminal is gone at the end
+        Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live,
+    ):
         pipes = [pipe for pipe in (child.stdout, child.stderr) if pipe is not None]
         copiers = [threading.Thread(target=_copy, args=(pipe, console), daemon=True) for pipe in pipes]
         for copier in copiers:
@@ -68,11 +72,14 @@ def _show(child: subprocess.Popen[bytes], *, is_on_stderr: bool) -> None:
         while child.poll() is None:
             found = sockets.jobs()
             job = job_of_process(child.pid, found)
-            if job is not None:
+            if job is not None and not is_gone:
                 view.ask(found[job])
-                live.update(view.drawn(console), refresh=True)
+                try:
+                    live.update(view.drawn(console), refresh=True)
+                except OSError:  # the terminal is closed: the child ends by that, or means to go on
+                    is_gone = True
             came = signal.sigtimedwait({*_PASSED_ON, signal.SIGCHLD}, top.PERIOD_S)
-            if came is not None and came.si_signo in _PASSED_ON and came.si_code <= 0:  # above 0: of the terminal
+            if came is not None and came.si_signo in _PASSED_ON and local_host.is_for_child(came):
                 child.send_signal(came.si_signo)
         for copier in copiers:
             copier.join(1.0)  # a process that lives on may hold the other end

@@ -96,6 +96,12 @@ def test_top_of_a_job_that_is_not_there_is_one_line() -> None:
     assert ended.stderr.count("\n") == 1
 
 
+def leading(words: list[str]) -> list[str]:
+    """Return what starts that as the leader of a session whose terminal is standard input."""
+    begin = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    return [sys.executable, "-c", begin, *words]
+
+
 class Terminal:
     """A job in a terminal of its own."""
 
@@ -116,6 +122,10 @@ class Terminal:
         except (BlockingIOError, OSError):  # nothing new, or the end
             time.sleep(0.05)
         return re.search(pattern, self.said, re.MULTILINE) is not None
+
+    def close(self) -> None:
+        """Close the terminal, as its window does."""
+        os.close(self._own)
 
     def ended(self) -> int:
         """Return the exit code, and read what is left."""
@@ -146,6 +156,18 @@ def test_a_signal_to_the_command_ends_the_job(tmp_path: Path) -> None:
         assert wait_until(lambda: terminal.shows(r"^ +0 +mine")), terminal.said
         terminal.job.send_signal(signal.SIGTERM)
         assert terminal.ended() == 128 + signal.SIGTERM, terminal.said
+    finally:
+        (tmp_path / "stop").touch()
+
+
+@pytest.mark.long
+def test_a_terminal_that_is_closed_ends_the_job(tmp_path: Path) -> None:
+    """The kernel tells the leader of the session alone; the job went on without anybody to see it."""
+    terminal = Terminal(leading(command(tmp_path, "--live", transport="torch")), tmp_path)
+    try:
+        assert wait_until(lambda: terminal.shows(r"^ +0 +mine")), terminal.said
+        terminal.close()
+        assert terminal.job.wait(60) == 128 + signal.SIGHUP
     finally:
         (tmp_path / "stop").touch()
 
