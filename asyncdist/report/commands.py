@@ -136,7 +136,9 @@ def run_export(folder: str, job: str | None, out: str | None, kind: str) -> int:
         return refuse("export", f"--format parquet needs pyarrow (pip install 'asyncdist[parquet]'): {error}")
     except (RecordingError, _WriteError, OSError) as error:
         return refuse("export", error)
-    return _say("export", f"wrote {len(files)} tables to {to}: {', '.join(file.name for file in files)}")
+    return _say(
+        "export", f"wrote {len(files)} table{'s' * (len(files) != 1)} to {to}: {', '.join(file.name for file in files)}"
+    )
 
 
 def run_query(folder: str, job: str | None, statement: str) -> int:

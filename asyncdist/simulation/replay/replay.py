@@ -9,7 +9,6 @@ is computed anew, and compared with what was recorded: each decision, and the we
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Any, Final
 
 import torch
 
-from asyncdist.recording.reader import RankRecording, Recording, RecordingError
+from asyncdist.recording.reader import Recording, RecordingError
 from asyncdist.runtime.world import World
 from asyncdist.simulation.arguments import Compute
 from asyncdist.simulation.links import Network
@@ -107,9 +106,6 @@ def check_replayable(recording: Recording) -> None:
         unknown = next((name for name in NEEDED if name not in each.header), None)
         if unknown is not None:
             raise RecordingError(f"{each.path} says nothing of {unknown!r}, which a replay needs; record the run anew")
-    twice = [each for each, other in itertools.pairwise(recording.ranks) if _place(each) == _place(other)]
-    if twice:
-        raise RecordingError(f"rank {twice[0].rank} has two recordings; {twice[0].path} is one of them")
     again = [each.rank for each in recording.ranks if each.incarnation]
     if again:
         raise RecordingError(
@@ -126,10 +122,6 @@ def check_replayable(recording: Recording) -> None:
     for each in recording.ranks:
         if each.damage:
             logger.warning("%s: %s", each.path, each.damage)
-
-
-def _place(each: RankRecording) -> tuple[int, int]:
-    return each.rank, each.incarnation
 
 
 def _policies_of(recording: Recording) -> set[str]:

@@ -204,7 +204,7 @@ def _summary(replayed: Replayed) -> list[str]:
     lines = [f"{replayed.decision_count} decisions, metrics and checksums of weights are those that were recorded"]
     if replayed.cut_ranks:
         ranks = ", ".join(map(str, replayed.cut_ranks))
-        lines.append(f"the record ends before main did on: {ranks} (killed, or stopped by a signal)")
+        lines.append(f"the record ends before main did on: {ranks} (killed, stopped by a signal, or its file is full)")
     if replayed.left_count:
         why = "need something of these" if replayed.cut_ranks else "came as the job had failed"
         lines.append(f"{replayed.left_count} more {why}, and were not come to")
