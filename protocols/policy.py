@@ -234,6 +234,8 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
+        if self._stage != "open":  # by hand: after a start that failed, or a second time
+            return
         self._stage = "closed"
         self._journal.end(self._services, self.model)
         if not self.is_alone:

@@ -101,7 +101,8 @@ class Calls(Generic[AskT, AnswerT]):
     ) -> None:
         """Answer no more, and tell the others."""
         channel, world = self._channel, self._world
-        assert channel is not None and world is not None, "it was entered"
+        if channel is None or world is None:  # by hand: it was not entered, or is left a second time
+            return
         self._channel = None
         self._reader.cancel()
         world.services.off_gone(self._on_gone)

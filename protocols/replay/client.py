@@ -173,6 +173,8 @@ class ReplayBuffer:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._channel is None or self._is_closed:  # by hand: after a start that failed, or a second time
+            return
         try:
             engine = self._services.engine
             if error is None and engine.failure is None:

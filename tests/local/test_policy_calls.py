@@ -6,6 +6,7 @@ import asyncio
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,13 @@ from torch import nn
 
 import asyncdist as ad
 from asyncdist.simulation import simulate
-from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy, OneSidedSelectiveAveragingPolicy, SpawnPolicy
+from protocols import (
+    AsyncSelectiveAveragingPolicy,
+    AverageAllPolicy,
+    OneSidedSelectiveAveragingPolicy,
+    ReplayBuffer,
+    SpawnPolicy,
+)
 
 POLICIES: dict[str, Callable[..., SpawnPolicy]] = {
     "selective": AsyncSelectiveAveragingPolicy,
@@ -26,6 +33,16 @@ POLICIES: dict[str, Callable[..., SpawnPolicy]] = {
     ),
     "average-all": AverageAllPolicy,
 }
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A question."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer."""
 
 
 def ported(policy_of: Callable[..., SpawnPolicy], numbers: list[Any], **options: Any) -> list[int]:
@@ -388,3 +405,28 @@ def test_python_names_step_where_it_is_not_awaited() -> None:
         Path(__file__).read_text().splitlines().index("            policy.step(1.0)  # type: ignore[unused-coroutine]")
     )
     assert [(warning.filename, warning.lineno) for warning in caught] == [(__file__, line + 1)] * 2
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_leaving_what_is_not_open_does_nothing(policy: str) -> None:
+    """By hand, as in a ``finally``: it was an AttributeError before the start, and ValueErrors after the end."""
+
+    async def main(world: ad.World) -> bool:
+        model, calls = Mixed(0.0), ad.Calls(Ask, Answer, tag=50)
+        entered, missed = (POLICIES[policy](model, sgd(model), average_every=1, start_timeout_s=0.1) for _ in range(2))
+        buffer = ReplayBuffer(0, start_timeout_s=0.1)
+        contexts: list[Any] = [entered, calls, buffer]
+        for context in contexts:
+            await context.__aexit__(None, None, None)
+        for context in contexts[:2]:
+            await context.__aenter__()
+        for context in contexts[:2] * 2:
+            await context.__aexit__(None, None, None)
+        if world.rank == 0:
+            for context in (missed, buffer):
+                with pytest.raises((ad.ClosedError, ad.StartTimeoutError)):
+                    await context.__aenter__()
+                await context.__aexit__(None, None, None)
+        return True
+
+    assert simulate(main, ranks=2).results == (True, True)
