@@ -499,6 +499,11 @@ def is_started_by_trainer() -> bool:
     )
 
 
+def is_started_by_accelerate() -> bool:
+    """Return whether ``accelerate launch`` is above this process. It sets no variable of ranks where it starts one."""
+    return "ACCELERATE_DYNAMO_BACKEND" in os.environ
+
+
 def become_rank() -> None:
     """Let the children of this process know that they are not the rank whose variables they have."""
     os.environ[_RANK_VARIABLE] = f"{os.getpid()} {_place(os.environ)}"

@@ -62,9 +62,15 @@ def join() -> World:
     world = process_world()
     if world.size == 1 and "alone" not in _told_alone:
         _told_alone.add("alone")
+        started = (
+            "accelerate launch has started one process, as it does without --multi_gpu for any --num_processes; "
+            if environment.is_started_by_accelerate()
+            else ""
+        )
         logger.warning(
-            "selective averaging: this process trains alone, so nothing is averaged; "
-            "asyncdist run -n 4 script.py starts four ranks"
+            "selective averaging: this process trains alone, so nothing is averaged; %sasyncdist run -n 4 script.py "
+            "starts four ranks",
+            started,
         )
     return world
 

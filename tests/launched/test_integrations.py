@@ -74,6 +74,18 @@ def test_alone_it_trains_and_says_once_that_nothing_is_averaged(library: str, tm
     assert ended.reports[0]["weights"] == [0.0] * 4
 
 
+@pytest.mark.mpi
+@pytest.mark.long  # it imports what Accelerate imports twice, which takes ten seconds
+def test_a_single_process_of_accelerate_launch_says_why_it_is_alone(tmp_path: Path) -> None:
+    """On CPUs it starts one, whatever it is told, and said nothing of it; neither did what was told of being alone."""
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    ended = torchrun.run_jobs(
+        [([*launch, str(SCRIPT), "plain", str(tmp_path)], {"HF_HOME": str(tmp_path)})], 100.0
+    ).check()
+    assert ended.stderr.count("trains alone") == 1, ended.stderr
+    assert "accelerate launch has started one process, as it does without --multi_gpu" in ended.stderr
+
+
 LIGHTNING_STEPS = """
     import sys
     import types
