@@ -191,7 +191,7 @@ class FlatState:
             places.setdefault(identity, []).append(place)
         if not shared:
             raise ValueError(
-                f"{type(model).__name__} has neither parameters nor persistent buffers: nothing to average"
+                f"{model.__class__.__name__} has neither parameters nor persistent buffers: nothing to average"
             )
         check_overlap([group[0] for group in shared.values()])
         sizes: dict[torch.dtype, int] = {}

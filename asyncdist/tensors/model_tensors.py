@@ -5,6 +5,7 @@ What :mod:`asyncdist.tensors.flat_state` copies between, found by one walk over 
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from typing import Any, Final
@@ -124,6 +125,8 @@ def check_supported(name: str, tensor: Tensor) -> None:
         trouble = "was made in inference mode, so that nothing can be written to it outside; clone it"
     elif tensor.is_quantized:
         trouble = "is quantised"
+    elif not _has_arithmetic(tensor.dtype):
+        trouble = f"is {str(tensor.dtype).removeprefix('torch.')}, of which torch can neither copy nor add values"
     elif tensor.layout != torch.strided or tensor.is_nested:
         trouble = f"is sparse or nested (layout {tensor.layout})"
     elif tensor.numel() and _address(tensor) == 0:
@@ -132,6 +135,20 @@ def check_supported(name: str, tensor: Tensor) -> None:
         trouble = f"overlaps itself (shape {tuple(tensor.shape)}, strides {tensor.stride()}), as expanded tensors do"
     if trouble is not None:
         raise ValueError(f"{name!r} {trouble}; {_ALLOWED}")
+
+
+@functools.cache
+def _has_arithmetic(dtype: torch.dtype) -> bool:
+    """Tell whether torch can copy values of a dtype, and can widen floating ones to add them.
+
+    Of some it has little more than the name: of integers below a byte, and of pairs of 4-bit floating numbers.
+    """
+    value = torch.zeros(1, dtype=dtype, device="cpu")
+    try:
+        value.to(torch.float32) if dtype.is_floating_point else torch.zeros_like(value).copy_(value)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
 
 
 def _is_lazy(tensor: Tensor) -> bool:

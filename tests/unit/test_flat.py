@@ -1,6 +1,7 @@
 """Flat state: layout, what is refused, copies in place, and arithmetic that repeats to the bit."""
 
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -157,6 +158,8 @@ def quantised() -> Tensor:
         (lambda: {"bad": torch.eye(3).to_sparse()}, "'bad' is sparse"),
         (lambda: {"bad": torch.eye(3).to_sparse_csr()}, "'bad' is sparse"),
         (lambda: {"bad": quantised()}, "'bad' is quantised"),
+        (lambda: {"bad": torch.zeros(3, dtype=torch.uint4)}, "'bad' is uint4, of which torch can neither copy nor add"),
+        (lambda: {"bad": torch.zeros(3, dtype=torch.float4_e2m1fn_x2)}, "'bad' is float4_e2m1fn_x2, of which"),
         (lambda: {"bad": torch.zeros(1, 3).expand(4, 3)}, "'bad' overlaps itself"),
         (lambda: {"bad": torch.zeros(9).as_strided((3, 3), (1, 1))}, "'bad' overlaps itself"),
         (lambda: {"bad": nn.parameter.UninitializedBuffer()}, "'bad' is not initialised"),
@@ -192,8 +195,10 @@ def test_interleaved_views_do_not_overlap() -> None:
 
 @pytest.mark.parametrize("model", [nn.ReLU(), nn.Sequential(), nn.Identity()])
 def test_a_model_without_state_is_refused(model: nn.Module) -> None:
-    with pytest.raises(ValueError, match="neither parameters nor persistent buffers"):
-        FlatState(model)
+    said = f"{type(model).__name__} has neither parameters nor persistent buffers"
+    for refused in (model, weakref.proxy(model)):  # as average_models keeps it
+        with pytest.raises(ValueError, match=said):
+            FlatState(refused)
 
 
 def test_a_model_must_be_a_module() -> None:
