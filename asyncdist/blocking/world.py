@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
@@ -27,7 +27,14 @@ from asyncdist.recording.writer import LIMIT_NBYTES
 from asyncdist.runtime import run as runtime
 from asyncdist.runtime.hosting import GRACE_S
 from asyncdist.runtime.run import WATCHDOG_S, BulkName, MetricsName, TransportName
-from asyncdist.runtime.world import World as AwaitedWorld, WorldStatistics, _current_world, refuse_inside_a_world
+from asyncdist.runtime.world import (
+    GROUP_TIMEOUT_S,
+    PROGRESS_BUDGET_S,
+    World as AwaitedWorld,
+    WorldStatistics,
+    _current_world,
+    refuse_inside_a_world,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -79,6 +86,11 @@ class World:
         return self.awaited.device
 
     @property
+    def transport_name(self) -> str:
+        """See :attr:`asyncdist.World.transport_name`."""
+        return self.awaited.transport_name
+
+    @property
     def is_simulated(self) -> bool:
         """See :attr:`asyncdist.World.is_simulated`."""
         return self.awaited.is_simulated
@@ -105,6 +117,10 @@ class World:
         """Return the counts since the world was opened."""
         return self.awaited.statistics()
 
+    def check(self) -> None:
+        """Raise what ended the job, if anything did."""
+        self.awaited.check()
+
     # -- calls that block ---------------------------------------------------------------------------------------------
 
     def sleep(self, seconds: float) -> None:
@@ -115,6 +131,10 @@ class World:
         """Make one pass over what is outstanding, and let the tasks of this rank run."""
         self.call(self.awaited.safe_point)
 
+    def progress(self, budget_s: float = PROGRESS_BUDGET_S) -> None:
+        """Make passes until one completes nothing, or the budget is spent; see :meth:`asyncdist.World.progress`."""
+        self.call(self.awaited.progress, budget_s)
+
     def compute(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run ``fn`` in a worker thread, while the tasks of this rank go on; see :meth:`asyncdist.World.compute`."""
         return self.call(lambda: self.awaited.compute(fn, *args, **kwargs))
@@ -122,6 +142,14 @@ class World:
     def channel(self, message_type: type, **options: Any) -> Any:
         """Open a channel, whose ``send`` and ``receive`` block; see :meth:`asyncdist.World.channel`."""
         return Face(self.awaited.channel(message_type, **options))
+
+    def new_group(self, ranks: Sequence[int], *, timeout_s: float = GROUP_TIMEOUT_S) -> Group:
+        """Make a group, together with its members; see :meth:`asyncdist.World.new_group`."""
+        return self.call(self.awaited.new_group, ranks, timeout_s=timeout_s)
+
+    def new_groups(self, lists: Iterable[Sequence[int]], *, timeout_s: float = GROUP_TIMEOUT_S) -> list[Group]:
+        """Make several groups, one after the other; see :meth:`asyncdist.World.new_groups`."""
+        return self.call(self.awaited.new_groups, lists, timeout_s=timeout_s)
 
     def send_stream(self, tensor: torch.Tensor, dest: int) -> None:
         """Send a tensor; see :meth:`asyncdist.World.send_stream`."""

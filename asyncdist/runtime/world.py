@@ -26,7 +26,7 @@ from asyncdist.errors import ClosedError, LocalProtocolError
 from asyncdist.live.counters import RankCounters, counters_of
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
-from asyncdist.messaging.engine import PROGRESS_BUDGET_S, EngineStatistics, yield_to_loop
+from asyncdist.messaging.engine import PROGRESS_BUDGET_S as PROGRESS_BUDGET_S, EngineStatistics, yield_to_loop
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.tensor_streams import UserStreams
 from asyncdist.runtime.compute import Computing, VirtualClock
@@ -36,7 +36,7 @@ from asyncdist.tensors.model_cache import Scratch
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_GROUP_TIMEOUT_S: Final = 60.0
+GROUP_TIMEOUT_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,7 +404,7 @@ class World:
 
     # -- groups -----------------------------------------------------------------------------------------------------
 
-    async def new_group(self, ranks: Sequence[int], *, timeout_s: float = _GROUP_TIMEOUT_S) -> Group:
+    async def new_group(self, ranks: Sequence[int], *, timeout_s: float = GROUP_TIMEOUT_S) -> Group:
         """Make a group. Collective among ``ranks``, which all pass the same list; the others take no part.
 
         There is room for some 900 groups at a time, and each takes a communicator where the backend has them:
@@ -430,7 +430,7 @@ class World:
         """
         return await self.peers.groups.new_group(ranks, timeout_s)
 
-    async def new_groups(self, lists: Iterable[Sequence[int]], *, timeout_s: float = _GROUP_TIMEOUT_S) -> list[Group]:
+    async def new_groups(self, lists: Iterable[Sequence[int]], *, timeout_s: float = GROUP_TIMEOUT_S) -> list[Group]:
         """Make several groups, one after the other. Where one cannot be made, those before it are freed.
 
         The members of those after it get RemoteError.

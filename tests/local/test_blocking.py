@@ -59,6 +59,9 @@ def test_a_world_of_one_and_what_it_tells() -> None:
         world.sleep(0.02)
         assert world.time() - began > 0.01
         world.safe_point()
+        world.progress(0.01)
+        world.check()
+        assert world.transport_name == "local"
         with ad.blocking.policy(made_policy()) as policy:
             assert not policy.step(1.0) and policy.iteration == 1 and policy.statistics().iteration == 1
     with pytest.raises(ad.ClosedError, match="closed"):
@@ -83,6 +86,8 @@ def test_helpers_channels_and_streams(ranks: int) -> None:
             assert world.receive_stream(torch.ones(3), 0).tolist() == [0.0] * 3
         with ad.blocking.context(ad.blocking.new_group(range(ranks))) as group:
             assert group.size == ranks
+        groups = [world.new_group([world.rank]), *world.new_groups([range(ranks), [world.rank]])]
+        assert [group.size for group in groups] == [1, ranks, 1]
         mesh = ad.blocking.new_mesh({"POP": ranks})
         assert ad.blocking.psum(torch.tensor(1), "POP", mesh=mesh).item() == ranks
         channel.close()
@@ -101,6 +106,17 @@ def test_the_names_are_those_of_the_helpers_that_are_awaited() -> None:
         if inspect.iscoroutinefunction(getattr(ad, name)) or name in ("all_gather", "pmax", "zero_first", "zero_only")
     }
     assert len(awaited) > 20 and not [name for name in awaited if not hasattr(ad.blocking, name)]
+
+
+def test_a_world_has_what_is_awaited_of_the_other_one() -> None:
+    """A task is what code without a loop cannot have, and ``do_file_work`` is of this package's own helpers."""
+    awaited = {name for name, value in vars(ad.World).items() if inspect.iscoroutinefunction(value)} | {"progress"}
+    facts = {name for name, value in vars(ad.World).items() if isinstance(value, property)} - {
+        "is_computing",
+        "is_open",
+    }
+    found = {name for name in awaited | facts if not hasattr(ad.blocking.World, name)}
+    assert len(awaited) > 7 and found == {"do_file_work", "shares_memory"}
 
 
 @pytest.mark.parametrize(
