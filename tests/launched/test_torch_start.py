@@ -289,6 +289,20 @@ def test_one_rank_of_each_host_says_what_it_waits_for(
     )
 
 
+@pytest.mark.parametrize(("rank", "local_rank"), [(0, "0"), (1, "1"), (2, "2")])
+def test_ranks_that_are_missing_are_told_of_long_before_the_start_is_given_up(
+    rank: int, local_rank: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that had ended with exit code 0, or was lost where others go on, was waited for in silence for 300 s."""
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setattr(rendezvous, "MISSING_NOTICE_S", 0.0)
+    with pytest.raises(TransportError, match="which did not come"):
+        Gathering(dist.HashStore(), rank, 3, time.monotonic() + 0.1).come()
+    missing = {0: [1, 2], 1: [0]}
+    said = f"rank {rank} waits for ranks {missing.get(rank)}: they have not come to the start of the world yet"
+    assert [said in text for text in caplog.messages] == ([True] if rank in missing else [])
+
+
 def test_a_port_that_is_taken_is_named() -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import secrets
 import socket
 import time
@@ -50,6 +51,8 @@ _STORE_TIMEOUT: Final = timedelta(seconds=60)
 _UNANSWERED: Final = "unanswered"
 #: How long nobody may serve a store before one rank of each host says what it waits for.
 NOTICE_S: Final = 5.0
+#: How long ranks may be missing before rank 0 says so: imports on many hosts take long.
+MISSING_NOTICE_S: Final = 30.0
 
 
 class Rendezvous(Protocol):
@@ -273,14 +276,28 @@ class _Gathering:
 
     def _until(self, is_done: Callable[[], bool]) -> None:
         longest_s = _PAUSE_S + self._size * _PAUSE_PER_RANK_S
-        pause_s = 0.001
+        pause_s, notice_at = 0.001, time.monotonic() + MISSING_NOTICE_S
         while not is_done():
             self._check_alone()
             self._check()
+            if time.monotonic() >= notice_at:
+                notice_at = math.inf
+                self._tell_who_is_missing()
             if time.monotonic() >= self._deadline:
                 raise TransportError(self._who_is_missing(), missing=self._missing)
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, longest_s)
+
+    def _tell_who_is_missing(self) -> None:
+        """Warn of it on rank 0, or on one or two ranks of each host where that is missing."""
+        if self._rank == 0 or (not self.token and environment.local_rank() in (None, 0, 1)):
+            logger.warning(
+                "rank %d waits for ranks %s: they have not come to the start of the world yet, and may have ended; it "
+                "goes on for up to %.0f s",
+                self._rank,
+                self._missing,
+                max(0.0, self._deadline - time.monotonic()),
+            )
 
     def _check_alone(self) -> None:
         """Raise if another process runs as this rank. The process before a restart has ended, and says nothing."""
