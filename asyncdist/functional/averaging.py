@@ -45,6 +45,7 @@ from asyncdist.runtime.world import World
 from asyncdist.tensors.bucket import Bucket
 from asyncdist.tensors.byte_views import check_writable
 from asyncdist.tensors.flat_state import Fingerprint, FlatBuffers, FlatState, accumulate_dtype, first_difference
+from asyncdist.tensors.model_tensors import check_gradient
 
 _DIGEST_LENGTH: Final = 64
 
@@ -99,8 +100,8 @@ async def average_gradients(model: nn.Module, group: Group | None = None, *, wor
 
     Raises:
         DisagreementError: the parameters differ; the first difference is named on every member.
-        TypeError, ValueError: ``model`` is no module, has no parameters, or a sparse gradient; as a RemoteError on the
-            other members.
+        TypeError, ValueError: ``model`` is no module, has no parameters, or a gradient without plain memory: a sparse
+            one, or a DTensor; as a RemoteError on the other members.
         LocalProtocolError: this rank is not in the group.
     """
     world, group = place(world, group)
@@ -254,10 +255,7 @@ class _Gradients:
         if not named:
             raise ValueError(f"{type(model).__name__} has no parameters: nothing to average")
         for name, parameter in named:
-            if parameter.grad is not None and parameter.grad.layout != torch.strided:
-                raise ValueError(
-                    f"the gradient of {name!r} is sparse ({parameter.grad.layout}); allowed: dense gradients"
-                )
+            check_gradient(name, parameter)
             if parameter.grad is not None and 0 in parameter.grad.stride():
                 check_writable(parameter.grad, f"the gradient of {name!r}")
         self._parameters = [parameter for _, parameter in named]

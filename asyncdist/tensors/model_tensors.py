@@ -129,12 +129,29 @@ def check_supported(name: str, tensor: Tensor) -> None:
         trouble = f"is {str(tensor.dtype).removeprefix('torch.')}, of which torch can neither copy nor add values"
     elif tensor.layout != torch.strided or tensor.is_nested:
         trouble = f"is sparse or nested (layout {tensor.layout})"
+    elif is_sharded(tensor):
+        trouble = "is a DTensor, of which this rank may hold a part: policies with replica_size average such models"
     elif tensor.numel() and _address(tensor) == 0:
         trouble = f"is a {type(tensor).__name__} without memory of its own"
     elif tensor.numel() and not _is_simple(tensor) and _overlaps_itself(tensor):
         trouble = f"overlaps itself (shape {tuple(tensor.shape)}, strides {tensor.stride()}), as expanded tensors do"
     if trouble is not None:
         raise ValueError(f"{name!r} {trouble}; {_ALLOWED}")
+
+
+def check_gradient(name: str, parameter: Tensor) -> None:
+    """Refuse a parameter whose gradient, if it has one, has no plain memory to copy."""
+    if _is_lazy(parameter):
+        raise ValueError(f"{name!r} is not initialised; run one forward pass first")
+    gradient, trouble = parameter.grad, None
+    if is_sharded(parameter):
+        trouble = "is a DTensor, of which this rank may hold a part"
+    elif gradient is not None and gradient.layout != torch.strided:
+        trouble = f"is sparse ({gradient.layout})"
+    elif gradient is not None and gradient.is_meta:
+        trouble = "is on the meta device and has no values"
+    if trouble is not None:
+        raise ValueError(f"the gradient of {name!r} {trouble}; allowed: dense gradients")
 
 
 @functools.cache

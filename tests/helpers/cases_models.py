@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -258,6 +259,11 @@ async def case_what_cannot_be_averaged_is_told_to_all(world: ad.World) -> None:
     if world.rank == last:
         sparse(torch.tensor([1])).sum().backward()
     await failure(world, last, lambda: ad.average_gradients(sparse), "'weight' is sparse")
+    lazy, meta = nn.LazyLinear(2), nn.Linear(2, 2, device="meta")
+    meta(torch.ones(2, device="meta")).sum().backward()
+    for unlike, words in ((lazy, "'weight' is not initialised"), (meta, "'weight' is on the meta device")):
+        given = unlike if world.rank == last else nn.Linear(2, 2)
+        await failure(world, last, functools.partial(ad.average_gradients, given), words)
     expanded = nn.Linear(2, 2)
     expanded.bias.grad = torch.ones(1).expand(2) if world.rank == last else torch.ones(2)
     await failure(world, last, lambda: ad.average_gradients(expanded), "'bias' has shape (2,) and stride (0,)")

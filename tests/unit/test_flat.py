@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from torch import Tensor, nn
+from torch import Tensor, distributed as dist, nn
 
 from asyncdist.tensors.flat_state import (
     Fingerprint,
@@ -20,6 +20,7 @@ from asyncdist.tensors.flat_state import (
     is_finite,
 )
 from asyncdist.tensors.means import WeightedMean
+from asyncdist.tensors.model_tensors import check_gradient
 from asyncdist.tensors.optimizer_state import reset_optimizer_state
 
 LAWS = settings(deadline=None, derandomize=True, max_examples=100)
@@ -179,6 +180,24 @@ def test_what_cannot_be_averaged_is_refused_by_name(tensors: Callable[[], dict[s
 def test_lazy_parameters_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"'0\.weight' is not initialised"):
         FlatState(nn.Sequential(nn.LazyLinear(3)))
+
+
+def test_a_dtensor_is_refused_by_name_and_by_what_takes_it() -> None:
+    """Of its gradients torch said only, in the midst of a reduction, that it had got a mixture."""
+    from torch.distributed.device_mesh import init_device_mesh  # which takes a second to import
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        whole = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)), [Replicate()])
+        model = nn.Module()
+        model.weight = nn.Parameter(whole)
+        with pytest.raises(ValueError, match=r"'weight' is a DTensor, .*: policies with replica_size average"):
+            FlatState(model)
+        with pytest.raises(ValueError, match=r"the gradient of 'weight' is a DTensor, of which .*; allowed: dense"):
+            check_gradient("weight", model.weight)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_interleaved_views_do_not_overlap() -> None:
