@@ -11,6 +11,7 @@ from typing import Any
 
 from asyncdist.blocking.callers import LoopCaller, find_caller, set_process_caller
 from asyncdist.blocking.world import World, open_world
+from asyncdist.runtime.failing.tracebacks import user_traceback
 from asyncdist.runtime.world import refuse_inside_a_world, set_world_of_process
 
 
@@ -56,7 +57,11 @@ class _UntilExit:
         try:
             self.leave(error)
         except BaseException as raised:
-            kind, error, trace = type(raised), raised, raised.__traceback__
+            trace = raised.__traceback__
+            if isinstance(raised, KeyboardInterrupt) and isinstance(error, KeyboardInterrupt):
+                # The same Ctrl-C, raised anew: where nothing has been reported of it, the user's own line tells most.
+                trace, raised.__suppress_context__ = user_traceback(error), True
+            kind, error = type(raised), raised.with_traceback(trace)
         is_replaced = sys.excepthook != self._on_exception  # by one that knows what has been reported
         hook = sys.excepthook if was_open and is_replaced else self._hook_before
         hook(kind, error, trace)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +84,23 @@ def test_ctrl_c_is_one_line_of_each_rank(tmp_path: Path) -> None:
     lines = [line for line in ended.stderr.splitlines() if not line.startswith("asyncdist run: ")]
     assert ended.returncode == 130 and any("was interrupted" in line for line in lines), ended.stderr
     assert len(lines) <= 2 and all(line.startswith("asyncdist: rank ") for line in lines), ended.stderr
+
+
+def test_ctrl_c_where_it_trains_alone_shows_the_line_of_the_script(tmp_path: Path) -> None:
+    """It was a traceback in two parts and forty lines, most of them about how worlds end."""
+    (tmp_path / "train.py").write_text(
+        "import signal; import asyncdist as ad\n"
+        "world = ad.blocking.process_world(); ad.blocking.barrier()\n"
+        "signal.raise_signal(signal.SIGINT)\n"
+    )
+    command = [sys.executable, str(tmp_path / "train.py")]
+    ended = subprocess.run(
+        command, env=mpi.base_environment(), capture_output=True, text=True, timeout=100, check=False
+    )
+    assert ended.returncode == -signal.SIGINT, ended.stderr
+    assert ended.stderr.count("Traceback") == 1 and "During handling" not in ended.stderr, ended.stderr
+    assert ended.stderr.splitlines()[2].strip() == "signal.raise_signal(signal.SIGINT)", ended.stderr
+    assert len(ended.stderr.splitlines()) <= 7 and ended.stderr.endswith("\nKeyboardInterrupt\n"), ended.stderr
 
 
 def test_a_world_that_nobody_leaves_is_left_at_the_end_and_named(tmp_path: object) -> None:
