@@ -113,6 +113,8 @@ class Interrupts:
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         rank_program.write_past_mpirun()
+        if number == signal.SIGTERM and not self._spares_process:
+            _forget_workers()
         if self.received is not None and not self._spares_process:
             rank_program.abort_over_pmi(128 + number)
             exit_immediately(128 + number)
@@ -171,6 +173,16 @@ class _Held:
 if hasattr(os, "register_at_fork"):
     _held = _Held()
     os.register_at_fork(before=_held.hold, after_in_parent=_held.release, after_in_child=_held.release_in_child)
+
+
+def _forget_workers() -> None:
+    """Let the end of a worker of torch's DataLoader raise nothing any more, since this process ends.
+
+    Launchers, mpirun for one, send SIGTERM to the workers of a rank, too. torch's handler then raises RuntimeError
+    wherever the rank is: in a callback of its loop, or while the interpreter exits.
+    """
+    if getattr(signal.getsignal(signal.SIGCHLD), "__module__", "") == "torch.utils.data._utils.signal_handling":
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def interrupt_error(number: int) -> BaseException:

@@ -175,3 +175,33 @@ def test_processes_that_main_forks_obey_signals_and_do_not_hold_the_end() -> Non
     """They had the handlers of their parent, which cancel a task of its loop, and outlived every ``terminate()``."""
     result = torchrun.run_source(1, FORKS).check()
     assert result.stdout == "returned 0\n", result.output()
+
+
+WITH_A_WORKER = """
+    import asyncio, os, signal, sys
+    import asyncdist as ad
+    from torch.utils.data import DataLoader
+
+    async def main(world):
+        batches = iter(DataLoader(range(10**6), num_workers=1, multiprocessing_context="fork"))
+        next(batches)
+        os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            worker = batches._workers[0].pid
+            try:  # as mpirun does; the worker takes its parent's word for an order to leave, and no error comes of it
+                os.system(f"kill -TERM {worker}")
+                os.waitid(os.P_PID, worker, os.WEXITED | os.WNOWAIT)
+                os.getpid()  # where the handler runs
+            except RuntimeError as error:
+                print(error, file=sys.stderr)
+
+    ad.run(main)
+"""
+
+
+def test_a_data_loaders_worker_that_is_terminated_with_its_rank_is_no_error() -> None:
+    """Torch raised that it had been killed, in whatever the rank was doing until its end."""
+    ended = torchrun.run_source(1, WITH_A_WORKER).check(128 + signal.SIGTERM)
+    assert "DataLoader" not in ended.stderr and "Traceback" not in ended.stderr, ended.stderr
