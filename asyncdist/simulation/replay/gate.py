@@ -105,12 +105,14 @@ class Gate(Observer):
         self._world: World
         self._engine_park: Callable[..., Coroutine[Any, Any, None]]
         self._until: Callable[..., Coroutine[Any, Any, bool]]
+        self._engine_settled_by: Callable[..., Coroutine[Any, Any, Any]]
         mailbox.ring = self._on_arrival
 
     def install(self, world: World) -> None:
         """Take the place of what decides when the rank sees something."""
         services, engine = world.services, world.services.engine
         self._world, self._engine, self._until, self._engine_park = world, engine, engine.until, engine.park
+        self._engine_settled_by = engine.settled_by
         for part in (self.agenda, self.admission, self._hold, self._lookout, self._wakings):
             part.open(engine)
         engine.clock = services.time = world.time = self.agenda.read_clock
@@ -118,6 +120,7 @@ class Gate(Observer):
         engine.observer = self
         replaced: Any = engine
         replaced.until, replaced.park_until, replaced.park = self._wait_until, self._park_until, self._park
+        replaced.settled_by = self._settled_by
         replaced.note_failed, replaced.note_collective = self._leave_failed, self._leave_collective
         replaced.call_later = self._timers.call_later
         replaced.wake_by = self._wakings.wake_by
@@ -441,6 +444,27 @@ class Gate(Observer):
             self._lookout.look_soon()
             await self._until(lambda: entry.has_passed or condition(), what, is_of_request=is_of_request)
             return not entry.has_passed or condition()
+
+    async def _settled_by(
+        self, task: asyncio.Task[Any], future: asyncio.Future[Any], what: str = "", *, counts: bool = True
+    ) -> Any:
+        """As :meth:`Engine.settled_by`, with all messages first that came before this wait ended.
+
+        What another task does for this one takes no time here, while the ranks that sent these have still to do so.
+        """
+        if counts and not future.done():
+            try:
+                await asyncio.wait((future,))
+            except asyncio.CancelledError:
+                future.cancel()
+                raise
+            self._catch_up()
+            while type(sight := self.agenda.next()) is Taken and self.agenda.is_due(sight):
+                if not await self._until_possible(sight):
+                    break
+                if sight is self.agenda.next():
+                    self._show(sight)
+        return await self._engine_settled_by(task, future, what, counts=counts)
 
     def _see_before_wait(self) -> None:
         """Show a task that is about to wait what comes next, where that ended no wait: the task had it as it began.
