@@ -398,6 +398,8 @@ class Engine(Poller):
         self._note_begun(not is_of_request)
         try:
             await waiter
+            if self.observer is not None and not is_of_request:
+                await self.observer.before_wait_ends()
         finally:
             del self._waiters[waiter]
             self._note_woken(not is_of_request)
@@ -529,7 +531,10 @@ class Engine(Poller):
         self._settlers[future] = task
         began_at = None if self.on_waited is None else self.loop.time()
         try:
-            return await future
+            result = await future
+            if self.observer is not None and counts:
+                await self.observer.before_wait_ends()
+            return result
         finally:
             del self._settlers[future]
             self._note_woken(counts)

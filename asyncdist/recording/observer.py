@@ -28,6 +28,9 @@ class Observer:
     def on_wait_begun(self) -> None:
         """Note that a wait has begun, and has been counted."""
 
+    async def before_wait_ends(self) -> None:
+        """Let a wait that counts end, whose cause has come: a replay has it wait for all that came before its end."""
+
     def on_wait_ended(self, counts: bool) -> None:
         """Note that a wait has ended, and whether it counts; it has not been counted yet."""
 

@@ -105,14 +105,12 @@ class Gate(Observer):
         self._world: World
         self._engine_park: Callable[..., Coroutine[Any, Any, None]]
         self._until: Callable[..., Coroutine[Any, Any, bool]]
-        self._engine_settled_by: Callable[..., Coroutine[Any, Any, Any]]
         mailbox.ring = self._on_arrival
 
     def install(self, world: World) -> None:
         """Take the place of what decides when the rank sees something."""
         services, engine = world.services, world.services.engine
         self._world, self._engine, self._until, self._engine_park = world, engine, engine.until, engine.park
-        self._engine_settled_by = engine.settled_by
         for part in (self.agenda, self.admission, self._hold, self._lookout, self._wakings):
             part.open(engine)
         engine.clock = services.time = world.time = self.agenda.read_clock
@@ -120,7 +118,6 @@ class Gate(Observer):
         engine.observer = self
         replaced: Any = engine
         replaced.until, replaced.park_until, replaced.park = self._wait_until, self._park_until, self._park
-        replaced.settled_by = self._settled_by
         replaced.note_failed, replaced.note_collective = self._leave_failed, self._leave_collective
         replaced.call_later = self._timers.call_later
         replaced.wake_by = self._wakings.wake_by
@@ -283,6 +280,22 @@ class Gate(Observer):
         self._hold.begin_if_late()
         self._lookout.look_soon()
 
+    async def before_wait_ends(self) -> None:
+        """See all that came before this wait ended: it is the next one to end, and what came before it ended none.
+
+        Other tasks may have to go on first, and other ranks may have still to send it: what tasks of this rank do takes
+        no time here.
+        """
+        for _ in range(_TRY_COUNT):
+            self._catch_up()
+            sight = self.agenda.next()
+            if sight is None or sight.woken_count > self._engine.woken_count or isinstance(sight, TakenByTask):
+                return
+            if not self.agenda.is_due(sight):
+                await yield_to_loop()
+            elif self.agenda.is_possible(sight) or not await self._until_possible(sight):
+                return  # it is put off, or never comes
+
     def on_wait_ended(self, counts: bool) -> None:
         """Make the passes that were made before the task that goes on now."""
         if self.agenda.is_done and not self.admission.has_permitted:
@@ -444,27 +457,6 @@ class Gate(Observer):
             self._lookout.look_soon()
             await self._until(lambda: entry.has_passed or condition(), what, is_of_request=is_of_request)
             return not entry.has_passed or condition()
-
-    async def _settled_by(
-        self, task: asyncio.Task[Any], future: asyncio.Future[Any], what: str = "", *, counts: bool = True
-    ) -> Any:
-        """As :meth:`Engine.settled_by`, with all messages first that came before this wait ended.
-
-        What another task does for this one takes no time here, while the ranks that sent these have still to do so.
-        """
-        if counts and not future.done():
-            try:
-                await asyncio.wait((future,))
-            except asyncio.CancelledError:
-                future.cancel()
-                raise
-            self._catch_up()
-            while type(sight := self.agenda.next()) is Taken and self.agenda.is_due(sight):
-                if not await self._until_possible(sight):
-                    break
-                if sight is self.agenda.next():
-                    self._show(sight)
-        return await self._engine_settled_by(task, future, what, counts=counts)
 
     def _see_before_wait(self) -> None:
         """Show a task that is about to wait what comes next, where that ended no wait: the task had it as it began.
