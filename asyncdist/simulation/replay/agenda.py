@@ -243,6 +243,15 @@ class Agenda:
             and sight.sent_count <= self._sent_count
         )
 
+    def is_before_next_begin(self, sight: Sight) -> bool:
+        """Return whether it came before the next wait began, as far as its place tells that."""
+        engine = self._engine
+        return (
+            type(sight) in (Taken, Fired)
+            and sight.woken_count <= engine.woken_count
+            and sight.begun_count <= engine.begun_count
+        )
+
     def must_be_there(self, sight: Sight, ending_count: int = 0) -> bool:
         """Return whether it is possible, or will be without this rank, before the rank's next step."""
         return self.is_due(sight, ending_count + isinstance(sight, TakenByTask))

@@ -296,6 +296,18 @@ class Gate(Observer):
             elif self.agenda.is_possible(sight) or not await self._until_possible(sight):
                 return  # it is put off, or never comes
 
+    async def _see_all_before_begin(self, is_ready: Callable[[], bool]) -> None:
+        """See what came before the wait that is about to begin, unless there is what it is for."""
+        for _ in range(_TRY_COUNT):
+            self._catch_up()
+            sight = self.agenda.next()
+            if is_ready() or sight is None or not self.agenda.is_before_next_begin(sight):
+                return
+            if not self.agenda.is_due(sight):
+                await yield_to_loop()
+            elif self.agenda.is_possible(sight) or not await self._until_possible(sight):
+                return
+
     def on_wait_ended(self, counts: bool) -> None:
         """Make the passes that were made before the task that goes on now."""
         if self.agenda.is_done and not self.admission.has_permitted:
@@ -428,6 +440,11 @@ class Gate(Observer):
     ) -> None:
         """As :meth:`Engine.park`."""
         task = asyncio.current_task()
+        if not is_of_request and not waiter.done():
+            await self._see_all_before_begin(waiter.done)
+            if waiter.done() and self._engine.failure is None:  # it did not wait then
+                await waiter
+                return
         if task is self._user and not is_of_request:
             await self._see_without_wait(waiter)
         if task is self._main and not waiter.done():
@@ -449,6 +466,7 @@ class Gate(Observer):
         """As :meth:`Engine.until`, with deadlines that pass when they did."""
         if not condition():
             self._see_before_wait()
+            await self._see_all_before_begin(condition)
         if deadline is None or self.agenda.is_done:
             if self.agenda.is_cut_short:
                 deadline = None  # it goes no further
