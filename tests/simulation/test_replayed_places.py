@@ -11,7 +11,7 @@ import pytest
 
 import asyncdist as ad
 from asyncdist import tags
-from asyncdist.recording.reader import read_recording
+from asyncdist.recording.reader import Recording, read_recording
 from asyncdist.simulation import replay, simulate
 from asyncdist.simulation.replay.admission import Admission
 from asyncdist.simulation.replay.hold import PATIENCE_S
@@ -266,3 +266,74 @@ def test_what_comes_while_main_waits_for_the_result_of_a_task_comes_before_main_
         for each in recording.ranks:
             each.header["tells_sleeps"] = False
     assert replay(main, recording=recording).report.results == recorded.results
+
+
+def with_word_first(folder: Path, after: int, **place: int) -> Recording:
+    """Return a recording where rank 0 received its word after so many of its events, at that place."""
+    of_rank_0 = read_recording(folder).ranks[0]
+    events = list(of_rank_0.events())
+    word = next(event for event in events if event.kind == "received" and event.get("tag") == 40)
+    events.remove(word)
+    moved = with_fields(word, **place)._replace(time_s=events[max(0, after - 1)].time_s)
+    keep_events(of_rank_0, lambda _: False, *events[:after], moved, *events[after:])
+    return read_recording(folder)
+
+
+def test_a_task_that_had_its_message_does_not_wait_for_it_where_it_is_late(tmp_path: Path) -> None:
+    """A pass had brought it before the task's first step: others would go on before it."""
+
+    async def main(world: ad.World) -> list[str]:
+        channel, order = world.channel(Word, tag=40), []
+
+        async def hear() -> None:
+            await channel.receive()
+            order.append("heard")
+
+        async def go_on() -> None:
+            order.append("other")
+
+        if world.rank == 1:
+            await asyncio.sleep(0.01)
+            await channel.send(Word(1), 0)
+        else:
+            await asyncio.gather(hear(), go_on())
+        return order
+
+    assert simulate(main, ranks=2, seed=1, record=tmp_path).results[0] == ["other", "heard"]
+    recording = with_word_first(tmp_path, 0, woken=0, begun=0)
+    assert replay(main, recording=recording).report.results[0] == ["heard", "other"]
+
+
+def test_a_wait_ends_after_a_message_before_which_another_task_had_sent_something(tmp_path: Path) -> None:
+    """What ends it is there at once, and the other task has not come to that yet."""
+
+    async def main(world: ad.World) -> list[str]:
+        engine, order, flags = world.services.engine, [], []
+        channel = world.services.open_channel(
+            Word, tag=40, scope=0, name="words", handler=lambda _: order.append("heard")
+        )
+        if world.rank == 1:
+            await asyncio.sleep(0.01)
+            await channel.send(Word(1), 0)
+            return []
+
+        async def end_wait() -> None:
+            flags.append(True)
+            engine.recheck()
+
+        async def send() -> None:
+            await asyncio.sleep(0)
+            await engine.send(b"x", 1, 41)
+
+        tasks = [asyncio.create_task(work) for work in (end_wait(), send())]
+        await engine.until(lambda: bool(flags))
+        order.append("on")
+        await asyncio.gather(*tasks)
+        await asyncio.sleep(0.1)
+        return order
+
+    assert simulate(main, ranks=2, seed=1, record=tmp_path).results[0] == ["on", "heard"]
+    events = list(read_recording(tmp_path).ranks[0].events())
+    sent = next(place for place, event in enumerate(events) if event.kind == "sent" and event.get("tag") == 41)
+    recording = with_word_first(tmp_path, sent + 1, woken=0, begun=1)
+    assert replay(main, recording=recording).report.results[0] == ["heard", "on"]
