@@ -297,16 +297,23 @@ class Gate(Observer):
                 return  # it is put off, or never comes
 
     async def _see_all_before_begin(self, is_ready: Callable[[], bool]) -> None:
-        """See what came before the wait that is about to begin, unless there is what it is for."""
+        """See what came before the wait that is about to begin, unless there is what it is for; and no more than that.
+
+        The end of its deadline, for one, comes after it has begun.
+        """
         for _ in range(_TRY_COUNT):
-            self._catch_up()
             sight = self.agenda.next()
             if is_ready() or sight is None or not self.agenda.is_before_next_begin(sight):
                 return
             if not self.agenda.is_due(sight):
                 await yield_to_loop()
-            elif self.agenda.is_possible(sight) or not await self._until_possible(sight):
+                continue
+            if not self.agenda.is_possible(sight) and not await self._until_possible(sight):
                 return
+            if self.admission.has_permitted or self._is_deferred(sight) or self.agenda.exit_after(sight) is not None:
+                return
+            if sight is self.agenda.next():
+                self._show(sight)
 
     def on_wait_ended(self, counts: bool) -> None:
         """Make the passes that were made before the task that goes on now."""
