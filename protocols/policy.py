@@ -234,7 +234,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        if self._stage != "open":  # by hand: after a start that failed, or a second time
+        if self._stage != "open" or kind is GeneratorExit:  # by hand, if not once and after its start; or thrown away
             return
         self._stage = "closed"
         self._journal.end(self._services, self.model)

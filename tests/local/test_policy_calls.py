@@ -430,3 +430,26 @@ def test_leaving_what_is_not_open_does_nothing(policy: str) -> None:
         return True
 
     assert simulate(main, ranks=2).results == (True, True)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_main_that_is_thrown_away_touches_no_weights(policy: str) -> None:
+    """The collector does that as the interpreter ends, where torch clears the tensors: a replay ended by SIGABRT."""
+
+    async def main(world: ad.World) -> list[str]:
+        kinds: list[str] = []
+        world.services.events.sink = lambda _time_s, kind, _fields: kinds.append(kind)
+        model = Mixed(0.0)
+
+        async def train() -> None:
+            async with POLICIES[policy](model, sgd(model), average_every=1):
+                await asyncio.Event().wait()
+
+        training = train()
+        while "policy" not in kinds:
+            training.send(None)
+            await asyncio.sleep(0)
+        training.close()
+        return kinds
+
+    assert "closed" not in simulate(main, ranks=1).results[0]

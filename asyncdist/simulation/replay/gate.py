@@ -297,10 +297,7 @@ class Gate(Observer):
                 return  # it is put off, or never comes
 
     async def _see_all_before_begin(self, is_ready: Callable[[], bool]) -> None:
-        """See what came before the wait that is about to begin, unless there is what it is for; and no more than that.
-
-        The end of its deadline, for one, comes after it has begun.
-        """
+        """See what came before the wait that is about to begin, unless what it is for is there; no deadline's end."""
         for _ in range(_TRY_COUNT):
             sight = self.agenda.next()
             if is_ready() or sight is None or not self.agenda.is_before_next_begin(sight):
