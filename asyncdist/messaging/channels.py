@@ -173,7 +173,7 @@ class Channel(Generic[MessageT]):
         engine, tag = self._engine, self.demultiplexer.tag
         name = "" if engine.observer is None else engine.observer.name_send("send", dest, tag)
         if request is None:
-            return await engine.repeat_sent(name)
+            return await engine.repeat_sent(name, dest)
         waiter: asyncio.Future[None] = engine.loop.create_future()
         has_left = False
 

@@ -451,9 +451,13 @@ class Engine(Poller):
         """Return a number that follows from nothing but timing; in a replay the recorded one, which ``what`` names."""
         return value if self.observer is None else self.observer.measured(what, value)
 
-    async def repeat_sent(self, name: str) -> bool:
-        """Wait in a replay as long as a task did then for what it sends; return whether it did."""
-        del name
+    async def repeat_sent(self, name: str, dest: int) -> bool:
+        """Wait in a replay as long as a task did then for what it sends to ``dest``; return whether it did.
+
+        Raises:
+            RankLostError: in a replay, where that rank was lost before it had left.
+        """
+        del name, dest
         return False
 
     def _note_begun(self, counts: bool) -> None:

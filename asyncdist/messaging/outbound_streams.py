@@ -97,7 +97,7 @@ class OutboundStream(StreamEnd):
         finally:
             self._told = ""
         if name:
-            await self._engine.repeat_sent(name)
+            await self._engine.repeat_sent(name, self.dest)
         return complete
 
     def cut(self) -> bool:

@@ -280,6 +280,14 @@ class Turns:
         else:
             action(*args)
 
+    def do_first(self, action: Callable[[], object]) -> None:
+        """Do ``action()``; what becomes ready by it runs before all else that is ready."""
+        others, self._ready = self._ready, []
+        try:
+            action()
+        finally:
+            self._ready += others
+
     def _resume(self) -> None:
         """End being busy, unless the rank has been stalled meanwhile, and take a turn."""
         if self._stalled_s:

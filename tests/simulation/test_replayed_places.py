@@ -337,3 +337,26 @@ def test_a_wait_ends_after_a_message_before_which_another_task_had_sent_somethin
     sent = next(place for place, event in enumerate(events) if event.kind == "sent" and event.get("tag") == 41)
     recording = with_word_first(tmp_path, sent + 1, woken=0, begun=1)
     assert replay(main, recording=recording).report.results[0] == ["heard", "on"]
+
+
+def test_a_wait_for_a_message_that_the_task_took_by_itself_then_does_not_count(tmp_path: Path) -> None:
+    """The message is late in the replay, and the task waits for it: what comes next counts no wait for that."""
+    counts: list[int] = []
+
+    async def main(world: ad.World) -> None:
+        channel = world.channel(Word, tag=40)
+        if world.rank == 1:
+            await asyncio.sleep(0.1)
+            await channel.send(Word(1), 0)
+        else:
+            await channel.receive()
+            counts.append(world.services.engine.woken_count)
+
+    simulate(main, ranks=2, seed=1, record=tmp_path)
+    of_rank_0 = read_recording(tmp_path).ranks[0]
+    events = list(of_rank_0.events())
+    (word,) = (event for event in events if event.kind == "received" and event.get("tag") == 40)
+    events[events.index(word)] = with_fields(word, **{"pass": -1, "woken": 0, "begun": 0})
+    keep_events(of_rank_0, lambda _: False, *events)
+    replay(main, recording=read_recording(tmp_path))
+    assert counts == [1, 0]

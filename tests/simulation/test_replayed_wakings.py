@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import random
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -13,11 +13,7 @@ import pytest
 import asyncdist as ad
 from asyncdist.recording.reader import read_recording
 from asyncdist.simulation import Compute, Uniform, replay, simulate
-
-
-@dataclasses.dataclass(frozen=True)
-class Word:
-    number: int
+from simulation.edited_records import Word, keep_events, with_fields
 
 
 def work(number: int) -> int:
@@ -154,3 +150,40 @@ def test_a_rank_that_fails_lets_its_tasks_go_on_for_as_long_as_its_process_did(
         each.header["capabilities"]["shares_process"] = shares_process
     replay(main, recording=recording)
     assert (len(ticks) > 2) is not shares_process
+
+
+def test_a_message_that_came_right_before_the_end_of_work_waits_for_that(tmp_path: Path) -> None:
+    """The work takes longer in the replay; nobody had gone on between the two."""
+
+    async def main(world: ad.World) -> list[str]:
+        channel, order = world.channel(Word, tag=40), []
+        if world.rank == 1:
+            await asyncio.sleep(0.1)
+            await channel.send(Word(1), 0)
+            return order
+
+        async def hear() -> None:
+            await channel.receive()
+            order.append("heard")
+            for _ in range(5):
+                await asyncio.sleep(0)
+            order.append("done")
+
+        async def compute() -> None:
+            await world.compute(time.sleep, 0.2)
+            order.append("computed")
+
+        await asyncio.gather(hear(), compute())
+        return order
+
+    assert simulate(main, ranks=2, seed=1, record=tmp_path).results[0] == ["heard", "done", "computed"]
+    of_rank_0 = read_recording(tmp_path).ranks[0]
+    events = list(of_rank_0.events())
+    (word,) = (event for event in events if event.kind == "received" and event.get("tag") == 40)
+    (ended,) = (event for event in events if event.kind == "timer")
+    place = {name: word.get(name) for name in ("woken", "begun")}
+    events.remove(ended)
+    events.insert(events.index(word) + 1, with_fields(ended, **place)._replace(time_s=word.time_s))
+    keep_events(of_rank_0, lambda _: False, *events)
+    recording = read_recording(tmp_path)
+    assert replay(main, recording=recording).report.results[0] == ["heard", "computed", "done"]

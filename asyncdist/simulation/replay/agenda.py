@@ -171,14 +171,6 @@ class Agenda:
         entry = next(iter(self._log.entries), None)
         return isinstance(entry, SafePoint) and entry.woken_count == self._engine.woken_count + 1
 
-    def wakes_nobody(self, sight: Sight) -> bool:
-        """Return whether no wait ended between this sight, within the safe point, and what came after it."""
-        if self._point is None or type(sight) is not Taken:
-            return False
-        entries = itertools.chain(self._point.sights, self._log.entries)
-        after = next((entry for entry in entries if entry is not sight), None)
-        return after is not None and after.woken_count == sight.woken_count
-
     def exit_after(self, sight: Sight) -> tuple[Left, bool] | None:
         """Return the collective after which a task went on before anybody did because of this sight, if there is one.
 

@@ -34,7 +34,7 @@ from asyncdist.simulation.replay.log import (
     end_of_collective,
 )
 from asyncdist.simulation.replay.lookout import Lookout
-from asyncdist.simulation.replay.mailbox import Mailbox
+from asyncdist.simulation.replay.mailbox import Mailbox, gone
 from asyncdist.simulation.replay.timers import Deadlines, Timers, Wakings
 
 #: Virtual seconds for which a message waits for the safe point that came after it in the recorded run.
@@ -95,6 +95,7 @@ class Gate(Observer):
         )
         self._wakings = Wakings(loop, self._timers, self.agenda.is_to_come, self._lookout.look_soon)
         self._waiters: dict[asyncio.Task[Any] | None, asyncio.Future[None]] = {}
+        self._counted: set[asyncio.Task[Any] | None] = set()
         self._woken_late: set[asyncio.Task[Any] | None] = set()  # by what they had taken by themselves, without a wait
         self._user: asyncio.Task[Any] | None = None  # the task that has come to a safe point last
         self._main: asyncio.Task[Any] | None = None  # the same, unless it waits for something else
@@ -196,10 +197,12 @@ class Gate(Observer):
                 self._end_streams(sight)
                 if self.agenda.wakes_one_before_point(sight):
                     self._wake_user(keys)
-                self._engine.poll()
-                task = sight.late_for if isinstance(sight, TakenByTask) else None
-                if task is not None and (waiter := self._waiters.get(task)) is not None and waiter.done():
-                    self._woken_late.add(task)
+                late_for = sight.late_for if isinstance(sight, TakenByTask) else None
+                if late_for is None:
+                    self._engine.poll()
+                else:
+                    self._loop.do_first(self._engine.poll)  # that task went on then without a wait
+                    self._note_woken_late(late_for)
             case Lost(rank=rank):
                 self._mailbox.lose(rank)
                 self._engine.poll()  # what waits for a message of that rank fails
@@ -208,6 +211,12 @@ class Gate(Observer):
                 self._engine.recheck()
             case Passed(what=what) | Left(what=what):
                 self._deadlines.expire(what)
+
+    def _note_woken_late(self, task: asyncio.Task[Any]) -> None:
+        """Do not count the wait of a task that has its message now, if that has ended it."""
+        if task not in self._woken_late and (waiter := self._waiters.get(task)) is not None and waiter.done():
+            self._woken_late.add(task)
+            self._engine.begun_count -= task in self._counted
 
     def _end_streams(self, taken: Taken) -> None:
         """Let streams end whose last part left in the same pass: tasks go on in the order in which they waited."""
@@ -286,7 +295,8 @@ class Gate(Observer):
         Other tasks may have to go on first, and other ranks may have still to send it: what tasks of this rank do takes
         no time here.
         """
-        for _ in range(_TRY_COUNT):
+        is_late = asyncio.current_task(self._loop) in self._woken_late  # then it did not wait
+        for _ in range(0 if is_late else _TRY_COUNT):
             self._catch_up()
             sight = self.agenda.next()
             if sight is None or sight.woken_count > self._engine.woken_count or isinstance(sight, TakenByTask):
@@ -321,7 +331,6 @@ class Gate(Observer):
         if task in self._woken_late:
             self._woken_late.remove(task)
             self._engine.woken_count -= counts
-            self._engine.begun_count -= counts
         self._hold.begin_if_late(counts)
         self._lookout.look_soon()  # the place of what comes next may be after this wait
 
@@ -446,18 +455,21 @@ class Gate(Observer):
         task = asyncio.current_task()
         if not is_of_request and not waiter.done():
             await self._see_all_before_begin(waiter.done)
+            if task is self._user:
+                await self._see_without_wait(waiter)
             if waiter.done() and self._engine.failure is None:  # it did not wait then
                 await waiter
                 return
-        if task is self._user and not is_of_request:
-            await self._see_without_wait(waiter)
         if task is self._main and not waiter.done():
             self._main = None  # for this wait: what the rank sees meanwhile is not seen at a safe point
         self._waiters[task] = waiter
+        if not is_of_request:
+            self._counted.add(task)
         try:
             await self._engine_park(waiter, what, is_of_request=is_of_request)
         finally:
             del self._waiters[task]
+            self._counted.discard(task)
 
     async def _wait_until(
         self,
@@ -469,7 +481,6 @@ class Gate(Observer):
     ) -> bool:
         """As :meth:`Engine.until`, with deadlines that pass when they did."""
         if not condition():
-            self._see_before_wait()
             await self._see_all_before_begin(condition)
         if deadline is None or self.agenda.is_done:
             if self.agenda.is_cut_short:
@@ -480,17 +491,6 @@ class Gate(Observer):
             await self._until(lambda: entry.has_passed or condition(), what, is_of_request=is_of_request)
             return not entry.has_passed or condition()
 
-    def _see_before_wait(self) -> None:
-        """Show a task that is about to wait what comes next, where that ended no wait: the task had it as it began.
-
-        The loop had made a pass before it let the task begin.
-        """
-        sight = self.agenda.next()
-        if sight is None or self._is_main_running() or not self.agenda.wakes_nobody(sight):
-            return
-        if self.agenda.is_due(sight) and self.agenda.is_possible(sight):
-            self._show(sight)
-
     async def _see_without_wait(self, waiter: asyncio.Future[None]) -> None:
         """Show user code that is about to wait what it had already, where no wait ended before its next safe point."""
         while not waiter.done() and (sight := self.agenda.next()) is not None:
@@ -499,8 +499,6 @@ class Gate(Observer):
                 return
             if sight is self.agenda.next():
                 self._show(sight)
-            if waiter.done():
-                self._woken_late.add(self._user)
 
     async def _park_until(
         self, waiter: asyncio.Future[None], is_ready: Callable[[], bool], what: str, deadline: float
@@ -548,12 +546,16 @@ class Gate(Observer):
             await self._see(sight)
         await yield_to_loop()
 
-    async def _repeat_sent(self, name: str) -> bool:
+    async def _repeat_sent(self, name: str, dest: int) -> bool:
         """As :meth:`Engine.repeat_sent`: go on when the task did that had sent this, which is sent at once here."""
         if not self.agenda.is_to_come(name):
             return False
         waiter: asyncio.Future[None] = self._loop.create_future()
-        self._wakings.wake_by(name, functools.partial(resolve_waiter, waiter, None))
+
+        def wake() -> None:
+            resolve_waiter(waiter, gone(dest) if dest in self._mailbox.lost else None)
+
+        self._wakings.wake_by(name, wake)
         if is_end_of_stream(name):  # then it was a condition that the task waited for
             await self._until(waiter.done, name, is_of_request=True)
         else:

@@ -6,6 +6,7 @@ import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable
 
+from asyncdist.errors import RankLostError
 from asyncdist.simulation.replay.log import Key
 from asyncdist.transports.base import ANY_SOURCE
 
@@ -51,3 +52,8 @@ class Mailbox:
         self.lost.add(rank)
         if self.listen is not None:
             self.listen(rank)
+
+
+def gone(rank: int) -> RankLostError:
+    """Return the error of what waits for a rank that is lost."""
+    return RankLostError(f"rank {rank} is gone: its process has ended", rank=rank)

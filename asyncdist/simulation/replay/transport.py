@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from asyncdist.errors import RankLostError, TruncationError
+from asyncdist.errors import TruncationError
 from asyncdist.simulation.replay.admission import Admission, fits
 from asyncdist.simulation.replay.gate import Gate
 from asyncdist.simulation.replay.log import Key
-from asyncdist.simulation.replay.mailbox import Mailbox
+from asyncdist.simulation.replay.mailbox import Mailbox, gone
 from asyncdist.transports.base import (
     ANY_SOURCE,
     Buffer,
@@ -132,11 +132,7 @@ class _SentToLost(_Sent):
         self._dest = dest
 
     def test(self) -> bool:
-        raise _gone(self._dest)
-
-
-def _gone(rank: int) -> RankLostError:
-    return RankLostError(f"rank {rank} is gone: its process has ended", rank=rank)
+        raise gone(self._dest)
 
 
 class _Receive:
@@ -171,7 +167,7 @@ class _Receive:
         if self.cancelled or self.take() is not None:
             return True
         if self._from in self._lost:
-            raise _gone(self._from)
+            raise gone(self._from)
         return False
 
     def cancel(self) -> None:
