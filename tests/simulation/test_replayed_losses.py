@@ -192,6 +192,29 @@ def test_a_send_fails_as_it_did_by_a_loss_that_came_after_the_last_safe_point(tm
     assert found == ["lost"] * 2
 
 
+def test_a_send_that_waits_fails_as_it_did_by_the_loss_of_its_rank(tmp_path: Path) -> None:
+    """In a replay the message is there at once: the task went on as if it had left."""
+    found: list[str] = []
+
+    async def main(world: ad.World) -> None:
+        channel = world.channel(Word, tag=40)
+        if world.rank == 1:
+            loop: Any = asyncio.get_running_loop()
+            await loop.be_busy(1000.0)
+            return
+        try:
+            await channel.send(Word(1), 1)
+            found.append("sent")
+        except ad.RankLostError:
+            found.append("lost")
+        await world.sleep(0.1)
+
+    network = Network(eager_nbytes=0)  # it waits for the receiver
+    simulate(main, ranks=2, seed=1, record=tmp_path, network=network, faults=(Kill(1, at_s=0.05),))
+    replay(main, recording=read_recording(tmp_path))
+    assert found == ["lost"] * 2
+
+
 def test_a_loss_is_seen_after_as_many_waits_as_it_was(tmp_path: Path) -> None:
     """A task that is woken by the message before it finds the other rank alive, as it did."""
     found: list[bool] = []

@@ -360,3 +360,41 @@ def test_a_wait_for_a_message_that_the_task_took_by_itself_then_does_not_count(t
     keep_events(of_rank_0, lambda _: False, *events)
     replay(main, recording=read_recording(tmp_path))
     assert counts == [1, 0]
+
+
+def test_a_task_whose_second_message_is_late_goes_on_before_what_was_ready_behind_it(tmp_path: Path) -> None:
+    """It took both in one step then, the second one by itself."""
+
+    async def main(world: ad.World) -> list[str]:
+        channel, order = world.channel(Word, tag=40), []
+        if world.rank == 1:
+            loop: Any = asyncio.get_running_loop()
+            for _ in range(2):
+                await loop.be_busy(0.1)
+                await channel.send(Word(1), 0)
+            return order
+
+        async def hear() -> None:
+            for _ in range(2):
+                await channel.receive()
+                order.append("heard")
+
+        async def sleep() -> None:
+            await asyncio.sleep(0.15)
+            order.append("slept")
+
+        await asyncio.gather(hear(), sleep())
+        return order
+
+    assert simulate(main, ranks=2, seed=1, record=tmp_path).results[0] == ["heard", "slept", "heard"]
+    of_rank_0 = read_recording(tmp_path).ranks[0]
+    events = list(of_rank_0.events())
+    first, second = (event for event in events if event.kind == "received" and event.get("tag") == 40)
+    (slept,) = (event for event in events if event.kind == "timer" and "sleep" in str(event.get("what")))
+    events = [event for event in events if event not in (second, slept)]
+    at = events.index(first) + 1
+    beside = with_fields(slept, woken=0, begun=first.get("begun"))._replace(time_s=first.time_s)
+    by_task = with_fields(second, **{"pass": -1, "woken": 1, "begun": first.get("begun")})
+    events[at:at] = [beside, by_task._replace(time_s=first.time_s)]
+    keep_events(of_rank_0, lambda _: False, *events)
+    assert replay(main, recording=read_recording(tmp_path)).report.results[0] == ["heard", "heard", "slept"]
