@@ -280,13 +280,14 @@ class Turns:
         else:
             action(*args)
 
-    def do_first(self, action: Callable[[], object]) -> None:
-        """Do ``action()``; what becomes ready by it runs before all else that is ready."""
+    def do_first(self, action: Callable[[], bool]) -> None:
+        """Do ``action()``; where it returns True, what has become ready by it runs before all else that is ready."""
         others, self._ready = self._ready, []
+        comes_first = False
         try:
-            action()
+            comes_first = action()
         finally:
-            self._ready += others
+            self._ready = self._ready + others if comes_first else others + self._ready
 
     def _resume(self) -> None:
         """End being busy, unless the rank has been stalled meanwhile, and take a turn."""

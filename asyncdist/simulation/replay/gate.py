@@ -201,8 +201,7 @@ class Gate(Observer):
                 if late_for is None:
                     self._engine.poll()
                 else:
-                    self._loop.do_first(self._engine.poll)  # that task went on then without a wait
-                    self._note_woken_late(late_for)
+                    self._loop.do_first(functools.partial(self._bring_late, late_for))
             case Lost(rank=rank):
                 self._mailbox.lose(rank)
                 self._engine.poll()  # what waits for a message of that rank fails
@@ -212,11 +211,14 @@ class Gate(Observer):
             case Passed(what=what) | Left(what=what):
                 self._deadlines.expire(what)
 
-    def _note_woken_late(self, task: asyncio.Task[Any]) -> None:
-        """Do not count the wait of a task that has its message now, if that has ended it."""
-        if task not in self._woken_late and (waiter := self._waiters.get(task)) is not None and waiter.done():
-            self._woken_late.add(task)
-            self._engine.begun_count -= task in self._counted
+    def _bring_late(self, task: asyncio.Task[Any]) -> bool:
+        """Let a task have what it took by itself then; return whether that ends its wait: it did not wait then."""
+        self._engine.poll()
+        if task in self._woken_late or (waiter := self._waiters.get(task)) is None or not waiter.done():
+            return False
+        self._woken_late.add(task)
+        self._engine.begun_count -= task in self._counted
+        return True
 
     def _end_streams(self, taken: Taken) -> None:
         """Let streams end whose last part left in the same pass: tasks go on in the order in which they waited."""
