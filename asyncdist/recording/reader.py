@@ -44,11 +44,13 @@ class RankRecording:
     Attributes:
         path: of the file.
         header: its beginning; see :func:`asyncdist.recording.writer.header_of`.
+        nbytes: how much was there when it was opened: a rank that goes on writes more, which is not read.
         damage: what is wrong with the end of the file; "" where nothing is.
     """
 
     path: Path
     header: Mapping[str, Any]
+    nbytes: int = field(default=0, compare=False)
     damage: str = field(default="", compare=False)
 
     @property
@@ -66,9 +68,12 @@ class RankRecording:
         return float(self.header["unix_s"] + time_s - self.header["clock_s"])
 
     def events(self) -> Iterator[Event]:
-        """Read the events, oldest first; a file may have millions. It ends where the file is damaged."""
+        """Read the events, oldest first; a file may have millions. It ends where the file is damaged.
+
+        They are the same each time, also where the rank goes on.
+        """
         with self.path.open("rb") as file:
-            unpacker = _unpacker(file)
+            unpacker = _unpacker(_Beginning(file, self.nbytes))
             next(unpacker)
             yield from _events(unpacker, list(self.header["kinds"]))
 
@@ -165,7 +170,21 @@ def _place(each: RankRecording) -> tuple[int, int]:
     return each.rank, each.incarnation
 
 
-def _unpacker(file: BinaryIO) -> msgpack.Unpacker:
+class _Beginning:
+    """Reads so many bytes of a file, and no more."""
+
+    def __init__(self, file: BinaryIO, nbytes: int) -> None:
+        self._file = file
+        self._left = nbytes
+
+    def read(self, nbytes: int) -> bytes:
+        """Return the next bytes, so many at most; none at the end."""
+        data = self._file.read(min(nbytes, self._left))
+        self._left -= len(data)
+        return data
+
+
+def _unpacker(file: BinaryIO | _Beginning) -> msgpack.Unpacker:
     return msgpack.Unpacker(file, max_buffer_size=4 * _OBJECT_NBYTES_MAX, max_bin_len=_OBJECT_NBYTES_MAX)
 
 
@@ -190,14 +209,15 @@ def _looked_at(each: RankRecording) -> RankRecording:
     damage = ""
     try:
         with each.path.open("rb") as file:
-            unpacker = _unpacker(file)
+            nbytes = os.fstat(file.fileno()).st_size
+            unpacker = _unpacker(_Beginning(file, nbytes))
             next(unpacker)
-            for block in _blocks(unpacker, os.fstat(file.fileno()).st_size):
+            for block in _blocks(unpacker, nbytes):
                 if isinstance(block, str):
                     damage = block
     except OSError as error:
         raise RecordingError(f"{each.path} cannot be read: {error}") from error
-    return replace(each, damage=damage)
+    return replace(each, nbytes=nbytes, damage=damage)
 
 
 def _checked(path: Path, header: Any) -> Mapping[str, Any]:

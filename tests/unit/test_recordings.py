@@ -132,6 +132,24 @@ def test_a_torn_file_is_read_up_to_its_last_whole_block(
     assert re.search(r"ends within a block, at byte \d+, after [12] blocks", caplog.text)
 
 
+def test_what_a_rank_writes_after_its_recording_was_opened_is_not_read(tmp_path: Path) -> None:
+    """A report reads each file several times: what came meanwhile was there in the second time alone."""
+    clock = Clock()
+    to = RecordWriter(RecordOptions(tmp_path), clock, 0)
+    to.open(header())
+    to.note("metric", 0, 4, 1.0)
+    to.flush()
+    found = read_recording(tmp_path)
+    for number in range(3000):  # more than is read at once
+        clock.now += 1.1  # each in a block of its own
+        to.note("metric", 0, 5 + number, 1.0)
+    to.close()
+    (rank,) = found.ranks
+    assert [event.get("iteration") for event in rank.events()] == [4]
+    (rank,) = read_recording(tmp_path).ranks
+    assert len(list(rank.events())) == 3001
+
+
 def test_a_file_that_ends_between_two_blocks_is_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     recorded(tmp_path)
     read_recording(tmp_path)
