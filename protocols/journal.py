@@ -71,28 +71,35 @@ class Journal:
         self._latest: StepInfo = NOTHING  # of the steps that changed weights
         self._events: EventLog | None = None
         self._part: Journal | None = None
-        self._is_part = False
+        self._whole: Journal | None = None  # of which this one is a part
+        self._is_numbered = False  # by its part, which begins earlier
 
     def include(self, part: Journal) -> None:
         """Tell of what a policy inside this one does as of this one's own; that one is not listed by itself."""
-        self._part, part._is_part = part, True
+        self._part, part._whole = part, self
 
     def begin(self, services: Services, class_name: str, average_every: int, nbytes: int, ranks: Sequence[int]) -> None:
         """Note that the policy has started on these ranks, with ``nbytes`` of weights on each."""
         self._events, self._rank = services.events, services.rank
-        self._number = services.events.number_policy()
+        if self._whole is not None:
+            self._whole._number = self._number = services.events.number_policy()
+            self._whole._is_numbered = True
+            return
+        if not self._is_numbered:
+            self._number = services.events.number_policy()
+        self._is_numbered = False
         self.add("policy", class_name, self._name, average_every, nbytes, len(ranks))
-        if not self._is_part:
-            services.progress_probes.append(self.progress)
+        services.progress_probes.append(self.progress)
 
     def end(self, services: Services, model: nn.Module) -> None:
         """Note that the policy has ended, with these weights."""
+        if self._whole is not None:
+            return
         if services.events.sink is not None:
             self.record("weights", checksum_of(model))
         self.add("closed", self._step_count)
-        if not self._is_part:
-            services.progress_probes.remove(self.progress)
-            services.last_progress = self.progress()
+        services.progress_probes.remove(self.progress)
+        services.last_progress = self.progress()
 
     def title(self) -> str:
         """Return which policy it is, and on which rank."""
@@ -123,11 +130,14 @@ class Journal:
     def note_metric(self, iteration: int, value: float) -> None:
         """Note the metric that was given at ``iteration``."""
         self.metric = value
-        self.add("metric", iteration, value)
+        if self._whole is None:
+            self.add("metric", iteration, value)
 
     def note_step(self, iteration: int, info: StepInfo, began_at: float) -> None:
         """Note what a step did that began at that time, as :meth:`now` said."""
         self._step_count = iteration + 1
+        if self._whole is not None:  # which notes it as its own
+            return
         if info is not NOTHING:
             if info:
                 self._replacement_count, self._latest = self._replacement_count + 1, info
