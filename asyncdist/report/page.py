@@ -231,7 +231,7 @@ def _rounds(summary: Summary) -> tuple[str, go.Figure | None]:
     figure = _figure(420, "seconds since the job began", "milliseconds since the decision")
     shown: list[Round] = _evenly(summary.rounds, ROUND_COUNT_MAX)
     texts = [
-        f"round {each.number[1]}: {_names(each.donors)} gave to {_names(each.replacers)}, {each.route}; {each.reason}"
+        f"round {each.number[-1]}: {_names(each.donors)} gave to {_names(each.replacers)}, {each.route}; {each.reason}"
         for each in shown
     ]
     began = np.array([each.began_s for each in shown])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +24,10 @@ _WITHOUT_END: Final = (
 )
 
 
+#: The rank that has decided a round, the number of its policy there, and that of the round.
+RoundNumber: TypeAlias = tuple[int, int, int]
+
+
 class Applied(NamedTuple):
     """A rank's weights were replaced."""
 
@@ -34,6 +40,7 @@ class Applied(NamedTuple):
     donors: tuple[int, ...]
     weights: tuple[float, ...]
     seconds: float
+    coordinator: int
 
 
 @dataclass(slots=True)
@@ -41,7 +48,8 @@ class Round:
     """When the phases of a round were over, in seconds since the job began; NaN for what has not come.
 
     Attributes:
-        number: of the round, with that of its policy before it.
+        number: of the round; before it the rank that has decided it, and the number that its policy has there. Islands,
+            and policies on several groups, count their rounds each for itself.
         began_s: it was decided.
         frozen_s: its donors were fixed.
         applied_s: the last replacer had its weights.
@@ -50,7 +58,7 @@ class Round:
         reason: why it ended.
     """
 
-    number: tuple[int, int]
+    number: RoundNumber
     began_s: float
     donors: tuple[int, ...]
     replacers: tuple[int, ...]
@@ -80,7 +88,9 @@ class RankSummary:
 
 @dataclass(slots=True)
 class Population:
-    """What ranks did with one policy each, and with those that they opened after it. What is open beside it is another.
+    """What ranks did with one policy each, and with those that they opened after it.
+
+    What a rank has open beside it is another, and so is what other ranks have open at that time under another name.
 
     Attributes:
         name: of the first policy, or its class.
@@ -106,7 +116,7 @@ class Summary:
         nbytes: bytes of messages, from row to column.
         news: losses, failovers, ends with an error, and files without an end: the time, the rank that tells, and the
             text.
-        populations: one, or more where ranks have several policies open at once.
+        populations: one, or more where several policies are open at once.
     """
 
     size: int
@@ -124,11 +134,13 @@ def summarise(recording: Recording) -> Summary:
     size = recording.size
     summary = Summary(size=size, ranks=[RankSummary() for _ in range(size)], nbytes=np.zeros((size, size)))
     clocks = Clocks(recording)
-    rounds: dict[tuple[int, int], Round] = {}
-    first_at: dict[tuple[int, int], float] = {}
+    rounds: dict[RoundNumber, Round] = {}
+    first_at: dict[tuple[int, int, int], float] = {}
+    populations = _Populations()
+    policies_of = {each.path: _Policies(populations) for each in recording.ranks}
     for each in recording.ranks:
         offset = clocks.offset(each)
-        policies, last_step_s = _Policies(), dict[int, float]()
+        policies, last_step_s = policies_of[each.path], dict[int, float]()
         time_s, tells_end = float(each.header["clock_s"]) + offset, False
         for event in each.events():
             time_s = event.time_s + offset
@@ -136,45 +148,104 @@ def summarise(recording: Recording) -> Summary:
             _add(summary, rounds, policies, last_step_s, each.rank, time_s, event)
             tells_end = tells_end or event.kind in ("over", "cut")
             if event.kind == "metric":
-                place = int(event.get("policy")), int(event.get("iteration"))
+                place = *policies.place(int(event.get("policy"))), int(event.get("iteration"))
                 first_at[place] = min(time_s, first_at.get(place, time_s))
+        policies.end_all(time_s)
         if not tells_end:
             summary.news.append((time_s, each.rank, _WITHOUT_END))
     for each in recording.ranks:
         offset = clocks.offset(each)
-        lags = summary.ranks[each.rank].lag_bins
+        lags, policies = summary.ranks[each.rank].lag_bins, policies_of[each.path]
         for event in each.events():
             if event.kind == "metric":
                 time_s = event.time_s + offset
-                lags.add(time_s, time_s - first_at[int(event.get("policy")), int(event.get("iteration"))])
+                place = *policies.place(int(event.get("policy"))), int(event.get("iteration"))
+                lags.add(time_s, time_s - first_at[place])
     summary.applied.sort()
     summary.news.sort()
     summary.rounds = sorted(rounds.values(), key=lambda each: each.began_s)
-    _follow(summary, rounds)
+    _follow(summary)
     return summary
 
 
-class _Policies:
-    """Tells to which population each policy of one process belongs: the first of which it has none open."""
+class _Populations:
+    """Tells to which population each policy of each process belongs.
+
+    Policies that one process opens one after the other belong to one, and so do those of other processes that have the
+    same name, or class. What another process has open under another name, then or later, is another population.
+    """
 
     def __init__(self) -> None:
-        self._populations: dict[int, int] = {}
-        self._open: dict[int, int] = {}
+        self._spans: list[list[_Span]] = []
 
-    def begin(self, policy: int) -> int:
-        """Note that a policy has started; return its population."""
-        taken = set(self._open.values())
-        place = next(place for place in range(len(taken) + 1) if place not in taken)
-        self._populations[policy] = self._open[policy] = place
+    def begin(self, policies: _Policies, name: str, time_s: float) -> int:
+        """Return the population of one more policy of a process."""
+        taken = {place for place, _ in policies.open.values()}
+        free = [place for place in range(len(self._spans) + 1) if place not in taken]
+        named = [place for place in free[:-1] if any(span.name == name for span in self._spans[place])]
+        alone = [place for place in free if not self._has_other(place, name, time_s)]
+        place = [*named, *alone][0]
+        if place == len(self._spans):
+            self._spans.append([])
         return place
 
-    def end(self, policy: int) -> None:
+    def _has_other(self, place: int, name: str, time_s: float) -> bool:
+        spans = self._spans[place] if place < len(self._spans) else []
+        return any(span.name != name and time_s < span.ended_s for span in spans)
+
+    def add(self, place: int, span: _Span) -> None:
+        """Keep when a policy was open."""
+        self._spans[place].append(span)
+
+
+@dataclass(slots=True)
+class _Span:
+    """Up to when a policy of this name was open on a rank."""
+
+    name: str
+    ended_s: float = np.inf
+
+
+class _Policies:
+    """Tells to which population each policy of one process belongs, and how many of it the process had before.
+
+    Args:
+        populations: of all processes.
+    """
+
+    def __init__(self, populations: _Populations) -> None:
+        self.open: dict[int, tuple[int, _Span]] = {}
+        self._populations = populations
+        self._places: dict[int, tuple[int, int]] = {}
+        self._counts: Counter[int] = Counter()
+
+    def begin(self, policy: int, name: str, time_s: float) -> int:
+        """Note that a policy has started; return its population."""
+        place, span = self._populations.begin(self, name, time_s), _Span(name)
+        self._places[policy] = place, self._counts[place]
+        self._counts[place] += 1
+        self.open[policy] = place, span
+        self._populations.add(place, span)
+        return place
+
+    def end(self, policy: int, time_s: float) -> None:
         """Note that a policy has ended."""
-        self._open.pop(policy, None)
+        if policy in self.open:
+            _, span = self.open.pop(policy)
+            span.ended_s = time_s
+
+    def end_all(self, time_s: float) -> None:
+        """Note that the process has ended, or what is known of it."""
+        for policy in list(self.open):
+            self.end(policy, time_s)
 
     def population(self, policy: int) -> int:
         """Return the population of a policy."""
-        return self._populations.get(policy, 0)
+        return self.place(policy)[0]
+
+    def place(self, policy: int) -> tuple[int, int]:
+        """Return the population of a policy, and its number among those of this process in it, from 0."""
+        return self._places.get(policy, (0, 0))
 
 
 def _population(summary: Summary, place: int, name: str = "") -> Population | None:
@@ -186,9 +257,19 @@ def _population(summary: Summary, place: int, name: str = "") -> Population | No
     return summary.populations[place] if place < POPULATION_COUNT_MAX else None
 
 
+def _round_of(applied: Applied, decided: Sequence[Round]) -> Round | None:
+    """Return the round in which weights were replaced, of those that its coordinator has decided with its number.
+
+    Where these are of several policies it is that of the same policy; or the last one, as a policy may have another
+    number on another rank.
+    """
+    its = [each for each in decided if applied.rank in each.replacers]
+    return max(its, key=lambda each: (each.number[1] == applied.policy, each.began_s), default=None)
+
+
 def _add(
     summary: Summary,
-    rounds: dict[tuple[int, int], Round],
+    rounds: dict[RoundNumber, Round],
     policies: _Policies,
     last_step_s: dict[int, float],
     rank: int,
@@ -199,10 +280,10 @@ def _add(
     of_rank = summary.ranks[rank]
     match event.kind:
         case "policy":
-            place = policies.begin(int(event.get("policy")))
-            _population(summary, place, str(event.get("name") or event.get("class_name")))
+            name = str(event.get("name") or event.get("class_name"))
+            _population(summary, policies.begin(int(event.get("policy")), name, time_s), name)
         case "closed":
-            policies.end(int(event.get("policy")))
+            policies.end(int(event.get("policy")), time_s)
         case "step":
             policy = int(event.get("policy"))
             if policy in last_step_s:
@@ -221,14 +302,19 @@ def _add(
             policy, number, iteration = (int(event.get(name)) for name in ("policy", "round", "iteration"))
             donors, weights = tuple(event.get("donors") or ()), tuple(event.get("weights") or ())
             seconds = float(event.get("seconds"))
-            of = policies.population(policy)
-            summary.applied.append(Applied(time_s, rank, of, policy, number, iteration, donors, weights, seconds))
+            of, by = policies.population(policy), event.get("coordinator")
+            summary.applied.append(
+                Applied(
+                    *(time_s, rank, of, policy, number, iteration),
+                    *(donors, weights, seconds, -1 if by is None else int(by)),
+                )
+            )
         case "decided":
-            round_of = int(event.get("policy")), int(event.get("round"))
+            round_of = rank, int(event.get("policy")), int(event.get("round"))
             donors, replacers = tuple(event.get("donors")), tuple(event.get("replacers"))
             rounds.setdefault(round_of, Round(round_of, time_s, donors, replacers, str(event.get("route"))))
         case "frozen" | "ended":
-            found = rounds.get((int(event.get("policy")), int(event.get("round"))))
+            found = rounds.get((rank, int(event.get("policy")), int(event.get("round"))))
             if found is not None and event.kind == "frozen":
                 found.frozen_s = time_s
             elif found is not None:
@@ -246,13 +332,16 @@ def _add(
             summary.news.append((time_s, rank, f"its recording {event.get('why')}"))
 
 
-def _follow(summary: Summary, rounds: dict[tuple[int, int], Round]) -> None:
+def _follow(summary: Summary) -> None:
     """Follow whose weights live in whom, and when the last replacer of each round had its own.
 
     The last replacement decides; what training adds is the rank's own, and counts as nobody's.
     """
+    decided: dict[tuple[int, int], list[Round]] = {}
+    for each in summary.rounds:
+        decided.setdefault((each.number[0], each.number[2]), []).append(each)
     for applied in summary.applied:
-        found = rounds.get((applied.policy, applied.round))
+        found = _round_of(applied, decided.get((applied.coordinator, applied.round), ()))
         if found is not None:
             found.applied_s = np.fmax(found.applied_s, applied.time_s)
         population = _population(summary, applied.population)

@@ -1,0 +1,106 @@
+"""Reports of jobs whose ranks do not all do the same: islands, policies on groups, replicas of several ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import asyncdist as ad
+from asyncdist.recording.reader import Recording, read_recording
+from asyncdist.report.page import render
+from asyncdist.report.summary import Round, summarise
+from protocols import AsyncSelectiveAveragingPolicy, ReplicaAveragingPolicy
+
+
+def model_and_optimizer() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Linear(2, 2)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def counted(recording: Recording, kind: str) -> int:
+    return sum(event.kind == kind for each in recording.ranks for event in each.events())
+
+
+def check_phases(rounds: list[Round]) -> None:
+    applied = [each for each in rounds if each.applied_s == each.applied_s]
+    assert applied
+    for each in applied:
+        assert each.began_s <= each.frozen_s <= each.ended_s and each.frozen_s <= each.applied_s, each
+
+
+async def train_on_islands(world: ad.World) -> None:
+    async with AsyncSelectiveAveragingPolicy(*model_and_optimizer(), average_every=5, islands=2) as policy:
+        for _ in range(40):
+            await policy.step(float(world.rank))
+
+
+def test_rounds_of_islands_are_told_apart_in_a_report(tmp_path: Path) -> None:
+    """Each island counts its rounds from 1: those of one hid those of the other, or took over their times."""
+    ad.simulate(train_on_islands, ranks=4, seed=7, record=tmp_path).value()
+    recording = read_recording(tmp_path)
+    summary = summarise(recording)
+    assert {each.number[0] for each in summary.rounds} == {0, 2}, "the coordinators of both"
+    assert len(summary.rounds) == counted(recording, "decided")
+    check_phases(summary.rounds)
+    assert f"<td>{len(summary.rounds)}, with {len(summary.applied)} replacements</td>" in render(recording)
+
+
+async def train_on_two_groups(world: ad.World) -> None:
+    """Ranks 0 and 1 train a generator, the others a discriminator."""
+    is_first = world.rank < 2
+    group = await ad.new_group([0, 1] if is_first else [2, 3])
+    name = "generator" if is_first else "discriminator"
+    async with AsyncSelectiveAveragingPolicy(*model_and_optimizer(), average_every=5, group=group, name=name) as policy:
+        for step in range(20):
+            if not is_first:
+                await world.compute(lambda: None)
+            await policy.step(float(world.rank) + (0 if step % 2 else 100))
+    async with AsyncSelectiveAveragingPolicy(*model_and_optimizer(), average_every=5, group=group, name=name) as policy:
+        for _ in range(20):
+            await policy.step(float(world.rank))
+
+
+def test_policies_of_other_names_on_other_ranks_are_other_populations_in_a_report(tmp_path: Path) -> None:
+    """What ranks of one group gave as their metric was drawn among that of the other's, and compared with it."""
+    ad.simulate(train_on_two_groups, ranks=4, seed=3, record=tmp_path).value()
+    summary = summarise(read_recording(tmp_path))
+    assert [each.name for each in summary.populations] == ["generator", "discriminator"]
+    for rank in range(4):
+        counts = [population.metrics[rank].count for population in summary.populations]
+        assert counts == ([8, 0] if rank < 2 else [0, 8])
+    check_phases(summary.rounds)
+    assert {each.population for each in summary.applied if each.rank < 2} == {0}
+    assert {each.population for each in summary.applied if each.rank >= 2} == {1}
+
+
+async def train_replicas(world: ad.World) -> int:
+    policy = ReplicaAveragingPolicy(*model_and_optimizer(), replica_size=2, average_every=10)
+    async with policy:
+        for _ in range(40):
+            await policy.step(float(world.rank))
+    return policy.iteration
+
+
+def test_replicas_are_recorded_as_one_policy(tmp_path: Path) -> None:
+    """What the ranks that lead replicas do among themselves counted as steps, and was a population of its own."""
+    report = ad.simulate(train_replicas, ranks=4, seed=3, record=tmp_path, strict=True)
+    recording = read_recording(tmp_path)
+    summary = summarise(recording)
+    assert [rank.step_seconds.count for rank in summary.ranks] == list(report.results) == [40] * 4
+    (population,) = summary.populations
+    assert population.name == "ReplicaAveragingPolicy"
+    assert [metric.count for metric in population.metrics] == [4] * 4
+    assert counted(recording, "policy") == counted(recording, "closed") == counted(recording, "weights") == 4
+    numbers = {(event.kind, event.get("policy")) for each in recording.ranks for event in each.events()}
+    assert {number for kind, number in numbers if kind in ("step", "role", "decided", "ended", "applied")} == {0}
+    check_phases(summary.rounds)
+
+
+@pytest.mark.parametrize("main", [train_on_islands, train_replicas])
+def test_they_are_replayed(tmp_path: Path, main: object) -> None:
+    """What a report needs of them does not differ in a replay."""
+    ad.simulate(main, ranks=4, seed=2, record=tmp_path)  # type: ignore[arg-type]
+    replayed = ad.simulation.replay(main, recording=read_recording(tmp_path))  # type: ignore[arg-type]
+    assert replayed.decision_count and not replayed.left_count
