@@ -106,6 +106,7 @@ def new_replica_group(replica_size: int, backend: str | None = None) -> torch.di
 
     Raises:
         TypeError, ValueError: the ranks cannot be divided so.
-        LocalProtocolError: torch.distributed was started with other ranks than the world's.
+        LocalProtocolError: torch.distributed was started with other ranks than the world's; or ranks share a process,
+            as in a simulation.
     """
     return replicas.new_process_group(join(), replica_size, backend)

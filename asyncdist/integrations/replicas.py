@@ -9,6 +9,7 @@ from torch import distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from asyncdist import LocalProtocolError, environment, local_host, validation
+from asyncdist.blocking.callers import SwitchingCaller
 from asyncdist.blocking.helpers import all_gather
 from asyncdist.blocking.world import World
 from asyncdist.integrations.joining import choose_gpus
@@ -63,9 +64,15 @@ def new_process_group(world: World, size: int, backend: str | None) -> dist.Proc
 
     Raises:
         TypeError, ValueError: the ranks cannot be divided so.
-        LocalProtocolError: torch.distributed was started with other ranks than the world's.
+        LocalProtocolError: torch.distributed was started with other ranks than the world's; or ranks share a process.
     """
     replica = _replica_of(world, size)
+    if world.size > 1 and isinstance(world._caller, SwitchingCaller):
+        raise LocalProtocolError(
+            "ranks that share a process, as in a simulation or a replay, make no process group of torch.distributed: "
+            "its first member would wait for the others in their common thread",
+            rank=world.rank,
+        )
     if dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (world.rank, world.size):
             raise LocalProtocolError(
