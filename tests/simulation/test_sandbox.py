@@ -16,9 +16,13 @@ import threading
 import types
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
+from rich.progress import Progress
+from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 from tqdm.contrib.concurrent import thread_map
 
@@ -262,6 +266,19 @@ def test_an_interrupt_while_a_simulation_is_cleared_away_leaves_nothing_replaced
     with pytest.raises(KeyboardInterrupt):
         simulate(main, ranks=2)
     assert (random.random, torch.get_rng_state().tolist()) == before
+
+
+def test_threads_of_displays_and_logs_are_allowed(tmp_path: Path) -> None:
+    """Lightning's trainer, which has both, could not be simulated, nor a script that writes to TensorBoard."""
+
+    async def main(world: ad.World) -> int:
+        with SummaryWriter(tmp_path / f"rank{world.rank}") as writer:
+            writer.add_scalar("loss", 1.0, 0)
+        with Progress(console=Console(file=io.StringIO(), force_terminal=True)) as progress:
+            return sum(progress.track(range(4)))
+
+    assert simulate(main, ranks=2).value() == 6
+    assert all(any(tmp_path.joinpath(f"rank{rank}").iterdir()) for rank in range(2))
 
 
 @pytest.mark.filterwarnings("error::tqdm.TqdmMonitorWarning")

@@ -4,7 +4,7 @@ The event loop refuses such calls of its own. All other calls of user code are r
 anything has been made, for as long as the simulation lasts and on its thread alone: :data:`_ENTRIES` lists them.
 Libraries that compute may have threads and processes of their own, whose results do follow from the seed (a compiler's,
 the workers of a ``DataLoader``, which hand out their batches in order), and a progress bar has a thread for its
-display. They are recognised by the calling module, the standard library apart.
+display, as TensorBoard has one that writes. They are recognised by the calling module, the standard library apart.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ _ENTRIES: Final[tuple[tuple[Any, str, str], ...]] = (
     (asyncio.BaseEventLoop, "__init__", "another event loop"),
     *((os, name, f"os.{name}") for name in ("fork", "forkpty", "posix_spawn", "posix_spawnp", "system")),
 )
-#: Top-level packages that may make these calls.
+#: Top-level packages that may make these calls, and whose clock is the real one.
 TRUSTED: Final = frozenset({"numpy", "torch", "tqdm"})
+#: Others that may make them: they have threads that draw, or write logs and checkpoints, and tell a rank nothing.
+_TELLING_NOTHING: Final = frozenset({"lightning", "pytorch_lightning", "rich", "tensorboard"})
 #: Modules that start a process or a thread only because their caller asks for it; this one is between an entry and the
 #: next.
 _SERVANTS: Final = ("torch.multiprocessing", "torch.distributed", "tqdm.contrib", __name__)
@@ -86,6 +88,6 @@ def _is_trusted(frame: Any) -> bool:
         module = str(frame.f_globals.get("__name__"))
         package = module.partition(".")[0]
         if package not in sys.stdlib_module_names and not module.startswith(_SERVANTS):
-            return package in TRUSTED
+            return package in TRUSTED or package in _TELLING_NOTHING
         frame = frame.f_back
     return False
