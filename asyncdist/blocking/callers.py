@@ -106,12 +106,14 @@ class Caller(abc.ABC):
 
     Attributes:
         world: of that rank.
+        on_opened: called where the code opens its world, which is open before, as in a simulation; the first time.
     """
 
     world: World
 
     def __init__(self) -> None:
         self.is_open = False
+        self.on_opened: Callable[[], None] | None = None
         self._at_end: list[Callable[[], None]] = []
         self._is_calling = False
         self._thread = threading.get_ident()
@@ -131,6 +133,12 @@ class Caller(abc.ABC):
             return cast(T, self._await_in_main(fn, args, kwargs))
         finally:
             self._is_calling = False
+
+    def note_opened(self) -> None:
+        """Note that the code opens its world."""
+        on_opened, self.on_opened = self.on_opened, None
+        if on_opened is not None:
+            on_opened()
 
     def at_end(self, fn: Callable[[], None]) -> None:
         """Call ``fn`` when the code has ended without an error, before the world is left; the last one first."""

@@ -28,6 +28,7 @@ def process_world() -> World:
     global _until_exit
     caller = find_caller()
     if caller is not None:
+        caller.note_opened()
         return World(caller)
     refuse_inside_a_world()
     block = open_world()

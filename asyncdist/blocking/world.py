@@ -200,6 +200,7 @@ def open_world(
     """
     here = find_caller()
     if isinstance(here, SwitchingCaller) and here.is_of_script:
+        here.note_opened()
         yield World(here)
         return
     refuse_inside_a_world()

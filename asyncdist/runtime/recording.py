@@ -30,6 +30,9 @@ _FLUSH_PERIOD_S: Final = 1.0
 #: Longer results of MPI's reductions are not written down: a recording is to be small beside what is trained.
 _RESULT_NBYTES_MAX: Final = 1024
 
+#: Of torch as it was imported, or what the program had seeded it with before it imported this.
+_FIRST_SEED: Final = torch.initial_seed()
+
 
 class Recording:
     """Writes down one rank's life.
@@ -199,6 +202,7 @@ def _conditions(world: World) -> dict[str, Any]:
         "hosts": None if world.services.hosts is None else list(world.services.hosts),
         "capabilities": asdict(world.services.engine.transport.capabilities),
         "thread_count": torch.get_num_threads(),
+        "first_seed": _FIRST_SEED,
         "random": {
             "python": [version, list(numbers), gauss],
             "numpy": [numpy_state[0], numpy_state[1].tobytes(), *map(float, numpy_state[2:])],

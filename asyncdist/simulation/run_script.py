@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import io
 import itertools
 import os
@@ -115,6 +116,12 @@ class Script:
             record=self.record,
         )
 
+    def begin_process(self, rank: int) -> None:
+        """Prepare what the script finds where it begins, beside random states that follow from the seed: nothing."""
+
+    def on_world_opened(self, rank: int) -> None:
+        """Note that the script, which has no main, opens its world here."""
+
     def repeat_line(self, seed: int, faults: Sequence[Fault] | None = None) -> str:
         """Return the command line that runs one seed."""
         plan = self.faults if faults is None else faults
@@ -206,8 +213,9 @@ def execute(script: Script, seed: int, faults: tuple[Fault, ...]) -> _Ended:
             random.seed(number)
             np.random.seed(number % 2**32)
             torch.manual_seed(number)
+            script.begin_process(0)
             host.remember_random()
-            _run_main(script.path, host)
+            _run_main(script, host)
             if not host.call_count:
                 raise _never_ran(script)
     except SystemExit as caught:
@@ -229,7 +237,7 @@ def execute(script: Script, seed: int, faults: tuple[Fault, ...]) -> _Ended:
     return _Ended(error, report, bool(host.call_count))
 
 
-def _run_main(path: str, host: _Host) -> None:
+def _run_main(script: Script, host: _Host) -> None:
     """Run the script as ``__main__``.
 
     One that opens its world without a main is, where it does so, rank 0 from its beginning. The other ranks run it too,
@@ -238,7 +246,7 @@ def _run_main(path: str, host: _Host) -> None:
 
     def run() -> None:
         try:
-            runpy.run_path(path, run_name="__main__")
+            runpy.run_path(script.path, run_name="__main__")
         except SystemExit as ended:
             if ended.code or find_caller() is None:
                 raise
@@ -249,8 +257,11 @@ def _run_main(path: str, host: _Host) -> None:
     async def main(world: World) -> None:
         caller = SwitchingCaller(world, is_of_script=True)
         if world.rank or world.incarnation:
+            caller.on_opened = functools.partial(script.on_world_opened, world.rank)
+            script.begin_process(world.rank)
             await caller.run(run)
         else:
+            script.on_world_opened(0)
             await caller.go_on(first)
 
     def ask() -> SwitchingCaller:

@@ -14,6 +14,7 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, Final
 
 import torch
@@ -24,6 +25,8 @@ _NAMES: Final[tuple[tuple[Any, str], ...]] = (
     (random, "_urandom"),
     *([(os, "getrandom")] if hasattr(os, "getrandom") else []),
 )
+#: What ``torch.seed()`` draws here, where that is known, as in a replay.
+known_torch_seed: ContextVar[int | None] = ContextVar("asyncdist_known_torch_seed", default=None)
 
 
 @contextlib.contextmanager
@@ -73,6 +76,10 @@ def _seeding(original: Callable[..., None], drawn: Callable[[int], bytes | None]
 
 def _torch_seeding(original: Callable[[], int], drawn: Callable[[int], bytes | None]) -> Callable[[], int]:
     def seed() -> int:
+        known = known_torch_seed.get()
+        if known is not None:
+            torch.manual_seed(known)
+            return known
         found = drawn(8)
         if found is None:
             return original()

@@ -168,12 +168,7 @@ class ReplayedRank:
 
     def begin(self, world: World) -> None:
         """Show the rank what it saw from now on, and draw what it drew."""
-        states = self._header["random"]
-        version, numbers, gauss = states["python"]
-        random.setstate((version, tuple(numbers), gauss))
-        name, keys, *rest = states["numpy"]
-        numpy.random.set_state((name, numpy.frombuffer(keys, dtype=numpy.uint32), int(rest[0]), int(rest[1]), rest[2]))
-        torch.set_rng_state(torch.frombuffer(bytearray(states["torch"]), dtype=torch.uint8))
+        draw_as(self._header)
         world.services.reports_in_turn = not self._header["capabilities"]["shares_process"]
         self._gate.install(world)
         if self._on_open is not None:
@@ -185,6 +180,21 @@ class ReplayedRank:
 
     def close(self) -> None:
         """Do nothing."""
+
+
+def draw_as(header: Mapping[str, Any]) -> None:
+    """Let this thread draw the numbers that a rank has drawn since its world was open."""
+    states = header["random"]
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, *rest = states["numpy"]
+    numpy.random.set_state((name, numpy.frombuffer(keys, dtype=numpy.uint32), int(rest[0]), int(rest[1]), rest[2]))
+    torch.set_rng_state(torch_state_of(header))
+
+
+def torch_state_of(header: Mapping[str, Any]) -> torch.Tensor:
+    """Return the state of torch's generator in which a rank has opened its world."""
+    return torch.frombuffer(bytearray(header["random"]["torch"]), dtype=torch.uint8)
 
 
 def _log_of(header: Mapping[str, Any], events: Sequence[Event]) -> RankLog:

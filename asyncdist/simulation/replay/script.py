@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import hashlib
 import logging
 import os
@@ -13,13 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from asyncdist.recording.file_errors import why_not_written
 from asyncdist.recording.reader import Recording, RecordingError, read_recording
 from asyncdist.runtime.world import World
+from asyncdist.simulation.determinism.entropy import known_torch_seed
 from asyncdist.simulation.exploration.fault_plans import ScriptError
 from asyncdist.simulation.faults import Fault
 from asyncdist.simulation.processes.debugger import RankDebugger
 from asyncdist.simulation.replay.comparison import DivergenceError
+from asyncdist.simulation.replay.job import draw_as, torch_state_of
 from asyncdist.simulation.replay.replay import Replayed, check_replayable, replay
 from asyncdist.simulation.report import SimReport
 from asyncdist.simulation.run_script import Script, execute, print_failures, print_out, results_of
@@ -71,9 +76,28 @@ class _ReplayedScript(Script):
             if self.debugger is not None:
                 self.debugger.watch(main, world.rank)
 
+        known_torch_seed.set(None)  # from here on each rank sets its own
         replayed = replay(main, *args, recording=self.recording, on_open=on_open)
         self.ended.append(replayed)
         return replayed.report
+
+    def begin_process(self, rank: int) -> None:
+        """Let torch draw what it drew before the world was open: with the seeds of its process and of ``torch.seed()``.
+
+        The second is that of the state in which the rank opened its world, where it is the last seed before that.
+        """
+        assert self.recording is not None
+        header = self.recording.ranks[rank].header
+        opened = torch.Generator()
+        opened.set_state(torch_state_of(header))
+        torch.manual_seed(int(header.get("first_seed", opened.initial_seed())))
+        known_torch_seed.set(opened.initial_seed())
+
+    def on_world_opened(self, rank: int) -> None:
+        """Go on with the random states that this rank has had where it opened its world."""
+        assert self.recording is not None
+        known_torch_seed.set(None)
+        draw_as(self.recording.ranks[rank].header)
 
 
 def _script_of(
@@ -123,7 +147,7 @@ def replay_script(
     recording = read_recording(folder, job)
     check_replayable(recording)
     ran = _script_of(recording, script, arguments, None)
-    error = execute(ran, 0, ()).error
+    error = contextvars.copy_context().run(execute, ran, 0, ()).error
     if isinstance(error, DivergenceError) and _has_failed(recording):
         logger.warning("the run goes another way than the recorded one, which failed: %s", error)
         return None
@@ -180,7 +204,7 @@ def _replay_once(recording: Recording, ran: _ReplayedScript) -> int:
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(recording.began_at))
     print_out(f"job {recording.job}: {recording.size} ranks, {header['transport']}, on {header['hostname']}, {began}")
     try:
-        ended = execute(ran, 0, ())
+        ended = contextvars.copy_context().run(execute, ran, 0, ())
     finally:
         if ran.debugger is not None:
             ran.debugger.close()
