@@ -9,6 +9,7 @@ offsets can mend, since a clock runs faster than another, is left.
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections import defaultdict
 from collections.abc import Callable
@@ -30,10 +31,13 @@ class Clocks:
 
     Attributes:
         shifts: seconds that were added to the clock of a host so that no message comes before it was sent.
+        began_at_s: when the job began, in seconds since 1970: no event is earlier.
     """
 
     def __init__(self, recording: Recording) -> None:
         self.shifts: dict[str, float] = {}
+        self.began_at_s = 0.0
+        self._first_s = {each.path: _first_time_of(each) for each in recording.ranks}
         self._hosts = {each.path: _host_of(each) for each in recording.ranks}
         self._offsets: dict[str, float] = {}
         for each in sorted(recording.ranks, key=lambda each: float(each.header["unix_s"])):
@@ -45,8 +49,10 @@ class Clocks:
             self._set_zero(recording)
 
     def _set_zero(self, recording: Recording) -> None:
-        zero = min(self.offset(each) + float(each.header["clock_s"]) for each in recording.ranks)
-        self._offsets = {host: offset - zero for host, offset in self._offsets.items()}
+        for _ in range(2):  # in seconds since 1970 the first time, which are exact to a quarter of a microsecond alone
+            zero = min(self.offset(each) + self._first_s[each.path] for each in recording.ranks)
+            self.began_at_s += zero
+            self._offsets = {host: offset - zero for host, offset in self._offsets.items()}
 
     def offset(self, each: RankRecording) -> float:
         """Return what is added to the times of a file's events, in seconds."""
@@ -82,6 +88,11 @@ class Clocks:
             if least is not None:
                 delays[pair] = min(least, delays.get(pair, least))
         return delays
+
+
+def _first_time_of(each: RankRecording) -> float:
+    """Return when a file begins; messages with which ranks have met are earlier than its header."""
+    return min([float(each.header["clock_s"]), *(event.time_s for event in itertools.islice(each.events(), 1))])
 
 
 def _host_of(each: RankRecording) -> str:

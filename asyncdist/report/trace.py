@@ -11,6 +11,7 @@ Perfetto knows the two ends of an arrow by a hexadecimal number, and leaves out 
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import math
 from array import array
@@ -75,12 +76,13 @@ def write_trace(recording: Recording, path: Path, profiles: Sequence[Path] = ())
         TraceError: a profile cannot be read.
         OSError: the file cannot be written.
     """
-    extra = [_profile(recording, file, number) for number, file in enumerate(profiles)]
+    clocks = Clocks(recording)
+    extra = [_profile(recording, clocks, file, number) for number, file in enumerate(profiles)]
     count = 0
     open_text = gzip.open if path.suffix == ".gz" else open
     with whole_file(path) as written, open_text(written, "wt", encoding="utf-8") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [')
-        for entries in (_entries(recording), *extra):
+        for entries in (_entries(recording, clocks), *extra):
             for entry in entries:
                 file.write(("," if count else "") + "\n" + _as_json(entry))
                 count += 1
@@ -104,9 +106,9 @@ def _finite(value: Any) -> Any:
     return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _entries(recording: Recording) -> Iterator[Entry]:
+def _entries(recording: Recording, clocks: Clocks) -> Iterator[Entry]:
     """Yield what is no profile's. What was received comes last: it is drawn no earlier than it was sent."""
-    clocks, arrows = Clocks(recording), _Arrows(recording)
+    arrows = _Arrows(recording)
     for each in recording.ranks:
         yield from _head(recording, each)
         tracks, sent = _Tracks(_pid(recording, each)), _Messages(_pid(recording, each), each.rank, arrows)
@@ -167,14 +169,17 @@ class _Arrows:
         return number * _ARROWS + len(self._begun_us[number]) - 1
 
     def end(self, line: tuple[int, int, int]) -> tuple[int | None, float]:
-        """Return the number of the next arrow that ends on a line, and when it began."""
+        """Return the number of the next arrow that ends on a line, and when it began; None where nothing says that.
+
+        A rank that was killed takes with it that it has sent something, and one that goes on may not have told it yet.
+        """
         if not self._restarted.isdisjoint(line[:2]):
             return None, -math.inf
         number = self._lines.setdefault(line, len(self._lines))
         count = self._ended_counts[number]
         self._ended_counts[number] = count + 1
         begun_us = self._begun_us[number]
-        return number * _ARROWS + count, begun_us[count] if count < len(begun_us) else -math.inf
+        return (number * _ARROWS + count, begun_us[count]) if count < len(begun_us) else (None, -math.inf)
 
 
 class _Messages:
@@ -225,12 +230,17 @@ class _Tracks:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
+        self._metrics: dict[int, str] = {}  # the names of their counters, by open policy
         self._roles: dict[int, tuple[float, int, str]] = {}  # by policy
         self._ends_us: defaultdict[int, list[float]] = defaultdict(lambda: [-math.inf])
 
     def entries(self, event: Event, at_us: float) -> Iterator[Entry]:
         """Yield what one event of the recording adds."""
         at = {"pid": self._pid, "ts": round(at_us, 3)}
+        if event.kind == "policy":
+            self._name_metric(int(event.get("policy")), str(event.get("name") or ""))
+        elif event.kind == "closed":
+            self._metrics.pop(int(event.get("policy")), None)
         match event.kind:
             case "role":
                 policy, state = int(event.get("policy")), str(event.get("state"))
@@ -241,17 +251,23 @@ class _Tracks:
                 facts = {"iteration": event.get("iteration")}
                 yield from self._added(STEPS, "policy.step", at_us - 1e6 * float(event.get("seconds")), at_us, facts)
             case "metric":
-                value = float(event.get("value"))
+                value, name = float(event.get("value")), self._metrics.get(int(event.get("policy")), "metric")
                 if math.isfinite(value):
-                    yield {"ph": "C", "name": "metric", "tid": STEPS, **at, "args": {"metric": value}}
+                    yield {"ph": "C", "name": name, "tid": STEPS, **at, "args": {"metric": value}}
                 else:  # a counter has numbers alone
-                    yield {"ph": "i", "s": "t", "name": f"metric {value}", "tid": STEPS, **at}
+                    yield {"ph": "i", "s": "t", "name": f"{name} {value}", "tid": STEPS, **at}
             case "waited":
                 began_us, what = at_us - 1e6 * float(event.get("seconds")), str(event.get("what"))
                 yield from self._added(WAITS, what, began_us, at_us, {}, slack_us=_WAIT_SLACK_US)
             case kind if kind in _POINTS:
                 facts = dict(zip(KINDS[kind], event.fields, strict=False))
                 yield {"ph": "i", "s": "t", "name": kind, "tid": ROUNDS, **at, "args": facts}
+
+    def _name_metric(self, policy: int, name: str) -> None:
+        """Choose a counter for the metric of a policy: one of its own, where several are open."""
+        plain = f"metric of {name}" if name else "metric"
+        names = itertools.chain([plain], (f"{plain} #{number}" for number in itertools.count(2)))
+        self._metrics[policy] = next(name for name in names if name not in self._metrics.values())
 
     def rest(self, at_us: float) -> Iterator[Entry]:
         """Yield the roles that last until the end."""
@@ -266,7 +282,10 @@ class _Tracks:
     def _added(
         self, track: int, name: str, began_us: float, until_us: float, facts: Entry, *, slack_us: float = 0.0
     ) -> Iterator[Entry]:
-        """Yield a span; on a track beside, where it overlaps another one. Perfetto would leave it out."""
+        """Yield a span; on a track beside, where it overlaps another one. Perfetto would leave it out.
+
+        It leaves out what begins before 0, too, as a wait does that was over when the rank's file began.
+        """
         ends_us = self._ends_us[track]
         free = [place for place, end_us in enumerate(ends_us) if round(end_us, 3) <= round(began_us + slack_us, 3)]
         place = max(free, key=ends_us.__getitem__, default=len(ends_us))
@@ -274,7 +293,7 @@ class _Tracks:
         if place == len(ends_us):
             ends_us.append(-math.inf)
             yield _meta("thread_name", self._pid, beside, TRACKS[track])
-        began_us = min(max(began_us, ends_us[place]), until_us)
+        began_us = min(max(began_us, ends_us[place], 0.0), until_us)
         ends_us[place] = until_us
         yield _span(self._pid, beside, name, began_us, until_us, facts)
 
@@ -285,7 +304,7 @@ def _span(pid: int, track: int, name: str, began_us: float, until_us: float, fac
     return {"ph": "X", "name": name, "pid": pid, "tid": track, "ts": began_us, "dur": dur, "args": facts}
 
 
-def _profile(recording: Recording, path: Path, number: int) -> list[Entry]:
+def _profile(recording: Recording, clocks: Clocks, path: Path, number: int) -> list[Entry]:
     """Read a trace of torch's profiler, with its times since the job began and processes of its own.
 
     It names its rank where the program has opened torch.distributed; else the number of its process tells it.
@@ -299,7 +318,7 @@ def _profile(recording: Recording, path: Path, number: int) -> list[Entry]:
         base_s = content.get("baseTimeNanoseconds", 0) / 1e9 if isinstance(content, dict) else 0.0
         rank = content.get("distributedInfo", {}).get("rank") if isinstance(content, dict) else None
         first_us = min(float(entry["ts"]) for entry in entries if entry.get("ph") == "X")
-        shift_us = 1e6 * (base_s - recording.began_at)
+        shift_us = 1e6 * (base_s - clocks.began_at_s)
         if abs(first_us + shift_us) > 1e6 * 86400 * 365:  # it names no clock of the day
             shift_us = -first_us
         pids: dict[Any, int] = {}

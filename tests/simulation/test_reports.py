@@ -15,6 +15,7 @@ import signal
 import threading
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,9 @@ import asyncdist as ad
 from asyncdist import cli
 from asyncdist.recording.events import KINDS
 from asyncdist.recording.reader import Recording, read_recording
+from asyncdist.recording.writer import RecordOptions, RecordWriter, header_of
 from asyncdist.report import tables
+from asyncdist.report.clocks import Clocks
 from asyncdist.report.page import render
 from asyncdist.report.summary import summarise
 from asyncdist.report.trace import TraceError, write_trace
@@ -238,6 +241,54 @@ def test_no_two_spans_of_a_track_overlap_in_a_trace_and_no_track_is_thread_0(tmp
     assert tracks.keys() <= named.keys() and all(track > 0 for _, track in named)
     assert [name for (pid, _), name in named.items() if pid == 0].count("steps") > 1, "steps of two tasks overlap"
     assert sum(entry["name"] == "policy.step" for entry in entries) == 4 * 2 * 40
+
+
+def test_each_policy_that_is_open_has_a_counter_for_its_metric_in_a_trace(tmp_path: Path) -> None:
+    """The metrics of all of them were one zigzag line."""
+
+    async def train_three(world: ad.World) -> None:
+        async def train_one(name: str, value: float) -> None:
+            model = torch.nn.Linear(2, 2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=5, name=name) as policy:
+                for _ in range(20):
+                    await policy.step(value)
+
+        await asyncio.gather(train_one("", 1.0), train_one("critic", 2.0), train_one("", 3.0))
+        await train_one("", 4.0)
+
+    ad.simulate(train_three, ranks=2, seed=3, record=tmp_path).value()
+    write_trace(read_recording(tmp_path), tmp_path / "trace.json")
+    counters: dict[str, set[float]] = {}
+    for entry in entries_of(tmp_path / "trace.json"):
+        if entry["ph"] == "C" and entry["pid"] == 0:
+            counters.setdefault(entry["name"], set()).add(entry["args"]["metric"])
+    assert counters == {"metric": {1.0, 4.0}, "metric of critic": {2.0}, "metric #2": {3.0}}
+
+
+def test_messages_with_which_ranks_meet_are_not_before_the_job(tmp_path: Path) -> None:
+    """They come before a rank's file is opened: Perfetto leaves out what has a time below 0, and their arrows ended."""
+    clock = SimpleNamespace(now=100.0)
+    for rank in range(2):
+        writer = RecordWriter(RecordOptions(tmp_path), lambda: clock.now, rank)
+        clock.now = 100.0
+        if rank == 0:
+            writer.note("sent", 1, 7100, 64)
+        writer.note("waited", "the others", 5.0)
+        clock.now = 100.5
+        if rank == 1:
+            writer.note("received", 0, 7100, 64, -2, 0)
+            writer.note("received", 0, 100, 64, 3, 0)  # of what was sent nothing is known
+        writer.open(header_of(job="0000abcd", rank=rank, size=2, incarnation=0, transport="local", hostname="here"))
+        writer.close()
+    recording = read_recording(tmp_path)
+    write_trace(recording, tmp_path / "trace.json")
+    entries = entries_of(tmp_path / "trace.json")
+    assert min(entry["ts"] for entry in entries if "ts" in entry) == 0
+    assert Counter(entry["ph"] for entry in entries if entry["ph"] in "sf") == {"s": 1, "f": 1}, "both ends or none"
+    times = [row[2] for _, row in tables.rows(recording)]
+    assert min(times) == 0.0 and max(times) == pytest.approx(0.5)
+    assert Clocks(recording).began_at_s == pytest.approx(recording.began_at - 0.5, abs=0.1)
 
 
 async def train_to_nan(world: ad.World) -> None:
