@@ -15,6 +15,7 @@ cdef class RecordWriter:
     cdef object _clock
     cdef object _rank
     cdef object _file
+    cdef object _process_id
     cdef bint _is_over
     cdef Py_ssize_t _nbytes
     cdef bytearray _block

@@ -166,6 +166,7 @@ class RecordWriter:
         self._is_over = False
         self._nbytes = 0
         self._block = bytearray()
+        self._process_id = os.getpid()
         self._block_began_at = clock()
         self._is_at_safe_point = False  # one has begun, which is not written down yet
         self._woken_count = 0
@@ -274,6 +275,8 @@ class RecordWriter:
         self._end()
 
     def _write(self, data: bytes) -> None:
+        if os.getpid() != self._process_id:  # a forked child, as a DataLoader's worker: it is no rank
+            self._end()
         if self._file is None:
             return
         if self._nbytes + len(data) > self._options.limit_nbytes - _CUT_NBYTES:

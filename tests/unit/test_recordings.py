@@ -132,6 +132,19 @@ def test_a_torn_file_is_read_up_to_its_last_whole_block(
     assert re.search(r"ends within a block, at byte \d+, after [12] blocks", caplog.text)
 
 
+def test_a_forked_child_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A DataLoader's worker whose data set asked the world for its time wrote the rank's own events once more."""
+    clock = Clock()
+    to = RecordWriter(RecordOptions(tmp_path), clock, 0)
+    to.open(header())
+    to.note("step", 0, 0, 0.5)
+    monkeypatch.setattr(os, "getpid", lambda: 1)  # as in the child, which has a copy of what is not written down yet
+    clock.now += 2
+    to.note("clock", 1.0, 7)
+    to.close()
+    assert not to.is_recording and not list(read_recording(tmp_path).ranks[0].events())
+
+
 def test_what_a_rank_writes_after_its_recording_was_opened_is_not_read(tmp_path: Path) -> None:
     """A report reads each file several times: what came meanwhile was there in the second time alone."""
     clock = Clock()
