@@ -69,6 +69,7 @@ class Journal:
         self._role, self._round = "", None  # type: str, int | None
         self._coordinator: int | None = None
         self._latest: StepInfo = NOTHING  # of the steps that changed weights
+        self._joined: tuple[int, int, int] | None = None
         self._events: EventLog | None = None
         self._part: Journal | None = None
         self._whole: Journal | None = None  # of which this one is a part
@@ -89,7 +90,13 @@ class Journal:
             self._number = services.events.number_policy()
         self._is_numbered = False
         self.add("policy", class_name, self._name, average_every, nbytes, len(ranks))
+        if self._joined is not None:
+            self.add("joined", *self._joined)
         services.progress_probes.append(self.progress)
+
+    def note_joined(self, round: int, iteration: int, donor: int) -> None:
+        """Note, before it begins, that the policy has taken the state of a member."""
+        self._joined = round, iteration, donor
 
     def end(self, services: Services, model: nn.Module) -> None:
         """Note that the policy has ended, with these weights."""

@@ -76,6 +76,8 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     "measured": ("what", "value"),
     # The file ends here, though the rank goes on: it is as large as it may be, or cannot be written any more.
     "cut": ("why",),
+    # A rank that was started again, or came later, has begun with the state of a member: weights and all.
+    "joined": ("policy", "round", "iteration", "donor"),
 }
 #: In place of the number of a pass: the message came before the rank's world was open.
 BEFORE_WORLD: Final = -2

@@ -80,7 +80,7 @@ def _facts(recording: Recording, summary: Summary) -> str:
     hosts = sorted({str(each.header["hostname"]) for each in recording.ranks})
     facts = [
         ("script", " ".join([str(header["script"]), *map(str, header["arguments"])]) or "none"),
-        ("began", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(recording.began_at))),
+        ("began", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(summary.began_at_s))),
         ("lasted", f"{summary.duration_s:.3f} s"),
         ("ranks", f"{recording.size} on {', '.join(hosts[:8])}{' ...' if len(hosts) > 8 else ''}"),
         ("transport", str(header["transport"])),

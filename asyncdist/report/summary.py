@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias
@@ -41,6 +41,15 @@ class Applied(NamedTuple):
     weights: tuple[float, ...]
     seconds: float
     coordinator: int
+
+
+class Begun(NamedTuple):
+    """A process in the place of another one has begun a policy: with the weights of a donor, or with its own."""
+
+    time_s: float
+    rank: int
+    population: int
+    donor: int
 
 
 @dataclass(slots=True)
@@ -109,9 +118,11 @@ class Summary:
 
     Attributes:
         size: the number of ranks.
-        duration_s: from the first event to the last.
+        began_at_s: the time of the first event, in seconds since 1970.
+        duration_s: from that to the last.
         ranks: by rank.
         applied: all replacements, oldest first.
+        begun: what processes that were started again, or came later, have begun with, oldest first.
         rounds: oldest first.
         nbytes: bytes of messages, from row to column.
         news: losses, failovers, ends with an error, and files without an end: the time, the rank that tells, and the
@@ -123,8 +134,10 @@ class Summary:
     ranks: list[RankSummary]
     nbytes: NDArray[np.float64]
     populations: list[Population] = field(default_factory=list)
+    began_at_s: float = 0.0
     duration_s: float = 0.0
     applied: list[Applied] = field(default_factory=list)
+    begun: list[Begun] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
     news: list[tuple[float, int, str]] = field(default_factory=list)
 
@@ -134,10 +147,11 @@ def summarise(recording: Recording) -> Summary:
     size = recording.size
     summary = Summary(size=size, ranks=[RankSummary() for _ in range(size)], nbytes=np.zeros((size, size)))
     clocks = Clocks(recording)
+    summary.began_at_s = clocks.began_at_s
     rounds: dict[RoundNumber, Round] = {}
     first_at: dict[tuple[int, int, int], float] = {}
     populations = _Populations()
-    policies_of = {each.path: _Policies(populations) for each in recording.ranks}
+    policies_of = {each.path: _Policies(populations, each.incarnation > 0) for each in recording.ranks}
     for each in recording.ranks:
         offset = clocks.offset(each)
         policies, last_step_s = policies_of[each.path], dict[int, float]()
@@ -162,6 +176,7 @@ def summarise(recording: Recording) -> Summary:
                 place = *policies.place(int(event.get("policy"))), int(event.get("iteration"))
                 lags.add(time_s, time_s - first_at[place])
     summary.applied.sort()
+    summary.begun.sort(key=lambda each: each.time_s)
     summary.news.sort()
     summary.rounds = sorted(rounds.values(), key=lambda each: each.began_s)
     _follow(summary)
@@ -211,9 +226,11 @@ class _Policies:
 
     Args:
         populations: of all processes.
+        is_again: whether another process was in its place before.
     """
 
-    def __init__(self, populations: _Populations) -> None:
+    def __init__(self, populations: _Populations, is_again: bool) -> None:
+        self.is_again = is_again
         self.open: dict[int, tuple[int, _Span]] = {}
         self._populations = populations
         self._places: dict[int, tuple[int, int]] = {}
@@ -281,7 +298,13 @@ def _add(
     match event.kind:
         case "policy":
             name = str(event.get("name") or event.get("class_name"))
-            _population(summary, policies.begin(int(event.get("policy")), name, time_s), name)
+            place = policies.begin(int(event.get("policy")), name, time_s)
+            _population(summary, place, name)
+            if policies.is_again and policies.place(int(event.get("policy"))) == (place, 0):
+                summary.begun.append(Begun(time_s, rank, place, rank))
+        case "joined":
+            of = policies.population(int(event.get("policy")))
+            summary.begun.append(Begun(time_s, rank, of, int(event.get("donor"))))
         case "closed":
             policies.end(int(event.get("policy")), time_s)
         case "step":
@@ -340,7 +363,10 @@ def _follow(summary: Summary) -> None:
     decided: dict[tuple[int, int], list[Round]] = {}
     for each in summary.rounds:
         decided.setdefault((each.number[0], each.number[2]), []).append(each)
+    begun = deque(summary.begun)
     for applied in summary.applied:
+        while begun and begun[0].time_s <= applied.time_s:
+            _begin(summary, begun.popleft())
         found = _round_of(applied, decided.get((applied.coordinator, applied.round), ()))
         if found is not None:
             found.applied_s = np.fmax(found.applied_s, applied.time_s)
@@ -351,3 +377,13 @@ def _follow(summary: Summary) -> None:
             weights = applied.weights if len(applied.weights) == len(applied.donors) else (1.0,) * len(applied.donors)
             mixed = np.average(population.shares[list(applied.donors)], axis=0, weights=weights)
             population.shares[applied.rank] = mixed
+    for last in begun:
+        _begin(summary, last)
+
+
+def _begin(summary: Summary, begun: Begun) -> None:
+    """Give a process that has begun in the place of another one its weights."""
+    population = _population(summary, begun.population)
+    if population is not None and 0 <= begun.donor < summary.size:
+        own = np.eye(summary.size, dtype=np.float32)[begun.rank]
+        population.shares[begun.rank] = own if begun.donor == begun.rank else population.shares[begun.donor]

@@ -47,6 +47,7 @@ _POINTS: Final = frozenset(
         "over",
         "cut",
         "policy",
+        "joined",
     }
 )
 #: How long a message is drawn, in microseconds: arrows need something to end at.

@@ -28,6 +28,7 @@ def seconds_in_words(seconds: float) -> str:
 _WORDS: Final[Mapping[str, Callable[[Event], str]]] = {
     "policy": lambda event: f"entered {event.get('class_name')}",
     "applied": lambda event: f"took the average of {ranks_in_words(event.get('donors'))}, round {event.get('round')}",
+    "joined": lambda event: f"began with the state of rank {event.get('donor')}, at step {event.get('iteration')}",
     "abandoned": lambda event: f"round {event.get('round')} came to nothing: {event.get('reason')}",
     "decided": lambda event: (
         f"decided round {event.get('round')}: {ranks_in_words(event.get('replacers') or ())} to be replaced"

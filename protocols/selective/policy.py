@@ -402,6 +402,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             states=self._states,
             model_nbytes=self._flat.nbytes,
             restore=restore,
+            note_joined=self._journal.note_joined,
         )
 
     async def _stop(self, error: BaseException | None) -> None:

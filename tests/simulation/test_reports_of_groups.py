@@ -11,6 +11,7 @@ import asyncdist as ad
 from asyncdist.recording.reader import Recording, read_recording
 from asyncdist.report.page import render
 from asyncdist.report.summary import Round, summarise
+from asyncdist.report.trace import write_trace
 from protocols import AsyncSelectiveAveragingPolicy, ReplicaAveragingPolicy
 
 
@@ -96,6 +97,27 @@ def test_replicas_are_recorded_as_one_policy(tmp_path: Path) -> None:
     numbers = {(event.kind, event.get("policy")) for each in recording.ranks for event in each.events()}
     assert {number for kind, number in numbers if kind in ("step", "role", "decided", "ended", "applied")} == {0}
     check_phases(summary.rounds)
+
+
+async def train_on(world: ad.World) -> None:
+    async with AsyncSelectiveAveragingPolicy(*model_and_optimizer(), average_every=5) as policy:
+        while policy.iteration < 200:
+            await policy.step(float(world.rank))
+
+
+def test_a_process_that_was_started_again_has_the_weights_of_whose_state_it_took(tmp_path: Path) -> None:
+    """A report said that they were those with which the process before it had begun."""
+    faults = (ad.Kill(rank=2, at_s=0.02), ad.Restart(rank=2, at_s=0.04))
+    ad.simulate(train_on, ranks=3, seed=1, record=tmp_path, faults=faults, until_s=60.0)
+    recording = read_recording(tmp_path)
+    (joined,) = [event for each in recording.ranks for event in each.events() if event.kind == "joined"]
+    summary = summarise(recording)
+    assert [each.donor for each in summary.begun] == [2, joined.get("donor")], "its own weights, and then the donor's"
+    assert not [each for each in summary.applied if each.rank == 2], "it is the best, and never replaced"
+    (population,) = summary.populations
+    assert joined.get("donor") == 1 and list(population.shares[2]) == [0.0, 1.0, 0.0], "it was 2, and the row its own"
+    write_trace(recording, tmp_path / "trace.json")
+    assert '"name":"joined"' in (tmp_path / "trace.json").read_text()
 
 
 @pytest.mark.parametrize("main", [train_on_islands, train_replicas])

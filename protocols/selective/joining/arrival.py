@@ -28,6 +28,7 @@ class Arrival:
         states: takes the rest.
         model_nbytes: bounds what a donor may give.
         restore: puts the rest in place, and returns the iteration from which this rank goes on.
+        note_joined: called with the round, this iteration and the member whose state it is.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Arrival:
         states: StateTransfer,
         model_nbytes: int,
         restore: Callable[[Mapping[str, Any]], int],
+        note_joined: Callable[[int, int, int], None],
     ) -> None:
         self._services = services
         self._member = member
@@ -48,6 +50,7 @@ class Arrival:
         self._states = states
         self._nbytes_max = _STATE_NBYTES_MAX + _STATE_MODEL_COUNT_MAX * model_nbytes
         self._restore = restore
+        self._note_joined = note_joined
 
     async def complete(
         self,
@@ -91,4 +94,5 @@ class Arrival:
         self._member.on_step()
         iteration = self._restore(parts)
         self._replacer.load(exchange)
+        self._note_joined(number, iteration, exchange.donor)
         self._carry_out(self._member.on_applied(iteration))
