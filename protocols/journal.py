@@ -94,6 +94,11 @@ class Journal:
             self.add("joined", *self._joined)
         services.progress_probes.append(self.progress)
 
+    def begin_reserved(self, services: Services) -> None:
+        """Note from now on what is decided here for a policy that others have."""
+        self._events, self._rank = services.events, services.rank
+        self._number = services.events.number_policy()
+
     def note_joined(self, round: int, iteration: int, donor: int) -> None:
         """Note, before it begins, that the policy has taken the state of a member."""
         self._joined = round, iteration, donor

@@ -313,7 +313,7 @@ def _profile(recording: Recording, clocks: Clocks, path: Path, number: int) -> l
     process_counts = Counter(each.header["pid"] for each in recording.ranks)  # of several hosts
     rank_of_pid = {each.header["pid"]: each.rank for each in recording.ranks if process_counts[each.header["pid"]] == 1}
     try:
-        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
             content = json.load(file)
         entries = content["traceEvents"] if isinstance(content, dict) else content
         base_s = content.get("baseTimeNanoseconds", 0) / 1e9 if isinstance(content, dict) else 0.0

@@ -102,7 +102,7 @@ class Coordinator:
         epoch: 0 for the coordinator that the members have agreed on, more for one that takes over.
         model_nbytes: the bytes of one snapshot.
         migration: talks to other islands; None where there are none.
-        journal: is told of reports and rounds; None on a reserved rank.
+        journal: is told of reports and rounds; None for nobody.
     """
 
     def __init__(

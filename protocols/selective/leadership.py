@@ -52,7 +52,7 @@ class Leadership:
         epoch: of the coordinator, where this rank waits to be admitted; None where it begins with all others.
         replaced: members that were lost as they agreed to start; in the place of some there is a new process.
         migration: talks to other islands, until this object is closed; None where there are none.
-        journal: is told what is decided here; None on a reserved rank.
+        journal: is told what is decided here; None for nobody.
     """
 
     def __init__(

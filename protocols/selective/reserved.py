@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from asyncdist import World, current_world, validation
+from protocols.journal import Journal
 from protocols.policy import START
 from protocols.selective.coordinator import PolicyScopes
 from protocols.selective.leadership import Leadership
@@ -51,6 +52,8 @@ async def coordinate(
     }
     rules = SelectiveRules(**{entry.name: options[entry.name] for entry in fields(SelectiveRules)})
     scopes = PolicyScopes(ranks, agreed)
+    journal = Journal("")
+    journal.begin_reserved(world.services)
     leadership = Leadership(
         world.services,
         members,
@@ -62,6 +65,7 @@ async def coordinate(
         on_gone=lambda _: None,
         on_new=lambda *_: None,
         is_reserved=True,
+        journal=journal,
     )
     leadership.begin()
     return await leadership.serve_reserved()

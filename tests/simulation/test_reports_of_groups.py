@@ -12,7 +12,7 @@ from asyncdist.recording.reader import Recording, read_recording
 from asyncdist.report.page import render
 from asyncdist.report.summary import Round, summarise
 from asyncdist.report.trace import write_trace
-from protocols import AsyncSelectiveAveragingPolicy, ReplicaAveragingPolicy
+from protocols import AsyncSelectiveAveragingPolicy, ReplicaAveragingPolicy, coordinate
 
 
 def model_and_optimizer() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -76,6 +76,34 @@ def test_policies_of_other_names_on_other_ranks_are_other_populations_in_a_repor
     assert {each.population for each in summary.applied if each.rank >= 2} == {1}
 
 
+async def train_beside_a_reserved_rank(world: ad.World) -> None:
+    members = [1, 2, 3]
+    if world.rank == 0:
+        await coordinate(members)
+        return
+    group = await ad.new_group(members)
+    first = AsyncSelectiveAveragingPolicy(*model_and_optimizer(), average_every=5, group=group)
+    async with first:  # with another number than that of the reserved rank
+        await first.step(0.0)
+    async with AsyncSelectiveAveragingPolicy(
+        *model_and_optimizer(), average_every=5, group=group, coordinator=0
+    ) as policy:
+        for _ in range(40):
+            await policy.step(float(world.rank))
+
+
+def test_rounds_that_a_reserved_rank_decides_are_recorded(tmp_path: Path) -> None:
+    """A report had none of them, beside the replacements that they had led to."""
+    ad.simulate(train_beside_a_reserved_rank, ranks=4, seed=3, record=tmp_path).value()
+    recording = read_recording(tmp_path)
+    summary = summarise(recording)
+    assert summary.applied and {each.coordinator for each in summary.applied} == {0}
+    replaced = {(each.number[0], each.number[2]) for each in summary.rounds if each.applied_s == each.applied_s}
+    assert replaced == {(0, each.round) for each in summary.applied}
+    check_phases(summary.rounds)
+    assert counted(recording, "heard") and counted(recording, "policy") == 6, "it has no policy itself"
+
+
 async def train_replicas(world: ad.World) -> int:
     policy = ReplicaAveragingPolicy(*model_and_optimizer(), replica_size=2, average_every=10)
     async with policy:
@@ -120,7 +148,7 @@ def test_a_process_that_was_started_again_has_the_weights_of_whose_state_it_took
     assert '"name":"joined"' in (tmp_path / "trace.json").read_text()
 
 
-@pytest.mark.parametrize("main", [train_on_islands, train_replicas])
+@pytest.mark.parametrize("main", [train_on_islands, train_beside_a_reserved_rank, train_replicas])
 def test_they_are_replayed(tmp_path: Path, main: object) -> None:
     """What a report needs of them does not differ in a replay."""
     ad.simulate(main, ranks=4, seed=2, record=tmp_path)  # type: ignore[arg-type]
