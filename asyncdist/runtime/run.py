@@ -58,6 +58,10 @@ COLLECTIVE_STALL_S: Final = 300.0
 run_elsewhere: ContextVar[Callable[[Callable[..., Any], tuple[Any, ...], bool], Any] | None] = ContextVar(
     "run_elsewhere", default=None
 )
+#: The same for :func:`run_local`, where its ranks are replayed.
+run_local_elsewhere: ContextVar[Callable[[Callable[..., Any], tuple[Any, ...], bool], list[Any]] | None] = ContextVar(
+    "run_local_elsewhere", default=None
+)
 
 
 def run(
@@ -223,6 +227,9 @@ def run_local(
         metrics=metrics,
     )
     _check_options("local", ranks, loop, GRACE_S)
+    elsewhere = run_local_elsewhere.get()
+    if elsewhere is not None:
+        return elsewhere(main, args, strict)
     if not live:
         return _run_local(main, args, ranks, loop, options)
     validation.main_function(main, args)

@@ -34,7 +34,7 @@ from asyncdist import rank_program
 from asyncdist.blocking.callers import SwitchingCaller, ask_for_world, find_caller
 from asyncdist.recording.writer import SUFFIX
 from asyncdist.runtime.failing.tracebacks import format_error
-from asyncdist.runtime.run import run_elsewhere
+from asyncdist.runtime.run import run_elsewhere, run_local_elsewhere
 from asyncdist.runtime.world import World
 from asyncdist.simulation.determinism.entropy import entropy_from
 from asyncdist.simulation.exploration.explore import (
@@ -116,6 +116,11 @@ class Script:
             record=self.record,
         )
 
+    @property
+    def is_local(self) -> bool:
+        """Whether its ranks are those of ``asyncdist.run_local``, too; else that is what it is without a simulation."""
+        return False
+
     def begin_process(self, rank: int) -> None:
         """Prepare what the script finds where it begins, beside random states that follow from the seed: nothing."""
 
@@ -184,6 +189,12 @@ class _Host:
             raise value
         return value
 
+    def run_local(self, main: Callable[..., Any], args: tuple[Any, ...], strict: bool) -> list[Any]:
+        """Take the place of ``asyncdist.run_local``: return the values of all ranks."""
+        self(main, args, strict)
+        assert self.report is not None, "it has run"
+        return list(self.report.results)
+
     def remember_random(self) -> None:
         """Remember the random states at the script's beginning."""
         self._states = _random_states()
@@ -206,7 +217,10 @@ def execute(script: Script, seed: int, faults: tuple[Fault, ...]) -> _Ended:
     """Run the script. Raises ScriptError, and KeyboardInterrupt even if the script has caught it."""
     host = _Host(script, seed, faults)
     error: BaseException | None = None
-    token = run_elsewhere.set(host)
+    token, token_of_local = (
+        run_elsewhere.set(host),
+        run_local_elsewhere.set(host.run_local if script.is_local else None),
+    )
     try:
         with _program(script), entropy_from(random.Random(f"{seed} entropy").randbytes):
             number = random.Random(f"{seed} script").getrandbits(63)  # none that a script seeds with: it would not show
@@ -227,6 +241,7 @@ def execute(script: Script, seed: int, faults: tuple[Fault, ...]) -> _Ended:
         error = caught
     finally:
         run_elsewhere.reset(token)
+        run_local_elsewhere.reset(token_of_local)
     if host.interrupt is not None:
         raise host.interrupt
     if host.call_count > 1:

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import random
+import runpy
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -315,6 +316,29 @@ def test_a_script_that_has_changed_is_named_and_a_mended_one_need_not_go_the_sam
     assert replay_script(tmp_path / "run", script) is None, "mended"
     with pytest.raises(RecordingError, match=r"'nowhere.py', the script of the recorded run, is not there"):
         replay_script(tmp_path / "run", "nowhere.py")
+
+
+LOCAL = """
+import asyncdist as ad
+
+async def main(world):
+    await ad.barrier()
+    return world.rank
+
+VALUES = ad.run_local(main, ranks=3, record=FOLDER)
+assert VALUES == [0, 1, 2]
+"""
+
+
+def test_a_script_that_hosts_its_ranks_by_run_local_is_replayed(tmp_path: Path) -> None:
+    """It ran for a second time, in no simulation, and wrote another recording beside the one to be replayed."""
+    script, folder = tmp_path / "local.py", tmp_path / "run"
+    script.write_text(LOCAL.replace("FOLDER", repr(str(folder))))
+    runpy.run_path(str(script), run_name="__main__")
+    recorded = sorted(folder.iterdir())
+    replayed = replay_script(folder, script)
+    assert replayed is not None and list(replayed.report.results) == [0, 1, 2]
+    assert sorted(folder.iterdir()) == recorded and len(recorded) == 3
 
 
 def test_a_message_that_came_right_before_a_safe_point_wakes_its_task_within_that(tmp_path: Path) -> None:

@@ -81,6 +81,12 @@ class _ReplayedScript(Script):
         self.ended.append(replayed)
         return replayed.report
 
+    @property
+    def is_local(self) -> bool:
+        """Whether the recorded ranks were of one process, so that ``asyncdist.run_local`` may have hosted them."""
+        assert self.recording is not None
+        return bool(self.recording.ranks[0].header["capabilities"]["shares_process"])
+
     def begin_process(self, rank: int) -> None:
         """Let torch draw what it drew before the world was open: with the seeds of its process and of ``torch.seed()``.
 
