@@ -127,7 +127,7 @@ def header_of(*, job: str, rank: int, size: int, incarnation: int, transport: st
         "python": platform.python_version(),
         "script": readable(os.path.abspath(script)) if script else "",
         "script_digest": _digest_of(script),
-        "arguments": [readable(word) for word in sys.argv[1:]],
+        "arguments": [readable(word) for word in sys.argv[1:]] if script else [],  # a notebook's are its kernel's
     }
 
 

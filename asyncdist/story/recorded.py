@@ -78,7 +78,7 @@ def _have(ranks: tuple[int, ...] | list[int]) -> str:
 
 
 def _title(recording: Recording, end_s: float) -> str:
-    script = recording.ranks[0].header["script"]
+    script = recording.ranks[0].header["script"] or "no script"
     length = seconds_in_words(max(0.0, end_s - recording.began_at))
     return f"job {recording.job}: {script}, {recording.size} rank{'s' * (recording.size != 1)}, recorded for {length}"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import sys
 import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from asyncdist.recording import reader, writer
 from asyncdist.recording.events import CAPACITY, Event, EventLog
 from asyncdist.recording.reader import RecordingError, read_recording
 from asyncdist.recording.writer import RecordOptions, RecordWriter, header_of
+from asyncdist.story.recorded import tell_recording
 from asyncdist.transports.base import Buffer, Request
 from asyncdist.transports.recorded import RecordedTransport
 
@@ -130,6 +132,18 @@ def test_a_torn_file_is_read_up_to_its_last_whole_block(
     os.truncate(path, path.stat().st_size - cut)
     assert list(read_recording(tmp_path).ranks[0].events()) == events[: -1 if cut < 20 else -2]
     assert re.search(r"ends within a block, at byte \d+, after [12] blocks", caplog.text)
+
+
+def test_a_notebook_has_no_script_and_the_arguments_of_its_kernel_are_none_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A story began with 'job 0000abcd: , 1 rank', and a report had ' -f kernel.json' for a script."""
+    monkeypatch.setattr(sys, "argv", ["ipykernel_launcher.py", "-f", "kernel.json"])
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", None)
+    recorded(tmp_path)
+    (rank,) = read_recording(tmp_path).ranks
+    assert (rank.header["script"], rank.header["arguments"]) == ("", [])
+    assert tell_recording(str(tmp_path)).startswith("job 0000abcd: no script, 1 rank, recorded for")
 
 
 def test_a_forked_child_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
