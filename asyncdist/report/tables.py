@@ -28,6 +28,14 @@ _FIRST: Final = ("rank", "incarnation", "time_s")
 #: The columns of the table of ranks.
 RANKS: Final = ("rank", "incarnation", "hostname", "pid", "transport", "began_at_s", "damage")
 _BATCH: Final = 10_000
+#: Columns of texts and of real numbers, for a file whose first rows have nothing there; others have whole numbers.
+_TEXTS: Final = frozenset(
+    {
+        *("class_name", "name", "state", "reason", "route", "what", "error", "why", "result"),
+        *("donors", "replacers", "weights"),
+    }
+)
+_REALS: Final = frozenset({"seconds", "value"})
 #: So many instructions of SQLite's machine lie between two moments in which Python can heed a signal.
 _INSTRUCTIONS_BETWEEN: Final = 100_000
 
@@ -112,8 +120,12 @@ def export_parquet(recording: Recording, folder: Path) -> list[Path]:
         names = columns_of(table)
         content = pyarrow.table([list(column) for column in zip(*batch, strict=True)], names=names)
         if table not in writers:
-            place = written / f"{table}.parquet"
-            writers[table] = files.enter_context(pyarrow.parquet.ParquetWriter(place, content.schema))
+            place, types = written / f"{table}.parquet", content.schema
+            for number, column in enumerate(types):
+                if pyarrow.types.is_null(column.type):
+                    kind = "string" if column.name in _TEXTS else "double" if column.name in _REALS else "int64"
+                    types = types.set(number, pyarrow.field(column.name, kind))
+            writers[table] = files.enter_context(pyarrow.parquet.ParquetWriter(place, types))
         writers[table].write_table(content.cast(writers[table].schema))
 
     with whole_folder(folder) as written, contextlib.ExitStack() as files:

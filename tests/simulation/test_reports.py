@@ -357,6 +357,20 @@ def test_parquet_has_the_same_rows(recording: Recording, tmp_path: Path) -> None
     assert len(metrics) == counted(recording)["metric"] and metrics[0].keys() == set(tables.columns_of("metric"))
 
 
+def test_parquet_has_what_the_first_rows_of_a_table_have_not(tmp_path: Path) -> None:
+    """As the coordinator of an average, where another policy has none: export ended with ArrowNotImplementedError."""
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed", exc_type=ImportError)
+    writer = RecordWriter(RecordOptions(tmp_path / "run"), lambda: 100.0, 0)
+    writer.open(header_of(job="0000abcd", rank=0, size=1, incarnation=0, transport="local", hostname="here"))
+    for number in range(10_001):
+        coordinator, route = (3, "direct") if number == 10_000 else (None, None)
+        writer.note("applied", 0, number, number, [0], None, None, 0.5, 8, coordinator, route)
+    writer.close()
+    tables.export_parquet(read_recording(tmp_path / "run"), tmp_path / "tables")
+    last = parquet.read_table(tmp_path / "tables" / "applied.parquet").slice(10_000).to_pylist()[0]
+    assert (last["coordinator"], last["route"], last["weights"]) == (3, "direct", None)
+
+
 def test_a_query_is_answered(recording: Recording) -> None:
     names, found = tables.query(recording, "SELECT rank, count(*) AS steps FROM step GROUP BY rank ORDER BY rank")
     assert (names, list(found)) == (["rank", "steps"], [(rank, 30) for rank in range(4)])
