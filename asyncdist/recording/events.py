@@ -65,8 +65,8 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     "timer": ("what", "turn", "woken", "begun"),
     # A task goes on after a collective that has failed; turn and waits are as of a message.
     "failed": ("turn", "woken"),
-    # Main is cancelled because of a signal.
-    "interrupted": (),
+    # Main is cancelled because of a signal; what it waited for, and in which line, or "".
+    "interrupted": ("waited_for",),
     # A task goes on after a collective that MPI has carried by itself; turn and waits are as of a message.
     "collective": ("tag", "turn", "woken"),
     # MPI has added or multiplied floating numbers in an order of its own: the result's bytes, in hexadecimal digits,
@@ -78,6 +78,9 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     "cut": ("why",),
     # A rank that was started again, or came later, has begun with the state of a member: weights and all.
     "joined": ("policy", "round", "iteration", "donor"),
+    # What all ranks of a host did was told, in these words: nothing had moved, or the job is aborted. The rank that
+    # tells it writes it down, and a few others.
+    "told": ("story",),
 }
 #: In place of the number of a pass: the message came before the rank's world was open.
 BEFORE_WORLD: Final = -2

@@ -8,6 +8,7 @@ cdef Py_ssize_t _SAFE_POINT
 cdef Py_ssize_t _SENT
 cdef Py_ssize_t _STEP
 cdef Py_ssize_t _POLICY
+cdef Py_ssize_t _TOLD
 
 
 cdef class RecordWriter:

@@ -55,6 +55,7 @@ _SAFE_POINT: Final = _CODES["safe_point"]
 _SENT: Final = _CODES["sent"]
 _STEP: Final = _CODES["step"]
 _POLICY: Final = _CODES["policy"]
+_TOLD: Final = _CODES["told"]
 _encode_into = msgspec.msgpack.Encoder().encode_into
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -209,7 +210,8 @@ class RecordWriter:
         except UnicodeEncodeError:  # the name of a file in an error's text, for example
             del block[begin:]  # what was encoded of it
             _encode_into((code, int((time_s - self._block_began_at) * 1e6), *_readable_fields(fields)), block, -1)
-        if self._is_block_due(time_s) or (self._has_sent and code in (_STEP, _POLICY)):
+        # What was told is of use where the process is killed next.
+        if self._is_block_due(time_s) or (self._has_sent and code in (_STEP, _POLICY)) or code == _TOLD:
             self.flush()
 
     def _is_block_due(self, time_s: float) -> bool:

@@ -353,6 +353,10 @@ def _add(
             summary.news.append((time_s, rank, f"main ended with {event.get('error')}"))
         case "cut":
             summary.news.append((time_s, rank, f"its recording {event.get('why')}"))
+        case "told":  # several ranks have written it down
+            text = f"{str(event.get('story')).partition('; job ')[0]}: asyncdist story has what was told"
+            if all(told != text for _, _, told in summary.news):
+                summary.news.append((time_s, rank, text))
 
 
 def _follow(summary: Summary) -> None:

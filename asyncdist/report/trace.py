@@ -46,6 +46,7 @@ _POINTS: Final = frozenset(
         "interrupted",
         "over",
         "cut",
+        "told",
         "policy",
         "joined",
     }

@@ -147,7 +147,7 @@ async def hosted(
         except BaseException as caught:
             error = own_error(caught, monitor, interrupts, world.rank)
             recording.note_end(error)
-            await fail(world, transport, error, options.grace_s, teller.tell_all if teller is not None else None)
+            await fail(world, transport, error, options.grace_s, teller.tell_abort if teller is not None else None)
             if error is caught:
                 raise
             _raise_as_it_is(error)
@@ -169,8 +169,9 @@ async def hosted(
 
 def _note_interrupt(task: asyncio.Task[Any] | None, world: World) -> str | None:
     """Note that a signal cancels main, and return what it waits for, in words."""
-    world.services.events.add("interrupted")
-    return describe_wait(task, world)
+    waited = describe_wait(task, world)
+    world.services.events.add("interrupted", waited or "")
+    return waited
 
 
 def _exporter(world: World, transport: Transport, options: RankOptions) -> Exporter | None:

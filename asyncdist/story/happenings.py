@@ -7,6 +7,9 @@ from typing import Final
 
 from asyncdist.recording.events import Event
 
+#: A story that is told before an abort begins with this, where it is written down.
+ABORT: Final = "the job is aborted"
+
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
     """Return ``"rank 3"``, or ``"ranks 0, 1, 5-9"``."""
@@ -37,7 +40,9 @@ _WORDS: Final[Mapping[str, Callable[[Event], str]]] = {
     "coordinator": lambda event: f"rank {event.get('rank')} coordinates from then on",
     "closed": lambda event: f"left its policy after {event.get('iteration')} steps",
     "lost": lambda event: f"lost rank {event.get('rank')}",
-    "interrupted": lambda _: "was interrupted by a signal",
+    "interrupted": lambda event: (
+        f"was interrupted by a signal{f' (it waited for {waited})' if (waited := event.get('waited_for')) else ''}"
+    ),
     "returned": lambda event: f"rank {event.get('rank')} came",
 }
 

@@ -9,7 +9,7 @@ from typing import Final
 from asyncdist import tags
 from asyncdist.recording.events import Event
 from asyncdist.recording.reader import RankRecording, Recording, read_recording
-from asyncdist.story.happenings import events_in_words, ranks_in_words, seconds_in_words
+from asyncdist.story.happenings import ABORT, events_in_words, ranks_in_words, seconds_in_words
 
 #: Events of a rank that are told, ranks of which each is told, and pairs of ranks with messages on the way.
 EVENT_COUNT_MAX: Final = 3
@@ -28,6 +28,7 @@ class _LastOf:
         over: how main ended; None where nothing says so.
         cut: why its file ends before that; "" where nothing says so.
         waited: what its last wait of some length was for.
+        told: the last stories of its host that it has written down, that of an abort under True.
         latest: events, oldest first.
         sent, received: how many messages, by peer and tag.
     """
@@ -38,6 +39,7 @@ class _LastOf:
     over: str | None = None
     cut: str = ""
     waited: Event | None = None
+    told: dict[bool, Event] = field(default_factory=dict)
     latest: deque[Event] = field(default_factory=lambda: deque(maxlen=64))
     sent: Counter[tuple[int, int]] = field(default_factory=Counter)
     received: Counter[tuple[int, int]] = field(default_factory=Counter)
@@ -46,7 +48,8 @@ class _LastOf:
 def tell_recording(folder: str, job: str | None = None) -> str:
     """Return what each rank of a recorded job did last, as several lines.
 
-    What a rank waited for at its end is not in a recording, which has waits when they are over.
+    What a rank waited for at its end is in a recording where that was told while the job lived, at a standstill or
+    before an abort, and where a signal ended the wait. Else a recording has waits when they are over.
 
     Args:
         folder: that of ``record=``.
@@ -66,6 +69,8 @@ def tell_recording(folder: str, job: str | None = None) -> str:
     if ended:
         lines.append(f"  {ranks_in_words(ended)} {_have(ended)} returned from main")
     others = sorted((rank for rank in ranks if rank not in ended), key=lambda rank: (ranks[rank].last_s, rank))
+    if others:
+        lines += _told(ranks, end_s)
     for rank in others[:RANK_COUNT_MAX]:
         lines += _rank(rank, ranks[rank], end_s)
     if len(others) > RANK_COUNT_MAX:
@@ -96,6 +101,8 @@ def _last_of(file: RankRecording) -> _LastOf:
                 found.cut = event.get("why")
             case "waited":
                 found.waited = event
+            case "told":
+                found.told[str(event.get("story")).startswith(ABORT)] = event
             case "sent":
                 found.sent[event.get("dest"), event.get("tag")] += 1
             case "received":
@@ -128,6 +135,22 @@ def _rank(rank: int, last: _LastOf, end_s: float) -> list[str]:
         lines.append(f"    waited last for {last.waited.get('what')}, {seconds} long, until {ago} before the end")
     if told := events_in_words(last.latest, now, EVENT_COUNT_MAX):
         lines.append(f"    lately: {'; '.join(told)}")
+    return lines
+
+
+def _told(ranks: dict[int, _LastOf], end_s: float) -> list[str]:
+    """Return the last stories of each host, as they were told while the job lived: of a standstill, and of an abort."""
+    latest: dict[tuple[str, bool], tuple[float, str]] = {}
+    for last in ranks.values():
+        for event in last.told.values():
+            story = str(event.get("story"))
+            key = str(last.file.header["hostname"]), story.startswith(ABORT)
+            latest[key] = max(latest.get(key, (0.0, "")), (last.file.unix_s(event.time_s), story))
+    lines = []
+    for at_s, story in sorted(latest.values()):
+        first, *others = story.splitlines()
+        lines.append(f"  told {seconds_in_words(max(0.0, end_s - at_s))} before the end: {first}")
+        lines += [f"  {line}" for line in others]
     return lines
 
 

@@ -28,6 +28,8 @@ STORY: Final = b"story\n"
 COUNTERS: Final = b"count\n"
 PULSE: Final = b"pulse\n"
 TOLD: Final = b"told!\n"
+#: Of the story that follows these.
+TOLD_NBYTES_MAX: Final = 1 << 15
 #: How long a rank may take to answer. One that computes answers all the same, from a thread.
 ANSWER_S: Final = 1.0
 #: Which directories without a socket are left alone, and how often a rank tries to make its own.
@@ -225,9 +227,9 @@ def answers_pulse(place: Place, timeout_s: float = ANSWER_S) -> bool:
             return False
 
 
-def say_told(place: Place) -> None:
-    """Tell a rank that the standstill of the job has been told."""
-    client = _connect(place, TOLD)
+def say_told(place: Place, story: str = "") -> None:
+    """Tell a rank that the standstill of the job has been told, and the story, where that rank is to write it down."""
+    client = _connect(place, TOLD + story.encode("utf-8", "replace")[:TOLD_NBYTES_MAX])
     if client is not None:
         client.close()
 

@@ -13,6 +13,7 @@ import pytest
 from support import hanging, mpi
 
 from asyncdist.story import sockets
+from asyncdist.story.recorded import tell_recording
 
 SCRIPT = "tests/scripts/hangs.py"
 WAITS = r"[\d.]+ s"
@@ -125,6 +126,21 @@ def test_mpi() -> None:
 @pytest.mark.long
 def test_torch() -> None:
     each_checked(hanging.tell_hangs("torch", SCRIPT, list(TOLD), {"dead_rank": ["--places", "3"]}, timeout_s=90))
+
+
+@pytest.mark.slow
+def test_what_was_told_is_in_the_recording_of_a_job_that_is_killed_then(tmp_path: Path) -> None:
+    """A recording said neither for whom a rank waited nor in which line. Here rank 0, which tells, is blocked."""
+    name = "blocked_coordinator"
+    options = {name: ["--record", str(tmp_path)]}
+    told = hanging.tell_hangs(
+        "torch", SCRIPT, [name], options, timeout_s=90, until=lambda: "  told " in tell_recording(str(tmp_path))
+    )
+    story = hanging.story_of(told[name]).splitlines()
+    lines = tell_recording(str(tmp_path)).splitlines()
+    [begin] = [place for place, line in enumerate(lines) if line.startswith("  told ")]
+    assert lines[begin].partition(" before the end: ")[2] == story[0].removeprefix("asyncdist: ")
+    assert lines[begin + 1 : begin + len(story)] == [f"  {line}" for line in story[1:]]
 
 
 def each_checked(told: dict[str, str]) -> None:

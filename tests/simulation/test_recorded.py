@@ -131,6 +131,27 @@ def test_the_story_of_a_recording_names_what_never_came_and_how_each_rank_ended(
     ] * 2
 
 
+def test_a_story_that_was_told_while_the_job_lived_is_told_once_for_each_host(tmp_path: Path) -> None:
+    """The rank that has told it writes it down, and others, whose loops may run while its own does not."""
+
+    async def stand_still(world: ad.World) -> None:
+        for what in ("nothing moves", "the job is aborted"):
+            world.services.events.record("told", f"{what}; job 1\n  rank 0 waits for rank 1")
+        raise ValueError("interrupted")
+
+    with pytest.raises(ValueError, match="interrupted"):
+        ad.run_local(stand_still, ranks=2, record=tmp_path)
+    _, *lines = tell_recording(str(tmp_path)).splitlines()
+    assert [line.partition(" before the end: ")[2] for line in lines[:4]] == [
+        "nothing moves; job 1",
+        "",
+        "the job is aborted; job 1",
+        "",
+    ]
+    assert lines[1] == lines[3] == "    rank 0 waits for rank 1"
+    assert "told" not in "".join(lines[4:])
+
+
 def test_of_several_recorded_jobs_the_story_of_one_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for seed in (1, 2):
         ad.simulate(train, ranks=2, seed=seed, record=tmp_path)

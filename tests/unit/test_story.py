@@ -193,6 +193,14 @@ class TestWords:
         )
 
 
+def test_what_a_rank_waited_for_as_a_signal_came_is_told_where_it_is_known() -> None:
+    events = (Event(1.0, "interrupted", ()), Event(2.0, "interrupted", ("barrier, in main (train.py:9)",)))
+    assert events_in_words(events, 5.0, 2) == (
+        "was interrupted by a signal 4.0 s ago",
+        "was interrupted by a signal (it waited for barrier, in main (train.py:9)) 3.0 s ago",
+    )
+
+
 def test_stories_travel() -> None:
     told = replace(story(1, waits_for(0), collective(3)), started={7100: 2}, heard={0: 1.5})
     assert from_bytes(to_bytes(told)) == told

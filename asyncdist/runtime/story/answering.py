@@ -23,7 +23,7 @@ from asyncdist.runtime.story.signs import Signs
 from asyncdist.runtime.world import World
 from asyncdist.story import sockets
 from asyncdist.story.facts import RankStory, to_bytes
-from asyncdist.story.happenings import seconds_in_words
+from asyncdist.story.happenings import ABORT, seconds_in_words
 from asyncdist.story.telling import Silent, tell_job, tell_rank
 
 logger = logging.getLogger("asyncdist.runtime.story.answering")
@@ -33,6 +33,8 @@ _LOOP_S: Final = 0.3
 #: The thread looks whether anything has moved so many times in ``stall_s``, and once in so many seconds at least.
 _LOOKS_IN_STALL: Final = 4
 _PERIOD_S_MAX: Final = 1.0
+#: So many others write down what a rank has told of a standstill: its own loop may be one that does not run.
+_KEEPER_COUNT: Final = 4
 
 
 class Teller:
@@ -101,9 +103,11 @@ class Teller:
         frame = sys._getframe(1) if runs else None
         return tell_rank(collect(self._world, self._main, self._signs, frame))
 
-    def tell_all(self) -> str:
-        """Return the stories of all ranks of this host, of this one as it is now."""
-        return tell_job(*self._ask_all(collect(self._world, self._main, self._signs)))
+    def tell_abort(self) -> str:
+        """Return, and write down, the stories of all ranks of this host before an abort, of this one as it is now."""
+        text = tell_job(*self._ask_all(collect(self._world, self._main, self._signs)))
+        self._world.services.events.record("told", f"{ABORT}; {text}")
+        return text
 
     # -- in the thread ------------------------------------------------------------------------------------------------
 
@@ -138,7 +142,7 @@ class Teller:
                 self._world.services.count_waits()
                 client.sendall(counters.to_bytes(counters.counters_of(self._world.services)))
             elif question == sockets.TOLD:
-                self._note_told()
+                self._note_told(_read_all(client))
             elif question == sockets.PULSE:
                 client.sendall(b"!")
 
@@ -192,14 +196,19 @@ class Teller:
                 self._tell_standstill(stories, silent, least_s)
 
     def _tell_standstill(self, stories: dict[int, RankStory], silent: list[Silent], still_s: float) -> None:
-        self._note_told()
-        for place in self._places():
-            sockets.say_told(place)
-        text = f"no rank here has made a step or received a message for {seconds_in_words(still_s)}"
-        sys.stderr.write(f"asyncdist: {text}; {tell_job(stories, silent)}\n")
+        what = f"no rank here has made a step or received a message for {seconds_in_words(still_s)}"
+        text = f"{what}; {tell_job(stories, silent)}"
+        self._note_told(text)
+        for count, place in enumerate(self._places()):
+            sockets.say_told(place, text if count < _KEEPER_COUNT else "")
+        sys.stderr.write(f"asyncdist: {text}\n")
         sys.stderr.flush()
 
-    def _note_told(self) -> None:
+    def _note_told(self, text: str) -> None:
+        """Note that a standstill was told; the loop writes down the text, unless it is empty."""
+        if text:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._world.services.events.record, "told", text)
         self._told_of = self._signs.moved_at
         self.told_at = time.monotonic()
         self._stall_s *= 2  # a job that stands still again and again is not told of as often
@@ -218,3 +227,12 @@ class Teller:
         stories = {own.rank: own, **sockets.ask(others)}
         silent = [Silent(each.rank, each.pid, each.is_alive, each.state) for each in others if each.rank not in stories]
         return dict(sorted(stories.items())), silent
+
+
+def _read_all(client: socket.socket) -> str:
+    """Return what a client sends until it closes, as text; what is there where it does not close in time."""
+    data = bytearray()
+    with contextlib.suppress(TimeoutError):
+        while len(data) < sockets.TOLD_NBYTES_MAX and (part := client.recv(sockets.TOLD_NBYTES_MAX)):
+            data += part
+    return data.decode("utf-8", "replace")
