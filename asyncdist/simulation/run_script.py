@@ -425,9 +425,9 @@ def print_failures(report: SimReport | None, error: BaseException | None, comman
     return True
 
 
-def results_of(report: SimReport) -> list[str]:
-    """Describe how each rank ended, equal neighbours together."""
-    texts = [_brief(result) for result in report.results]
+def results_of(report: SimReport, without: str = "None") -> list[str]:
+    """Describe how each rank ended, equal neighbours together; ``without`` is for those without a result."""
+    texts = [without if result is None else _brief(result) for result in report.results]
     for rank in report.killed_ranks:
         texts[rank] = "killed"
     lines = []

@@ -28,6 +28,7 @@ from asyncdist.simulation.replay.job import draw_as, torch_state_of
 from asyncdist.simulation.replay.replay import Replayed, check_replayable, replay
 from asyncdist.simulation.report import SimReport
 from asyncdist.simulation.run_script import Script, execute, print_failures, print_out, results_of
+from asyncdist.story.happenings import ranks_in_words
 
 logger = logging.getLogger("asyncdist.simulation.replay")
 
@@ -226,15 +227,16 @@ def _replay_once(recording: Recording, ran: _ReplayedScript) -> int:
         return 1
     replayed = ran.ended[0]
     failed = print_failures(replayed.report, ended.error, "replay")
-    print_out(*results_of(replayed.report), *_summary(replayed))
+    without = "no result" if replayed.cut_ranks else "None"  # of a rank that has not come to its end
+    print_out(*results_of(replayed.report, without), *_summary(replayed))
     return 1 if failed else 0
 
 
 def _summary(replayed: Replayed) -> list[str]:
     lines = [f"{replayed.decision_count} decisions, metrics and checksums of weights are those that were recorded"]
     if replayed.cut_ranks:
-        ranks = ", ".join(map(str, replayed.cut_ranks))
-        lines.append(f"the record ends before main did on: {ranks} (killed, stopped by a signal, or its file is full)")
+        ranks = ranks_in_words(replayed.cut_ranks)
+        lines.append(f"the record ends before main did on {ranks} (killed, stopped by a signal, or its file is full)")
     if replayed.left_count:
         why = "need something of these" if replayed.cut_ranks else "came as the job had failed"
         lines.append(f"{replayed.left_count} more {why}, and were not come to")
