@@ -123,6 +123,22 @@ def test_a_recording_that_was_cut_short_ends_and_says_so(tmp_path: Path) -> None
     assert replayed.decision_count > 30 and replayed.left_count > 10
 
 
+def test_what_is_wrong_with_a_recording_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A replay told it again, and asyncdist replay a third time."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import asyncdist as ad\n\nasync def main(world):\n    await ad.barrier()\n\n"
+        f"ad.simulate(main, ranks=2, seed=1, record={str(tmp_path / 'run')!r})\n"
+    )
+    runpy.run_path(str(script), run_name="__main__")
+    script.write_text(script.read_text().replace("ad.simulate(main", "ad.run(main").replace(", ranks=2, seed=1", ""))
+    path = read_recording(tmp_path / "run").ranks[0].path
+    path.write_bytes(path.read_bytes()[:-10])
+    caplog.clear()
+    replay_script(tmp_path / "run", script)
+    assert caplog.text.count("ends within a block") == 1
+
+
 @pytest.mark.parametrize("kept_count", [2, 8, 14])
 def test_a_rank_does_nothing_more_where_its_record_ends(tmp_path: Path, kept_count: int) -> None:
     """Its timers fired for ever, so that it asked again and again who is late, and others took that for its answers."""

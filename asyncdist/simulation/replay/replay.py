@@ -67,6 +67,9 @@ def replay(
         RecordingError: a rank has no file, or was started again meanwhile.
     """
     check_replayable(recording)
+    version = recording.ranks[0].header["torch"]
+    if version != str(torch.__version__):
+        logger.warning("recorded with torch %s; with %s numbers may differ", version, torch.__version__)
     job = ReplayedJob(recording, on_open)
     report = _run(job, recording, main, args)
     job.check()
@@ -99,7 +102,7 @@ def _run(
 
 
 def check_replayable(recording: Recording) -> None:
-    """Raise RecordingError where a recording cannot be replayed; warn of what makes a difference likely."""
+    """Raise RecordingError where a recording cannot be replayed."""
     if recording.missing:
         raise RecordingError(f"rank {recording.missing[0]} has no recording; a replay needs those of all ranks")
     for each in recording.ranks:
@@ -117,11 +120,6 @@ def check_replayable(recording: Recording) -> None:
             "the ranks of OneSidedSelectiveAveragingPolicy read each other's memory here, without messages;"
             " such a run cannot be replayed"
         )
-    if first["torch"] != str(torch.__version__):
-        logger.warning("recorded with torch %s; with %s numbers may differ", first["torch"], torch.__version__)
-    for each in recording.ranks:
-        if each.damage:
-            logger.warning("%s: %s", each.path, each.damage)
 
 
 def _policies_of(recording: Recording) -> set[str]:
