@@ -46,22 +46,29 @@ class LogHistogram:
 
 
 class TimeBins:
-    """Adds up values by their times, in at most ``capacity`` bins, which double their width as time goes on."""
+    """Adds up values by their times, in at most ``capacity`` bins, which double their width as time goes on.
 
-    __slots__ = ("_capacity", "_counts", "_sums", "_width_s")
+    The first one begins at the first value: what trains after a long start has as many as what does at once.
+    """
+
+    __slots__ = ("_begin_s", "_capacity", "_counts", "_sums", "_width_s")
 
     def __init__(self, capacity: int = 512) -> None:
         self._capacity = capacity
         self._counts: list[int] = []
         self._sums: list[float] = []
         self._width_s = 2.0**-13
+        self._begin_s: float | None = None
 
     def add(self, time_s: float, value: float) -> None:
-        """Add a value at a time of 0 or later, in seconds."""
-        place = max(int(time_s / self._width_s), 0)
+        """Add a value at a time in seconds; one before the first value counts as at its time."""
+        if self._begin_s is None:
+            self._begin_s = time_s
+        since_s = time_s - self._begin_s
+        place = max(int(since_s / self._width_s), 0)
         while place >= self._capacity:
             self._widen()
-            place = int(time_s / self._width_s)
+            place = int(since_s / self._width_s)
         missing = place + 1 - len(self._sums)
         if missing > 0:
             self._counts += [0] * missing
@@ -79,13 +86,13 @@ class TimeBins:
 
     @property
     def first_s(self) -> float:
-        """The time at which the first bin begins that has a value; infinity where none has."""
-        return next((place * self._width_s for place, count in enumerate(self._counts) if count), math.inf)
+        """The time of the first value; infinity where there is none."""
+        return math.inf if self._begin_s is None else self._begin_s
 
     def means(self, begin_s: float, end_s: float, columns: int) -> NDArray[np.float64]:
         """Return the means in equal columns from ``begin_s`` to ``end_s``; NaN where there are no values."""
         counts, sums = np.zeros(columns), np.zeros(columns)
-        middles = (np.arange(len(self._sums)) + 0.5) * self._width_s - begin_s
+        middles = (np.arange(len(self._sums)) + 0.5) * self._width_s + (self._begin_s or 0.0) - begin_s
         places = np.clip((middles / max(end_s - begin_s, 1e-12) * columns).astype(int), 0, columns - 1)
         np.add.at(counts, places, self._counts)
         np.add.at(sums, places, self._sums)

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from asyncdist.report.series import LogHistogram
+from asyncdist.report.series import LogHistogram, TimeBins
 
 
 @pytest.mark.parametrize("span", [(0.45, 0.55), (1e-6, 3e-6), (1.0, 50.0)])
@@ -28,3 +28,15 @@ def test_of_one_value_every_quantile_is_near_it_and_of_none_it_is_no_number() ->
     assert math.isnan(histogram.quantile(0.5))
     histogram.add(3.0)
     assert [histogram.quantile(fraction) for fraction in (0.0, 0.5, 1.0)] == [3.0] * 3
+
+
+@pytest.mark.parametrize("start_s", [0.0, 29.0, 3600.0])
+def test_values_that_come_late_are_told_apart_as_those_that_come_at_once(start_s: float) -> None:
+    """A job that had imported and compiled for half a minute, and trained for a second, had thirteen columns of 200."""
+    bins = TimeBins()
+    for place in range(1000):
+        bins.add(start_s + place * 1e-3, float(place))
+    assert bins.first_s == start_s
+    means = bins.means(start_s, start_s + 1.0, 100)
+    assert np.abs(means - (np.arange(100) * 10 + 4.5)).max() < 4.0
+    assert np.isnan(bins.means(start_s - 1.0, start_s + 1.0, 100)[:50]).all()
