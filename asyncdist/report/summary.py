@@ -350,7 +350,7 @@ def _add(
         case "coordinator":
             summary.news.append((time_s, rank, f"rank {event.get('rank')} coordinates (epoch {event.get('epoch')})"))
         case "over" if event.get("error"):
-            summary.news.append((time_s, rank, f"main ended with {event.get('error')}"))
+            summary.news.append((time_s, rank, f"main ended with {str(event.get('error')).rstrip(': ')}"))
         case "cut":
             summary.news.append((time_s, rank, f"its recording {event.get('why')}"))
         case "told":  # several ranks have written it down

@@ -182,6 +182,21 @@ def test_a_report_names_ranks_whose_recording_ends_before_main(tmp_path: Path) -
     assert f"  rank 0: {why}; its last event was" in tell_recording(str(tmp_path / "cut"))
 
 
+def test_a_report_names_what_was_told_of_a_job_once_and_how_main_ended(tmp_path: Path) -> None:
+    async def stand_still(world: ad.World) -> None:
+        world.services.events.record("told", "nothing moves for 60 s; job 1\n  rank 0 waits for rank 1")
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        ad.run_local(stand_still, ranks=2, record=tmp_path)
+    summary = summarise(read_recording(tmp_path))
+    texts = [text for _, _, text in summary.news]
+    assert texts.count("nothing moves for 60 s: asyncdist story has what was told") == 1
+    assert texts.count("main ended with KeyError") == 2, "the text of an error without a message had a colon"
+    page = render(read_recording(tmp_path))
+    assert "nothing moves for 60 s" in page and "rank 0 waits" not in page
+
+
 def test_a_report_does_not_say_of_ranks_that_a_new_process_meets_that_they_were_away(tmp_path: Path) -> None:
     faults = (ad.Kill(rank=2, at_s=0.005), ad.Restart(rank=2, at_s=0.02))
     ad.simulate(train, ranks=3, seed=3, record=tmp_path, faults=faults, until_s=60.0)
