@@ -22,11 +22,14 @@ from typing import Final
 from asyncdist import environment
 from asyncdist.story.facts import RankStory, from_bytes
 
-#: What is asked, or said: everything; counters; whether it answers at all; that the job's standstill has been
-#: told.
+#: What is asked, or said: everything; counters; whether it answers at all; whether a signal has asked it just now;
+#: that the job's standstill has been told.
 STORY: Final = b"story\n"
 COUNTERS: Final = b"count\n"
 PULSE: Final = b"pulse\n"
+ASKED: Final = b"asked\n"
+YES: Final = b"1"
+NO: Final = b"0"
 TOLD: Final = b"told!\n"
 #: Of the story that follows these.
 TOLD_NBYTES_MAX: Final = 1 << 15
@@ -214,17 +217,27 @@ def _decoded(answers: dict[int, bytes]) -> Iterator[tuple[int, RankStory]]:
             yield rank, from_bytes(data)
 
 
-def answers_pulse(place: Place, timeout_s: float = ANSWER_S) -> bool:
+def answers_pulse(place: Place) -> bool:
     """Return whether the thread of that rank answers at all."""
-    client = _connect(place, PULSE)
+    return bool(_answer(place, PULSE))
+
+
+def was_asked(place: Place) -> bool:
+    """Return whether a signal has asked that rank just now, so that it tells what all do."""
+    return _answer(place, ASKED) == YES
+
+
+def _answer(place: Place, question: bytes) -> bytes:
+    """Return one byte; none where the rank does not answer."""
+    client = _connect(place, question)
     if client is None:
-        return False
+        return b""
     with client:
-        client.settimeout(timeout_s)
+        client.settimeout(ANSWER_S)
         try:
-            return bool(client.recv(1))
+            return client.recv(1)
         except OSError:
-            return False
+            return b""
 
 
 def say_told(place: Place, story: str = "") -> None:

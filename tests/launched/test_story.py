@@ -23,7 +23,21 @@ STARTS = pytest.mark.parametrize(
     [pytest.param(mpi.run_source, marks=pytest.mark.mpi, id="mpi"), pytest.param(torchrun.run_source, id="torch")],
 )
 
-ASKED = """
+#: Lets a program wait until a story of all ranks was told.
+HEARS = """
+    import sys
+    from types import SimpleNamespace
+
+    said = []
+    sys.stderr = SimpleNamespace(write=lambda text: [said.append(text), sys.__stderr__.write(text)], flush=lambda: None)
+
+    async def told(world):
+        while not any("asyncdist: job" in text for text in said):
+            await world.sleep(0.01)
+"""
+ASKED = (
+    HEARS
+    + """
     import asyncio, os, signal, sys, time
     from support.mpi import report
     import asyncdist as ad
@@ -37,9 +51,10 @@ ASKED = """
 
     async def main(world):
         task = world.spawn(helper(), name="helper")
+        await ad.barrier()  # each can be asked now
         if world.rank == 0:
             load()
-            await world.sleep(0.01)
+            await told(world)
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "asyncdist", "story", str(os.getpid()), stdout=-1, stderr=-1
             )
@@ -49,6 +64,7 @@ ASKED = """
 
     ad.run(main)
 """
+)
 
 
 @STARTS
@@ -56,12 +72,47 @@ def test_a_rank_in_a_blocking_call_and_all_ranks_of_a_job(start: Callable[..., A
     if start is mpi.run_source:
         mpi.require_mpi()
     result = start(2, ASKED).check()
-    own = r"asyncdist: rank 0 \(of 2, pid \d+\) (computes|blocks)( for [\d.]+ s)? in load \([^ ]*program.py:7\)"
-    assert re.search(own, result.stderr), result.output()
+    said = result.stderr
+    assert re.search(r"^asyncdist: job [0-9a-f]{8}: [^ ]*program.py, 2 ranks on ", said, re.M), said
+    line = 7 + HEARS.count("\n")
+    assert re.search(rf"^  rank 0 (computes|blocks)( for [\d.]+ s)? in load \([^ ]*program.py:{line}\)", said, re.M), (
+        said
+    )
+    assert re.search(r"^  rank 1 waits [\d.]+ s for rank 0, not there yet: barrier", said, re.M), said
     told, errors = result.reports[0]
     assert errors == "" and re.match(r"job [0-9a-f]{8}: [^ ]*program.py, 2 ranks on ", told), errors
     assert re.search(r"^  rank 1 waits [\d.]+ s for rank 0, not there yet: barrier, .* in main \(", told, re.M), told
     assert re.search(r"its task helper waits [\d.]+ s: Event.wait, in helper \(", told), told
+
+
+ALL_ASKED = (
+    HEARS
+    + """
+    import os, signal
+    import torch
+    import asyncdist as ad
+
+    async def main(world):
+        pids = await ad.all_gather(torch.tensor(os.getpid()))
+        if world.rank == 0:
+            for pid in map(int, pids):
+                os.kill(pid, signal.SIGUSR1)
+            await told(world)
+        await ad.barrier()
+
+    ad.run(main)
+"""
+)
+
+
+@STARTS
+def test_ranks_that_are_asked_together_do_not_each_tell_a_part(start: Callable[..., Any]) -> None:
+    """As by a launcher, which passes the signal on to all."""
+    if start is mpi.run_source:
+        mpi.require_mpi()
+    said = start(3, ALL_ASKED).check().stderr
+    stories = said.split("asyncdist: ")[1:]
+    assert stories and all(re.match(r"job [0-9a-f]{8}: [^ ]*program.py, 3 ranks on ", each) for each in stories), said
 
 
 COLD = """

@@ -8,10 +8,12 @@ import socket
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from asyncdist.recording.events import Event
+from asyncdist.runtime.story import answering
 from asyncdist.story import command, finding, sockets
 from asyncdist.story.facts import ChannelState, Collective, PolicyState, RankStory, Wait, from_bytes, to_bytes
 from asyncdist.story.happenings import events_in_words, ranks_in_words, seconds_in_words
@@ -323,3 +325,19 @@ def test_a_word_that_is_neither_a_job_nor_a_folder_is_named(
     assert "no job 'nowhere' of this user runs on this host" in told and "'nowhere' is no folder of recordings" in told
     assert command.run(None) == 2
     assert "no job of this user" in (told := capsys.readouterr().err) and "folder" not in told
+
+
+@pytest.mark.parametrize(("asked", "tells"), [((), True), ((2,), True), ((0,), False), ((0, 2), False)])
+def test_of_ranks_that_a_signal_asks_together_the_lowest_tells_what_all_do(
+    asked: tuple[int, ...], tells: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = [sockets.Place(Path(str(rank)), rank, 100 + rank) for rank in (0, 2)]
+    monkeypatch.setattr(answering, "_ASKED_TOGETHER_S", 0.0)
+    monkeypatch.setattr(answering.sockets, "was_asked", lambda place: place.rank in asked)
+    monkeypatch.setattr(answering.sockets, "ask", lambda others: {each.rank: story(each.rank) for each in others})
+    monkeypatch.setattr(answering.Teller, "_places", lambda _: places)
+    teller = object.__new__(answering.Teller)
+    teller._world, teller._path = SimpleNamespace(rank=1), Path("1")  # type: ignore[assignment]
+    teller._tell_all(story(1))
+    said = capsys.readouterr().err
+    assert ("asyncdist: job 0123abcd: train.py, 3 ranks on here" in said) is tells is bool(said)

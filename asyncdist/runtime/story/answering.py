@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import selectors
 import socket
 import sys
@@ -28,6 +29,10 @@ from asyncdist.story.telling import Silent, tell_job, tell_rank
 
 logger = logging.getLogger("asyncdist.runtime.story.answering")
 
+#: What the thread is woken for: to end; to tell what all do.
+_END: Final = b"!"
+_ASKED: Final = b"?"
+
 #: How long the loop may take to answer before it is said not to run.
 _LOOP_S: Final = 0.3
 #: The thread looks whether anything has moved so many times in ``stall_s``, and once in so many seconds at least.
@@ -35,6 +40,10 @@ _LOOKS_IN_STALL: Final = 4
 _PERIOD_S_MAX: Final = 1.0
 #: So many others write down what a rank has told of a standstill: its own loop may be one that does not run.
 _KEEPER_COUNT: Final = 4
+#: A signal that a launcher sends to all ranks reaches them within so many seconds: one of them tells what all do.
+_ASKED_TOGETHER_S: Final = 0.3
+#: For so long a rank says that it was asked by a signal.
+_ASKED_S: Final = 1.0
 
 
 class Teller:
@@ -47,7 +56,7 @@ class Teller:
     """
 
     def __init__(self, world: World, main: asyncio.Task[object], stall_s: float) -> None:
-        self.told_at = -float("inf")
+        self.told_at = -math.inf
         self._world = world
         self._main = main
         self._loop = asyncio.get_running_loop()
@@ -57,6 +66,9 @@ class Teller:
         self._told_of: float | None = None  # when the rank had moved last, at the standstill that was told
         self._look_again_at = 0.0
         self._asking: threading.Thread | None = None
+        self._asked: RankStory | None = None  # what this rank did as a signal asked it
+        self._asked_at = -math.inf
+        self._telling: threading.Thread | None = None
         self._period_s = min(_PERIOD_S_MAX, stall_s / _LOOKS_IN_STALL)
         self._listener: socket.socket | None = None
         self._path: Path | None = None
@@ -77,8 +89,10 @@ class Teller:
         """Answer no more."""
         if self._thread is None or self._wake is None or self._listener is None or self._path is None:
             return
-        self._wake[1].send(b"!")
+        self._wake[1].send(_END)
         self._thread.join()
+        if self._telling is not None:
+            self._telling.join(_ASKED_TOGETHER_S + sockets.ANSWER_S)
         for each in (self._listener, *self._wake):
             each.close()
         sockets.withdraw(self._path)
@@ -97,11 +111,20 @@ class Teller:
     # -- in the rank's thread, or in a signal's handler there ---------------------------------------------------------
 
     def tell(self) -> str:
-        """Return the story of this rank, from its own thread, wherever that is."""
+        """Tell what this rank does, wherever it stands, and what all ranks of this host do: a thread tells that.
+
+        Returns:
+            The story of this rank where no other one can be asked; else "", and the thread tells all in a moment,
+            unless it finds that a lower rank was asked, too.
+        """
         self._signs.sample()
         runs = asyncio.current_task(self._loop) is not None or not self._loop.is_running()
-        frame = sys._getframe(1) if runs else None
-        return tell_rank(collect(self._world, self._main, self._signs, frame))
+        own = collect(self._world, self._main, self._signs, sys._getframe(1) if runs else None)
+        if self._thread is None or self._wake is None or not self._places():
+            return tell_rank(own)
+        self._asked, self._asked_at = own, time.monotonic()
+        self._wake[1].send(_ASKED)  # a thread begun here could meet a lock that the interrupted code holds
+        return ""
 
     def tell_abort(self) -> str:
         """Return, and write down, the stories of all ranks of this host before an abort, of this one as it is now."""
@@ -119,11 +142,14 @@ class Teller:
             look_at = time.monotonic() + self._period_s
             while True:
                 events = ready.select(max(0.0, look_at - time.monotonic()))
-                if any(key.fileobj is self._wake[0] for key, _ in events):
+                woken = {key.fileobj for key, _ in events}
+                if self._wake[0] in woken and self._wake[0].recv(1) == _END:
                     return
                 try:
                     self._signs.sample()
-                    if events:
+                    if self._asked is not None:
+                        self._begin_to_tell_all()
+                    if self._listener in woken:
                         self._answer(self._listener)
                     if time.monotonic() >= look_at:  # also where others ask all the time
                         look_at = time.monotonic() + self._period_s
@@ -144,7 +170,10 @@ class Teller:
             elif question == sockets.TOLD:
                 self._note_told(_read_all(client))
             elif question == sockets.PULSE:
-                client.sendall(b"!")
+                client.sendall(sockets.YES)
+            elif question == sockets.ASKED:
+                was_asked = time.monotonic() - self._asked_at < _ASKED_S
+                client.sendall(sockets.YES if was_asked else sockets.NO)
 
     def _story(self) -> RankStory:
         answer: list[RankStory] = []
@@ -167,6 +196,23 @@ class Teller:
             frame = sys._current_frames().get(self._thread_of_rank)
             with contextlib.suppress(RuntimeError):  # a dictionary has changed meanwhile
                 return collect(self._world, self._main, self._signs, frame)
+
+    # -- where a signal asks ------------------------------------------------------------------------------------------
+
+    def _begin_to_tell_all(self) -> None:
+        if self._telling is None or not self._telling.is_alive():
+            self._telling = threading.Thread(target=self._tell_all, args=(self._asked,), daemon=True)
+            self._telling.start()
+        self._asked = None
+
+    def _tell_all(self, own: RankStory) -> None:
+        try:
+            time.sleep(_ASKED_TOGETHER_S)
+            lower = (place for place in self._places() if place.rank < self._world.rank)
+            if not any(sockets.was_asked(place) for place in lower):
+                _write(tell_job(*self._ask_all(own)))
+        except Exception as error:  # nothing may come of a signal that only asks
+            logger.debug("rank %d could not tell what all do", self._world.rank, exc_info=error)
 
     # -- where nothing moves ------------------------------------------------------------------------------------------
 
@@ -201,8 +247,7 @@ class Teller:
         self._note_told(text)
         for count, place in enumerate(self._places()):
             sockets.say_told(place, text if count < _KEEPER_COUNT else "")
-        sys.stderr.write(f"asyncdist: {text}\n")
-        sys.stderr.flush()
+        _write(text)
 
     def _note_told(self, text: str) -> None:
         """Note that a standstill was told; the loop writes down the text, unless it is empty."""
@@ -227,6 +272,11 @@ class Teller:
         stories = {own.rank: own, **sockets.ask(others)}
         silent = [Silent(each.rank, each.pid, each.is_alive, each.state) for each in others if each.rank not in stories]
         return dict(sorted(stories.items())), silent
+
+
+def _write(text: str) -> None:
+    sys.stderr.write(f"asyncdist: {text}\n")
+    sys.stderr.flush()
 
 
 def _read_all(client: socket.socket) -> str:

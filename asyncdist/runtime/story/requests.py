@@ -1,4 +1,7 @@
-"""Heeds SIGUSR1: every rank that this process hosts tells its story on standard error, and goes on."""
+"""Heeds SIGUSR1: the rank tells on standard error what all ranks of its host do, and goes on.
+
+Ranks that share a process tell one after the other.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ _tellers: dict[object, tuple[Callable[[], str], Callable[[], None]]] = {}
 
 
 def tell_on_request(owner: object, tell: Callable[[], str], forget_in_child: Callable[[], None]) -> None:
-    """Print what ``tell()`` returns at each signal, until :func:`tell_no_more`; signals come to processes."""
+    """Print at each signal what ``tell()`` returns, if anything, until :func:`tell_no_more`; it comes to processes."""
     _tellers[owner] = tell, forget_in_child
 
 
@@ -76,14 +79,15 @@ def _is_lightnings() -> bool:
 
 
 def _answer(_number: int, frame: FrameType | None) -> None:
-    texts = [_told(tell) for tell, _ in list(_tellers.values())]
-    if not texts:
+    tellers = list(_tellers.values())
+    if not tellers:
         while frame is not None and frame.f_back is not None and is_library(frame):
             frame = frame.f_back
         rank_program.tell_no_world(_number, frame)
         return
+    texts = [_told(tell) for tell, _ in tellers]
     with contextlib.suppress(Exception):  # nothing may come of a signal that only asks
-        sys.stderr.write("".join(f"asyncdist: {text}\n" for text in texts))
+        sys.stderr.write("".join(f"asyncdist: {text}\n" for text in texts if text))
         sys.stderr.flush()
 
 
