@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final, Protocol
 
 from asyncdist import environment
 from asyncdist._version import __version__
 from asyncdist.live.counters import EXPORTED, RankCounters, Sample, samples
+
+logger = logging.getLogger("asyncdist.live.writers")
 
 #: Of OpenTelemetry, by the last word of a name.
 _UNITS: Final = {"bytes": "By", "seconds": "s"}
@@ -100,9 +103,15 @@ class OpenTelemetryWriter:
             self._instruments[name] = make(f"asyncdist.{name}", unit=unit, description=meaning)
         self._said: dict[tuple[str, str], float] = {}
         self._numbers = _Numbers()
+        self._has_warned = False
 
     def write(self, counters: RankCounters) -> None:
         """Take what the rank has done so far."""
+        if not self._has_warned and _flush_of_provider() is None:
+            self._has_warned = True
+            logger.warning(
+                "rank %d exports no counters to opentelemetry until the program has set a meter provider", counters.rank
+            )
         for path, sample in self._numbers.of(counters):
             attributes = {"rank": counters.rank, **sample.labels}
             if not math.isfinite(sample.value):
@@ -116,8 +125,14 @@ class OpenTelemetryWriter:
 
     def close(self) -> None:
         """Hand over what the provider has not exported yet."""
-        from opentelemetry import metrics
-
-        flush = getattr(metrics.get_meter_provider(), "force_flush", None)
+        flush = _flush_of_provider()
         if flush is not None:
             flush(1000)
+
+
+def _flush_of_provider() -> Callable[[float], object] | None:
+    """Return what makes OpenTelemetry's provider export; None where the program has set none that does."""
+    from opentelemetry import metrics
+
+    flush: Callable[[float], object] | None = getattr(metrics.get_meter_provider(), "force_flush", None)
+    return flush

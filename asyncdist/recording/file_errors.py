@@ -14,7 +14,7 @@ def why_not_written(error: OSError) -> str:
         return f"{str(path)!r} is a folder"
     if isinstance(error, FileExistsError | NotADirectoryError):
         return f"{str(_file_in_the_way(path))!r} is a file, and no folder"
-    if isinstance(error, FileNotFoundError):
+    if isinstance(error, FileNotFoundError) and not path.parent.is_dir():
         return f"there is no folder {str(path.parent)!r}"
     return f"{str(path)!r}: {error.strerror}"
 

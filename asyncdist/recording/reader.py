@@ -123,7 +123,7 @@ def read_recording(folder: str | os.PathLike[str], job: str | None = None) -> Re
     if not found and refused:
         raise refused[0]
     if not found:
-        raise RecordingError(f"{root} has no recording that was begun: all {len(paths)} files are empty")
+        raise RecordingError(f"{root} has no recording that was begun: no file that ends with {SUFFIX} has anything")
     jobs = sorted({each.header["job"]: each.header["unix_s"] for each in found}.items(), key=lambda item: item[1])
     names = [name for name, _ in jobs]
     known = ", ".join(names[-_JOB_COUNT_MAX:])

@@ -146,6 +146,25 @@ def test_opentelemetry_takes_them_by_the_provider_of_the_program(
     provider.shutdown()
 
 
+@pytest.mark.slow
+def test_a_program_without_a_meter_provider_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """OpenTelemetry drops the numbers then, and says nothing."""
+    pytest.importorskip("opentelemetry.metrics", reason="opentelemetry-api is not installed")
+    from opentelemetry import metrics
+
+    from asyncdist.live.writers import OpenTelemetryWriter
+
+    monkeypatch.setattr(metrics, "get_meter_provider", object)
+    writer = OpenTelemetryWriter()
+    writer.write(BEFORE)
+    writer.write(AFTER)
+    writer.close()
+    told = [record.getMessage() for record in caplog.records]
+    assert told == ["rank 1 exports no counters to opentelemetry until the program has set a meter provider"]
+
+
 def test_wandb_has_a_run_for_each_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stand-in, which keeps what it is given; tests/launched has the library itself, where it is installed."""
     import sys
