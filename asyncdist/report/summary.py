@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias
 
@@ -191,34 +191,40 @@ class _Populations:
     """
 
     def __init__(self) -> None:
-        self._spans: list[list[_Span]] = []
+        self._spans: list[dict[str, _Span]] = []  # of each population, by name
 
-    def begin(self, policies: _Policies, name: str, time_s: float) -> int:
-        """Return the population of one more policy of a process."""
-        taken = {place for place, _ in policies.open.values()}
+    def begin(self, taken: Collection[int], name: str, time_s: float) -> tuple[int, _Span]:
+        """Return the population of one more policy of a process, which has others in those that are taken."""
         free = [place for place in range(len(self._spans) + 1) if place not in taken]
-        named = [place for place in free[:-1] if any(span.name == name for span in self._spans[place])]
-        alone = [place for place in free if not self._has_other(place, name, time_s)]
-        place = [*named, *alone][0]
+        named = next((place for place in free[:-1] if name in self._spans[place]), None)
+        place = next(place for place in free if not self._has_other(place, name, time_s)) if named is None else named
         if place == len(self._spans):
-            self._spans.append([])
-        return place
+            self._spans.append({})
+        span = self._spans[place].setdefault(name, _Span())
+        span.open_count += 1
+        return place, span
 
     def _has_other(self, place: int, name: str, time_s: float) -> bool:
-        spans = self._spans[place] if place < len(self._spans) else []
-        return any(span.name != name and time_s < span.ended_s for span in spans)
-
-    def add(self, place: int, span: _Span) -> None:
-        """Keep when a policy was open."""
-        self._spans[place].append(span)
+        spans = self._spans[place] if place < len(self._spans) else {}
+        return any(span.open_count or time_s < span.ended_s for other, span in spans.items() if other != name)
 
 
 @dataclass(slots=True)
 class _Span:
-    """Up to when a policy of this name was open on a rank."""
+    """When policies of one name were open, on any rank.
 
-    name: str
-    ended_s: float = np.inf
+    Attributes:
+        open_count: how many are.
+        ended_s: when the last one has ended.
+    """
+
+    open_count: int = 0
+    ended_s: float = -np.inf
+
+    def end(self, time_s: float) -> None:
+        """Note that one has ended."""
+        self.open_count -= 1
+        self.ended_s = max(self.ended_s, time_s)
 
 
 class _Policies:
@@ -231,29 +237,28 @@ class _Policies:
 
     def __init__(self, populations: _Populations, is_again: bool) -> None:
         self.is_again = is_again
-        self.open: dict[int, tuple[int, _Span]] = {}
         self._populations = populations
+        self._open: dict[int, tuple[int, _Span]] = {}
         self._places: dict[int, tuple[int, int]] = {}
         self._counts: Counter[int] = Counter()
 
     def begin(self, policy: int, name: str, time_s: float) -> int:
         """Note that a policy has started; return its population."""
-        place, span = self._populations.begin(self, name, time_s), _Span(name)
+        taken = {place for place, _ in self._open.values()}
+        place, span = self._populations.begin(taken, name, time_s)
+        self._open[policy] = place, span
         self._places[policy] = place, self._counts[place]
         self._counts[place] += 1
-        self.open[policy] = place, span
-        self._populations.add(place, span)
         return place
 
     def end(self, policy: int, time_s: float) -> None:
         """Note that a policy has ended."""
-        if policy in self.open:
-            _, span = self.open.pop(policy)
-            span.ended_s = time_s
+        if policy in self._open:
+            self._open.pop(policy)[1].end(time_s)
 
     def end_all(self, time_s: float) -> None:
         """Note that the process has ended, or what is known of it."""
-        for policy in list(self.open):
+        for policy in list(self._open):
             self.end(policy, time_s)
 
     def population(self, policy: int) -> int:
