@@ -347,21 +347,31 @@ def _add(
                 found.frozen_s = time_s
             elif found is not None:
                 found.ended_s, found.reason = time_s, str(event.get("reason"))
+        case _:
+            text = _news_of(event)
+            told_before = event.kind == "told" and any(text == told for _, _, told in summary.news)  # on several ranks
+            if text and not told_before:
+                summary.news.append((time_s, rank, text))
+
+
+def _news_of(event: Event) -> str:
+    """Return what an event has for the list of news; "" for nothing."""
+    match event.kind:
         case "lost":
-            summary.news.append((time_s, rank, f"rank {event.get('rank')} is lost"))
+            return f"rank {event.get('rank')} is lost"
         case "returned":
             new = ", as a new process" if event.get("incarnation") else ""  # which meets those that were there before
-            summary.news.append((time_s, rank, f"rank {event.get('rank')} is there{new}"))
+            return f"rank {event.get('rank')} is there{new}"
         case "coordinator":
-            summary.news.append((time_s, rank, f"rank {event.get('rank')} coordinates (epoch {event.get('epoch')})"))
+            return f"rank {event.get('rank')} coordinates (epoch {event.get('epoch')})"
         case "over" if event.get("error"):
-            summary.news.append((time_s, rank, f"main ended with {str(event.get('error')).rstrip(': ')}"))
+            return f"main ended with {str(event.get('error')).rstrip(': ')}"
         case "cut":
-            summary.news.append((time_s, rank, f"its recording {event.get('why')}"))
-        case "told":  # several ranks have written it down
-            text = f"{str(event.get('story')).partition('; job ')[0]}: asyncdist story has what was told"
-            if all(told != text for _, _, told in summary.news):
-                summary.news.append((time_s, rank, text))
+            return f"its recording {event.get('why')}"
+        case "told":
+            return f"{str(event.get('story')).partition('; job ')[0]}: asyncdist story has what was told"
+        case _:
+            return ""
 
 
 def _follow(summary: Summary) -> None:

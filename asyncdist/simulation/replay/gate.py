@@ -76,8 +76,7 @@ class Gate(Observer):
         super().__init__()
         self.rank = rank
         self.comparison = Comparison(rank, log, found)
-        self.has_stopped = False
-        self._goes_no_further = False
+        self.has_stopped = self._goes_no_further = False
         self._is_cut_off = is_cut_off
         self._log = log
         self._mailbox = mailbox
@@ -95,7 +94,7 @@ class Gate(Observer):
         )
         self._wakings = Wakings(loop, self._timers, self.agenda.is_to_come, self._lookout.look_soon)
         self._waiters: dict[asyncio.Task[Any] | None, asyncio.Future[None]] = {}
-        self._counted: set[asyncio.Task[Any] | None] = set()
+        self._counted: set[asyncio.Task[Any] | None] = set()  # those whose wait counts, of the same
         self._woken_late: set[asyncio.Task[Any] | None] = set()  # by what they had taken by themselves, without a wait
         self._user: asyncio.Task[Any] | None = None  # the task that has come to a safe point last
         self._main: asyncio.Task[Any] | None = None  # the same, unless it waits for something else
@@ -294,11 +293,11 @@ class Gate(Observer):
     async def before_wait_ends(self) -> None:
         """See all that came before this wait ended: it is the next one to end, and what came before it ended none.
 
-        Other tasks may have to go on first, and other ranks may have still to send it: what tasks of this rank do takes
-        no time here.
+        Other tasks may have to go on first, which takes no time here, and other ranks may have still to send it.
         """
-        is_late = asyncio.current_task(self._loop) in self._woken_late  # then it did not wait
-        for _ in range(0 if is_late else _TRY_COUNT):
+        if asyncio.current_task(self._loop) in self._woken_late:  # it did not wait then
+            return
+        for _ in range(_TRY_COUNT):
             self._catch_up()
             sight = self.agenda.next()
             if sight is None or sight.woken_count > self._engine.woken_count or isinstance(sight, TakenByTask):
@@ -465,8 +464,7 @@ class Gate(Observer):
         if task is self._main and not waiter.done():
             self._main = None  # for this wait: what the rank sees meanwhile is not seen at a safe point
         self._waiters[task] = waiter
-        if not is_of_request:
-            self._counted.add(task)
+        self._counted |= set() if is_of_request else {task}
         try:
             await self._engine_park(waiter, what, is_of_request=is_of_request)
         finally:
