@@ -39,6 +39,8 @@ GROUND = {
     *("_version", "compiled", "environment", "errors", "launch_variables", "local_host", "rank_program", "slurm"),
     *("tags", "validation"),
 }
+#: Folders whose modules belong to the ground: every module may import them.
+GROUND_FOLDERS = {"trust"}
 FACE = {"__init__", "__main__", "cli", "pytest_plugin"}
 #: Modules that decide and do nothing else: no event loop, no clock, no randomness that is not an argument.
 PURE = {
@@ -103,7 +105,7 @@ def uses(tree: ast.Module, package: str) -> bool:
 def folder_of(name: str) -> str:
     folder, dot, _ = name.partition(".")
     if dot:
-        return folder
+        return "ground" if folder in GROUND_FOLDERS else folder
     return "ground" if name in GROUND else "face"
 
 
