@@ -1,5 +1,7 @@
 """Checks options, and raises one form of error for all of them: ``NAME is VALUE; allowed: ...``.
 
+:func:`printable` makes strings of others safe to print.
+
 Numbers of numpy, and of every other type that is registered as a number, are accepted and returned as Python's own.
 A bool is refused where a number is needed: it is a mistaken flag.
 """
@@ -23,6 +25,17 @@ def refuse(name: str, value: Any, allowed: str, kind: type[Exception] = ValueErr
     """Raise ``kind``, naming the option, its value (cut where it is very long), and what is allowed."""
     text = repr(value)
     raise kind(f"{name} is {text if len(text) <= 200 else f'{text[:200]}...'}; allowed: {allowed}")
+
+
+def printable(text: str) -> str:
+    r"""Return a foreign string as one line for a terminal or a log: control characters become escapes like ``\x1b``.
+
+    A terminal obeys control characters, and those of Unicode reorder what is read (Boucher and Anderson, Trojan Source,
+    USENIX Security 2023). Use this for every name that a file, a peer or another process has given.
+    """
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def count(name: str, value: Any, *, least: int = 1, besides: str = "") -> int:

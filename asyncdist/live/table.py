@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from asyncdist.live.counters import PolicyCounters, RankCounters, per_second
+from asyncdist.validation import printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -90,7 +91,7 @@ def screen(rows: Sequence[Row], width: int, height: int | None = None) -> Table:
         shown = sorted(by_steps[:place], key=lambda row: row.rank)
         head += f"; shown are the {place} that have done fewest steps"
     drawn = Table.grid()  # and no Group, which notebooks do not show
-    drawn.add_row(Text(head, no_wrap=True, overflow="ellipsis"))
+    drawn.add_row(Text(printable(head), no_wrap=True, overflow="ellipsis"))
     drawn.add_row(table(shown, width))
     if notes:
         drawn.add_row(Text("\n".join(notes), no_wrap=True, overflow="ellipsis"))
@@ -100,6 +101,7 @@ def screen(rows: Sequence[Row], width: int, height: int | None = None) -> Table:
 def table(rows: Sequence[Row], width: int) -> Table:
     """Return the table: a line for each policy of each rank."""
     from rich.table import Table
+    from rich.text import Text
 
     columns = _columns(rows, width)
     drawn = Table(box=None, padding=(0, 1), pad_edge=False)
@@ -108,7 +110,7 @@ def table(rows: Sequence[Row], width: int) -> Table:
         drawn.add_column(column.name, justify=side, no_wrap=True, overflow="ellipsis", max_width=width_max)
     for row in rows:
         for number, policy in enumerate(_policies_of(row)):
-            cells = [column.text(row, policy) for column in columns]
+            cells = [Text(_cell(column, row, policy)) for column in columns]  # Text: it has no markup of rich's
             is_first = number == 0
             drawn.add_row(*(c if is_first or k.is_of_policy else "" for c, k in zip(cells, columns, strict=True)))
     return drawn
@@ -182,9 +184,13 @@ def _columns(rows: Sequence[Row], width: int) -> dict[_Column, int]:
 
 def _width_of(column: _Column, rows: Sequence[Row]) -> int:
     """Return how many characters a column takes. A text may be cut; what is left of a number would be another one."""
-    cells = [column.text(row, policy) for row in rows for policy in _policies_of(row)]
+    cells = [_cell(column, row, policy) for row in rows for policy in _policies_of(row)]
     needed = max([column.width, len(column.name), *map(len, cells)])
     return min(needed, _TEXTS.get(column.name, needed))
+
+
+def _cell(column: _Column, row: Row, policy: PolicyCounters | None) -> str:
+    return printable(column.text(row, policy))
 
 
 def _policies_of(row: Row) -> Sequence[PolicyCounters | None]:

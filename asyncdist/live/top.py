@@ -19,6 +19,7 @@ from asyncdist.story import sockets
 from asyncdist.story.finding import find_job
 from asyncdist.story.sockets import Place
 from asyncdist.story.telling import in_short
+from asyncdist.validation import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -93,7 +94,7 @@ def run(name: str | None) -> int:
     try:
         job = find_job(name)
     except LookupError as error:
-        print(f"asyncdist top: {error}", file=sys.stderr)
+        print(f"asyncdist top: {printable(str(error))}", file=sys.stderr)
         return 2
     from rich.console import Console
     from rich.live import Live

@@ -7,6 +7,8 @@ import os
 import sys
 from collections.abc import Callable
 
+from asyncdist.validation import printable
+
 
 def print_to(command: str, write: Callable[[], None]) -> int:
     """Print what ``write`` does; return the exit code. What its reader does not want is dropped.
@@ -32,6 +34,6 @@ def print_to(command: str, write: Callable[[], None]) -> int:
 
 
 def refuse(command: str, error: object) -> int:
-    """Say in one line why a command of asyncdist does nothing; return its exit code."""
-    print(f"asyncdist {command}: {error}", file=sys.stderr)
+    """Print in one line why a command of asyncdist does nothing; return its exit code."""
+    print(f"asyncdist {command}: {printable(str(error))}", file=sys.stderr)
     return 2

@@ -10,6 +10,7 @@ from asyncdist import tags
 from asyncdist.recording.events import Event
 from asyncdist.recording.reader import RankRecording, Recording, read_recording
 from asyncdist.story.happenings import ABORT, events_in_words, ranks_in_words, seconds_in_words
+from asyncdist.validation import printable
 
 #: Events of a rank that are told, ranks of which each is told, and pairs of ranks with messages on the way.
 EVENT_COUNT_MAX: Final = 3
@@ -75,7 +76,7 @@ def tell_recording(folder: str, job: str | None = None) -> str:
         lines += _rank(rank, ranks[rank], end_s)
     if len(others) > RANK_COUNT_MAX:
         lines.append(f"  and {len(others) - RANK_COUNT_MAX} more")
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def _have(ranks: tuple[int, ...] | list[int]) -> str:

@@ -11,6 +11,7 @@ from typing import Final
 from asyncdist.story.facts import RankStory, Wait
 from asyncdist.story.happenings import ranks_in_words, seconds_in_words
 from asyncdist.story.waiting import awaited_ranks, by_root, circle, stuck_ranks
+from asyncdist.validation import printable
 
 #: Up to so many ranks, what each has to say beside its waits is told of all; of more, of those that hold others up.
 DETAIL_COUNT_MAX: Final = 8
@@ -48,21 +49,21 @@ class Silent:
 
 def in_short(story: RankStory, stories: Mapping[int, RankStory]) -> str:
     """Return what main of a rank does, in a line."""
-    return _what_main_does(story, {**stories, story.rank: story})
+    return printable(_what_main_does(story, {**stories, story.rank: story}))
 
 
 def tell_rank(story: RankStory) -> str:
     """Return what one rank says of itself, as several lines."""
     own = {story.rank: story}
     lines = [f"rank {story.rank} (of {story.size}, pid {story.pid}) {_what_main_does(story, own)}"]
-    return "\n".join([*lines, *_details(story, own)])
+    return "\n".join(map(printable, [*lines, *_details(story, own)]))
 
 
 def tell_job(stories: Mapping[int, RankStory], silent: Sequence[Silent] = ()) -> str:
     """Return who waits for whom, over all ranks that have answered, as several lines."""
     some = next(iter(stories.values()), None)
     if some is None:
-        return "\n".join(_tell_silent(each, stories) for each in silent)
+        return "\n".join(printable(_tell_silent(each, stories)) for each in silent)
     count = len(stories) + len(silent)
     here = f", {count} of them" if count < some.size else ""
     lines = [f"job {some.job}: {some.program}, {some.size} rank{'s'[: some.size > 1]}{here} on {some.hostname}"]
@@ -85,7 +86,7 @@ def tell_job(stories: Mapping[int, RankStory], silent: Sequence[Silent] = ()) ->
         lines.append(
             f"  {others} more are on other hosts, or have ended: asyncdist story {some.job} tells of them there"
         )
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def _groups(stories: Mapping[int, RankStory]) -> list[tuple[str, list[int]]]:

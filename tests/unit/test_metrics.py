@@ -224,6 +224,15 @@ def test_the_table_says_what_each_rank_does_and_what_all_do() -> None:
     assert (silent.strip(), note) == ("2", "rank 2 does not answer")
 
 
+def test_the_table_shows_names_without_obeying_them() -> None:
+    """Regression: rich took "[red]" in a policy's name for a colour, and a terminal its escape sequences."""
+    readings = Readings()
+    readings.add(replace(COUNTERS, job="j\x1b[2J", policies=(replace(POLICY, policy="[red]\x1b[1m", latest="[/]"),)))
+    together, _, line = drawn(readings.rows())
+    assert together.startswith("job j\\x1b[2J: ")
+    assert line.split()[1] == "[red]\\x1b[1m" and line.endswith("[/]")
+
+
 @pytest.mark.parametrize("metric", [float("nan"), float("inf"), -float("inf")])
 def test_a_metric_that_is_no_finite_number_is_shown(metric: float) -> None:
     told = replace(COUNTERS, policies=(replace(POLICY, metric=metric),))

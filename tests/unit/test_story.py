@@ -12,12 +12,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from asyncdist.recording import command_output
 from asyncdist.recording.events import Event
 from asyncdist.runtime.story import answering
 from asyncdist.story import command, finding, sockets
 from asyncdist.story.facts import ChannelState, Collective, PolicyState, RankStory, Wait, from_bytes, to_bytes
 from asyncdist.story.happenings import events_in_words, ranks_in_words, seconds_in_words
-from asyncdist.story.telling import Silent, tell_job, tell_rank
+from asyncdist.story.telling import Silent, in_short, tell_job, tell_rank
 from asyncdist.story.waiting import awaited_ranks, by_root, circle, stuck_ranks
 
 
@@ -216,6 +217,28 @@ def test_a_metric_that_is_no_finite_number_is_told(metric: float) -> None:
     policy = PolicyState("averaging", 7, metric, 0, "", None)
     read = from_bytes(to_bytes(replace(story(1), policies=(policy,))))
     assert f"  policy 'averaging': 7 steps, metric {metric}" in tell_rank(read).splitlines()
+
+
+HOSTILE = "n\x1b[2J\x1b]0;owned\x07\nrank 7\u202e"
+
+
+def test_names_of_others_reach_no_terminal_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """Regression: a story printed the escape sequences in the names that a rank had given."""
+    wait = Wait(f"task {HOSTILE}", HOSTILE, HOSTILE, 60.0, (0,), 100)
+    told = replace(
+        story(1, Wait("main", HOSTILE), wait),
+        **dict.fromkeys(("job", "program", "hostname", "line"), HOSTILE),
+        policies=(PolicyState(HOSTILE, 3, 0.5, 1, HOSTILE),),
+        channels=(ChannelState(HOSTILE, 100, 0, 0, 0, False),),
+        unread=(HOSTILE,),
+        events=(HOSTILE,),
+    )
+    command_output.refuse("story", HOSTILE)
+    refusal = capsys.readouterr().err
+    for text in (tell_rank(told), tell_job(of(told)), in_short(told, {}), refusal.rstrip("\n")):
+        assert "n\\x1b[2J\\x1b]0;owned\\x07\\nrank 7\\u202e" in text
+        assert all(line.isprintable() for line in text.split("\n"))
+    assert tell_job(of(told)).count("\n") == tell_job(of(story(1, Wait("main", "x"), wait))).count("\n") + 4
 
 
 class TestSockets:
