@@ -42,9 +42,14 @@ def _rebuild(kind: type[AsyncdistError], message: str, facts: dict[str, Any]) ->
 class RankLostError(AsyncdistError):
     """A peer is gone: its process died, its connection closed, or it failed and said so. Carries ``rank``."""
 
+    rank: int
+
 
 class TruncationError(AsyncdistError):
     """A message was larger than its buffer. Carries ``message_nbytes`` (when known) and ``buffer_nbytes``."""
+
+    message_nbytes: int | None
+    buffer_nbytes: int
 
     @classmethod
     def of(cls, message_nbytes: int | None, buffer_nbytes: int, source: int) -> TruncationError:
@@ -80,6 +85,7 @@ class DeadlockError(AsyncdistError):
     ``seed``, and the SimReport of what came before as ``report``, which does not travel between processes.
     """
 
+    seed: int
     report: Any = None
 
 
@@ -90,11 +96,14 @@ class TimeLimitError(AsyncdistError, TimeoutError):
     does not travel between processes.
     """
 
+    seed: int
     report: Any = None
 
 
 class StallError(AsyncdistError):
     """A rank has waited for its peers for as long as it was told to (``stall_s``). Carries ``rank``."""
+
+    rank: int
 
     def __str__(self) -> str:
         return self.message  # it says all of the facts
@@ -114,6 +123,10 @@ class RemoteError(AsyncdistError):
     ``kind`` is the exception's class, qualified by its module unless that is ``builtins``; ``text`` is what it said,
     cut where it is very long. The exception itself, with its traceback, is raised on its own rank.
     """
+
+    rank: int
+    kind: str
+    text: str
 
     def __str__(self) -> str:
         return self.message  # it says all of the facts
@@ -156,6 +169,8 @@ class DisagreementError(AsyncdistError):
 
 class StartTimeoutError(DisagreementError, TimeoutError):
     """Ranks that must start together did not all come in time. Carries ``missing``."""
+
+    missing: tuple[int, ...]
 
 
 class TransportError(AsyncdistError):

@@ -247,7 +247,7 @@ class _Record:
     is_seed_chosen: bool
     faults: Sequence[Fault] = ()
     trace: Trace | None = None
-    report: SimReport | None = None
+    report: SimReport[Any] | None = None
     waiting: Sequence[str] = ()
     earlier_seeds: Sequence[int] = ()
     returned: set[int] = field(default_factory=set)
@@ -300,7 +300,7 @@ class _Record:
 _RECORD: Final = pytest.StashKey[_Record | None]()
 
 
-def _simulate(record: _Record, main: Any, args: tuple[Any, ...], settings: dict[str, Any]) -> SimReport:
+def _simulate(record: _Record, main: Any, args: tuple[Any, ...], settings: dict[str, Any]) -> SimReport[Any]:
     """Run ``asyncdist.simulate``, and record how it went."""
     __tracebackhide__ = True
     from asyncdist.simulation.simulate import STOPPED, observer, simulate
@@ -340,7 +340,7 @@ def _watch(main: Callable[..., Coroutine[Any, Any, Any]], record: _Record) -> Ca
     return watched
 
 
-def _check(record: _Record, report: SimReport, code: CodeType) -> None:
+def _check(record: _Record, report: SimReport[Any], code: CodeType) -> None:
     """Raise what a rank failed with, and for a fault that did not fire; without frames, if none is the test's."""
     __tracebackhide__ = True
     try:
@@ -373,7 +373,7 @@ def sim_seed(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture
-def simulate(request: pytest.FixtureRequest, sim_seed: int) -> Callable[..., SimReport]:
+def simulate(request: pytest.FixtureRequest, sim_seed: int) -> Callable[..., SimReport[Any]]:
     """Return ``asyncdist.simulate`` for a test; if the test fails, it shows how its last simulation ended.
 
     ``seed`` is ``sim_seed`` unless it is given.
@@ -387,7 +387,7 @@ def simulate(request: pytest.FixtureRequest, sim_seed: int) -> Callable[..., Sim
         ranks: int,
         seed: int | None = None,
         **settings: Any,
-    ) -> SimReport:
+    ) -> SimReport[Any]:
         __tracebackhide__ = True
         record = item.stash[_RECORD] = _Record(ranks, sim_seed if seed is None else seed, is_seed_chosen=seed is None)
         return _simulate(record, main, args, settings)

@@ -3,18 +3,22 @@
 :func:`printable` makes strings of others safe to print.
 
 Numbers of numpy, and of every other type that is registered as a number, are accepted and returned as Python's own.
-A bool is refused where a number is needed: it is a mistaken flag.
+A bool is refused where a number is needed: it is a mistaken flag. A misspelled name gets the nearest name there is.
 """
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import math
 import operator
-from collections.abc import Iterable, Sequence
+import typing
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Real
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, ParamSpec
+
+P = ParamSpec("P")
 
 #: The least and the greatest finite float above zero.
 SMALLEST: Final = math.ulp(0.0)
@@ -36,6 +40,58 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def meant(name: str, allowed: Collection[str]) -> str:
+    """Return a question for the allowed name that is nearest to a misspelled one; without such a name, all of them."""
+    near = difflib.get_close_matches(name, allowed, n=1)
+    return f"did you mean {near[0]}?" if near else f"allowed: {', '.join(sorted(allowed))}"
+
+
+def names_options(*, refused: Mapping[str, str] | None = None) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Decorate a constructor, so that an option it does not have is refused with the nearest option it has.
+
+    Python's own error for a misspelled keyword does not name that option before Python 3.13. The options are the
+    constructor's parameters, and the keys of the TypedDict with which its ``**options`` are annotated.
+
+    Args:
+        refused: Reasons by the names of options that similar constructors have, and this one does not.
+    """
+
+    def decorate(init: Callable[P, None]) -> Callable[P, None]:
+        parameters = inspect.signature(init).parameters
+        named = frozenset(name for name in parameters if parameters[name].kind is not inspect.Parameter.VAR_KEYWORD)
+
+        @functools.wraps(init)
+        def checked(*args: P.args, **options: P.kwargs) -> None:
+            for name in options.keys() - named:
+                _check_name(init, args[0], name, refused or {})
+            init(*args, **options)
+
+        return checked
+
+    return decorate
+
+
+def _check_name(init: Callable[..., None], made: object, name: str, refused: Mapping[str, str]) -> None:
+    kind = type(made).__name__
+    if name in refused:
+        raise TypeError(f"{kind} has no option {name!r}: {refused[name]}")
+    allowed = option_names(init)
+    if name not in allowed:
+        raise TypeError(f"{kind} has no option {name!r}; {meant(name, allowed)}")
+
+
+def option_names(init: Callable[..., None]) -> list[str]:
+    """Return the names of a constructor's options, in their order: its parameters, and the keys of its TypedDict."""
+    names: list[str] = []
+    for parameter in inspect.signature(init).parameters.values():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            (options,) = typing.get_args(typing.get_type_hints(init)[parameter.name])
+            names += options.__annotations__
+        elif parameter.name not in ("self", "model", "optimizer"):
+            names.append(parameter.name)
+    return names
 
 
 def count(name: str, value: Any, *, least: int = 1, besides: str = "") -> int:

@@ -30,7 +30,7 @@ from asyncdist.tensors.flat_state import SnapshotPool
 from asyncdist.tensors.optimizer_state import reset_optimizer_state
 from protocols.journal import format_table, size_text
 from protocols.metrics import MetricSource
-from protocols.options import AveragingOptions
+from protocols.options import AveragingOptions, MemberOptions, OptimizerState
 from protocols.policy import SpawnPolicy
 from protocols.step_info import NOTHING, AverageApplied, PolicyEvent, StepInfo
 
@@ -64,6 +64,13 @@ class AverageAllStatistics:
         return format_table(self.title, rows)
 
 
+class AverageAllOptions(MemberOptions, total=False):
+    """Names all options of :class:`AverageAllPolicy` but ``average_every``, for callables that pass them on."""
+
+    optimizer_state: OptimizerState
+    on_event: Callable[[PolicyEvent], None] | None
+
+
 class AverageAllPolicy(SpawnPolicy):
     """Replace every member's weights by the mean over the group, every ``average_every`` steps.
 
@@ -82,13 +89,14 @@ class AverageAllPolicy(SpawnPolicy):
 
     takes_metric: ClassVar[bool] = False
 
+    @validation.names_options()
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
         average_every: int,
-        optimizer_state: str = "keep",
+        optimizer_state: OptimizerState = "keep",
         on_event: Callable[[PolicyEvent], None] | None = None,
         name: str = "",
         group: Group | None = None,

@@ -1,21 +1,86 @@
-"""Holds and checks the options that policies share."""
+"""Names, holds and checks the options that policies share.
+
+The ``TypedDict`` classes name a constructor's options for callables that pass them on as ``**options``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypedDict
 
 import torch
 from torch import nn
 
-from asyncdist import validation
+from asyncdist import Group, World, validation
 from protocols.step_info import PolicyEvent
 
 #: What takes the place of weights that are replaced.
 AveragingStrategy: TypeAlias = Literal["mean", "weighted_mean", "best_only", "reset_weights"]
 #: For ``"reset_weights"``: makes a model of the same layout, or the pair (model, optimizer).
 ModelBuilder: TypeAlias = Callable[[], nn.Module | tuple[nn.Module, torch.optim.Optimizer]]
+#: Whether a larger metric is better, or a smaller one.
+MetricMode: TypeAlias = Literal["max", "min"]
+#: What becomes of an optimizer's state where weights are replaced.
+OptimizerState: TypeAlias = Literal["keep", "reset"]
+#: How the donors' snapshots travel to the replacers.
+Route: TypeAlias = Literal["auto", "direct", "sharded"]
+#: To which island the best rank of another one gives its weights.
+MigrationRoute: TypeAlias = Literal["ring", "random"]
+
+
+class MemberOptions(TypedDict, total=False):
+    """Names the options of all policies that say who takes part; :class:`protocols.SpawnPolicy` documents them."""
+
+    name: str
+    group: Group | None
+    world: World | None
+    start_timeout_s: float
+
+
+class ReplacementOptions(TypedDict, total=False):
+    """Names the options that say who is replaced, and by which weights: those that torchgfn's policy has, too."""
+
+    replacement_ratio: float
+    averaging_strategy: AveragingStrategy
+    momentum: float
+    threshold: float | None
+    cooldown: int
+    model_builder: ModelBuilder | None
+    timing: dict[str, list[float]] | None
+
+
+class RoundOptions(TypedDict, total=False):
+    """Names the options that say how metrics are read, and how a round is carried out."""
+
+    metric_mode: MetricMode
+    optimizer_state: OptimizerState
+    quorum: float
+    grace_s: float | None
+    max_report_age_s: float
+    round_timeout_s: float
+    route: Route
+    drain_timeout_s: float
+    on_event: Callable[[PolicyEvent], None] | None
+
+
+class PopulationOptions(MemberOptions, total=False):
+    """Names the options that say who takes part, how the population is divided, and who coordinates it."""
+
+    islands: int | None
+    island_size: int | None
+    migrate_every: int | None
+    migration: MigrationRoute | None
+    coordinator: int | None
+    successors: Sequence[int]
+
+
+class ReplicaOptions(ReplacementOptions, RoundOptions, total=False):
+    """Names the options of selective averaging that replicas of several ranks have, too."""
+
+
+class SelectiveOptions(ReplicaOptions, PopulationOptions, total=False):
+    """Names all options of :class:`protocols.AsyncSelectiveAveragingPolicy` but ``average_every`` and ``metric``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +95,7 @@ class AveragingOptions:
 
     averaging_strategy: AveragingStrategy = "mean"
     momentum: float = 0.0
-    optimizer_state: str = "keep"
+    optimizer_state: OptimizerState = "keep"
     model_builder: ModelBuilder | None = None
     on_event: Callable[[PolicyEvent], None] | None = None
     timing: dict[str, list[float]] | None = None

@@ -13,6 +13,9 @@ from asyncdist.errors import LocalProtocolError
 
 InfoT = TypeVar("InfoT")
 InfoT_co = TypeVar("InfoT_co", covariant=True)
+ReportT = TypeVar("ReportT")
+ReportT_co = TypeVar("ReportT_co", covariant=True)
+PolicyT_co = TypeVar("PolicyT_co", bound="_Awaited[Any]", covariant=True)
 
 
 class _Awaited(Protocol[InfoT_co]):
@@ -25,7 +28,13 @@ class _Awaited(Protocol[InfoT_co]):
     def step(self, local_metric: Any = None, /) -> Coroutine[Any, Any, InfoT_co]: ...
 
 
-class Policy(Generic[InfoT]):
+class _ReportingPolicy(_Awaited[Any], Protocol[ReportT_co]):
+    """Is a policy that reports on itself."""
+
+    def statistics(self) -> ReportT_co: ...
+
+
+class Policy(Generic[PolicyT_co]):
     """Lets code without an event loop use a policy, as a context: ``with ad.blocking.policy(...) as policy``.
 
     Weights change only inside ``step``, on the caller's thread. Attributes and methods that do not block are those of
@@ -35,7 +44,7 @@ class Policy(Generic[InfoT]):
         awaited: a policy that has not been entered.
     """
 
-    def __init__(self, awaited: _Awaited[InfoT]) -> None:
+    def __init__(self, awaited: PolicyT_co) -> None:
         self.awaited = awaited
         self._caller: Caller | None = None
         self._exits = ExitStack()
@@ -74,13 +83,17 @@ class Policy(Generic[InfoT]):
         """The world that it runs in."""
         return World(self._caller or self._refuse())
 
-    def step(self, local_metric: Any = None) -> InfoT:
+    def step(self: Policy[_Awaited[InfoT]], local_metric: Any = None) -> InfoT:
         """Make progress, and change the model's weights if it is time; see :meth:`protocols.SpawnPolicy.step`.
 
         Raises:
             RuntimeError: outside of the block.
         """
         return (self._caller or self._refuse()).call(self.awaited.step, local_metric)
+
+    def statistics(self: Policy[_ReportingPolicy[ReportT]]) -> ReportT:
+        """Return what this member has done so far, as the policy does."""
+        return self.awaited.statistics()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Do a ``step`` as torchgfn's policies do; see :meth:`protocols.SpawnPolicy.__call__`."""

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Concatenate, Final, ParamSpec, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar, Unpack
 
 import torch
 
@@ -26,7 +26,7 @@ from asyncdist.collectives.groups import Group
 from asyncdist.recording.writer import LIMIT_NBYTES
 from asyncdist.runtime import run as runtime
 from asyncdist.runtime.hosting import GRACE_S
-from asyncdist.runtime.run import WATCHDOG_S, BulkName, MetricsName, TransportName
+from asyncdist.runtime.run import WATCHDOG_S, BulkName, MetricsName, TransportName, WorldOptions
 from asyncdist.runtime.world import (
     GROUP_TIMEOUT_S,
     PROGRESS_BUDGET_S,
@@ -139,9 +139,17 @@ class World:
         """Run ``fn`` in a worker thread, while the tasks of this rank go on; see :meth:`asyncdist.World.compute`."""
         return self.call(lambda: self.awaited.compute(fn, *args, **kwargs))
 
-    def channel(self, message_type: type, **options: Any) -> Any:
+    def channel(
+        self,
+        message_type: type,
+        *,
+        tag: int,
+        name: str | None = None,
+        capacity: int = 1024,
+        group: Group | None = None,
+    ) -> Any:
         """Open a channel, whose ``send`` and ``receive`` block; see :meth:`asyncdist.World.channel`."""
-        return Face(self.awaited.channel(message_type, **options))
+        return Face(self.awaited.channel(message_type, tag=tag, name=name, capacity=capacity, group=group))
 
     def new_group(self, ranks: Sequence[int], *, timeout_s: float = GROUP_TIMEOUT_S) -> Group:
         """Make a group, together with its members; see :meth:`asyncdist.World.new_group`."""
@@ -245,7 +253,7 @@ def run(
     *args: Any,
     transport: TransportName = "auto",
     ranks: int | None = None,
-    **options: Any,
+    **options: Unpack[WorldOptions],
 ) -> T:
     """Call ``main(world, *args)`` as this process's rank, and return what it returns.
 

@@ -21,20 +21,26 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Unpack
 
 import accelerate  # type: ignore[import-untyped]
 import torch
 from torch import nn
 
-from asyncdist import current_world
+from asyncdist import current_world, validation
 from asyncdist.blocking.callers import is_in_a_rank
 from asyncdist.integrations import pytorch
 from asyncdist.integrations.joining import hide_ranks, join
 from protocols import StepInfo
+from protocols.options import MetricMode, SelectiveOptions
 from protocols.step_info import NOTHING
 
 hide_ranks()
+
+_ONE_RANK: Final = (
+    "the Accelerator knows of one rank; for replicas under DDP, import SelectiveAveraging from "
+    "asyncdist.integrations.pytorch, and wrap the model yourself"
+)
 
 
 def _give_ranks_folders(kind: Any) -> None:
@@ -62,19 +68,23 @@ _give_ranks_folders(accelerate.Accelerator)
 
 
 class SelectiveAveraging(pytorch.SelectiveAveraging):
-    """Is that of plain PyTorch, for replicas of one rank each. Raises ValueError if ``replica_size`` is given.
+    """Is that of plain PyTorch, for replicas of one rank each. Raises TypeError if ``replica_size`` is given.
 
     ``average_every`` counts steps of the optimizer: inside ``accelerator.accumulate(model)`` a call of :meth:`step`
     notes the loss alone until gradients are synchronised, as ``optimizer.step()`` does nothing until then.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, average_every: int, **options: Any) -> None:
-        if "replica_size" in options:
-            raise ValueError(
-                f"replica_size is {options['replica_size']!r}; the Accelerator knows of one rank: for replicas under "
-                "DDP, import SelectiveAveraging from asyncdist.integrations.pytorch, and wrap the model yourself"
-            )
-        super().__init__(model, optimizer, average_every, **options)
+    @validation.names_options(refused=dict.fromkeys(("replica_size", "swap_every"), _ONE_RANK))
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        average_every: int,
+        *,
+        mode: MetricMode | None = None,
+        **options: Unpack[SelectiveOptions],
+    ) -> None:
+        super().__init__(model, optimizer, average_every, mode=mode, **options)
         self._gradients = accelerate.state.GradientState()  # all of them share what they know
 
     def step(self, metric: Any) -> StepInfo:

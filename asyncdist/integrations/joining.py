@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -18,9 +16,13 @@ from asyncdist.blocking.process_world import process_world
 from asyncdist.blocking.world import World
 from asyncdist.errors import ClosedError, LocalProtocolError
 from protocols import AsyncSelectiveAveragingPolicy, ReplicaAveragingPolicy, SpawnPolicy, StepInfo
+from protocols.options import MetricMode, SelectiveOptions
 from protocols.step_info import NOTHING
 
 logger = logging.getLogger("asyncdist.integrations")
+
+Selective: TypeAlias = AsyncSelectiveAveragingPolicy | ReplicaAveragingPolicy
+PolicyT = TypeVar("PolicyT", bound=SpawnPolicy)
 
 _told_alone: set[str] = set()
 
@@ -76,48 +78,41 @@ def join() -> World:
 
 
 def selective_averaging(
-    average_every: int, mode: str, options: Mapping[str, Any], *, named: Sequence[str] = ()
-) -> Training:
-    """Return a training under :class:`protocols.AsyncSelectiveAveragingPolicy`; ``mode`` is its ``metric_mode``.
+    average_every: int,
+    mode: MetricMode | None,
+    options: SelectiveOptions,
+    *,
+    replica_size: int = 1,
+    swap_every: int | None = None,
+) -> Training[Selective]:
+    """Return a training under :class:`protocols.AsyncSelectiveAveragingPolicy`.
 
-    With the option ``replica_size`` it is :class:`protocols.ReplicaAveragingPolicy`.
+    With several ranks in a replica it is :class:`protocols.ReplicaAveragingPolicy`.
 
     Args:
-        average_every, mode: as of the caller.
-        options: of the policy.
-        named: the caller's further options, which a misspelled one may mean.
+        average_every, replica_size, swap_every: of the caller; they are checked here.
+        mode: The policy's ``metric_mode``, which ``options`` may have instead; ``"min"`` by default.
+        options: Others of the policy, which are checked when the training begins.
 
     Raises:
-        TypeError, ValueError: one of the first two is not what it should be, or there is no such option; the values of
-            the others are checked when it begins.
+        TypeError, ValueError: one of the others is not what it should be.
     """
-    replicas = ("replica_size", "swap_every") if "replica_size" in options else ("replica_size",)
-    check_options("SelectiveAveraging", options, AsyncSelectiveAveragingPolicy, (*replicas, "mode", *named))
     validation.count("average_every", average_every)
-    if mode not in ("min", "max"):
-        validation.refuse("mode", mode, "'min' if a smaller metric is better, 'max' if a larger one is")
-    given: dict[str, Any] = {"average_every": average_every, "metric_mode": mode, **options}
-    policy: Any = ReplicaAveragingPolicy if "replica_size" in given else AsyncSelectiveAveragingPolicy
-    return Training(lambda model, optimizer: policy(model, optimizer, **given))
+    metric_mode = options.get("metric_mode", mode)
+    if mode not in (None, metric_mode):
+        raise ValueError(f"mode is {mode!r} and metric_mode is {metric_mode!r}; both mean the same: pass one of them")
+    if metric_mode not in (None, "min", "max"):
+        validation.refuse("mode", metric_mode, "'min' if a smaller metric is better, 'max' if a larger one is")
+    given: dict[str, Any] = {**options, "average_every": average_every, "metric_mode": metric_mode or "min"}
+    if validation.count("replica_size", replica_size) == 1:
+        if swap_every is not None:
+            validation.refuse("swap_every", swap_every, "None where replica_size is 1")
+        return Training(lambda model, optimizer: AsyncSelectiveAveragingPolicy(model, optimizer, **given))
+    given |= {"replica_size": replica_size, "swap_every": swap_every}
+    return Training(lambda model, optimizer: ReplicaAveragingPolicy(model, optimizer, **given))
 
 
-def check_options(
-    called: str, options: Mapping[str, Any], policy: Callable[..., SpawnPolicy], named: Sequence[str]
-) -> None:
-    """Refuse what is no option of a policy, nor one of ``named``: its constructor, far below, would.
-
-    Raises:
-        TypeError: one is unknown; the nearest option there is, or all, are named.
-    """
-    allowed = {*inspect.signature(policy).parameters, *named} - {"model", "optimizer"}
-    for name in options:
-        if name not in allowed:
-            near = difflib.get_close_matches(name, allowed, n=1)
-            meant = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(allowed))}"
-            raise TypeError(f"{called} has no option {name!r}; {meant}")
-
-
-class Training:
+class Training(Generic[PolicyT]):
     """Is a policy for the length of one training.
 
     Args:
@@ -128,9 +123,9 @@ class Training:
         replacement_count: how often this rank has taken an average since it began.
     """
 
-    def __init__(self, make: Callable[[nn.Module, torch.optim.Optimizer], SpawnPolicy]) -> None:
+    def __init__(self, make: Callable[[nn.Module, torch.optim.Optimizer], PolicyT]) -> None:
         self._make = make
-        self.policy: Policy[StepInfo] | None = None
+        self.policy: Policy[PolicyT] | None = None
         self.replacement_count = 0
         self._caller: Caller
 
@@ -152,7 +147,7 @@ class Training:
         """
         if self.policy is None:
             raise ClosedError("selective averaging has ended here, as close() or its block does it: make another one")
-        info: StepInfo = self._caller.call(self.policy.awaited.step, metric)
+        info = self._caller.call(self.policy.awaited.step, metric)
         if info is not NOTHING:
             self.replacement_count += bool(info)
         return info

@@ -18,7 +18,7 @@ import logging
 import os
 import sys
 import warnings
-from typing import Any, Final, Literal, NoReturn
+from typing import Any, Final, NoReturn, Unpack
 
 import lightning.pytorch as pl
 import torch
@@ -26,11 +26,13 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_only
 
-from asyncdist import environment
-from asyncdist.integrations.joining import hide_ranks, join, selective_averaging
+from asyncdist import environment, validation
+from asyncdist.blocking.policies import Policy
+from asyncdist.integrations.joining import Selective, hide_ranks, join, selective_averaging
 from asyncdist.integrations.metrics import RunningLoss
 from asyncdist.integrations.replicas import show_replica
 from protocols import StepInfo
+from protocols.options import MetricMode, SelectiveOptions
 
 hide_ranks()
 
@@ -53,11 +55,12 @@ class SelectiveAveraging(Callback):
         average_every: the cadence of reports, in steps of the optimizer.
         monitor: the logged metric by which ranks are judged, ``"val_loss"`` for example. By default the mean of the
             training losses since the last report.
-        mode: ``"min"`` if smaller is better, ``"max"`` if larger is.
+        mode: ``"min"`` if smaller is better, which is the default, ``"max"`` if larger is.
         optimizer_index: which optimizer, where the module has several.
         replica_size: of so many ranks, one after the other, each trainer is one replica under DDP, with as many devices
             and ``strategy="ddp"``; they write to folders ``replica0``, ``replica1``, ... By default 1. It is shown to
             Lightning when this is made, so make it before the trainer.
+        swap_every: see :class:`protocols.ReplicaAveragingPolicy`.
         options: others of :class:`protocols.AsyncSelectiveAveragingPolicy`.
 
     Attributes:
@@ -68,14 +71,17 @@ class SelectiveAveraging(Callback):
             or the module several optimizers of which none was chosen.
     """
 
+    @validation.names_options()
     def __init__(
         self,
         average_every: int,
         *,
         monitor: str | None = None,
-        mode: Literal["min", "max"] = "min",
+        mode: MetricMode | None = None,
         optimizer_index: int | None = None,
-        **options: Any,
+        replica_size: int = 1,
+        swap_every: int | None = None,
+        **options: Unpack[SelectiveOptions],
     ) -> None:
         self.monitor = monitor
         self.last_info: StepInfo | None = None
@@ -87,12 +93,14 @@ class SelectiveAveraging(Callback):
         self._step_count = 0
         self._first_step_count = 0
         self._has_losses = self._has_warned = False
-        self._training = selective_averaging(average_every, mode, options, named=("monitor", "optimizer_index"))
+        self._training = selective_averaging(
+            average_every, mode, options, replica_size=replica_size, swap_every=swap_every
+        )
         self._world = join()
-        self._replica_size: int = options.get("replica_size", 1)
+        self._replica_size = replica_size
         self._folder = f"rank{self._world.rank}"
         rank_zero_only.rank = 0  # type: ignore[attr-defined]  # each rank writes for itself; one, of a replica
-        if "replica_size" in options:
+        if replica_size > 1:
             self._folder = f"replica{show_replica(self._world, self._replica_size).number}"
         _hide_ranks_of_mpi()
         _write_below_from_the_beginning()
@@ -102,7 +110,7 @@ class SelectiveAveraging(Callback):
             warnings.simplefilter("ignore", PossibleUserWarning)  # which rank 0 tells
 
     @property
-    def policy(self) -> Any:
+    def policy(self) -> Policy[Selective] | None:
         """The policy, while the trainer fits; None otherwise."""
         return self._training.policy
 

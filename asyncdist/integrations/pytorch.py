@@ -13,15 +13,18 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self, Unpack
 
 import torch
 from torch import nn
 
+from asyncdist import validation
+from asyncdist.blocking.policies import Policy
 from asyncdist.integrations import replicas
-from asyncdist.integrations.joining import join, selective_averaging
+from asyncdist.integrations.joining import Selective, join, selective_averaging
 from asyncdist.integrations.metrics import RunningLoss
 from protocols import StepInfo
+from protocols.options import MetricMode, SelectiveOptions
 
 
 class SelectiveAveraging:
@@ -33,28 +36,34 @@ class SelectiveAveraging:
         model: see :class:`protocols.AsyncSelectiveAveragingPolicy`.
         optimizer: of that model; one that Accelerate has prepared, too.
         average_every: the cadence of reports, in calls of :meth:`step`.
-        mode: ``"min"`` if a smaller metric is better, as of a loss; ``"max"`` if a larger one is.
+        mode: ``"min"`` if a smaller metric is better, as of a loss, which is the default; ``"max"`` if a larger one is.
+        replica_size, swap_every: see :class:`protocols.ReplicaAveragingPolicy`. By default each rank is a replica.
         options: others of that policy.
 
     Raises:
         TypeError, ValueError: an argument is not what it should be.
     """
 
+    @validation.names_options()
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         average_every: int,
         *,
-        mode: Literal["min", "max"] = "min",
-        **options: Any,
+        mode: MetricMode | None = None,
+        replica_size: int = 1,
+        swap_every: int | None = None,
+        **options: Unpack[SelectiveOptions],
     ) -> None:
         self._loss = RunningLoss()
-        self._training = selective_averaging(average_every, mode, options)
+        self._training = selective_averaging(
+            average_every, mode, options, replica_size=replica_size, swap_every=swap_every
+        )
         self._training.begin(model, getattr(optimizer, "optimizer", optimizer))
 
     @property
-    def policy(self) -> Any:
+    def policy(self) -> Policy[Selective] | None:
         """The policy; None after the end."""
         return self._training.policy
 

@@ -18,29 +18,40 @@ torch.distributed, or communicators of MPI, of its own; the policy's messages ar
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar, Unpack
 
 import torch
 from torch import nn
 
 from asyncdist import validation
 from asyncdist.blocking.policies import Policy
-from asyncdist.integrations.joining import Training, check_options
+from asyncdist.integrations.joining import Training
 from protocols import AsyncSelectiveAveragingPolicy as _Selective, AverageAllPolicy as _All, SpawnPolicy
+from protocols.average_all import AverageAllOptions
+from protocols.metrics import Metric
+from protocols.options import AveragingStrategy, ModelBuilder, PopulationOptions, RoundOptions
+
+PolicyT = TypeVar("PolicyT", bound=SpawnPolicy)
 
 
-class _Called:
+class _SelectiveOptions(RoundOptions, PopulationOptions, total=False):
+    """Names the options of selective averaging that torchgfn's policy does not have."""
+
+    metric: Callable[[], Metric] | None
+
+
+class _Called(Generic[PolicyT]):
     """Is a policy that is called in each iteration; the first call starts it, with that model and optimizer.
 
     Args:
         make: makes the policy.
     """
 
-    def __init__(self, make: Callable[[nn.Module, torch.optim.Optimizer], SpawnPolicy]) -> None:
+    def __init__(self, make: Callable[[nn.Module, torch.optim.Optimizer], PolicyT]) -> None:
         self._training = Training(make)
 
     @property
-    def policy(self) -> Policy[Any] | None:
+    def policy(self) -> Policy[PolicyT] | None:
         """The policy that was started; None before the first call."""
         return self._training.policy
 
@@ -80,7 +91,7 @@ def _size_of(group: Any) -> int | None:
     return int(size()) if callable(size) else None
 
 
-class AverageAllPolicy(_Called):
+class AverageAllPolicy(_Called[_All]):
     """Averages the models of all ranks, every so many iterations.
 
     Args:
@@ -88,12 +99,12 @@ class AverageAllPolicy(_Called):
         options: others of :class:`protocols.AverageAllPolicy`.
     """
 
-    def __init__(self, average_every: int, **options: Any) -> None:
-        check_options("AverageAllPolicy", options, _All, ())
+    @validation.names_options()
+    def __init__(self, average_every: int, **options: Unpack[AverageAllOptions]) -> None:
         super().__init__(lambda model, optimizer: _All(model, optimizer, average_every=average_every, **options))
 
 
-class AsyncSelectiveAveragingPolicy(_Called):
+class AsyncSelectiveAveragingPolicy(_Called[_Selective]):
     """Lets the worst ranks take the average of the good ones; a larger ``local_metric`` is better.
 
     Args:
@@ -105,22 +116,22 @@ class AsyncSelectiveAveragingPolicy(_Called):
         options: others of that policy.
     """
 
+    @validation.names_options()
     def __init__(
         self,
-        model_builder: Callable[[], Any] | None,
+        model_builder: ModelBuilder | None,
         average_every: int,
         replacement_ratio: float = 0.2,
-        averaging_strategy: Any = "mean",
+        averaging_strategy: AveragingStrategy = "mean",
         momentum: float = 0.0,
         poll_interval_s: float = 0.01,
         threshold: float | None = None,
         cooldown: int = 200,
         timing: dict[str, list[float]] | None = None,
-        **options: Any,
+        **options: Unpack[_SelectiveOptions],
     ) -> None:
         del poll_interval_s
-        check_options("AsyncSelectiveAveragingPolicy", options, _Selective, ("poll_interval_s",))
-        chosen = {
+        chosen: dict[str, Any] = {
             "average_every": average_every,
             "replacement_ratio": replacement_ratio,
             "averaging_strategy": averaging_strategy,
@@ -130,4 +141,4 @@ class AsyncSelectiveAveragingPolicy(_Called):
             "timing": timing,
             "model_builder": model_builder if averaging_strategy == "reset_weights" else None,
         }
-        super().__init__(lambda model, optimizer: _Selective(model, optimizer, **(chosen | options)))
+        super().__init__(lambda model, optimizer: _Selective(model, optimizer, **{**chosen, **options}))

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import torch
 import transformers
@@ -24,10 +24,13 @@ from accelerate import PartialState  # type: ignore[import-untyped]
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from asyncdist.integrations.joining import hide_ranks, join, selective_averaging
+from asyncdist import validation
+from asyncdist.blocking.policies import Policy
+from asyncdist.integrations.joining import Selective, hide_ranks, join, selective_averaging
 from asyncdist.integrations.metrics import RunningLoss
 from asyncdist.integrations.replicas import show_replica
 from protocols import StepInfo
+from protocols.options import MetricMode, SelectiveOptions
 
 hide_ranks()
 
@@ -46,10 +49,11 @@ class SelectiveAveraging(TrainerCallback):
         monitor: the metric of evaluation by which ranks are judged, ``"eval_loss"`` for example. By default the mean of
             the losses that the model has returned since the last report; a trainer whose ``compute_loss`` makes the
             loss needs ``monitor``, or ``logging_steps`` below ``average_every``.
-        mode: ``"min"`` if smaller is better, ``"max"`` if larger is.
+        mode: ``"min"`` if smaller is better, which is the default, ``"max"`` if larger is.
         replica_size: of so many ranks, one after the other, each trainer is one replica under DDP; they write to
             folders ``replica0``, ``replica1``, ... By default 1. It is shown to the trainer when this is made, so make
             it before the ``TrainingArguments``.
+        swap_every: see :class:`protocols.ReplicaAveragingPolicy`.
         options: others of :class:`protocols.AsyncSelectiveAveragingPolicy`.
 
     Attributes:
@@ -60,13 +64,16 @@ class SelectiveAveraging(TrainerCallback):
             ``replica_size``, ``TrainingArguments`` are there already.
     """
 
+    @validation.names_options()
     def __init__(
         self,
         average_every: int,
         *,
         monitor: str | None = None,
-        mode: Literal["min", "max"] = "min",
-        **options: Any,
+        mode: MetricMode | None = None,
+        replica_size: int = 1,
+        swap_every: int | None = None,
+        **options: Unpack[SelectiveOptions],
     ) -> None:
         self.monitor = monitor
         self.last_info: StepInfo | None = None
@@ -76,21 +83,23 @@ class SelectiveAveraging(TrainerCallback):
         self._has_warned = False
         self._evaluated: set[str] = set()
         self._hook: Any = None
-        self._training = selective_averaging(average_every, mode, options, named=("monitor",))
+        self._training = selective_averaging(
+            average_every, mode, options, replica_size=replica_size, swap_every=swap_every
+        )
         self._world = join()
         self._folder, self._number = f"rank{self._world.rank}", self._world.rank
-        if "replica_size" in options:
+        if replica_size > 1:
             if PartialState._shared_state:
                 raise ValueError(
                     "with replica_size=, make SelectiveAveraging before TrainingArguments, which read ranks"
                 )
-            self._number = show_replica(self._world, options["replica_size"]).number
+            self._number = show_replica(self._world, replica_size).number
             self._folder = f"replica{self._number}"
         if self._world.rank:  # made in the trainer's constructor, before any callback is asked
             transformers.trainer.DEFAULT_PROGRESS_CALLBACK = TrainerCallback  # type: ignore[assignment]
 
     @property
-    def policy(self) -> Any:
+    def policy(self) -> Policy[Selective] | None:
         """The policy, while the trainer trains; None otherwise."""
         return self._training.policy
 

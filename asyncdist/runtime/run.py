@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from types import FrameType
-from typing import Any, Final, Literal, TypeAlias, TypeVar, cast
+from typing import Any, Final, Literal, TypeAlias, TypedDict, TypeVar, cast
 
 from asyncdist import environment, validation
 from asyncdist.errors import AsyncdistError, LateError, is_consequence
@@ -47,6 +47,21 @@ BulkName: TypeAlias = str
 LoopName: TypeAlias = Literal["uvloop", "asyncio"]
 #: Where counters go: see ``metrics`` of :func:`run`.
 MetricsName: TypeAlias = int | str | Sequence[int | str] | None
+
+
+class WorldOptions(TypedDict, total=False):
+    """Names the options that :func:`run` and :func:`open_world` share, for callables that pass them on."""
+
+    bulk: BulkName | None
+    grace_s: float
+    strict: bool
+    watchdog_s: float
+    stall_s: float | None
+    stall_aborts: bool
+    record: str | os.PathLike[str] | None
+    record_limit_nbytes: int
+    metrics: MetricsName
+
 
 #: How long spawned tasks may only wait, after main of their rank has returned, before a warning is logged.
 WATCHDOG_S: Final = 10.0

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from asyncdist.errors import is_consequence
 from asyncdist.runtime.world import WorldStatistics
 from asyncdist.simulation.faults import Fault, Interrupt
 from asyncdist.simulation.trace import TraceEvent, unpack
 
+T_co = TypeVar("T_co", covariant=True)
+
 
 @dataclass(frozen=True, slots=True)
-class SimReport:
+class SimReport(Generic[T_co]):
     """Reports how a simulation ended.
 
     Attributes:
@@ -31,7 +33,8 @@ class SimReport:
         killed_ranks: those whose last process was killed; one that was started again afterwards is none of them.
     """
 
-    results: tuple[Any, ...]
+    # The rest is an exception or None. As in typeshed, Any spares users a check of each value that they know to be one.
+    results: tuple[T_co | Any, ...]
     seed: int
     packed_trace: bytes = field(repr=False)
     trace_digest: str
@@ -49,7 +52,7 @@ class SimReport:
         """Return the last events, oldest first."""
         return unpack(self.packed_trace)
 
-    def value(self) -> Any:
+    def value(self) -> T_co | Any:
         """Return rank 0's value. Raise the first failure, if any rank failed: a cause before its consequences.
 
         An exit by a signal of the fault plan comes after the failures that the plan does not ask for.

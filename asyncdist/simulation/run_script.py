@@ -80,7 +80,7 @@ class Script:
     until_s: float | None = None
     record: str | None = None
 
-    def __call__(self, seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
+    def __call__(self, seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
         """Run the script once, as a :class:`asyncdist.simulation.Scenario`.
 
         A fault that does not fire is a failure. An exception that a signal of the plan asks for is not.
@@ -102,7 +102,7 @@ class Script:
         faults: tuple[Fault, ...],
         strict: bool,
         inherited: list[str],
-    ) -> SimReport:
+    ) -> SimReport[Any]:
         """Run the main that the script hands over; the arguments are those of :func:`simulate`."""
         return simulate(
             main,
@@ -158,7 +158,7 @@ class _Ended:
     """
 
     error: BaseException | None
-    report: SimReport | None
+    report: SimReport[Any] | None
     has_run: bool
 
 
@@ -171,7 +171,7 @@ class _Host:
         self._faults = faults
         self._states = _random_states()
         self.call_count = 0
-        self.report: SimReport | None = None
+        self.report: SimReport[Any] | None = None
         self.interrupt: KeyboardInterrupt | None = None
 
     def __call__(self, main: Callable[..., Any], args: tuple[Any, ...], strict: bool) -> Any:
@@ -295,7 +295,7 @@ def _run_main(script: Script, host: _Host) -> None:
             sys.modules["__main__"], sys.argv[0] = program, argument
 
 
-def _is_end_by_signal(error: BaseException, report: SimReport | None) -> bool:
+def _is_end_by_signal(error: BaseException, report: SimReport[Any] | None) -> bool:
     """Return whether the script has let through the exception with which a signal of the fault plan ended rank 0."""
     return report is not None and error is report.results[0] and is_end_by_signal(report, 0)
 
@@ -400,7 +400,7 @@ def _exit_before_run(script: Script, error: SystemExit | None) -> int:
     return code if isinstance(code, int) else int(code is not None)
 
 
-def print_failures(report: SimReport | None, error: BaseException | None, command: str = "sim") -> bool:
+def print_failures(report: SimReport[Any] | None, error: BaseException | None, command: str = "sim") -> bool:
     """Print the first cause, with its traceback, as this command of asyncdist. Return whether there was one."""
     results = () if report is None else report.results
     failed = {rank: result for rank, result in enumerate(results) if isinstance(result, BaseException)}
@@ -425,7 +425,7 @@ def print_failures(report: SimReport | None, error: BaseException | None, comman
     return True
 
 
-def results_of(report: SimReport, without: str = "None") -> list[str]:
+def results_of(report: SimReport[Any], without: str = "None") -> list[str]:
     """Describe how each rank ended, equal neighbours together; ``without`` is for those without a result."""
     texts = [without if result is None else _brief(result) for result in report.results]
     for rank in report.killed_ranks:
@@ -437,7 +437,7 @@ def results_of(report: SimReport, without: str = "None") -> list[str]:
     return _abbreviated(lines)
 
 
-def _summary(report: SimReport) -> list[str]:
+def _summary(report: SimReport[Any]) -> list[str]:
     fired = [
         f"{count} x {expression_of(fault)}"
         for fault, count in zip(report.faults, report.faults_fired, strict=True)

@@ -69,7 +69,7 @@ instrument: ContextVar[Callable[[Transport, Any], Any] | None] = ContextVar("ins
 
 
 def simulate(
-    main: Callable[..., Coroutine[Any, Any, Any]],
+    main: Callable[..., Coroutine[Any, Any, T]],
     *args: Any,
     ranks: int,
     seed: int = 0,
@@ -82,7 +82,7 @@ def simulate(
     inherited_random: Collection[str] = (),
     record: str | os.PathLike[str] | None = None,
     record_limit_nbytes: int = LIMIT_NBYTES,
-) -> SimReport:
+) -> SimReport[T]:
     """Run ``main(world, *args)`` on ``ranks`` simulated ranks.
 
     The result is a function of the arguments and of PYTHONHASHSEED, on which the order of sets of strings
@@ -135,13 +135,13 @@ def simulate(
 def _run_alone(
     arguments: Arguments,
     inherited_random: Collection[str],
-    run: Callable[[_Simulation], SimReport],
-) -> SimReport:
+    run: Callable[[_Simulation], SimReport[Any]],
+) -> SimReport[Any]:
     """Simulate while no other thread does, and restore what is replaced in the process meanwhile."""
     states = RandomStates(arguments.size, arguments.seed, inherited_random)
     simulation = _Simulation(arguments, states)
 
-    def run_here() -> SimReport:
+    def run_here() -> SimReport[Any]:
         with refused_outside(), virtual_clocks(), ordered_sets(), states.of_this_thread():
             return run(simulation)
 
@@ -256,7 +256,7 @@ class _Simulation:
         options: RankOptions,
         until_s: float | None,
         after_event: Callable[[], object] | None,
-    ) -> SimReport:
+    ) -> SimReport[Any]:
         observe = observer.get()
         if observe is not None:
             observe(self._faults, self._trace, self._outcomes)
@@ -283,7 +283,7 @@ class _Simulation:
         host = self._host(transport, main, args, options)
         return loop.create_task(host, name=f"main of rank {rank}", context=context)
 
-    def _run_all(self, until_s: float | None, after_event: Callable[[], object] | None) -> SimReport:
+    def _run_all(self, until_s: float | None, after_event: Callable[[], object] | None) -> SimReport[Any]:
         try:
             if not self._let_happen(until_s, after_event):
                 what = "nothing is left to happen"
@@ -483,7 +483,7 @@ class _Simulation:
             self._killed.update(range(self._size))  # no rank dies any more
             clear_away(loops, self._scheduler)
 
-    def _report(self) -> SimReport:
+    def _report(self) -> SimReport[Any]:
         results: list[Any] = []
         for rank in range(self._size):
             outcome = self._outcomes.get(rank)

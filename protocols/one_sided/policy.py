@@ -36,7 +36,7 @@ from protocols.metrics import Metric, MetricSource
 from protocols.one_sided.reader import DonorReader, Replacement, UnreadableError
 from protocols.one_sided.rules import OneSidedRules, choose, is_dying, sample_count
 from protocols.one_sided.statistics import Durations, OneSidedStatistics
-from protocols.options import AveragingOptions, AveragingStrategy, ModelBuilder, Timing
+from protocols.options import AveragingOptions, AveragingStrategy, MetricMode, ModelBuilder, OptimizerState, Timing
 from protocols.own_state import OwnState
 from protocols.policy import SpawnPolicy
 from protocols.step_info import NOTHING, PolicyEvent, SnapshotTaken, StepInfo
@@ -100,6 +100,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         TypeError, ValueError: an option, the model or the optimizer is not what it should be.
     """
 
+    @validation.names_options()
     def __init__(
         self,
         model: nn.Module,
@@ -116,8 +117,8 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         momentum: float = 0.0,
         model_builder: ModelBuilder | None = None,
         metric: Callable[[], Metric] | None = None,
-        metric_mode: Literal["max", "min"] = "max",
-        optimizer_state: Literal["keep", "reset"] = "keep",
+        metric_mode: MetricMode = "max",
+        optimizer_state: OptimizerState = "keep",
         read_timeout_s: float = 30.0,
         drain_timeout_s: float = 10.0,
         start_timeout_s: float = 60.0,

@@ -14,9 +14,9 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final, Unpack
 
 import torch
 from torch import nn
@@ -25,14 +25,18 @@ from torch.nn.parallel import DistributedDataParallel
 from asyncdist import Group, World, compute_and_broadcast, reduce_and_broadcast, validation
 from asyncdist.collectives.groups import free_all
 from asyncdist.tensors.optimizer_state import reset_optimizer_state
-from protocols.metrics import MetricSource
+from protocols.metrics import Metric, MetricSource
+from protocols.options import PopulationOptions, ReplicaOptions
 from protocols.policy import SpawnPolicy
 from protocols.replicas.shards import ShardAveraging
 from protocols.selective.policy import AsyncSelectiveAveragingPolicy
+from protocols.selective.statistics import SelectiveStatistics
 from protocols.step_info import NOTHING, StepInfo
 from protocols.wrappers import check_replica_group
 
 logger = logging.getLogger("protocols.replicas.policy")
+
+_NO_POPULATION: Final = "replicas are one population, whose first leader coordinates it"
 
 
 class _AmongLeaders(AsyncSelectiveAveragingPolicy):
@@ -91,6 +95,7 @@ class ReplicaAveragingPolicy(SpawnPolicy):
 
     keeps_replicas: ClassVar[bool] = True
 
+    @validation.names_options(refused=dict.fromkeys(PopulationOptions.__annotations__, _NO_POPULATION))
     def __init__(
         self,
         model: nn.Module,
@@ -99,12 +104,12 @@ class ReplicaAveragingPolicy(SpawnPolicy):
         replica_size: int,
         average_every: int,
         swap_every: int | None = None,
-        metric: Any = None,
+        metric: Callable[[], Metric] | None = None,
         name: str = "",
         group: Group | None = None,
         world: World | None = None,
         start_timeout_s: float = 60.0,
-        **options: Any,
+        **options: Unpack[ReplicaOptions],
     ) -> None:
         model = model.module if isinstance(model, DistributedDataParallel) else model
         super().__init__(
@@ -121,21 +126,24 @@ class ReplicaAveragingPolicy(SpawnPolicy):
         self.swap_every = _largest_divisor(average_every) if swap_every is None else swap_every
         if swap_every is not None and average_every % validation.count("swap_every", swap_every):
             validation.refuse("swap_every", swap_every, f"a divisor of average_every, which is {average_every}")
-        for refused in ("islands", "island_size", "migrate_every", "migration", "coordinator", "successors"):
-            if options.get(refused):
-                validation.refuse(refused, options[refused], "none where replicas are averaged")
         self.is_sharded = self._holds_shards()
         if self.is_sharded and options.get("averaging_strategy") == "reset_weights":
             validation.refuse("averaging_strategy", "reset_weights", "an average, where replicas are sharded")
-        given = {**options, "average_every": average_every // self.swap_every, "start_timeout_s": start_timeout_s}
         kind = ShardAveraging if self.is_sharded else _AmongLeaders
-        self._inner = kind(model, optimizer, name=f"leaders of {name}"[:200], **given)  # which checks the options
+        self._inner = kind(  # which checks the options
+            model,
+            optimizer,
+            average_every=average_every // self.swap_every,
+            start_timeout_s=start_timeout_s,
+            name=f"leaders of {name}"[:200],
+            **options,
+        )
         self._journal.include(self._inner._journal)
         self._replica: Group
         self._others: Group | None = None  # those in other replicas with which this rank takes averages
         self._groups: list[Group] = []
 
-    def statistics(self) -> Any:
+    def statistics(self) -> SelectiveStatistics:
         """Return what this replica has done so far: see :class:`SelectiveStatistics`.
 
         On its first rank; where the replica is sharded, on each rank what that one has done.

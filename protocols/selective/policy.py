@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -32,7 +32,16 @@ from asyncdist.messaging import wire
 from asyncdist.tensors.flat_state import SnapshotPool
 from protocols.applier import Applier
 from protocols.metrics import Metric, MetricSource
-from protocols.options import AveragingOptions, AveragingStrategy, ModelBuilder, Timing
+from protocols.options import (
+    AveragingOptions,
+    AveragingStrategy,
+    MetricMode,
+    MigrationRoute,
+    ModelBuilder,
+    OptimizerState,
+    Route,
+    Timing,
+)
 from protocols.own_state import OwnState
 from protocols.parameter_stream.parts import PartPool
 from protocols.policy import SpawnPolicy
@@ -125,6 +134,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
 
     admits_restarted: ClassVar[bool] = True
 
+    @validation.names_options()
     def __init__(
         self,
         model: nn.Module,
@@ -138,17 +148,17 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         cooldown: int = 200,
         model_builder: ModelBuilder | None = None,
         metric: Callable[[], Metric] | None = None,
-        metric_mode: Literal["max", "min"] = "max",
-        optimizer_state: Literal["keep", "reset"] = "keep",
+        metric_mode: MetricMode = "max",
+        optimizer_state: OptimizerState = "keep",
         quorum: float = 0.5,
         grace_s: float | None = None,
         max_report_age_s: float = 600.0,
         round_timeout_s: float = 30.0,
-        route: Literal["auto", "direct", "sharded"] = "auto",
+        route: Route = "auto",
         islands: int | None = None,
         island_size: int | None = None,
         migrate_every: int | None = None,
-        migration: Literal["ring", "random"] | None = None,
+        migration: MigrationRoute | None = None,
         drain_timeout_s: float = 10.0,
         start_timeout_s: float = 60.0,
         coordinator: int | None = None,

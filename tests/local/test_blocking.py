@@ -139,31 +139,6 @@ def test_a_call_in_a_thread_that_has_no_world_names_the_thread() -> None:
     assert str(refused).startswith("no world here for barrier, in thread 'loader_0' (a rank's calls are made in the")
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"replacment_ratio": 0.5}, "no option 'replacment_ratio'; did you mean 'replacement_ratio'?"),
-        ({"replicasize": 2}, "no option 'replicasize'; did you mean 'replica_size'?"),
-        ({"zzz": 2}, "no option 'zzz'; there are average_every, averaging_strategy"),
-        ({"swap_every": 2}, "no option 'swap_every'"),
-        ({"optimizer": 2}, "no option 'optimizer'; did you mean 'optimizer_state'?"),
-    ],
-)
-def test_a_misspelled_option_of_an_integration_is_named_with_the_nearest_one(
-    options: dict[str, Any], told: str
-) -> None:
-    """The error was that of a constructor inside of the library."""
-    from asyncdist.integrations import joining, torchgfn
-
-    with pytest.raises(TypeError) as refused:
-        joining.selective_averaging(10, "min", options)
-    assert str(refused.value).startswith(f"SelectiveAveraging has {told}"), refused.value
-    with pytest.raises(TypeError, match="AverageAllPolicy has no option 'zzz'"):
-        torchgfn.AverageAllPolicy(10, zzz=1)
-    with pytest.raises(TypeError, match="did you mean 'monitor'"):
-        joining.selective_averaging(10, "min", {"moniter": "loss"}, named=("monitor",))
-
-
 def test_what_a_blocking_call_is_refused_for() -> None:
     errors: list[BaseException] = []
 

@@ -117,7 +117,7 @@ def population(
     steps: int | Sequence[int] = 80,
     strict: bool = True,
     **options: Any,
-) -> SimReport:
+) -> SimReport[Any]:
     """Simulate ranks that take so many steps, all alike or each its own."""
     size = options.get("island_size") or ranks // options["islands"]
     given: Given = {}
@@ -155,7 +155,7 @@ def came_too_late(error: BaseException) -> bool:
     return isinstance(error, ad.LateError) or "no other rank of this policy is there" in str(error)
 
 
-def scenario(seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
+def scenario(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
     """Run and check the scenario of ``seed``; with other faults than its own, if some are given.
 
     Raises:

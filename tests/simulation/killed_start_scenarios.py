@@ -132,7 +132,7 @@ async def _main(world: ad.World, late_s: Sequence[float]) -> Trained | str:
         return f"refused: {type(error).__name__}"
 
 
-def check(plan: Plan, report: SimReport, seed: int) -> None:
+def check(plan: Plan, report: SimReport[Any], seed: int) -> None:
     """All that live are in one policy, and agree in who coordinates. Raises AssertionError."""
     killed = {fault.rank for fault in plan.faults if isinstance(fault, Kill)}
     trained = {rank: found for rank, found in enumerate(report.results) if isinstance(found, Trained)}
@@ -159,7 +159,7 @@ def run(seed: int) -> Counter[str]:
         asked["verdicts passed on" if is_told() else "verdicts lost"] += 1
 
     with mock.patch.object(Termination, "ask", watched):
-        report: SimReport = simulate(
+        report: SimReport[Any] = simulate(
             _main,
             plan.late_s,
             ranks=plan.ranks,

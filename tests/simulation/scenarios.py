@@ -246,11 +246,11 @@ def _draw_metric(rng: random.Random) -> Any:
 class Examined:
     """A scenario's outcome: what the simulator reports, and what was seen."""
 
-    report: SimReport
+    report: SimReport[Any]
     seen: Counter[str] = field(repr=False)
 
 
-def scenario(seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
+def scenario(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
     """Run and check the scenario of ``seed``; with other faults than its own, if some are given.
 
     Raises:
@@ -291,7 +291,7 @@ def examine(seed: int, faults: Sequence[Fault] | None = None) -> Examined:
     return Examined(replace(report, results=tuple(results)), watch.seen)
 
 
-def _check_end(watch: Watch, report: SimReport) -> None:
+def _check_end(watch: Watch, report: SimReport[Any]) -> None:
     plan = watch.plan
     killed = {fault.rank for fault in plan.faults if isinstance(fault, (Kill, Join))}  # or has not come
     for rank, result in enumerate(report.results):
@@ -366,7 +366,7 @@ def _check_accounts(watch: Watch) -> None:
         )
 
 
-def _count(watch: Watch, report: SimReport) -> None:
+def _count(watch: Watch, report: SimReport[Any]) -> None:
     seen = watch.seen
     for fault, fired in zip(report.faults, report.faults_fired, strict=True):
         seen[f"fault {type(fault).__name__}"] += bool(fired)
@@ -483,7 +483,7 @@ class Recorder:
 
     folder: str
 
-    def __call__(self, seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
+    def __call__(self, seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
         """As :func:`scenario`."""
         examined = examine(seed, faults)
         if faults is None:

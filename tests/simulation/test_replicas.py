@@ -88,9 +88,6 @@ def test_what_cannot_be_divided_or_is_refused_is_told() -> None:
     for options, told in (
         ({"replica_size": 1}, "replica_size is 1"),
         ({"swap_every": 3}, "swap_every is 3; allowed: a divisor of average_every, which is 10"),
-        ({"islands": 2}, "islands is 2"),
-        ({"migrate_every": 5}, "migrate_every is 5; allowed: none where replicas are averaged"),
-        ({"migration": "random"}, "migration is 'random'; allowed: none where replicas are averaged"),
         ({"replacement_ratio": 2.0}, "replacement_ratio is 2"),
     ):
         with pytest.raises(ValueError, match=told):

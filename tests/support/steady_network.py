@@ -38,7 +38,7 @@ def quiet() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def run(main: Any, *args: Any, ranks: int = 2, faults: list[Fault], **options: Any) -> SimReport:
+def run(main: Any, *args: Any, ranks: int = 2, faults: list[Fault], **options: Any) -> SimReport[Any]:
     """Simulate on a steady network; every fault must have fired."""
     with quiet():
         report = simulate(main, *args, ranks=ranks, faults=faults, network=STEADY, **options)

@@ -109,7 +109,7 @@ def train_step(model: Any, rank: int, setting: Setting) -> None:
             model.norm.running_mean.add_(1.0)
 
 
-def run_setting(setting: Setting, seed: int) -> tuple[SimReport, Watch]:
+def run_setting(setting: Setting, seed: int) -> tuple[SimReport[Any], Watch]:
     """Simulate it under all invariants that hold in any setting."""
     watch = Watch(setting)
     with contextlib.ExitStack() as stack:
@@ -149,7 +149,7 @@ def longest_absence_s(setting: Setting) -> float:
     return factor * (0.004 + pause_s + sum(fault.duration_s for fault in setting.faults if isinstance(fault, Stall)))
 
 
-def averaging(seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
+def averaging(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
     """Even ranks, nothing goes wrong: rounds must come to their end, and soon."""
     rng = random.Random(f"averaging {seed}")
     ranks = rng.randint(2, 6)
@@ -185,7 +185,7 @@ def check_progress(watch: Watch) -> None:
             assert watch.applied_count.get(worst), f"rank {worst} is the worst, and was never replaced"
 
 
-def trouble(seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
+def trouble(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
     """Ranks and links are slow and stall; rounds are abandoned in the middle of streams."""
     rng = random.Random(f"trouble {seed}")
     ranks = rng.randint(2, 5)
@@ -207,7 +207,7 @@ def trouble(seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
     return run_setting(setting, seed)[0]
 
 
-def lateness(seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
+def lateness(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
     """Some links are far slower than a step, with deadlines about as long as the streams and messages take."""
     rng = random.Random(f"lateness {seed}")
     ranks = rng.randint(2, 4)
@@ -235,7 +235,7 @@ def lateness(seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
     return run_setting(setting, seed)[0]
 
 
-def slow_words(seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
+def slow_words(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
     """What the coordinator says to the worst rank comes late: its round is over for the donors before it has begun."""
     rng = random.Random(f"slow_words {seed}")
     ranks = rng.randint(3, 5)
@@ -257,7 +257,7 @@ def slow_words(seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
     return run_setting(setting, seed)[0]
 
 
-def asked_again(seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
+def asked_again(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
     """A donor that does not come to its safe point in time is left out, and the replacer asks the others anew.
 
     They may have computed since they sent their snapshots, too large to leave without a receiver: so they hear of the
@@ -284,7 +284,7 @@ def asked_again(seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
     return run_setting(setting, seed)[0]
 
 
-def farewell(seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
+def farewell(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
     """No message is small enough to leave at once, and they pile up before the coordinator: all of them arrive."""
     rng = random.Random(f"farewell {seed}")
     ranks = rng.randint(2, 4)
@@ -299,7 +299,7 @@ def farewell(seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
     return run_setting(setting, seed)[0]
 
 
-def leaving(seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
+def leaving(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
     """Most members leave early. Two stay, and are a quorum of those that are there."""
     rng = random.Random(f"leaving {seed}")
     ranks = rng.randint(4, 8)
@@ -320,7 +320,7 @@ def leaving(seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
 # -- the rest ---------------------------------------------------------------------------------------------------------
 
 
-def subgroup(seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
+def subgroup(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
     """AverageAllPolicy on some of the ranks gives these their mean, and leaves the others alone."""
     rng = random.Random(f"subgroup {seed}")
     ranks = rng.randint(2, 6)
@@ -355,7 +355,7 @@ def subgroup(seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
     return report
 
 
-def absent(seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
+def absent(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
     """One rank does not come to the start of a policy: the others are told so in time."""
     rng = random.Random(f"absent {seed}")
     ranks = rng.randint(2, 5)

@@ -340,7 +340,7 @@ def deadlines_watched(slack_s: float) -> Iterator[None]:
         yield
 
 
-def check_bulk(report: SimReport, model: nn.Module) -> None:
+def check_bulk(report: SimReport[Any], model: nn.Module) -> None:
     """Parameters travel together: each bulk message is the whole of one dtype, or an abort."""
     sizes = {0, *(tensor.nbytes for tensor in flat_state(model).values())}
     for event in report.trace:
@@ -348,7 +348,7 @@ def check_bulk(report: SimReport, model: nn.Module) -> None:
             assert event.nbytes in sizes, f"a bulk message of {event.nbytes} bytes; whole dtypes have {sorted(sizes)}"
 
 
-def check_dropped(report: SimReport) -> None:
+def check_dropped(report: SimReport[Any]) -> None:
     """Frames may come for a channel that is closed. Nothing else makes a receiver drop one."""
     for rank, statistics in enumerate(report.statistics):
         for why in statistics.dropped if statistics is not None else ():

@@ -47,7 +47,7 @@ _PREFIX_LENGTH: Final = 40
 class Scenario(Protocol):
     """Can be explored. A scenario that takes the seed alone is explored as well, but its plan is not shrunk."""
 
-    def __call__(self, seed: int, faults: Sequence[Fault] | None = None) -> SimReport:
+    def __call__(self, seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
         """Simulate; raise where something is wrong.
 
         Args:
@@ -156,7 +156,7 @@ def _covered(events: Mapping[str, int]) -> str:
 
 
 def explore(
-    scenario: Callable[..., SimReport],
+    scenario: Callable[..., SimReport[Any]],
     seeds: Iterable[int] = range(10_000),
     *,
     processes: int | None = None,
@@ -260,7 +260,7 @@ def _attempt(scenario: Callable[..., Any], seed: int, faults: Sequence[Fault] | 
     return _Passed(report.trace_digest, +fired, events)
 
 
-def check_ranks_ended_well(report: SimReport) -> None:
+def check_ranks_ended_well(report: SimReport[Any]) -> None:
     """Raise what ended a rank, unless it is the loss of another, ``sys.exit(0)`` or a signal of the fault plan."""
     if not isinstance(report, SimReport):
         raise TypeError(f"the scenario returned {report!r}; it must return the SimReport of its simulation")
@@ -270,13 +270,13 @@ def check_ranks_ended_well(report: SimReport) -> None:
             raise result
 
 
-def is_end_by_signal(report: SimReport, rank: int) -> bool:
+def is_end_by_signal(report: SimReport[Any], rank: int) -> bool:
     """Return whether a signal of the fault plan ended that rank: its own, or that of the rank whose loss ended it.
 
     A signal ends the whole job, which nothing that a program does can prevent. It may well survive a killed rank.
     """
     result, interrupted = report.results[rank], report.interrupted_ranks()
-    if isinstance(result, RankLostError) and result.rank is not None and interrupted:
+    if isinstance(result, RankLostError) and interrupted:
         return result.rank in interrupted or isinstance(report.results[result.rank], RankLostError)
     return report.is_exit_by_signal(rank)
 

@@ -40,7 +40,7 @@ class Replayed:
         cut_ranks: the ranks whose record ends before their main, as where they were killed.
     """
 
-    report: SimReport
+    report: SimReport[Any]
     decision_count: int
     left_count: int
     cut_ranks: tuple[int, ...]
@@ -78,7 +78,7 @@ def replay(
 
 def _run(
     job: ReplayedJob, recording: Recording, main: Callable[..., Coroutine[Any, Any, Any]], args: tuple[Any, ...]
-) -> SimReport:
+) -> SimReport[Any]:
     """Simulate the job's ranks until they have ended, or none goes further."""
     token = instrument.set(job.open_rank)
     threads = torch.get_num_threads()
@@ -94,7 +94,7 @@ def _run(
         )
     except STOPPED as error:
         logger.debug("the replay stood still: %s", error)
-        report: SimReport = error.report
+        report: SimReport[Any] = error.report
         return report
     finally:
         torch.set_num_threads(threads)

@@ -67,7 +67,7 @@ class _ReplayedScript(Script):
         faults: tuple[Fault, ...],
         strict: bool,
         inherited: list[str],
-    ) -> SimReport:
+    ) -> SimReport[Any]:
         """Replay in place of simulating; what a rank draws goes on where it did in the recorded run."""
         del seed, faults, strict, inherited
         assert self.recording is not None and self.ended is not None

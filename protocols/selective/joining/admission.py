@@ -244,7 +244,8 @@ class Application:
             if is_over_everywhere or (are_over and others):
                 raise ClosedError("no other rank has this policy any more: all are lost, or were started again, too")
             if not others:
-                raise RankLostError("no other rank of this policy is there: all are lost")
+                raise RankLostError("no other rank of this policy is there: all are lost", rank=self._ranks[0])
             raise StartTimeoutError(
-                f"no coordinator of this rank's policy has answered for {self._timeout_s:g} s: it is not admitted"
+                f"no coordinator of this rank's policy has answered for {self._timeout_s:g} s: it is not admitted",
+                missing=(),
             )
