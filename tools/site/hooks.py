@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DRAWING = "assets/mermaid.tiny.js"
 #: Pages of the site that lie beside ``docs``.
 BESIDE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+#: How much more a page counts in a search than others. The table of the policies' options is there.
+SEARCH_BOOST = {"policies.md": 8.0}
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 _FENCED = re.compile(r"^( *)(```+).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
 
@@ -41,8 +43,10 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Let links lead to pages of the site; what they say stays of those that lead to other files of the checkout."""
+    """Let links lead to pages of the site. Of a link to another file of the checkout only its text stays."""
     uri: str = page.file.src_uri
+    if uri in SEARCH_BOOST:
+        page.meta["search"] = {"boost": SEARCH_BOOST[uri]}
     source = {page: name for name, page in BESIDE.items()}.get(uri, f"docs/{uri}")
     return outside_of_code(markdown, lambda text: _LINK.sub(lambda link: _link(link, source, uri), text))
 
