@@ -89,8 +89,8 @@ def results_of(name: str, out: Path, output: str) -> dict[str, Any]:
 
 
 def numbers(value: Any) -> Iterator[float]:
-    if isinstance(value, dict):
-        for item in value.values():
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from numbers(item)
     elif value not in ("mpi", "torch"):  # the transport
         assert isinstance(value, (int, float)), f"{value!r} is no figure"
@@ -323,10 +323,39 @@ def test_goodput(bench: Bench, tmp_path: Path) -> None:
     assert chart.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long
+def test_value(bench: Bench, tmp_path: Path) -> None:
+    chart = tmp_path / "chart.png"
+    results = bench("value", "--chart", str(chart))
+    assert results.keys() == {"spirals"} and results["spirals"].keys() == {"equal", "slow", "diverges"}
+    for by_policy in results["spirals"].values():
+        assert len(by_policy) == 7
+        for (run,) in by_policy.values():
+            assert 0 <= run["taken"] <= run["worst"] <= 1
+    assert chart.read_bytes().startswith(b"\x89PNG")
+
+
+def test_value_counts_equal_virtual_time(runner: ModuleType) -> None:
+    """In equal virtual time a rank ten times slower makes a tenth of the steps.
+
+    Averaging all makes the others wait for that rank; selective averaging does not.
+    """
+    value = importlib.import_module("value")
+    alone, selective, average_all = (
+        value.simulate(value.Run("spirals", "slow", policy, seed=3, train_s=2.0))
+        for policy in ("no averaging", "selective, mean", "average all")
+    )
+    assert alone["steps"][3] == 4 and all(count >= 38 for count in alone["steps"][:3])
+    assert selective["steps"] == alone["steps"]
+    assert max(average_all["steps"]) <= 20
+    again = value.simulate(value.Run("spirals", "slow", "selective, mean", seed=3, train_s=2.0))
+    assert again == selective, "equal seeds give equal figures"
+
+
 def test_a_chart_is_drawn_of_what_has_one_only(runner: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         runner.main(["step", "--chart", "chart.png"])
-    assert "--chart: step has none; allowed: goodput, scale" in capsys.readouterr().err
+    assert "--chart: step has none; allowed: goodput, scale, value" in capsys.readouterr().err
 
 
 def test_every_benchmark_is_run_by_a_test(runner: ModuleType) -> None:

@@ -48,9 +48,10 @@ NAMES: Final = (
     "replay",
     "record",
     "goodput",
+    "value",
 )
 #: Those that can draw what they have found.
-CHARTS: Final = ("goodput", "scale")
+CHARTS: Final = ("goodput", "scale", "value")
 _HERE: Final = Path(__file__).resolve().parent
 #: Makes hosts of namespaces; its exit code where it cannot.
 HOSTS: Final = _HERE.parent / "namespaces" / "hosts.py"
