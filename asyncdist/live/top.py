@@ -91,6 +91,7 @@ def run(name: str | None) -> int:
     if not has_rich():
         print(f"asyncdist top: {NEEDS_RICH}", file=sys.stderr)
         return 2
+    sockets.warn_of_refused_directories("top")
     try:
         job = find_job(name)
     except LookupError as error:

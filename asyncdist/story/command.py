@@ -6,7 +6,7 @@ from pathlib import Path
 
 from asyncdist.recording.command_output import print_to, refuse
 from asyncdist.story.finding import find_job
-from asyncdist.story.sockets import ask, jobs
+from asyncdist.story.sockets import ask, jobs, warn_of_refused_directories
 from asyncdist.story.telling import Silent, tell_job
 
 
@@ -22,6 +22,7 @@ def run(name: str | None, recorded: str | None = None) -> int:
         return _tell_recording(name, recorded)
     if recorded is not None:
         return refuse("story", "--job names a job of a recording, whose folder is to be given")
+    warn_of_refused_directories("story")
     try:
         job = find_job(name)
     except LookupError as error:

@@ -3,24 +3,35 @@
 A job has a directory, of mode 0700, with a socket for each rank that lives here, ``RANK.PID``. A rank takes its own
 away at its end, and the directory with the last one. What a killed rank leaves behind is cleared by the others when
 they end, by the next job of this user, or by ``asyncdist story``.
+
+Other users of the host may have put anything under these names. Nothing is read, made or removed in a directory
+before :mod:`asyncdist.trust.private_folders` has found that it is this user's alone, and each end of a connection
+checks that the other one is a process of this user.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import re
 import selectors
 import socket
 import stat
+import struct
+import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from asyncdist import environment
 from asyncdist.story.facts import RankStory, from_bytes
+from asyncdist.trust import private_folders
+
+logger = logging.getLogger("asyncdist.story.sockets")
 
 #: What is asked, or said: everything; counters; whether it answers at all; whether a signal has asked it just now;
 #: that the job's standstill has been told.
@@ -42,6 +53,11 @@ _TRY_COUNT: Final = 10
 _PATH_NBYTES_MAX: Final = 107
 #: A rank's own name in the directory: its number and its process; until it listens there, with a tilde.
 _NAME_NBYTES: Final = len("/0123abcd/1000000.4194304~")
+_NAME: Final = re.compile(r"[0-9]+\.[0-9]+~?")
+#: How many folders of a place are tried, where other users have made the first ones.
+_FOLDER_COUNT: Final = 8
+#: The kernel's ucred: process, user and group.
+_CREDENTIALS: Final = struct.Struct("3i")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,95 +106,150 @@ class Place:
 
 
 def directories() -> list[Path]:
-    """Return where directories of jobs may be, the best place first."""
+    """Return the folders in which jobs may have theirs, the best one first.
+
+    The first names of each place are the usual ones. The others, with a number, are for a place in which another user
+    has made a folder of that name.
+    """
     bases = [*environment.runtime_directories(), tempfile.gettempdir(), "/tmp"]
-    found = [Path(base, f"asyncdist-{os.getuid()}") for base in dict.fromkeys(bases)]
+    names = [f"asyncdist-{os.getuid()}", *(f"asyncdist-{os.getuid()}-{n}" for n in range(2, _FOLDER_COUNT + 1))]
+    found = [Path(base, name) for base in dict.fromkeys(bases) for name in names]
     return [path for path in found if len(os.fsencode(path)) + _NAME_NBYTES <= _PATH_NBYTES_MAX]
 
 
+def warn_of_refused_directories(command: str) -> None:
+    """Print a line for each of these folders that is not looked into, since it is not this user's alone."""
+    for base in directories():
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                with private_folders.opened(base):
+                    pass
+            except private_folders.NotPrivateError as error:
+                print(f"asyncdist {command}: {error}: it is not looked into", file=sys.stderr, flush=True)
+
+
 def listen(job: str, rank: int) -> tuple[socket.socket, Path] | None:
-    """Return a socket that listens for questions about this rank, and its path; None where there is no place for it."""
+    """Return a socket that listens for questions about this rank, and its path; None if no folder can hold it.
+
+    A folder that is not this user's alone is left untouched: another one is taken, and a warning says so.
+    """
+    refused: list[str] = []
+    opened = None
     for base in directories():
         clear(base)
-        for _ in range(_TRY_COUNT):  # another rank may take an empty directory away
-            with contextlib.suppress(OSError):
-                folder = base / job
-                _make_private(base)
-                _make_private(folder)
-                path = folder / f"{rank}.{os.getpid()}"
-                listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                try:
-                    begun = path.with_name(f"{path.name}~")  # no place yet: one at which nobody listens is cleared away
-                    begun.unlink(missing_ok=True)
-                    listener.bind(str(begun))
-                    listener.listen(64)
-                    listener.setblocking(False)
-                    begun.replace(path)
-                except OSError:
-                    listener.close()
-                    raise
+        try:
+            opened = _listen_in(base, job, rank)
+        except private_folders.NotPrivateError as error:
+            refused.append(str(error))
+        if opened is not None:
+            break
+    if refused and (rank == 0 or environment.local_rank() == 0):
+        other = "no folder is left for it" if opened is None else f"it is in {opened[1].parents[1]} instead"
+        logger.warning("%s; so the socket for asyncdist story is not made there: %s", "; ".join(refused), other)
+    return opened
+
+
+def _listen_in(base: Path, job: str, rank: int) -> tuple[socket.socket, Path] | None:
+    """Return what :func:`listen` does, in this folder. Raises NotPrivateError."""
+    path = base / job / f"{rank}.{os.getpid()}"
+    begun = path.with_name(f"{path.name}~")  # not a place yet: one at which no process listens is cleared away
+    for _ in range(_TRY_COUNT):  # another rank may take an empty folder away
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with (
+                private_folders.opened(base, makes=True) as outer,
+                private_folders.opened(job, parent=outer, makes=True) as folder,
+            ):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(begun.name, dir_fd=folder)
+                listener.bind(str(begun))
+                listener.listen(64)
+                listener.setblocking(False)
+                os.rename(begun.name, path.name, src_dir_fd=folder, dst_dir_fd=folder)
                 return listener, path
+        except private_folders.NotPrivateError:
+            listener.close()
+            raise
+        except OSError:
+            listener.close()
     return None
 
 
-def _make_private(folder: Path) -> None:
-    """Make a directory that is this user's alone. Raises OSError where it is another's."""
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise PermissionError(f"{folder} is not a directory of this user alone")
+def is_of_own_user(connection: socket.socket) -> bool:
+    """Return whether the process at the other end runs as this user, or as root; on Linux, which alone tells it.
+
+    Elsewhere the mode of the folder keeps other users out.
+    """
+    if not hasattr(socket, "SO_PEERCRED"):
+        return True
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return _CREDENTIALS.unpack(data)[1] in (os.getuid(), 0)
 
 
 def withdraw(path: Path) -> None:
-    """Take a rank's socket away, and the directory of the job if nobody else lives in it."""
-    path.unlink(missing_ok=True)
-    _clear_job(path.parent)
-    with contextlib.suppress(OSError):  # others live there, or it is away already
-        path.parent.rmdir()
-        path.parent.parent.rmdir()
+    """Take a rank's socket away, and the folder of the job if no other rank has a socket there."""
+    with contextlib.suppress(OSError), private_folders.opened(path.parents[1]) as base:
+        with private_folders.opened(path.parent.name, parent=base) as folder:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path.name, dir_fd=folder)
+            _clear_job(base, path.parent)
+        os.rmdir(path.parent.name, dir_fd=base)  # fails if other ranks are there
+    with contextlib.suppress(OSError):
+        path.parents[1].rmdir()
 
 
 def clear(base: Path) -> None:
-    """Take away what jobs have left of which no process lives."""
-    with contextlib.suppress(OSError):
-        for folder in list(base.iterdir()):
-            _clear_job(folder)
+    """Take away the sockets that ended jobs have left in this folder. Does nothing if it is not this user's alone."""
+    with contextlib.suppress(OSError), private_folders.opened(base) as descriptor:
+        for name in os.listdir(descriptor):
+            _clear_job(descriptor, base / name)
         base.rmdir()
 
 
-def _clear_job(folder: Path) -> None:
-    with contextlib.suppress(OSError):
-        found = places(folder)
-        if not any(place.is_alive and place.is_served for place in found):
-            for place in found:
-                place.path.unlink(missing_ok=True)
-            # A rank that begins has made the directory, and is about to make its socket.
-            if found or time.time() - folder.stat().st_mtime > _BEGINNING_S:
-                for begun in folder.glob("*~"):  # of one that was killed before it listened
-                    begun.unlink()
-                folder.rmdir()
+def _clear_job(base: int, path: Path) -> None:
+    """Take away a job of which no process lives: sockets of this user with names of ours, and no other file."""
+    with contextlib.suppress(OSError), private_folders.opened(path.name, parent=base) as folder:
+        names = [name for name in os.listdir(folder) if _NAME.fullmatch(name) and _is_own_socket(name, folder)]
+        found = _places(path, names)
+        if any(place.is_alive and place.is_served for place in found):
+            return
+        # A rank that begins has made the folder, and is about to make its socket.
+        if found or time.time() - os.fstat(folder).st_mtime > _BEGINNING_S:
+            for name in names:
+                os.unlink(name, dir_fd=folder)
+            os.rmdir(path.name, dir_fd=base)
+
+
+def _is_own_socket(name: str, folder: int) -> bool:
+    found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    return stat.S_ISSOCK(found.st_mode) and found.st_uid == os.getuid()
 
 
 def places(folder: Path) -> list[Place]:
-    """Return the sockets of a job, by rank."""
+    """Return the sockets of a job, by rank; none if the folder is not this user's alone."""
+    with contextlib.suppress(OSError), private_folders.opened(folder) as descriptor:
+        return _places(folder, [name for name in os.listdir(descriptor) if _is_own_socket(name, descriptor)])
+    return []
+
+
+def _places(folder: Path, names: Iterable[str]) -> list[Place]:
     found = []
-    with contextlib.suppress(OSError):
-        for path in folder.iterdir():
-            rank, _, pid = path.name.partition(".")
-            if rank.isdecimal() and pid.isdecimal():
-                found.append(Place(path, int(rank), int(pid)))
+    for name in names:
+        rank, _, pid = name.partition(".")
+        if rank.isdecimal() and pid.isdecimal():
+            found.append(Place(folder / name, int(rank), int(pid)))
     return sorted(found, key=lambda place: (place.rank, place.pid))
 
 
 def jobs() -> dict[str, list[Place]]:
     """Return the sockets of each job of this user on this host."""
-    found = {}
+    found: dict[str, list[Place]] = {}
     for base in directories():
         clear(base)
-        with contextlib.suppress(OSError):
-            for folder in sorted(base.iterdir()):
-                if there := places(folder):
-                    found[folder.name] = there
+        with contextlib.suppress(OSError), private_folders.opened(base) as descriptor:
+            for name in sorted(os.listdir(descriptor)):
+                if there := places(base / name):
+                    found[name] = sorted([*found.get(name, []), *there], key=lambda place: (place.rank, place.pid))
     return found
 
 
@@ -252,8 +323,10 @@ def _connect(place: Place, question: bytes) -> socket.socket | None:
     client.setblocking(False)
     try:
         client.connect(str(place.path))
+        if not is_of_own_user(client):
+            raise PermissionError(f"{place.path} is served by another user")
         client.send(question)
-    except OSError:  # its process has ended, or its queue is full since it does not answer
+    except OSError:  # its process has ended, its queue is full since it does not answer, or it is another user's
         client.close()
         return None
     return client

@@ -1,4 +1,4 @@
-"""Decides what a process believes of others: folders of the own user, secrets of jobs, strings that are shown.
+"""Decides what a process believes of others: folders of its user, and secrets of jobs.
 
 Every folder may import these modules, and they import the ground alone.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
@@ -20,6 +21,7 @@ from asyncdist.story.facts import ChannelState, Collective, PolicyState, RankSto
 from asyncdist.story.happenings import events_in_words, ranks_in_words, seconds_in_words
 from asyncdist.story.telling import Silent, in_short, tell_job, tell_rank
 from asyncdist.story.waiting import awaited_ranks, by_root, circle, stuck_ranks
+from asyncdist.trust import private_folders
 
 
 def story(rank: int, *waits: Wait, size: int = 3, state: str = "awaits") -> RankStory:
@@ -301,21 +303,91 @@ class TestSockets:
         assert not base.exists()
 
     def test_what_was_left_before_it_listened_is_cleared_away(self, base: Path) -> None:
-        (base / "job").mkdir(parents=True, mode=0o700)
-        (base / "job" / "0.1~").touch()
+        base.mkdir(mode=0o700)
+        (base / "job").mkdir(mode=0o700)
+        with socket.socket(socket.AF_UNIX) as begun:
+            begun.bind(str(base / "job" / "0.1~"))
         os.utime(base / "job", (0, 0))
         sockets.clear(base)
         assert not base.exists()
 
-    def test_a_directory_that_others_may_write_is_not_used(self, base: Path) -> None:
+    def test_a_folder_that_others_may_enter_is_left_alone_and_told(
+        self, base: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         base.mkdir()
         base.chmod(0o777)
         base.joinpath("of somebody").touch()
+        other = base.with_name(f"{base.name}-2")
         opened = sockets.listen("job", 0)
-        assert opened is None or base not in opened[1].parents
-        if opened is not None:
-            opened[0].close()
-            sockets.withdraw(opened[1])
+        assert opened is not None and opened[1] == other / "job" / f"0.{os.getpid()}"
+        why = f"{base} has mode 0777, with which other users may enter it; allowed: 0700"
+        assert [record.getMessage() for record in caplog.records] == [
+            f"{why}; so the socket for asyncdist story is not made there: it is in {other} instead"
+        ]
+        assert [each.path for each in sockets.jobs()["job"]] == [opened[1]]
+        sockets.warn_of_refused_directories("story")
+        assert capsys.readouterr().err == f"asyncdist story: {why}: it is not looked into\n"
+        opened[0].close()
+        sockets.withdraw(opened[1])
+        assert [each.name for each in base.iterdir()] == ["of somebody"] and not other.exists()
+
+    def test_a_rank_does_not_follow_a_planted_link(self, base: Path, tmp_path: Path) -> None:
+        """Regression: files behind the link were deleted, and then the socket was made there."""
+        home = tmp_path / "home"
+        home.mkdir(mode=0o700)
+        home.joinpath("notes.txt~").touch()
+        home.joinpath("1.99999999").touch()
+        os.utime(home, (0, 0))
+        base.symlink_to(home)
+        opened = sockets.listen("job", 0)
+        assert opened is not None and opened[1].parents[1].name == f"{base.name}-2"
+        base.unlink()
+        base.mkdir(mode=0o700)
+        base.joinpath("job").symlink_to(home)
+        assert [each.path for each in sockets.jobs()["job"]] == [opened[1]]
+        opened[0].close()
+        sockets.withdraw(opened[1])
+        assert sorted(each.name for each in home.iterdir()) == ["1.99999999", "notes.txt~"]
+
+    def test_a_folder_of_another_user_is_not_believed(self, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        base.mkdir(mode=0o700)
+        own = os.getuid()
+        monkeypatch.setattr(private_folders.os, "getuid", lambda: own + 1)
+        refused = pytest.raises(private_folders.NotPrivateError, match=rf"{base} belongs to (the )?user ")
+        with refused, private_folders.opened(base):
+            raise AssertionError("it is opened")
+
+    def test_files_of_other_kinds_are_never_cleared_away(self, base: Path) -> None:
+        base.mkdir(mode=0o700)
+        folder = base / "job"
+        folder.mkdir(mode=0o700)
+        folder.joinpath("1.99999999").touch()
+        folder.joinpath("notes~").touch()
+        folder.joinpath("2.99999999").symlink_to(base)
+        os.utime(folder, (0, 0))
+        assert "job" not in sockets.jobs()
+        assert len(list(folder.iterdir())) == 3
+
+    def test_a_process_of_another_user_gets_no_answer_and_is_not_asked(
+        self, base: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        opened = sockets.listen("job", 0)
+        assert opened is not None
+        listener, path = opened
+        place = sockets.Place(path, 0, os.getpid())
+        monkeypatch.setattr(sockets, "_CREDENTIALS", SimpleNamespace(size=12, unpack=lambda _: (1, os.getuid() + 1, 1)))
+        assert sockets.exchange([place], sockets.STORY, 0.2) == {}
+        client, _ = listener.accept()
+        assert client.recv(16) == b"", "no question was sent"
+        client.close()
+        with socket.socket(socket.AF_UNIX) as asks:
+            asks.connect(str(path))
+            asks.sendall(sockets.STORY)
+            answering.Teller._answer(object.__new__(answering.Teller), listener)
+            with contextlib.suppress(ConnectionResetError):
+                assert asks.recv(16) == b""
+        listener.close()
+        sockets.withdraw(path)
 
     def test_a_path_that_is_too_long_for_a_socket_is_not_used(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

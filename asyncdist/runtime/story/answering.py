@@ -160,6 +160,8 @@ class Teller:
     def _answer(self, listener: socket.socket) -> None:
         client, _ = listener.accept()
         with client:
+            if not sockets.is_of_own_user(client):
+                return
             client.settimeout(sockets.ANSWER_S)
             question = client.recv(len(sockets.STORY))
             if question == sockets.STORY:
