@@ -92,6 +92,7 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
         spec = importlib.util.find_spec(module)
         main.__dict__.update(__spec__=spec, __package__=spec.parent if spec else "")
     ending = _Ending()
+    process_id = os.getpid()
     try:
         exec(compile(Path(script).read_bytes(), script, "exec", dont_inherit=True), main.__dict__)
     except SystemExit as error:
@@ -99,17 +100,18 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
         if code is not None and not isinstance(code, int):  # sys.exit("what went wrong")
             print(code, file=sys.stderr)
         code = ending.code = exit_code(code)
-        if code:
+        if code and os.getpid() == process_id:  # a child that the script has forked ends nothing but itself
             _leave_world(error)
             _end_job(code)
         sys.exit(code)
     except BaseException as error:
         error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # without this frame
-        told = _leave_world(error)
+        told = _leave_world(error) if os.getpid() == process_id else error
         with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C has ended a peer first, and this rank reports that
             _tell_error(told)
         code = ending.code = 130 if isinstance(error, KeyboardInterrupt) else 1
-        _end_job(code)
+        if os.getpid() == process_id:
+            _end_job(code)
         sys.exit(code)
 
 

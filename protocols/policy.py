@@ -30,6 +30,7 @@ from asyncdist.collectives.agreed_start import Start, start_together
 from asyncdist.collectives.agreement.messages import Agreed
 from asyncdist.collectives.groups import check_open
 from asyncdist.messaging.services import Services
+from asyncdist.runtime.failing.process_ends import end_forked_child
 from asyncdist.tensors.flat_state import FlatState
 from protocols.journal import Journal
 from protocols.metrics import Metric, MetricSource, due_metric
@@ -236,6 +237,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
     ) -> None:
         if self._stage != "open" or kind is GeneratorExit:  # by hand, if not once and after its start; or thrown away
             return
+        end_forked_child(self._services.process_id, error)
         self._stage = "closed"
         self._journal.end(self._services, self.model)
         if not self.is_alone:

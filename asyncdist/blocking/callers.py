@@ -32,6 +32,7 @@ import greenlet
 from asyncdist.blocking.begun import BegunCall, Outcome, Pause, awaited, called, outcome_of
 from asyncdist.blocking.idle_loop import IdleLoop
 from asyncdist.errors import ClosedError, LocalProtocolError
+from asyncdist.runtime.failing.process_ends import end_forked_child
 from asyncdist.runtime.notebooks import is_loop_running
 from asyncdist.runtime.signals import Interrupts
 from asyncdist.runtime.watchdogs import frame_of_caller
@@ -243,6 +244,7 @@ class LoopCaller(Caller):
 
     def close(self, error: BaseException | None) -> None:
         """Leave the world, or end it with the error of the block. Raises what main ends with, if it is another one."""
+        end_forked_child(self.world.process_id, error)
         given = error
         if error is None:
             try:

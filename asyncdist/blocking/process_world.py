@@ -49,6 +49,7 @@ class _UntilExit:
 
     def __init__(self, block: AbstractContextManager[Any]) -> None:
         self._block: AbstractContextManager[Any] | None = block
+        self._process_id = os.getpid()
         self._hook_before = sys.excepthook
         sys.excepthook = self._on_exception
         atexit.register(self._on_exit)
@@ -79,7 +80,7 @@ class _UntilExit:
     def leave(self, error: BaseException | None) -> None:
         """Leave the block, with the error that ends the program if there is one."""
         block, self._block = self._block, None
-        if block is not None:
+        if block is not None and os.getpid() == self._process_id:  # a forked child is not in the world
             set_process_caller(None)
             block.__exit__(type(error) if error is not None else None, error, getattr(error, "__traceback__", None))
 

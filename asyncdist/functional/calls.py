@@ -14,6 +14,7 @@ from asyncdist.errors import AsyncdistError, BusyError, ClosedError, LocalProtoc
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel, Envelope
 from asyncdist.messaging.engine import Awaited
+from asyncdist.runtime.failing.process_ends import end_forked_child
 from asyncdist.runtime.world import World, current_world
 from asyncdist.tensors.serialization import cut_text
 
@@ -103,6 +104,7 @@ class Calls(Generic[AskT, AnswerT]):
         channel, world = self._channel, self._world
         if channel is None or world is None:  # by hand: it was not entered, or is left a second time
             return
+        end_forked_child(world.process_id, error)
         self._channel = None
         self._reader.cancel()
         world.services.off_gone(self._on_gone)

@@ -59,6 +59,7 @@ cdef class Poller:
     cpdef object watch(self, object request, object what, object on_done=*)
     cpdef object recheck(self)
     cpdef object fail(self, object error)
+    cpdef object abandon(self, object error)
     cpdef object ring(self)
     cpdef object wake(self)
     @cython.locals(began_at=double, alone=bint)

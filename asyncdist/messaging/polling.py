@@ -269,6 +269,12 @@ class Poller:
         for waiter in list(self._waiters):
             resolve_waiter(waiter, error)
 
+    def abandon(self, error: BaseException) -> None:
+        """Make no pass again, and make every wait raise ``error``: this process is a forked copy of the rank's."""
+        self.stop()
+        self.failure = error
+        self._in_pass = True  # as if one never ended
+
     # -- the driver -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:

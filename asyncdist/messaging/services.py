@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
@@ -118,6 +119,7 @@ class Services:
     def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop, nonce: int) -> None:
         self.rank = engine.transport.rank
         self.size = engine.transport.size
+        self.process_id = os.getpid()
         self.incarnation = engine.transport.incarnation
         self.may_return = engine.transport.may_return
         self.survives_loss = engine.transport.capabilities.survives_rank_loss

@@ -18,9 +18,15 @@ from asyncdist.messaging.engine import Engine
 from asyncdist.recording.writer import RecordOptions
 from asyncdist.runtime import handshake
 from asyncdist.runtime.failing.failure import FailureMonitor, fail, fail_alone, own_error
+from asyncdist.runtime.failing.process_ends import (
+    ForkedChildError,
+    abandoned_in_children,
+    end_at_next_turn,
+    ending_forked_children,
+)
 from asyncdist.runtime.leaving import leave, report_leftovers
 from asyncdist.runtime.recording import Recording
-from asyncdist.runtime.signals import Interrupts, ending_forked_children
+from asyncdist.runtime.signals import Interrupts
 from asyncdist.runtime.story.answering import Teller
 from asyncdist.runtime.story.requests import tell_no_more, tell_on_request
 from asyncdist.runtime.watchdogs import ENDLESS, EndWatch, StallWatch, WatchdogOptions, describe_wait
@@ -115,6 +121,7 @@ async def hosted(
     exporter: Exporter | None = None
     token = None
     stack = contextlib.ExitStack()
+    stack.enter_context(abandoned_in_children(functools.partial(_abandon, engine, loop)))
     try:
         try:
             world = await handshake.meet_all(transport, engine, loop)
@@ -165,6 +172,15 @@ async def hosted(
         if token is not None:
             with contextlib.suppress(ValueError):  # an async generator may be finalised in another context
                 _current_world.reset(token)
+
+
+def _abandon(engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
+    """Keep this process, which the rank has forked, from the rank's messages and from its loop."""
+    rank = engine.transport.rank
+    engine.abandon(
+        ForkedChildError(f"rank {rank} has forked this process, which cannot use the world of the rank", rank=rank)
+    )
+    end_at_next_turn(loop, rank)
 
 
 def _note_interrupt(task: asyncio.Task[Any] | None, world: World) -> str | None:

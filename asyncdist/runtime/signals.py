@@ -1,4 +1,4 @@
-"""Turns Ctrl-C and SIGTERM into the end of a rank, and ends processes at once or where main ends.
+"""Turns Ctrl-C and SIGTERM into the end of a rank.
 
 SIGINT and SIGTERM are plain signal handlers, since a loop's own do not run while torch blocks it. The first one asks
 the rank to stop at its next await, the second one ends the process.
@@ -7,17 +7,15 @@ the rank to stop at its next await, the second one ends the process.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
-import sys
 import threading
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, Final
 
 from asyncdist import rank_program
+from asyncdist.runtime.failing.process_ends import exit_immediately
 from asyncdist.runtime.story.requests import StoryRequests, forget_in_child
 
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
@@ -188,33 +186,3 @@ def _forget_workers() -> None:
 def interrupt_error(number: int) -> BaseException:
     """Return what ``run`` raises after that signal, which is what Python by itself would raise."""
     return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
-
-
-def exit_immediately(code: int) -> None:
-    """Leave without MPI_Finalize, which can hang once something has gone wrong."""
-    for file in filter(None, (sys.stdout, sys.stderr)):  # Python has none where the descriptor was closed
-        with contextlib.suppress(OSError, ValueError):  # its reader has gone
-            file.flush()
-    os._exit(code)
-
-
-@contextlib.contextmanager
-def ending_forked_children() -> Iterator[None]:
-    """End a process that main has forked where main ends; the body of ``with`` is main.
-
-    The child is no rank, though it holds the sockets and the loop's descriptors of one: if it left the world, its
-    messages would reach the peers as those of the rank, and the rank's loop would lose its sockets.
-    """
-    rank = os.getpid()
-    try:
-        yield
-    except BaseException as error:
-        if os.getpid() == rank:
-            raise
-        if not isinstance(error, SystemExit):
-            traceback.print_exception(error)
-        elif isinstance(error.code, str):
-            print(error.code, file=sys.stderr)
-        exit_immediately(rank_program.exit_code(error.code) if isinstance(error, SystemExit) else 1)
-    if os.getpid() != rank:
-        exit_immediately(0)

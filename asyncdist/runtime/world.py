@@ -138,7 +138,7 @@ class World:
     def __init__(self, services: Services, loop: asyncio.AbstractEventLoop, *, nonce: int, group: Group) -> None:
         self.rank = services.rank
         self.size = services.size
-        self.process_id = os.getpid()
+        self.process_id = services.process_id
         self.local_rank = services.engine.transport.local_rank
         self.group = group
         self.time = services.time

@@ -44,6 +44,7 @@ from asyncdist.messaging.engine import Awaited, yield_to_loop
 from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.polling import resolve_waiter
 from asyncdist.messaging.streams import CHUNK_NBYTES, Cancel, Grant, StreamAborted
+from asyncdist.runtime.failing.process_ends import end_forked_child
 from asyncdist.tensors.byte_views import split
 from protocols.replay.endings import abandoned_error, ended_error
 from protocols.replay.layouts import declare, declared, refuse_grant, scopes
@@ -175,6 +176,7 @@ class ReplayBuffer:
     ) -> None:
         if self._channel is None or self._is_closed:  # by hand: after a start that failed, or a second time
             return
+        end_forked_child(self._services.process_id, error)
         try:
             engine = self._services.engine
             if error is None and engine.failure is None:

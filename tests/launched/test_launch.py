@@ -272,21 +272,31 @@ def test_a_child_of_a_rank_is_told_in_a_line_that_it_is_no_rank(tmp_path: Path) 
 
 
 FORKING = """
-import os, sys
+import os, sys, torch
 import asyncdist as ad
+from protocols import AverageAllPolicy
 
-async def main(world):
-    for how in ("return", 0, 5, "raise"):
+async def train(world, how):
+    model = torch.nn.Linear(2, 1)
+    async with AverageAllPolicy(model, torch.optim.SGD(model.parameters()), average_every=1) as policy:
+        await policy.step()
         if world.rank == 1:
             child = os.fork()
             if not child:
                 if how == "return":
-                    return
+                    return True
                 if how == "raise":
                     raise ValueError("in a child")
+                if how == "step":
+                    await policy.step()
                 sys.exit(how)
             print(how, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-        await ad.barrier()
+        await policy.step()
+    await ad.barrier()
+
+async def main(world):
+    for how in ("return", 0, 5, "raise", "step"):
+        await train(world, how)
 
 if __name__ == "__main__":
     ad.run(main)
@@ -296,13 +306,56 @@ if __name__ == "__main__":
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("transport", ["mpi", pytest.param("torch", marks=pytest.mark.long)])
-def test_a_forked_child_ends_where_main_ends_and_the_ranks_go_on(tmp_path: Path, transport: str) -> None:
-    """It left the world as if it were the rank: it hung, and took the rank's sockets from its loop."""
+def test_a_forked_child_ends_where_it_leaves_a_policy(tmp_path: Path, transport: str) -> None:
+    """Regression: it left policy and world as if it were the rank, hung, and took the rank's sockets from its loop."""
     process = start(tmp_path, FORKING, ranks=2, options=["--transport", transport], is_warm=True)
     code, output, error = finish(process)
     assert code == 0, error
-    assert sorted(output.splitlines()) == ["0 0", "5 5", "raise 1", "return 0", "returned", "returned"], error
+    assert sorted(output.splitlines()) == ["0 0", "5 5", "raise 1", "return 0", "returned", "returned", "step 1"], error
+    assert error.count("can wait; end such a process with sys.exit() or os._exit()") == 1, error
     assert error.count("Traceback") == error.count("ValueError: in a child") == 1, error
+
+
+FORKS = """
+import atexit, os, sys
+import asyncdist as ad
+from mpi4py import MPI
+
+atexit.register(print, "exit of a rank")
+world = ad.blocking.process_world()
+for how in (0, 3, "text", "raise", "called"):
+    ad.blocking.barrier()
+    if world.rank == 1:
+        child = os.fork()
+        if not child:
+            atexit.register(print, "exit of a child", how)
+            if how == "raise":
+                raise ZeroDivisionError("in a child")
+            if how == "called":
+                ad.blocking.barrier()
+            sys.exit(how)
+        print("ended", how, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    ad.blocking.barrier()
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("how", ["mpirun", "mpi", pytest.param("torch", marks=pytest.mark.long)])
+def test_the_exit_of_a_forked_child_touches_nothing_of_its_rank(tmp_path: Path, how: str) -> None:
+    """Regression: it left the world of the rank and called MPI_Finalize, hung or crashed, and the rank with it."""
+    source = FORKS if how != "torch" else FORKS.replace("from mpi4py import MPI", "")
+    if how == "mpirun":
+        result = mpi.run_source(2, source).check()
+        code, output, error = result.returncode, result.stdout, result.stderr
+    else:
+        code, output, error = finish(start(tmp_path, source, ranks=2, options=["--transport", how]))
+    assert code == 0, error
+    told = ["ended 0 0", "ended 3 3", "ended text 1", "ended raise 1", "ended called 1"]
+    assert [line for line in output.splitlines() if line.startswith("ended")] == told, output
+    assert output.count("exit of a rank") == 2, output
+    assert output.count("exit of a child") == 5, "the functions that a child has registered are called"
+    assert error.count("ZeroDivisionError: in a child") == 1, error
+    assert error.count("rank 1 has forked this process, which cannot use the world of the rank") == 1, error
 
 
 LEAVES_CHILDREN = """

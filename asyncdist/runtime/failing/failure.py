@@ -18,8 +18,9 @@ from asyncdist import environment, rank_program
 from asyncdist.errors import DisagreementError, LateError, RankLostError, RemoteError, has_cause_here, is_consequence
 from asyncdist.messaging.engine import Timer
 from asyncdist.runtime.failing.failure_report import FailureReport, is_termination, peer_failed, summarise
+from asyncdist.runtime.failing.process_ends import exit_immediately
 from asyncdist.runtime.peers import Failed, FailureAcknowledged
-from asyncdist.runtime.signals import SIGNALS, Interrupts, exit_immediately, interrupt_error
+from asyncdist.runtime.signals import SIGNALS, Interrupts, interrupt_error
 from asyncdist.runtime.watchdogs import describe_wait
 from asyncdist.runtime.world import World
 from asyncdist.transports.base import Transport
