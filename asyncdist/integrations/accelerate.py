@@ -31,6 +31,7 @@ from asyncdist import current_world, validation
 from asyncdist.blocking.callers import is_in_a_rank
 from asyncdist.integrations import pytorch
 from asyncdist.integrations.joining import hide_ranks, join
+from asyncdist.integrations.random_numbers import shuffle_apart
 from protocols import StepInfo
 from protocols.options import MetricMode, SelectiveOptions
 from protocols.step_info import NOTHING
@@ -58,13 +59,32 @@ def _give_ranks_folders(kind: Any) -> None:
     kind.__init__ = make_for_rank
 
 
+def _shuffle_loaders_apart(kind: Any) -> None:
+    """Let each loader that an ``Accelerator`` prepares from now on have an order of its rank."""
+    prepare = kind.prepare_data_loader
+
+    @functools.wraps(prepare)
+    def prepare_for_rank(self: Any, *args: Any, **options: Any) -> Any:
+        loader = prepare(self, *args, **options)
+        if self.num_processes == 1 and (world := _world()).size > 1:
+            shuffle_apart(loader, world.rank)
+        return loader
+
+    kind.prepare_data_loader = prepare_for_rank
+
+
+def _world() -> Any:
+    return current_world() if is_in_a_rank() else join()
+
+
 def _below(path: Any) -> str:
-    world = current_world() if is_in_a_rank() else join()
+    world = _world()
     parent, folder = Path(path), f"rank{world.rank}"
     return str(parent if world.size == 1 or folder in parent.parts else parent / folder)
 
 
 _give_ranks_folders(accelerate.Accelerator)
+_shuffle_loaders_apart(accelerate.Accelerator)
 
 
 class SelectiveAveraging(pytorch.SelectiveAveraging):

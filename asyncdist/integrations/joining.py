@@ -15,6 +15,7 @@ from asyncdist.blocking.policies import Policy
 from asyncdist.blocking.process_world import process_world
 from asyncdist.blocking.world import World
 from asyncdist.errors import ClosedError, LocalProtocolError
+from asyncdist.integrations.random_numbers import draw_apart
 from protocols import AsyncSelectiveAveragingPolicy, ReplicaAveragingPolicy, SpawnPolicy, StepInfo
 from protocols.options import MetricMode, SelectiveOptions
 from protocols.step_info import NOTHING
@@ -130,11 +131,16 @@ class Training(Generic[PolicyT]):
         self._caller: Caller
 
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Start, together with all ranks. What an earlier training has left open is ended first."""
+        """Start, together with all ranks, and let this rank draw random numbers of its own from here on.
+
+        What an earlier training has left open is ended first.
+        """
         self.end()
-        join()
+        world = join()
         policy = Policy(self._make(model, optimizer))
         policy.__enter__()
+        if world.size > 1:
+            draw_apart(world.rank)
         self.policy, self.replacement_count = policy, 0
         self._caller = current_caller("a policy")
         self._caller.at_end(self.end)

@@ -30,6 +30,7 @@ from asyncdist import environment, validation
 from asyncdist.blocking.policies import Policy
 from asyncdist.integrations.joining import Selective, hide_ranks, join, selective_averaging
 from asyncdist.integrations.metrics import RunningLoss
+from asyncdist.integrations.random_numbers import draw, shuffle_apart
 from asyncdist.integrations.replicas import show_replica
 from protocols import StepInfo
 from protocols.options import MetricMode, SelectiveOptions
@@ -100,8 +101,10 @@ class SelectiveAveraging(Callback):
         self._replica_size = replica_size
         self._folder = f"rank{self._world.rank}"
         rank_zero_only.rank = 0  # type: ignore[attr-defined]  # each rank writes for itself; one, of a replica
+        self._number = self._world.rank
         if replica_size > 1:
-            self._folder = f"replica{show_replica(self._world, self._replica_size).number}"
+            self._number = show_replica(self._world, self._replica_size).number
+            self._folder = f"replica{self._number}"
         _hide_ranks_of_mpi()
         _write_below_from_the_beginning()
         if self._world.rank:
@@ -130,12 +133,30 @@ class SelectiveAveraging(Callback):
                 raise SystemExit(0)
             raise ValueError(self._refusal(trainer.world_size))
         self._give_folder(trainer)
+        if self._world.size > 1:
+            self._shuffle_loaders_apart(trainer)
         if self._world.rank:
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
                 if hasattr(callback, "_max_depth"):  # a ModelSummary
                     callback._max_depth = 0
             if trainer.progress_bar_callback is not None:
                 trainer.progress_bar_callback.disable()
+
+    def _shuffle_loaders_apart(self, trainer: pl.Trainer) -> None:
+        """Give the training loaders of this trainer an order of this replica, before workers read the first rows."""
+        strategy: Any = trainer.strategy
+        if "process_dataloader" in vars(strategy):  # of an earlier fit
+            return
+        process = strategy.process_dataloader
+
+        def process_for_rank(loader: Any) -> Any:
+            loader = process(loader)
+            if trainer.training:
+                seed = draw() if self._replica_size == 1 else int(environment.VARIABLES.get("PL_GLOBAL_SEED", 0))
+                shuffle_apart(loader, self._number, size=self._replica_size, seed=seed)
+            return loader
+
+        strategy.process_dataloader = process_for_rank
 
     def _give_folder(self, trainer: pl.Trainer) -> None:
         if self._world.size > 1:

@@ -20,8 +20,12 @@ class RunningLoss:
         self._total: Any = 0.0
         self._count = 0
 
-    def add(self, loss: Any) -> None:
-        """Add the loss of a step: a number, or a tensor with one element, whose graph is not kept.
+    def add(self, loss: Any, count: int = 1) -> None:
+        """Add the loss of a step.
+
+        Args:
+            loss: A number, or a tensor with one element, whose graph is not kept.
+            count: The number of steps to which it belongs: 0 for a part of a step's loss.
 
         Raises:
             TypeError, ValueError: it is something else.
@@ -35,7 +39,7 @@ class RunningLoss:
         except (TypeError, ValueError, RuntimeError):
             metric_as_number(loss)  # says what it should be
             raise
-        self._count += 1
+        self._count += count
 
     def reset(self) -> None:
         """Forget what was added: the weights are others now."""

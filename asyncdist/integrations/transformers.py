@@ -13,21 +13,22 @@ launchers tell of ranks.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Unpack
 
-import torch
 import transformers
 from accelerate import PartialState  # type: ignore[import-untyped]
-from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from asyncdist import validation
 from asyncdist.blocking.policies import Policy
 from asyncdist.integrations.joining import Selective, hide_ranks, join, selective_averaging
 from asyncdist.integrations.metrics import RunningLoss
+from asyncdist.integrations.random_numbers import shuffle_apart
 from asyncdist.integrations.replicas import show_replica
 from protocols import StepInfo
 from protocols.options import MetricMode, SelectiveOptions
@@ -41,14 +42,13 @@ class SelectiveAveraging(TrainerCallback):
     """Lets the worst ranks of a population take the average of the good ones, while they train.
 
     Weights change after a step of the optimizer. Of several ranks each writes to a folder ``rank0``, ``rank1``, ...
-    below ``output_dir``; shuffles, and drops out, by the seed ``arguments.seed + rank``; and rank 0 alone shows a
-    progress bar.
+    below ``output_dir``, and rank 0 alone shows a progress bar. A model that ``model_init`` makes is equal on all
+    ranks, since ``arguments.seed`` is. Each rank then shuffles and drops out by random numbers of its own.
 
     Args:
         average_every: the cadence of reports, in steps of the optimizer.
         monitor: the metric of evaluation by which ranks are judged, ``"eval_loss"`` for example. By default the mean of
-            the losses that the model has returned since the last report; a trainer whose ``compute_loss`` makes the
-            loss needs ``monitor``, or ``logging_steps`` below ``average_every``.
+            the training losses since the last report, as the trainer logs them.
         mode: ``"min"`` if smaller is better, which is the default, ``"max"`` if larger is.
         replica_size: of so many ranks, one after the other, each trainer is one replica under DDP; they write to
             folders ``replica0``, ``replica1``, ... By default 1. It is shown to the trainer when this is made, so make
@@ -78,16 +78,15 @@ class SelectiveAveraging(TrainerCallback):
         self.monitor = monitor
         self.last_info: StepInfo | None = None
         self._loss = RunningLoss()
-        self._has_losses = False
         self._newest = float("nan")
         self._has_warned = False
         self._evaluated: set[str] = set()
-        self._hook: Any = None
         self._training = selective_averaging(
             average_every, mode, options, replica_size=replica_size, swap_every=swap_every
         )
         self._world = join()
-        self._folder, self._number = f"rank{self._world.rank}", self._world.rank
+        self._folder, self._number, self._size = f"rank{self._world.rank}", self._world.rank, replica_size
+        self._seed: int | None = None
         if replica_size > 1:
             if PartialState._shared_state:
                 raise ValueError(
@@ -104,41 +103,70 @@ class SelectiveAveraging(TrainerCallback):
         return self._training.policy
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Give this rank a folder and a seed of its own."""
+        """Give this rank a folder of its own."""
+        self._prepare(args)
+
+    def _prepare(self, args: TrainingArguments) -> None:
         if args.n_gpu > 1:
             raise ValueError(
                 f"this Trainer has {args.n_gpu} GPUs, which make one replica; SelectiveAveraging is for ranks with one "
                 "device each: let each rank see one (CUDA_VISIBLE_DEVICES), and start more ranks"
             )
+        if self._seed is None:
+            self._seed = args.seed
         if self._world.size > 1 and not hasattr(args, "asyncdist_rank"):  # a trainer before may have had the same ones
             args.asyncdist_rank = self._world.rank  # type: ignore[attr-defined]
             args.output_dir = os.path.join(str(args.output_dir), self._folder)
-            args.seed += self._number
+
+    @contextlib.contextmanager
+    def _attached(self, trainer: Trainer) -> Iterator[None]:
+        """Take part in one call of the trainer's ``train``."""
+        self._prepare(trainer.args)  # a callback that was added later has not been notified of the trainer's creation
+        if getattr(trainer, "hp_search_backend", None) is not None and self._seed is not None:
+            trainer.args.seed = self._seed  # model_init draws by it, and each rank's trial has chosen another seed
+        with _replaced(trainer, training_step=self._adding_losses, log=self._adding_replacements):
+            yield
+
+    def _adding_losses(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*args: Any, **options: Any) -> Any:
+            loss = training_step(*args, **options)
+            self._see(loss)
+            return loss
+
+        return step
+
+    def _see(self, loss: Any) -> None:
+        """Add the loss of a batch. The trainer has divided it by the number of batches of a step: their sum counts."""
+        self._loss.add(loss, count=0)
+
+    def _adding_replacements(self, log: Callable[..., None]) -> Callable[..., None]:
+        """Add the number of averages to everything that is logged, before the trainer's reporters receive it."""
+
+        def log_with_replacements(logs: dict[str, float], *args: Any, **options: Any) -> None:
+            if self._training.replacement_count:
+                logs["replacements"] = self._training.replacement_count
+            log(logs, *args, **options)
+
+        return log_with_replacements
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any) -> None:
         """Start the policy, together with all ranks."""
         model, optimizer = of["model"], of["optimizer"]
         self._loss.reset()
-        if self._hook is not None:  # of a training that an error has ended
-            self._hook.remove()
-        self._hook = model.register_forward_hook(_outside_of_graphs(self._see, args, model))
         self._training.begin(model, getattr(optimizer, "optimizer", optimizer))
-
-    def _see(self, model: nn.Module, _: Any, output: Any) -> None:
-        """Add the loss that the model returns in training."""
-        loss = output.get("loss") if isinstance(output, dict) else None
-        if model.training and loss is not None:
-            self._has_losses = True
-            self._loss.add(loss)
+        if self._world.size > 1:
+            seed = args.seed if args.data_seed is None else args.data_seed
+            shuffle_apart(of["train_dataloader"], self._number, size=self._size, seed=seed if self._size > 1 else None)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Do a step of the policy."""
+        self._loss.add(0.0)
         self.last_info = self._training.step(self._metric)
         if self.last_info:
             self._loss.reset()
 
-    def _metric(self) -> Any:
-        return self._loss() if self.monitor is None and self._has_losses else self._newest
+    def _metric(self) -> float:
+        return self._loss() if self.monitor is None else self._newest
 
     def on_evaluate(
         self,
@@ -168,32 +196,40 @@ class SelectiveAveraging(TrainerCallback):
                 ", ".join(sorted(self._evaluated)) or "nothing",
             )
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **_: Any,
-    ) -> None:
-        """Note the loss that the trainer logs, for models that return none; tell how often there was an average."""
-        if self.monitor is None:
-            self._newest = (logs or {}).get("loss", self._newest)
-        if logs is not None and self._training.replacement_count:
-            logs["replacements"] = self._training.replacement_count
-
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Leave the policy; the others go on."""
+        """Leave the policy; the others continue."""
         if self.monitor is not None:
             self._warn_of_no_metric()
-        self._hook.remove()
         self._training.end()
 
 
-def _outside_of_graphs(see: Callable[..., None], args: TrainingArguments, model: nn.Module) -> Callable[..., None]:
-    """Keep a hook from being compiled with its model: it reads a number, which breaks the graph, as torch warns."""
-    is_compiled = args.torch_compile or getattr(model, "_compiled_call_impl", None) is not None
-    if not is_compiled:  # asking for this imports half of torch's compiler
-        return see
-    kept: Callable[..., None] = torch.compiler.disable(see)  # type: ignore[no-untyped-call]
-    return kept
+@contextlib.contextmanager
+def _replaced(trainer: Trainer, **makers: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace methods of one trainer by what each maker makes of its method, for the length of a block."""
+    before = {name: vars(trainer)[name] for name in makers if name in vars(trainer)}
+    for name, make in makers.items():
+        setattr(trainer, name, make(getattr(trainer, name)))
+    try:
+        yield
+    finally:
+        for name in makers:
+            delattr(trainer, name)
+        vars(trainer).update(before)
+
+
+def _attach_to_trainers() -> None:
+    """Let a :class:`SelectiveAveraging` take part in its trainer's ``train``: callbacks do not know their trainer."""
+    train: Callable[..., Any] = Trainer.train
+
+    @functools.wraps(train)
+    def train_with_averages(self: Trainer, *args: Any, **options: Any) -> Any:
+        with contextlib.ExitStack() as attached:
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, SelectiveAveraging):
+                    attached.enter_context(callback._attached(self))
+            return train(self, *args, **options)
+
+    Trainer.train = train_with_averages  # type: ignore[method-assign]
+
+
+_attach_to_trainers()

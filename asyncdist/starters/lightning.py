@@ -47,14 +47,13 @@ class TellReplacements(pl.Callback):
 
 
 def main() -> None:
-    torch.manual_seed(0)  # the same data and first weights on all ranks
+    torch.manual_seed(0)  # the same data and first weights on all ranks, which shuffle differently
     inputs = torch.randn(2048, 20)
     labels = (inputs[:, 0] * inputs[:, 1] > 0).long()
     loader = DataLoader(TensorDataset(inputs, labels), batch_size=32, shuffle=True)
     module = Classifier()
     # Ranks are judged by their mean training loss; monitor="val_loss" judges them by what validation logs.
     averaging = SelectiveAveraging(average_every=100, replacement_ratio=0.25)
-    ad.seed_all(0)  # from here on each rank draws its own numbers
     trainer = pl.Trainer(max_epochs=5, callbacks=[averaging, TellReplacements(averaging)])
     trainer.fit(module, loader)
 

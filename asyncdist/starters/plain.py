@@ -20,9 +20,9 @@ def main() -> None:
     labels = (inputs[:, 0] * inputs[:, 1] > 0).long()
     model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2)).to(world.device)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    ad.seed_all(0)  # from here on each rank draws its own numbers
 
     # Every 100 steps each rank reports its mean loss. A quarter of the ranks then take the average of the others.
+    # From here on each rank draws its own random numbers.
     averaging = SelectiveAveraging(model, optimizer, average_every=100, replacement_ratio=0.25)
     for epoch in range(EPOCHS):
         for batch in torch.randperm(len(inputs)).split(BATCH):

@@ -304,3 +304,22 @@ def test_what_blocks_is_refused_in_a_coroutine_of_a_rank_with_what_to_write_inst
             ad.blocking.barrier()
 
     ad.run_local(main, ranks=1, strict=True)
+
+
+@pytest.mark.parametrize("world", ["local", "simulated"])
+def test_ranks_of_an_integration_begin_equal_and_draw_apart(world: str) -> None:
+    """Regression: a loop that seeds itself made twins of all ranks, unless it seeded them apart by hand."""
+    from asyncdist.integrations.pytorch import SelectiveAveraging
+
+    def main(_: ad.blocking.World) -> tuple[list[float], list[int]]:
+        torch.manual_seed(0)
+        model = nn.Linear(8, 1)
+        first = model.weight.flatten().tolist()
+        with SelectiveAveraging(model, torch.optim.SGD(model.parameters(), lr=0.1), 100):
+            return first, torch.randperm(64).tolist()
+
+    hosted = ad.blocking.hosted(main)
+    ran = ad.run_local(hosted, ranks=3) if world == "local" else ad.simulate(hosted, ranks=3, seed=1).results
+    weights, orders = zip(*ran, strict=True)
+    assert weights[0] == weights[1] == weights[2]
+    assert len(set(map(tuple, orders))) == 3

@@ -115,7 +115,7 @@ def options_of(text: str) -> set[str]:
     return {name for row in rows for name in re.findall(r"`(\w+)`", row)}
 
 
-def test_models_of_the_integrations_begin_equal_and_their_data_differ() -> None:
+def test_models_of_the_integrations_begin_equal() -> None:
     """The programs left the seed out, so a user who copied one averaged weights that had nothing in common."""
     found = [block for block in pages.blocks(pages.ROOT / "docs" / "integrations.md") if block.language == "diff"]
     assert len(found) == 8
@@ -123,8 +123,6 @@ def test_models_of_the_integrations_begin_equal_and_their_data_differ() -> None:
         text = block.program()
         made = re.search(r"^model = torch\.nn\.Linear\(|^module = Module\(|\bModel\(\), ", text, re.MULTILINE)
         assert made is not None and "\ntorch.manual_seed(0)" in text[: made.start()], block.place
-        own = "\ntorch.seed()" in text[made.start() :]
-        assert own or "TrainingArguments(" in text, f"{block.place}: equal data"
 
 
 @pytest.mark.parametrize("page", pages.pages_with("yaml"), ids=pages.name_of)

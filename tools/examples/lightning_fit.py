@@ -9,7 +9,6 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
-import asyncdist as ad
 from asyncdist.integrations.lightning import SelectiveAveraging
 
 
@@ -28,7 +27,6 @@ class Module(LightningModule):
 torch.manual_seed(0)  # the same data and first weights on all ranks
 data = DataLoader(TensorDataset(torch.randn(512, 8)), batch_size=16, shuffle=True)
 module, averaging = Module(), SelectiveAveraging(average_every=20)
-ad.seed_all(0)  # from here on each rank draws its own numbers
 trainer = Trainer(max_epochs=2, devices=1, callbacks=[averaging])
 trainer.fit(module, data)
 print("trained")

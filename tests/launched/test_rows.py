@@ -1,0 +1,67 @@
+"""Ranks whose program seeds them alike begin with equal weights, and read other rows: in each library for training."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripts import rows
+from support import mpi, torchrun, warm
+
+SCRIPT = Path(rows.__file__)
+LIBRARIES = [name for name in rows.LIBRARIES if "replicas" not in name]
+
+
+def run(how: str, ranks: int, folder: Path, *libraries: str) -> dict[str, list[dict[str, Any]]]:
+    """What each rank reports, by library."""
+    environment = warm.environment(mpi.base_environment(), *warm.LIBRARIES)
+    start = {"mpi": mpi.run_ranks, "torch": torchrun.run_ranks}[how]
+    ended: Any = start(ranks, SCRIPT, folder, *libraries, timeout_s=400, env=environment)
+    reports = ended.check().reports
+    return {library: [reports[rank][library] for rank in range(ranks)] for library in libraries}
+
+
+def differ(values: list[Any]) -> bool:
+    return all(values.count(each) == 1 for each in values)
+
+
+def check(library: str, ranks: list[dict[str, Any]], size: int = 1) -> None:
+    """Compare the ranks, of which each ``size`` hold one replica."""
+    first, read, kept, last = ([rank[name] for rank in ranks] for name in ("first", "rows", "kept", "last"))
+    assert all(weights == first[0] for weights in first), f"{library}: first weights differ"
+    assert differ(kept), f"{library}: ranks drop out alike"
+    replicas = [list(chain.from_iterable(read[start : start + size])) for start in range(0, len(ranks), size)]
+    for replica in replicas:
+        assert sorted(replica) == list(range(rows.ROWS)), f"{library}: not all rows, each once"
+    assert differ(replicas), f"{library}: replicas read the same rows"
+    for start in range(0, len(ranks), size):
+        assert all(weights == last[start] for weights in last[start : start + size]), f"{library}: a replica is torn"
+    assert differ(last[::size]), f"{library}: replicas are twins"
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("how", ["mpi", pytest.param("torch", marks=pytest.mark.long)])
+def test_ranks_begin_equal_and_read_other_rows(how: str, tmp_path: Path) -> None:
+    """Regression: all ranks were twins wherever a program or trainer seeds itself, or differed from the first step."""
+    for library, ranks in run(how, 2, tmp_path, *LIBRARIES).items():
+        check(library, ranks)
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize(
+    ("how", "libraries"),
+    [
+        ("torch", ["lightning_replicas", "lightning_sampler_of_replicas"]),
+        ("mpi", ["transformers_replicas"]),
+        pytest.param("mpi", ["lightning_replicas"], marks=pytest.mark.long),
+        pytest.param("torch", ["transformers_lengths_of_replicas"], marks=pytest.mark.long),
+    ],
+)
+def test_replicas_divide_their_rows_and_read_other_ones(how: str, libraries: list[str], tmp_path: Path) -> None:
+    """Regression: under Lightning ranks 0 and 2 read the same rows, and 1 and 3; under transformers all did."""
+    for library, ranks in run(how, 4, tmp_path, *libraries).items():
+        check(library, ranks, size=2)

@@ -1,0 +1,275 @@
+"""Trains without an average in each library for training, and reports the rows that a rank reads and its weights.
+
+    rows.py FOLDER LIBRARY...
+
+All ranks are seeded alike, as programs for one process are. A row is its number; the model drops out half of it. Each
+rank reports, by library, its first weights, the rows of its first epoch, what its dropout kept, and its last weights.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.mpi import report
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import asyncdist as ad
+
+ROWS, BATCH = 64, 4
+NEVER = 10**6
+
+
+class Model(nn.Module):
+    """Notes what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+        self.dropout = nn.Dropout(0.5)
+        self.first: list[float] = []
+        self.rows: list[int] = []
+        self.kept: list[int] = []
+
+    def forward(self, row: torch.Tensor, **_: Any) -> dict[str, torch.Tensor]:
+        row = row.flatten()
+        self.first = self.first or self.layer.weight.flatten().tolist()
+        kept = self.dropout(torch.ones(len(row), 8))
+        self.rows += row.tolist()
+        self.kept += (kept > 0).flatten().int().tolist()[: 8 * (not self.kept)]
+        return {"loss": (self.layer(kept * row[:, None] / ROWS) - 1).square().mean(), "logits": kept}
+
+    def seen(self) -> dict[str, Any]:
+        last = self.layer.weight.flatten().tolist()
+        return {"first": self.first, "rows": self.rows[:ROWS], "kept": self.kept, "last": last}
+
+
+def dataset() -> TensorDataset:
+    return TensorDataset(torch.arange(ROWS))
+
+
+def loader(**options: Any) -> DataLoader[Any]:
+    return DataLoader(dataset(), batch_size=BATCH, shuffle=True, **options)
+
+
+def plain(_: Path) -> Model:
+    from asyncdist.integrations.pytorch import SelectiveAveraging
+
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    averaging = SelectiveAveraging(model, optimizer, NEVER)
+    for (row,) in loader():
+        loss = model(row)["loss"]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        averaging.step(loss)
+    averaging.close()
+    return model
+
+
+def fabric(_: Path) -> Model:
+    from lightning.fabric import Fabric
+
+    from asyncdist.integrations.pytorch import SelectiveAveraging
+
+    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric.seed_everything(0)
+    inner = Model()
+    model, optimizer = fabric.setup(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
+    data = fabric.setup_dataloaders(loader())
+    averaging = SelectiveAveraging(inner, optimizer.optimizer, NEVER)
+    for (row,) in data:
+        loss = model(row)["loss"]
+        optimizer.zero_grad()
+        fabric.backward(loss)
+        optimizer.step()
+        averaging.step(loss)
+    averaging.close()
+    return inner
+
+
+def _accelerate(data: DataLoader[Any], **options: Any) -> Model:
+    from asyncdist.integrations.accelerate import SelectiveAveraging  # isort: skip
+    from accelerate import Accelerator, DataLoaderConfiguration
+    from accelerate.utils import set_seed
+
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
+    set_seed(0)
+    inner = Model()
+    model, optimizer, data = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=0.1), data)
+    averaging = SelectiveAveraging(model, optimizer, NEVER)
+    for (row,) in data:
+        loss = model(row)["loss"]
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        averaging.step(loss)
+    averaging.close()
+    return inner
+
+
+def accelerate(_: Path) -> Model:
+    return _accelerate(loader())
+
+
+def accelerate_seedable(_: Path) -> Model:
+    return _accelerate(loader(), use_seedable_sampler=True, data_seed=7)
+
+
+def accelerate_generator(_: Path) -> Model:
+    return _accelerate(loader(generator=torch.Generator().manual_seed(1)))
+
+
+def _lightning(data: DataLoader[Any], *, is_estimated: bool = False, **options: Any) -> Model:
+    import lightning.pytorch as pl
+
+    from asyncdist.integrations.lightning import SelectiveAveraging
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Model()
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            return self.net(batch[0])["loss"]
+
+        def configure_optimizers(self) -> Any:
+            if is_estimated:
+                assert self.trainer.estimated_stepping_batches > 0  # makes the loaders, before the fit starts
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    pl.seed_everything(0, workers=True)
+    module = Module()
+    averaging = SelectiveAveraging(NEVER, **options)
+    trainer = pl.Trainer(
+        max_epochs=1,
+        callbacks=[averaging],
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **({"devices": 2, "strategy": "ddp"} if options else {"devices": 1}),
+    )
+    trainer.fit(module, data)
+    return module.net
+
+
+def lightning(_: Path) -> Model:
+    return _lightning(loader())
+
+
+def lightning_workers(_: Path) -> Model:
+    return _lightning(loader(num_workers=1, multiprocessing_context="fork"), is_estimated=True)
+
+
+def lightning_generator(_: Path) -> Model:
+    return _lightning(loader(generator=torch.Generator().manual_seed(1)))
+
+
+def lightning_replicas(_: Path) -> Model:
+    return _lightning(loader(), replica_size=2)
+
+
+def lightning_sampler_of_replicas(_: Path) -> Model:
+    """With a sampler that Lightning wraps."""
+    sampler = torch.utils.data.SubsetRandomSampler(range(ROWS))
+    data: Any = DataLoader(dataset(), batch_size=BATCH, sampler=sampler)
+    return _lightning(data, replica_size=2)
+
+
+def _transformers(folder: Path, *, search: bool = False, init: bool = False, size: int = 1, **options: Any) -> Model:
+    from asyncdist.integrations.transformers import SelectiveAveraging  # isort: skip
+    from transformers import Trainer, TrainingArguments
+
+    made: list[Model] = []
+
+    def make() -> Model:
+        made.append(Model())
+        return made[-1]
+
+    averaging = SelectiveAveraging(NEVER, **({"replica_size": size} if size > 1 else {}))
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        num_train_epochs=1,
+        per_device_train_batch_size=BATCH,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        label_names=["logits"],
+        **options,
+    )
+    torch.manual_seed(0)
+    model: dict[str, Any] = {"model_init": make} if init or search else {"model": make()}
+    rows = [{"row": torch.tensor(row), "input_ids": [0] * (row // 8 + 1)} for row in range(ROWS)]
+    trainer = Trainer(
+        args=arguments,
+        train_dataset=rows,
+        data_collator=lambda batch: {"row": torch.stack([each["row"] for each in batch])},
+        callbacks=[averaging],
+        **model,
+    )
+    if search:
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        trainer.evaluate = lambda *_, **__: {"eval_loss": 0.0}  # type: ignore[method-assign]
+        trainer.hyperparameter_search(lambda trial: {"seed": trial.suggest_int("seed", 1, 10**6)}, n_trials=2)
+    else:
+        trainer.train()
+    return made[-1]
+
+
+def transformers(folder: Path) -> Model:
+    return _transformers(folder)
+
+
+def transformers_init(folder: Path) -> Model:
+    return _transformers(folder, init=True)
+
+
+def transformers_data_seed(folder: Path) -> Model:
+    return _transformers(folder, data_seed=7)
+
+
+def transformers_search(folder: Path) -> Model:
+    return _transformers(folder, search=True)
+
+
+def transformers_lengths(folder: Path) -> Model:
+    return _transformers(folder, train_sampling_strategy="group_by_length")
+
+
+def transformers_replicas(folder: Path) -> Model:
+    return _transformers(folder, size=2)
+
+
+def transformers_lengths_of_replicas(folder: Path) -> Model:
+    return _transformers(folder, size=2, train_sampling_strategy="group_by_length")
+
+
+LIBRARIES: dict[str, Callable[[Path], Model]] = {
+    each.__name__: each
+    for each in (
+        *(plain, fabric, accelerate, accelerate_seedable, accelerate_generator),
+        *(lightning, lightning_workers, lightning_generator, lightning_replicas, lightning_sampler_of_replicas),
+        *(transformers, transformers_init, transformers_data_seed, transformers_search, transformers_lengths),
+        *(transformers_replicas, transformers_lengths_of_replicas),
+    )
+}
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    world = ad.blocking.process_world()
+    found = {}
+    for library in sys.argv[2:]:
+        found[library] = LIBRARIES[library](Path(sys.argv[1])).seen()
+    report(world.rank, found)

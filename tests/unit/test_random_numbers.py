@@ -1,0 +1,132 @@
+"""Random numbers and orders of rows, of ranks whose programs are seeded alike."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from asyncdist.integrations.random_numbers import draw_apart, shuffle_apart
+
+ROWS = range(16)
+
+
+@pytest.fixture(autouse=True)
+def states() -> Iterator[None]:
+    """Keep the random states of the test session."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    yield
+    random.setstate(before[0])
+    np.random.set_state(before[1])
+    torch.set_rng_state(before[2])
+
+
+def drawn(number: int) -> tuple[float, float, float]:
+    """Seed all generators alike, as each rank does, and return what they draw next."""
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    draw_apart(number)
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def test_ranks_that_are_seeded_alike_draw_other_numbers() -> None:
+    ranks = [drawn(number) for number in range(8)]
+    for numbers in zip(*ranks, strict=True):
+        assert len(set(numbers)) == 8
+    assert ranks == [drawn(number) for number in range(8)], "what is seeded is repeatable"
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(3)
+
+
+SAMPLERS: dict[str, Callable[[], Sampler[int]]] = {
+    "random": lambda: RandomSampler(ROWS, generator=seeded()),
+    "subset": lambda: SubsetRandomSampler(ROWS, generator=seeded()),
+    "weighted": lambda: WeightedRandomSampler([1.0] * len(ROWS), len(ROWS), generator=seeded()),
+    "of no division": lambda: DistributedSampler(ROWS, num_replicas=1, rank=0),  # type: ignore[arg-type]
+}
+
+
+def order(sampler: Sampler[int], number: int, **options: Any) -> list[int]:
+    """The rows that the rank or replica with this number reads."""
+    loader: DataLoader[int] = DataLoader(ROWS, batch_size=2, sampler=sampler)  # type: ignore[arg-type]
+    shuffle_apart(loader, number, **options)
+    return [int(row) for batch in loader for row in batch]
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_a_sampler_with_a_seed_shuffles_otherwise_on_each_rank(kind: str) -> None:
+    orders = [order(SAMPLERS[kind](), number) for number in range(4)]
+    assert len({tuple(each) for each in orders}) == 4
+    assert orders == [order(SAMPLERS[kind](), number) for number in range(4)]
+
+
+def test_a_sampler_inside_a_batch_sampler_is_found() -> None:
+    def rows(number: int) -> list[int]:
+        batches = BatchSampler(RandomSampler(ROWS, generator=seeded()), 2, drop_last=False)
+        loader: DataLoader[int] = DataLoader(ROWS, batch_sampler=batches)  # type: ignore[arg-type]
+        shuffle_apart(loader, number)
+        return [int(row) for batch in loader for row in batch]
+
+    assert rows(0) != rows(1)
+
+
+def test_a_sampler_without_a_seed_gets_one_on_request() -> None:
+    assert RandomSampler(ROWS).generator is None
+    assert order(RandomSampler(ROWS), 0, seed=5) == order(RandomSampler(ROWS), 0, seed=5)
+    assert order(RandomSampler(ROWS), 0, seed=5) != order(RandomSampler(ROWS), 1, seed=5)
+    left = RandomSampler(ROWS)
+    order(left, 1)
+    assert left.generator is None, "it draws from the global generator"
+
+
+def divided(size: int, rank: int, number: int, of: int) -> list[int]:
+    sampler: Sampler[int] = DistributedSampler(ROWS, num_replicas=size, rank=rank)  # type: ignore[arg-type]
+    return order(sampler, number, size=of)
+
+
+def test_ranks_of_a_replica_divide_an_order_of_its_own() -> None:
+    replicas = [[divided(2, place, number, 2) for place in range(2)] for number in range(2)]
+    for first, second in replicas:
+        assert sorted(first + second) == list(ROWS)
+    assert replicas[0] != replicas[1]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_rows_that_are_divided_among_all_ranks_stay_so(size: int) -> None:
+    """Another seed on each rank would let two ranks read a row, and none another one."""
+    rows = [divided(4, rank, rank // size, size) for rank in range(4)]
+    assert sorted(chain.from_iterable(rows)) == list(ROWS)
+
+
+def test_a_sampler_that_the_user_has_written_stays_unchanged() -> None:
+    class Divides(Sampler[int]):
+        """Gives each rank every fourth row of one order."""
+
+        def __init__(self, rank: int) -> None:
+            self.rank, self.seed, self.generator = rank, 3, seeded()
+            self.sampler = RandomSampler(ROWS, generator=seeded())
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(list(self.sampler)[self.rank :: 4])
+
+        def __len__(self) -> int:
+            return len(ROWS) // 4
+
+    assert sorted(chain.from_iterable(order(Divides(rank), rank) for rank in range(4))) == list(ROWS)
