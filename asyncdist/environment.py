@@ -39,6 +39,8 @@ _MPI_FAMILIES: Final = (
 )
 #: Variables that launchers set for their ranks begin so; those that users set for launchers, as OMPI_MCA_*, do not.
 _MPI_PREFIXES: Final = ("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "OMPI_WORLD_", "PMIX_", "PMI_", "HYDI_", "MPI_LOCAL")
+#: Those of them that users set.
+_MPI_SETTINGS: Final = "PMIX_MCA_"
 _TORCH_PREFIXES: Final = ("TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_")
 _LOCAL_SIZE_VARIABLES: Final = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "LOCAL_WORLD_SIZE")
 #: Names the backend of new process groups of torch.distributed, where the program names none.
@@ -445,7 +447,9 @@ def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
     is_torch_rank = any(environ.get(name) for name in ("RANK", "TORCHELASTIC_RUN_ID"))
     own = (_RANK_VARIABLE, INCARNATION_VARIABLE, EMPTY_VARIABLE)
     outer = (*own, *_MPI_PREFIXES, *(_TORCH_PREFIXES if is_torch_rank else ()))
-    return {name: text for name, text in environ.items() if not name.startswith(outer) or name.startswith("PMIX_MCA_")}
+    return {
+        name: text for name, text in environ.items() if not name.startswith(outer) or name.startswith(_MPI_SETTINGS)
+    }
 
 
 #: What libraries for training take for their own ranks, by the beginnings of names.
@@ -505,20 +509,27 @@ def is_started_by_accelerate() -> bool:
 
 
 def become_rank() -> None:
-    """Let the children of this process know that they are not the rank whose variables they have."""
-    os.environ[_RANK_VARIABLE] = f"{os.getpid()} {_place(os.environ)}"
+    """Take from the children of this process the variables by which MPI would take them for this rank.
+
+    ``os.environ`` keeps these variables for libraries in this process. Children get the environment of the process,
+    which loses them: a worker of a data loader may import mpi4py.MPI, which opens MPI, and is alone there then.
+    """
+    os.environ[_RANK_VARIABLE] = f"{os.getpid()} {' '.join(_place(os.environ))}"
+    for name in os.environ:
+        if name.startswith(_MPI_PREFIXES) and not name.startswith(_MPI_SETTINGS):
+            os.unsetenv(name)
 
 
 def rank_above(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return the process that is the rank whose variables this process has inherited; None if it is this one."""
-    pid, _, place = environ.get(_RANK_VARIABLE, "").partition(" ")
-    return int(pid) if pid.isdecimal() and int(pid) != os.getpid() and place == _place(environ) else None
+    """Return the process that is the rank of which this process is a child; None if it is not such a child."""
+    pid, *place = environ.get(_RANK_VARIABLE, "").split(" ")
+    return int(pid) if pid.isdecimal() and int(pid) != os.getpid() and _place(environ) <= set(place) else None
 
 
-def _place(environ: Mapping[str, str]) -> str:
-    """Return what tells a rank of MPI from all others, also from the ranks of a job that it starts."""
+def _place(environ: Mapping[str, str]) -> set[str]:
+    """Return what tells a rank of MPI from all others, including the ranks of a job that it starts."""
     names = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_FD", "PMI_SIZE", "PMI_RANK", "SLURM_STEP_ID", "SLURM_PROCID")
-    return " ".join(f"{name}={environ[name]}" for name in names if environ.get(name))
+    return {f"{name}={environ[name]}" for name in names if environ.get(name)}
 
 
 def set_variables(variables: Mapping[str, str]) -> None:

@@ -24,7 +24,8 @@ def detect(transport: str) -> environment.Launch:
     """Return what started this process, the program's own process group included.
 
     Raises:
-        TransportError: this process is a child that imports the script, which is not to start there.
+        TransportError: this process is a child of a rank, or a child that imports the script, which is not to start
+            there.
         ValueError: as :func:`launch.detect`.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -35,7 +36,19 @@ def detect(transport: str) -> environment.Launch:
     group = None
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         group = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return environment.detect(wanted=transport, group=group)
+    started = environment.detect(wanted=transport, group=group)
+    if started.source == environment.NO_LAUNCHER and transport == "auto":
+        _refuse_child_of_rank()
+    return started
+
+
+def _refuse_child_of_rank() -> None:
+    rank_pid = environment.rank_above()
+    if rank_pid is not None:
+        raise TransportError(
+            f"this process is a child of the rank with pid {rank_pid}, which has a world: use that world there, or "
+            "start this program as a job of its own, with asyncdist run"
+        )
 
 
 def open_transport(name: str, bulk: str | None, started: environment.Launch) -> Transport:
@@ -78,13 +91,12 @@ def _open_mpi(started: environment.Launch) -> MpiMessages:
     from asyncdist.transports.mpi import MpiTransport
     from asyncdist.transports.mpi_survival import SurvivingMpiTransport
 
+    _refuse_child_of_rank()
     is_worker = multiprocessing.parent_process() is not None and started.source != environment.NO_LAUNCHER
-    rank_pid = environment.rank_above()
-    if rank_pid is not None or (is_worker and started.transport == "mpi"):
-        above = "a rank" if rank_pid is None else f"the rank with pid {rank_pid}"
+    if is_worker and started.transport == "mpi":
         raise TransportError(
-            f"this process is a child of {above} and has its variables, with which MPI would take it for that rank: "
-            "open the world there, or start this program as a job of its own, with asyncdist run"
+            "this process is a child of a rank and has its variables, with which MPI would take it for that rank: open "
+            "the world there, or start this program as a job of its own, with asyncdist run"
         )
     kind = SurvivingMpiTransport if mpi_launchers.survives_rank_loss() else MpiTransport
     transport: MpiMessages = kind(functools.partial(mpi_launchers.check_library, started))

@@ -271,6 +271,41 @@ def test_a_child_of_a_rank_is_told_in_a_line_that_it_is_no_rank(tmp_path: Path) 
     assert sum("this process is a child of the rank with pid " in line for line in lines) == 1
 
 
+IMPORTS_MPI = """
+import os, subprocess, sys
+from mpi4py import MPI
+import torch
+import asyncdist as ad
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.tensor([index, MPI.COMM_WORLD.size])
+
+async def main(world):
+    loader = torch.utils.data.DataLoader(Numbers(), num_workers=1, multiprocessing_context="spawn")
+    for batch in loader:
+        await ad.barrier()
+    asks = "from mpi4py import MPI; print('alone', MPI.COMM_WORLD.size)"
+    subprocess.run([sys.executable, "-c", asks], check=True)
+    is_named = any(name.startswith(("PMI_", "PMIX_")) for name in os.environ)
+    print("read", *batch[0].tolist(), "of", MPI.COMM_WORLD.size, is_named)
+
+if __name__ == "__main__":
+    ad.run(main)
+"""
+
+
+@pytest.mark.mpi
+def test_children_of_a_rank_that_import_mpi4py_are_alone_in_mpi(tmp_path: Path) -> None:
+    """Regression: a spawned worker opened MPI with the variables of its rank, which crashed or hung."""
+    code, output, error = finish(start(tmp_path, IMPORTS_MPI, ranks=2))
+    assert code == 0, error
+    assert sorted(output.splitlines()) == ["alone 1", "alone 1", "read 7 1 of 2 True", "read 7 1 of 2 True"], error
+
+
 FORKING = """
 import os, sys, torch
 import asyncdist as ad

@@ -408,6 +408,7 @@ def test_a_rank_of_another_job_is_no_child_of_a_rank(monkeypatch: pytest.MonkeyP
     assert launch.rank_above() is None
     marked = launch.environment() | {"ASYNCDIST_RANK": os.environ["ASYNCDIST_RANK"].replace(str(os.getpid()), "7", 1)}
     assert launch.rank_above(marked) == 7
+    assert launch.rank_above({name: text for name, text in marked.items() if name != "PMIX_NAMESPACE"}) == 7
     assert launch.rank_above(marked | {"PMIX_NAMESPACE": "prterun-2@1"}) is None
     assert launch.rank_above(launch.without_launchers(marked)) is None
 
