@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import pytest
 
+from asyncdist import rank_program
 from asyncdist.errors import AsyncdistError, LocalProtocolError, RankLostError
 from asyncdist.tags import CONTROL
 from asyncdist.validation import whole_numbers
@@ -393,6 +394,33 @@ def simulate(request: pytest.FixtureRequest, sim_seed: int) -> Callable[..., Sim
         return _simulate(record, main, args, settings)
 
     return simulate
+
+
+# -- a package that is hidden -----------------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Say what hides the package ``protocols`` where a module of tests cannot import from it."""
+    report = yield
+    if report.failed and isinstance(collector, pytest.Module) and "protocols" in str(report.longrepr):
+        note = rank_program.find_shadowing()
+        if note is not None:
+            report.sections.append(("asyncdist", note))
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    """Say what hides the package ``protocols`` where a test cannot import from it."""
+    del item
+    try:
+        yield
+    except ImportError as error:
+        rank_program.explain_import(error)
+        raise
 
 
 # -- the report of a failure ------------------------------------------------------------------------------------------

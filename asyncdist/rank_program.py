@@ -26,6 +26,8 @@ from typing import Any, Final, TextIO
 
 #: This file: run as a program it becomes the script that is its first argument.
 PROGRAM: Final = os.path.abspath(__file__)
+#: The package ``protocols`` of this distribution.
+PROTOCOLS: Final = Path(__file__).resolve().parents[1] / "protocols" / "__init__.py"
 #: Names the descriptor on which a rank tells its guardian where it is, in jobs that go on when ranks die.
 STARTED_VARIABLE: Final = "ASYNCDIST_STARTED_FD"
 #: What it tells: it opens a world, whose other ranks would wait for it; it is in that world, and they notice its death;
@@ -338,10 +340,9 @@ def _await_readers() -> None:
 
 
 def explain_shadowing() -> None:
-    """Where a user's own ``protocols`` hides the package of that name, let the ImportError to come say so.
+    """Let an ImportError of ``protocols`` say what hides the package of that name, or has overwritten it.
 
-    A user who needs no policy of ours may want that. So nothing happens before an import fails, and nothing at all
-    where the package is found.
+    Nothing happens before an import fails, since a user who needs no policy may want to hide it.
     """
     if find_shadowing() is None:
         return
@@ -355,7 +356,7 @@ def explain_shadowing() -> None:
 
 
 def explain_import(error: BaseException) -> None:
-    """Add to an ImportError what hides our package, where that is the reason."""
+    """Add to an ImportError of ``protocols`` what hides the package of that name, or has overwritten it."""
     if isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "protocols":
         note = find_shadowing()
         if note is not None and note not in getattr(error, "__notes__", ()):
@@ -363,15 +364,45 @@ def explain_import(error: BaseException) -> None:
 
 
 def find_shadowing() -> str | None:
-    """Say what hides our package ``protocols``, and the cure; return None where nothing does."""
-    ours = Path(__file__).resolve().parents[1] / "protocols" / "__init__.py"
+    """Say what hides the package ``protocols``, or has overwritten it, and the cure; return None if nothing has."""
+    found = sys.modules.get("protocols")
+    if found is not None and found is sys.modules.get("asyncdist.protocols"):
+        return None
     try:
         spec = importlib.util.find_spec("protocols")
-    except ValueError:  # a module that somebody made by hand
+    except ValueError:  # a module without a spec, made by hand
         return None
-    if spec is None or spec.origin is None or Path(spec.origin).resolve() == ours:
+    if spec is None or spec.origin is None or Path(spec.origin).resolve() == PROTOCOLS:
+        return find_overwriting()
+    return (
+        f"asyncdist's package 'protocols' is hidden by {spec.origin}: rename that, and the import finds {PROTOCOLS}; "
+        "or import from asyncdist.protocols, which is the same package"
+    )
+
+
+def find_overwriting() -> str | None:
+    """Say which distribution has overwritten the package ``protocols``, and the cure; return None if none has."""
+    is_there = PROTOCOLS.is_file()
+    if is_there and b"asyncdist.protocols" in PROTOCOLS.read_bytes():
         return None
-    return f"asyncdist's package 'protocols' is hidden by {spec.origin}: rename that, and the import finds {ours}"
+    from importlib.metadata import distributions  # it takes 19 ms
+
+    others = [
+        f"{each.metadata['Name']} {each.version}"
+        for each in distributions()
+        if Path(str(each.locate_file("protocols/__init__.py"))).resolve() == PROTOCOLS
+        and any(str(file) == "protocols/__init__.py" for file in each.files or ())
+        and each.metadata["Name"] != "asyncdist"
+    ]
+    by = f" by the distribution {' and '.join(others)}" if others else ""
+    how = "overwritten" if is_there else "deleted"
+    cure = "pip install --force-reinstall --no-deps asyncdist"
+    return (
+        f"{PROTOCOLS} of asyncdist was {how}{by}: the two cannot be installed together; in an environment without the "
+        f"other one, {cure} brings the file back"
+        if others
+        else f"{PROTOCOLS} of asyncdist was {how}: {cure} brings it back"
+    )
 
 
 if __name__ == "__main__":

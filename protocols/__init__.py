@@ -1,19 +1,21 @@
 """Policies for a population of training ranks, one file or folder for each algorithm, on top of :mod:`asyncdist`."""
 
-from protocols.average_all import AverageAllPolicy, AverageAllStatistics
-from protocols.one_sided.policy import OneSidedSelectiveAveragingPolicy
-from protocols.one_sided.rules import OneSidedRules
-from protocols.one_sided.statistics import Durations, OneSidedStatistics
-from protocols.policy import SpawnPolicy
-from protocols.replay.client import ReplayBuffer
-from protocols.replay.server import serve_replay_buffer
-from protocols.replay.values import ReplayStatistics, Sample
-from protocols.replicas.policy import ReplicaAveragingPolicy
-from protocols.selective.policy import AsyncSelectiveAveragingPolicy
-from protocols.selective.reserved import coordinate
-from protocols.selective.rules import SelectiveRules
-from protocols.selective.statistics import CoordinatorStatistics, SelectiveStatistics
-from protocols.step_info import (
+import sys
+
+from asyncdist.protocols.average_all import AverageAllPolicy, AverageAllStatistics
+from asyncdist.protocols.one_sided.policy import OneSidedSelectiveAveragingPolicy
+from asyncdist.protocols.one_sided.rules import OneSidedRules
+from asyncdist.protocols.one_sided.statistics import Durations, OneSidedStatistics
+from asyncdist.protocols.policy import SpawnPolicy
+from asyncdist.protocols.replay.client import ReplayBuffer
+from asyncdist.protocols.replay.server import serve_replay_buffer
+from asyncdist.protocols.replay.values import ReplayStatistics, Sample
+from asyncdist.protocols.replicas.policy import ReplicaAveragingPolicy
+from asyncdist.protocols.selective.policy import AsyncSelectiveAveragingPolicy
+from asyncdist.protocols.selective.reserved import coordinate
+from asyncdist.protocols.selective.rules import SelectiveRules
+from asyncdist.protocols.selective.statistics import CoordinatorStatistics, SelectiveStatistics
+from asyncdist.protocols.step_info import (
     AverageApplied,
     CoordinatorChanged,
     PolicyEvent,
@@ -59,3 +61,6 @@ __all__ = [
     "coordinate",
     "serve_replay_buffer",
 ]
+
+if __name__ == "protocols":  # each module has one name; see asyncdist/protocols/__init__.py
+    sys.modules[__name__] = sys.modules["asyncdist.protocols"]

@@ -20,7 +20,7 @@ logger = logging.getLogger("asyncdist.runtime.watchdogs")
 #: Coroutines of asyncio that end by themselves, after a time or when a thread has ended. Nothing else tells their
 #: futures from those that a peer or the user settles.
 _TIMED: Final = frozenset({asyncio.sleep.__code__, asyncio.to_thread.__code__})
-_LIBRARIES: Final = frozenset({"asyncdist", "protocols", "asyncio", "contextlib"})
+_LIBRARIES: Final = frozenset({"asyncdist", "asyncio", "contextlib"})
 #: Coroutines of asyncio that wait for tasks, by what users call.
 _JOINS: Final = {asyncio.TaskGroup.__aexit__.__code__: "asyncio.TaskGroup", asyncio.wait.__code__: "asyncio.wait"}
 #: Tasks of which it is told what they wait for, where one wait is for several; and how deep.

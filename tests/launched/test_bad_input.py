@@ -54,6 +54,54 @@ def test_a_file_of_the_users_that_hides_the_package_is_explained(
     assert done.stderr.count(said) == 1, done.stderr
 
 
+def test_pytest_says_what_hides_the_package(tmp_path: Path) -> None:
+    (tmp_path / "protocols.py").write_text("x = 1\n")
+    (tmp_path / "test_module.py").write_text("from protocols import AverageAllPolicy\n")
+    (tmp_path / "test_call.py").write_text("def test_it():\n    from protocols import AverageAllPolicy\n")
+    command = [sys.executable, "-m", "pytest", "-p", "asyncdist.pytest_plugin", "--continue-on-collection-errors"]
+    done = subprocess.run(
+        [*command, "--rootdir", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={"PYTHONPATH": f"{tmp_path}:{ROOT}", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        check=False,
+    )
+    said = f"asyncdist's package 'protocols' is hidden by {tmp_path / 'protocols.py'}: rename that"
+    assert done.returncode == 1 and done.stdout.count(said) == 2, done.stdout
+
+
+BESIDE = """
+import pickle, sys
+import protocols, torch
+import asyncdist as ad
+from asyncdist.integrations.pytorch import SelectiveAveraging
+from asyncdist.protocols import AverageAllPolicy, SelectiveRules
+
+async def main(world):
+    model = torch.nn.Linear(1, 1)
+    async with AverageAllPolicy(model, torch.optim.SGD(model.parameters()), average_every=1) as policy:
+        await policy.step()
+    return pickle.loads(pickle.dumps(SelectiveRules)) is SelectiveRules
+
+print(protocols.x, *ad.run_local(main, ranks=2), "protocols.policy" in sys.modules)
+"""
+
+
+def test_a_users_protocols_can_be_used_beside_the_package(tmp_path: Path) -> None:
+    """Regression: the integrations could not be imported."""
+    (tmp_path / "protocols.py").write_text("x = 1\n")
+    (tmp_path / "train.py").write_text(BESIDE)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "train.py")],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert done.stdout.split() == ["1", "True", "True", "False"], done.stderr
+
+
 def test_a_file_of_the_users_that_hides_the_package_does_no_harm_to_who_needs_no_policy(tmp_path: Path) -> None:
     (tmp_path / "protocols.py").write_text("x = 1\n")
     script = tmp_path / "train.py"

@@ -69,7 +69,7 @@ def modules(package: str) -> dict[str, ast.Module]:
     folder = ROOT / package
     found = {}
     for path in sorted(folder.rglob("*.py")):
-        if not {"_compiled", "starters"} & set(path.parts):
+        if not {"_compiled", "starters"} & set(path.parts) and path.parent != ROOT / "asyncdist" / "protocols":
             found[".".join(path.relative_to(folder).with_suffix("").parts)] = ast.parse(path.read_text(), str(path))
     return found
 
@@ -201,8 +201,15 @@ def test_a_concrete_transport_is_known_to_what_opens_it_alone() -> None:
 
 
 def test_asyncdist_never_imports_protocols_but_where_they_are_given_away_or_measured() -> None:
-    users = {folder_of(name) for name, tree in ASYNCDIST.items() if uses(tree, "protocols")}
+    users = {folder_of(name) for name, tree in ASYNCDIST.items() if uses(tree, "asyncdist.protocols")}
     assert users == {"integrations", "bench"}
+
+
+def test_the_package_finds_its_protocols_whatever_a_user_calls_so() -> None:
+    """Users write ``from protocols import ...``; that may be another package on their path."""
+    for trees in (ASYNCDIST, PROTOCOLS):
+        for name, tree in trees.items():
+            assert not uses(tree, "protocols"), f"{name}: import from asyncdist.protocols"
 
 
 def test_protocols_import_no_transport() -> None:

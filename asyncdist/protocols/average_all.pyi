@@ -1,0 +1,1 @@
+from protocols.average_all import *

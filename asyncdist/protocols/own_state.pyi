@@ -1,0 +1,1 @@
+from protocols.own_state import *

@@ -1,0 +1,1 @@
+from protocols.replicas.policy import *

@@ -1,0 +1,1 @@
+from protocols.selective.joining.admission import *

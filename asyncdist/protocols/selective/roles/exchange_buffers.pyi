@@ -1,0 +1,1 @@
+from protocols.selective.roles.exchange_buffers import *

@@ -1,0 +1,1 @@
+from protocols.selective.roles.mean_receiver import *

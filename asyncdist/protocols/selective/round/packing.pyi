@@ -1,0 +1,1 @@
+from protocols.selective.round.packing import *

@@ -1,0 +1,1 @@
+from protocols.start_differences import *

@@ -1,0 +1,1 @@
+from protocols.start_without_lost import *

@@ -1,0 +1,1 @@
+from protocols.step_info import *
