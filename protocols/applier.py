@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from asyncdist.protocols.own_state import OwnState
+from asyncdist.protocols.step_info import AverageApplied, PolicyEvent, StepInfo
 from asyncdist.tensors.flat_state import FlatBuffers, FlatState, SnapshotPool
-from protocols.own_state import OwnState
-from protocols.step_info import AverageApplied, PolicyEvent, StepInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

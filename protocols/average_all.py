@@ -26,13 +26,13 @@ from torch import nn
 
 from asyncdist import Group, World, average_models, validation
 from asyncdist.collectives.agreed_start import Start, start_together
+from asyncdist.protocols.journal import format_table, size_text
+from asyncdist.protocols.metrics import MetricSource
+from asyncdist.protocols.options import AveragingOptions, MemberOptions, OptimizerState
+from asyncdist.protocols.policy import SpawnPolicy
+from asyncdist.protocols.step_info import NOTHING, AverageApplied, PolicyEvent, StepInfo
 from asyncdist.tensors.flat_state import SnapshotPool
 from asyncdist.tensors.optimizer_state import reset_optimizer_state
-from protocols.journal import format_table, size_text
-from protocols.metrics import MetricSource
-from protocols.options import AveragingOptions, MemberOptions, OptimizerState
-from protocols.policy import SpawnPolicy
-from protocols.step_info import NOTHING, AverageApplied, PolicyEvent, StepInfo
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from torch import nn
 
 from asyncdist.live.counters import PolicyCounters
 from asyncdist.messaging.services import Services
+from asyncdist.protocols.step_info import NOTHING, StepInfo
 from asyncdist.recording.events import EventLog, Field
 from asyncdist.tensors.model_tensors import local_part
-from protocols.step_info import NOTHING, StepInfo
 
 #: Of larger weights no checksum is made: a gigabyte takes about a second.
 _CHECKED_NBYTES_MAX: Final = 1 << 30

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from asyncdist import Group, World, validation
-from protocols.step_info import PolicyEvent
+from asyncdist.protocols.step_info import PolicyEvent
 
 #: What takes the place of weights that are replaced.
 AveragingStrategy: TypeAlias = Literal["mean", "weighted_mean", "best_only", "reset_weights"]

@@ -10,10 +10,10 @@ import logging
 
 import torch
 
+from asyncdist.protocols.options import AveragingOptions, ModelBuilder
 from asyncdist.tensors.flat_state import FlatBuffers, FlatState, first_difference
 from asyncdist.tensors.infinities import KnownInfinities, all_finite
 from asyncdist.tensors.optimizer_state import reset_optimizer_state
-from protocols.options import AveragingOptions, ModelBuilder
 
 logger = logging.getLogger("protocols.own_state")
 

@@ -30,16 +30,16 @@ from asyncdist.collectives.agreed_start import Start, start_together
 from asyncdist.collectives.agreement.messages import Agreed
 from asyncdist.collectives.groups import check_open
 from asyncdist.messaging.services import Services
+from asyncdist.protocols.journal import Journal
+from asyncdist.protocols.metrics import Metric, MetricSource, due_metric
+from asyncdist.protocols.misuse import NoPlainContext, line_of_caller, warn_of_no_step
+from asyncdist.protocols.options import check_callable
+from asyncdist.protocols.start_differences import model_difference, told_of_rivals
+from asyncdist.protocols.start_without_lost import start_without_lost
+from asyncdist.protocols.step_info import StepInfo, fields_of
+from asyncdist.protocols.wrappers import check_not_inside, check_not_wrapped
 from asyncdist.runtime.failing.process_ends import end_forked_child
 from asyncdist.tensors.flat_state import FlatState
-from protocols.journal import Journal
-from protocols.metrics import Metric, MetricSource, due_metric
-from protocols.misuse import NoPlainContext, line_of_caller, warn_of_no_step
-from protocols.options import check_callable
-from protocols.start_differences import model_difference, told_of_rivals
-from protocols.start_without_lost import start_without_lost
-from protocols.step_info import StepInfo, fields_of
-from protocols.wrappers import check_not_inside, check_not_wrapped
 
 _Stage: TypeAlias = Literal["new", "starting", "open", "closed"]
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import asyncdist as ad
 from asyncdist.bench.tables import Table, compared_us
-from protocols import AsyncSelectiveAveragingPolicy
+from asyncdist.protocols import AsyncSelectiveAveragingPolicy
 
 RANKS_MIN = 1
 _NEVER = 10**9

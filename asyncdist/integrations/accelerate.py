@@ -32,9 +32,9 @@ from asyncdist.blocking.callers import is_in_a_rank
 from asyncdist.integrations import pytorch
 from asyncdist.integrations.joining import hide_ranks, join
 from asyncdist.integrations.random_numbers import shuffle_apart
-from protocols import StepInfo
-from protocols.options import MetricMode, SelectiveOptions
-from protocols.step_info import NOTHING
+from asyncdist.protocols import StepInfo
+from asyncdist.protocols.options import MetricMode, SelectiveOptions
+from asyncdist.protocols.step_info import NOTHING
 
 hide_ranks()
 

@@ -16,9 +16,9 @@ from asyncdist.blocking.process_world import process_world
 from asyncdist.blocking.world import World
 from asyncdist.errors import ClosedError, LocalProtocolError
 from asyncdist.integrations.random_numbers import draw_apart
-from protocols import AsyncSelectiveAveragingPolicy, ReplicaAveragingPolicy, SpawnPolicy, StepInfo
-from protocols.options import MetricMode, SelectiveOptions
-from protocols.step_info import NOTHING
+from asyncdist.protocols import AsyncSelectiveAveragingPolicy, ReplicaAveragingPolicy, SpawnPolicy, StepInfo
+from asyncdist.protocols.options import MetricMode, SelectiveOptions
+from asyncdist.protocols.step_info import NOTHING
 
 logger = logging.getLogger("asyncdist.integrations")
 

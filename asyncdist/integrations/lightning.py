@@ -32,8 +32,8 @@ from asyncdist.integrations.joining import Selective, hide_ranks, join, selectiv
 from asyncdist.integrations.metrics import RunningLoss
 from asyncdist.integrations.random_numbers import draw, shuffle_apart
 from asyncdist.integrations.replicas import show_replica
-from protocols import StepInfo
-from protocols.options import MetricMode, SelectiveOptions
+from asyncdist.protocols import StepInfo
+from asyncdist.protocols.options import MetricMode, SelectiveOptions
 
 hide_ranks()
 

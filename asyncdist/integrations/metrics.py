@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from protocols.metrics import metric_as_number
+from asyncdist.protocols.metrics import metric_as_number
 
 
 class RunningLoss:

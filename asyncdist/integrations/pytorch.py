@@ -23,8 +23,8 @@ from asyncdist.blocking.policies import Policy
 from asyncdist.integrations import replicas
 from asyncdist.integrations.joining import Selective, join, selective_averaging
 from asyncdist.integrations.metrics import RunningLoss
-from protocols import StepInfo
-from protocols.options import MetricMode, SelectiveOptions
+from asyncdist.protocols import StepInfo
+from asyncdist.protocols.options import MetricMode, SelectiveOptions
 
 
 class SelectiveAveraging:

@@ -26,10 +26,10 @@ from torch import nn
 from asyncdist import validation
 from asyncdist.blocking.policies import Policy
 from asyncdist.integrations.joining import Training
-from protocols import AsyncSelectiveAveragingPolicy as _Selective, AverageAllPolicy as _All, SpawnPolicy
-from protocols.average_all import AverageAllOptions
-from protocols.metrics import Metric
-from protocols.options import AveragingStrategy, ModelBuilder, PopulationOptions, RoundOptions
+from asyncdist.protocols import AsyncSelectiveAveragingPolicy as _Selective, AverageAllPolicy as _All, SpawnPolicy
+from asyncdist.protocols.average_all import AverageAllOptions
+from asyncdist.protocols.metrics import Metric
+from asyncdist.protocols.options import AveragingStrategy, ModelBuilder, PopulationOptions, RoundOptions
 
 PolicyT = TypeVar("PolicyT", bound=SpawnPolicy)
 

@@ -29,17 +29,24 @@ from asyncdist import AsyncdistError, Group, RankLostError, World, validation
 from asyncdist.collectives.one_sided import VersionedWindow, open_versioned_window
 from asyncdist.messaging import wire
 from asyncdist.messaging.streams import CHUNK_NBYTES
+from asyncdist.protocols.applier import Applier, NewWeights
+from asyncdist.protocols.metrics import Metric, MetricSource
+from asyncdist.protocols.one_sided.reader import DonorReader, Replacement, UnreadableError
+from asyncdist.protocols.one_sided.rules import OneSidedRules, choose, is_dying, sample_count
+from asyncdist.protocols.one_sided.statistics import Durations, OneSidedStatistics
+from asyncdist.protocols.options import (
+    AveragingOptions,
+    AveragingStrategy,
+    MetricMode,
+    ModelBuilder,
+    OptimizerState,
+    Timing,
+)
+from asyncdist.protocols.own_state import OwnState
+from asyncdist.protocols.policy import SpawnPolicy
+from asyncdist.protocols.step_info import NOTHING, PolicyEvent, SnapshotTaken, StepInfo
 from asyncdist.tensors.byte_layout import Packing
 from asyncdist.tensors.flat_state import FlatBuffers, SnapshotPool
-from protocols.applier import Applier, NewWeights
-from protocols.metrics import Metric, MetricSource
-from protocols.one_sided.reader import DonorReader, Replacement, UnreadableError
-from protocols.one_sided.rules import OneSidedRules, choose, is_dying, sample_count
-from protocols.one_sided.statistics import Durations, OneSidedStatistics
-from protocols.options import AveragingOptions, AveragingStrategy, MetricMode, ModelBuilder, OptimizerState, Timing
-from protocols.own_state import OwnState
-from protocols.policy import SpawnPolicy
-from protocols.step_info import NOTHING, PolicyEvent, SnapshotTaken, StepInfo
 
 logger = logging.getLogger("protocols.one_sided.policy")
 

@@ -9,12 +9,12 @@ import torch
 
 from asyncdist import Group
 from asyncdist.collectives.one_sided import OutdatedError, VersionedWindow, VersionRecord
+from asyncdist.protocols.one_sided.rules import Choice, Sample
+from asyncdist.protocols.parameter_stream.landing import ChunkRing
 from asyncdist.tensors.byte_layout import Packing
 from asyncdist.tensors.byte_views import byte_view
 from asyncdist.tensors.flat_state import FlatBuffers, FlatState, SnapshotPool
 from asyncdist.tensors.means import WeightedMean
-from protocols.one_sided.rules import Choice, Sample
-from protocols.parameter_stream.landing import ChunkRing
 
 
 @dataclass(slots=True, eq=False)

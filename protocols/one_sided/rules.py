@@ -14,7 +14,7 @@ from numbers import Integral
 from typing import Any, Final
 
 from asyncdist import validation
-from protocols.ranking import (
+from asyncdist.protocols.ranking import (
     METRIC_MODES,
     STRATEGIES,
     WEIGHT_EXPONENT_LIMIT,

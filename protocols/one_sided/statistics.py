@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from protocols.journal import format_table, size_text
+from asyncdist.protocols.journal import format_table, size_text
 
 
 @dataclass(frozen=True, slots=True)

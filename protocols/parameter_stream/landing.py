@@ -12,9 +12,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from asyncdist.messaging.streams import WINDOW_COUNT
+from asyncdist.protocols.parameter_stream.messages import parts_of
 from asyncdist.tensors.byte_views import byte_view
 from asyncdist.tensors.flat_state import FlatBuffers
-from protocols.parameter_stream.messages import parts_of
 
 #: Donors that a replacer has asked and not yet taken: each posted receive is tested in every pass.
 ASKED_COUNT_MAX: Final = 16

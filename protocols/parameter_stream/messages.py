@@ -9,9 +9,9 @@ import torch
 
 from asyncdist.messaging import streams
 from asyncdist.messaging.streams import WINDOW_COUNT, Cancel, Grant
+from asyncdist.protocols.parameter_stream.parts import Part
 from asyncdist.tensors.byte_views import byte_view, split
 from asyncdist.tensors.flat_state import FlatBuffers
-from protocols.parameter_stream.parts import Part
 
 #: Of each chunk but the last of each dtype.
 CHUNK_NBYTES = streams.CHUNK_NBYTES

@@ -24,8 +24,8 @@ from asyncdist.messaging.engine import yield_to_loop
 from asyncdist.messaging.neighbour_memory import PeerProcess, has_neighbours
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import StreamAborted
-from protocols.parameter_stream.messages import LocateRequest, Location, StreamMessage
-from protocols.parameter_stream.parts import Part
+from asyncdist.protocols.parameter_stream.messages import LocateRequest, Location, StreamMessage
+from asyncdist.protocols.parameter_stream.parts import Part
 
 logger = logging.getLogger("protocols.parameter_stream.neighbours")
 

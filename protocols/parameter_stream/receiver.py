@@ -13,11 +13,9 @@ from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.engine import yield_to_loop
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import WINDOW_COUNT, Cancel, Grant, InboundStream
-from asyncdist.tensors.flat_state import FlatBuffers
-from asyncdist.tensors.means import WeightedMean
-from protocols.parameter_stream import messages
-from protocols.parameter_stream.landing import ASKED_COUNT_MAX, ChunkRing, Landing
-from protocols.parameter_stream.messages import (
+from asyncdist.protocols.parameter_stream import messages
+from asyncdist.protocols.parameter_stream.landing import ASKED_COUNT_MAX, ChunkRing, Landing
+from asyncdist.protocols.parameter_stream.messages import (
     PartGrant,
     StreamMessage,
     chunks_of,
@@ -25,9 +23,11 @@ from protocols.parameter_stream.messages import (
     parts_of,
     stream_nbytes,
 )
-from protocols.parameter_stream.neighbours import Neighbours, PartReading, Reading
-from protocols.parameter_stream.parts import Part
-from protocols.parameter_stream.server import SnapshotServer
+from asyncdist.protocols.parameter_stream.neighbours import Neighbours, PartReading, Reading
+from asyncdist.protocols.parameter_stream.parts import Part
+from asyncdist.protocols.parameter_stream.server import SnapshotServer
+from asyncdist.tensors.flat_state import FlatBuffers
+from asyncdist.tensors.means import WeightedMean
 
 #: What is read at a time, and added while the cache holds it.
 _READ_NBYTES: Final = 1 << 18

@@ -15,9 +15,8 @@ from asyncdist.messaging.neighbour_memory import AttachToken
 from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import Cancel, Grant
-from asyncdist.tensors.flat_state import FlatBuffers
-from protocols.parameter_stream import messages
-from protocols.parameter_stream.messages import (
+from asyncdist.protocols.parameter_stream import messages
+from asyncdist.protocols.parameter_stream.messages import (
     LocateRequest,
     Location,
     PartGrant,
@@ -29,8 +28,9 @@ from protocols.parameter_stream.messages import (
     parts_of,
     stream_nbytes,
 )
-from protocols.parameter_stream.neighbours import Neighbours
-from protocols.parameter_stream.parts import Part
+from asyncdist.protocols.parameter_stream.neighbours import Neighbours
+from asyncdist.protocols.parameter_stream.parts import Part
+from asyncdist.tensors.flat_state import FlatBuffers
 
 logger = logging.getLogger("protocols.parameter_stream.server")
 

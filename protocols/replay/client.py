@@ -44,11 +44,9 @@ from asyncdist.messaging.engine import Awaited, yield_to_loop
 from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.polling import resolve_waiter
 from asyncdist.messaging.streams import CHUNK_NBYTES, Cancel, Grant, StreamAborted
-from asyncdist.runtime.failing.process_ends import end_forked_child
-from asyncdist.tensors.byte_views import split
-from protocols.replay.endings import abandoned_error, ended_error
-from protocols.replay.layouts import declare, declared, refuse_grant, scopes
-from protocols.replay.messages import (
+from asyncdist.protocols.replay.endings import abandoned_error, ended_error
+from asyncdist.protocols.replay.layouts import declare, declared, refuse_grant, scopes
+from asyncdist.protocols.replay.messages import (
     INLINE_NBYTES_MAX,
     Add,
     Added,
@@ -66,9 +64,11 @@ from protocols.replay.messages import (
     Welcome,
     Withdraw,
 )
-from protocols.replay.requests import PendingCall, RequestLimit
-from protocols.replay.store import Batch, RowLayout
-from protocols.replay.values import Sample, as_ids, as_priorities
+from asyncdist.protocols.replay.requests import PendingCall, RequestLimit
+from asyncdist.protocols.replay.store import Batch, RowLayout
+from asyncdist.protocols.replay.values import Sample, as_ids, as_priorities
+from asyncdist.runtime.failing.process_ends import end_forked_child
+from asyncdist.tensors.byte_views import split
 
 _REQUEST_COUNT: Final = 1 << 32  # the frame header has 32 bits for it
 #: A client repeats its ``Open`` after this time, then after twice as long, and so on. Between the end of one buffer and

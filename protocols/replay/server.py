@@ -31,11 +31,9 @@ from asyncdist.messaging.engine import Awaited
 from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import CHUNK_NBYTES, Cancel, Grant, StreamAborted
-from asyncdist.tensors.byte_views import split
-from asyncdist.tensors.serialization import words_of
-from protocols.replay.clients import Client, all_wait_to_draw, describe_draws, more_may_come
-from protocols.replay.layouts import declare, declared, refuse_grant, scopes
-from protocols.replay.messages import (
+from asyncdist.protocols.replay.clients import Client, all_wait_to_draw, describe_draws, more_may_come
+from asyncdist.protocols.replay.layouts import declare, declared, refuse_grant, scopes
+from asyncdist.protocols.replay.messages import (
     INLINE_NBYTES_MAX,
     Add,
     Added,
@@ -53,8 +51,10 @@ from protocols.replay.messages import (
     Welcome,
     Withdraw,
 )
-from protocols.replay.store import Batch, ReplayStore, RowLayout
-from protocols.replay.values import ReplayStatistics, check_clients, check_options
+from asyncdist.protocols.replay.store import Batch, ReplayStore, RowLayout
+from asyncdist.protocols.replay.values import ReplayStatistics, check_clients, check_options
+from asyncdist.tensors.byte_views import split
+from asyncdist.tensors.serialization import words_of
 
 logger = logging.getLogger("protocols.replay.client")
 

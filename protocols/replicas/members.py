@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace
 from typing import Any, Final, TypeAlias
 
-from protocols.selective.member import Instructions, RoundMember
-from protocols.selective.messages import Assign, End, Frozen
+from asyncdist.protocols.selective.member import Instructions, RoundMember
+from asyncdist.protocols.selective.messages import Assign, End, Frozen
 
 #: The coordinator is gone, as the reason says; another one has begun an epoch.
 GONE: Final = "gone"

@@ -24,15 +24,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from asyncdist import Group, World, compute_and_broadcast, reduce_and_broadcast, validation
 from asyncdist.collectives.groups import free_all
+from asyncdist.protocols.metrics import Metric, MetricSource
+from asyncdist.protocols.options import PopulationOptions, ReplicaOptions
+from asyncdist.protocols.policy import SpawnPolicy
+from asyncdist.protocols.replicas.shards import ShardAveraging
+from asyncdist.protocols.selective.policy import AsyncSelectiveAveragingPolicy
+from asyncdist.protocols.selective.statistics import SelectiveStatistics
+from asyncdist.protocols.step_info import NOTHING, StepInfo
+from asyncdist.protocols.wrappers import check_replica_group
 from asyncdist.tensors.optimizer_state import reset_optimizer_state
-from protocols.metrics import Metric, MetricSource
-from protocols.options import PopulationOptions, ReplicaOptions
-from protocols.policy import SpawnPolicy
-from protocols.replicas.shards import ShardAveraging
-from protocols.selective.policy import AsyncSelectiveAveragingPolicy
-from protocols.selective.statistics import SelectiveStatistics
-from protocols.step_info import NOTHING, StepInfo
-from protocols.wrappers import check_replica_group
 
 logger = logging.getLogger("protocols.replicas.policy")
 

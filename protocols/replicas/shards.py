@@ -30,17 +30,17 @@ from typing import Any, ClassVar, Final, NamedTuple
 from asyncdist import AsyncdistError, ClosedError, Envelope, Group, World, reduce_and_broadcast, tags
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
-from protocols.metrics import MetricSource
-from protocols.replicas.members import FollowingMember, Happening, LeadingMember
-from protocols.selective.coordinator import PolicyScopes
-from protocols.selective.joining.state_transfer import StateTransfer
-from protocols.selective.member import Apply, State, TakeSnapshot
-from protocols.selective.messages import ControlMessage, Leave
-from protocols.selective.policy import AsyncSelectiveAveragingPolicy
-from protocols.selective.roles.member_channels import MemberChannels
-from protocols.selective.roles.reporter import Reporter
-from protocols.step_info import NOTHING, StepInfo
-from protocols.wrappers import reshard
+from asyncdist.protocols.metrics import MetricSource
+from asyncdist.protocols.replicas.members import FollowingMember, Happening, LeadingMember
+from asyncdist.protocols.selective.coordinator import PolicyScopes
+from asyncdist.protocols.selective.joining.state_transfer import StateTransfer
+from asyncdist.protocols.selective.member import Apply, State, TakeSnapshot
+from asyncdist.protocols.selective.messages import ControlMessage, Leave
+from asyncdist.protocols.selective.policy import AsyncSelectiveAveragingPolicy
+from asyncdist.protocols.selective.roles.member_channels import MemberChannels
+from asyncdist.protocols.selective.roles.reporter import Reporter
+from asyncdist.protocols.step_info import NOTHING, StepInfo
+from asyncdist.protocols.wrappers import reshard
 
 #: What a leader does at a swap point, beside passing on what it has heard.
 NOTHING_MORE: Final = 0

@@ -15,8 +15,8 @@ from asyncdist import BusyError, Envelope, RankLostError, tags
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
-from protocols.selective.islands.messages import Emigrant, Invitation
-from protocols.selective.joining.admission import Ambiguous, Application, Over, Refusal, Request, Welcome
+from asyncdist.protocols.selective.islands.messages import Emigrant, Invitation
+from asyncdist.protocols.selective.joining.admission import Ambiguous, Application, Over, Refusal, Request, Welcome
 
 logger = logging.getLogger("protocols.selective.board")
 

@@ -20,11 +20,11 @@ from asyncdist.collectives.agreement.messages import Agreed
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
-from protocols.journal import Journal
-from protocols.parameter_stream.messages import safe_point_count
-from protocols.selective.islands.migration import Migration
-from protocols.selective.joining.admission import Welcome
-from protocols.selective.messages import (
+from asyncdist.protocols.journal import Journal
+from asyncdist.protocols.parameter_stream.messages import safe_point_count
+from asyncdist.protocols.selective.islands.migration import Migration
+from asyncdist.protocols.selective.joining.admission import Welcome
+from asyncdist.protocols.selective.messages import (
     Abandoned,
     Admitted,
     Applied,
@@ -40,11 +40,11 @@ from protocols.selective.messages import (
     Rejoin,
     Report,
 )
-from protocols.selective.round.plan import unpack_freeze, unpack_plan
-from protocols.selective.round.state import Send
-from protocols.selective.rounds import RoundCoordinator
-from protocols.selective.rules import SelectiveRules
-from protocols.selective.statistics import CoordinatorStatistics
+from asyncdist.protocols.selective.round.plan import unpack_freeze, unpack_plan
+from asyncdist.protocols.selective.round.state import Send
+from asyncdist.protocols.selective.rounds import RoundCoordinator
+from asyncdist.protocols.selective.rules import SelectiveRules
+from asyncdist.protocols.selective.statistics import CoordinatorStatistics
 
 _HEARD: Final = Heard()
 

@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from asyncdist.messaging.services import Services
-from protocols.journal import Journal
-from protocols.selective.board import Board, Declined, Nomination, SuccessionMessage, TakeOver
-from protocols.selective.coordinator import Coordinator, PolicyScopes
-from protocols.selective.islands.migration import Migration
-from protocols.selective.joining.admission import Application, Refusal, Request, Welcome, digest_of, key_of
-from protocols.selective.rules import SelectiveRules
-from protocols.selective.statistics import CoordinatorStatistics
-from protocols.selective.succession import (
+from asyncdist.protocols.journal import Journal
+from asyncdist.protocols.selective.board import Board, Declined, Nomination, SuccessionMessage, TakeOver
+from asyncdist.protocols.selective.coordinator import Coordinator, PolicyScopes
+from asyncdist.protocols.selective.islands.migration import Migration
+from asyncdist.protocols.selective.joining.admission import Application, Refusal, Request, Welcome, digest_of, key_of
+from asyncdist.protocols.selective.rules import SelectiveRules
+from asyncdist.protocols.selective.statistics import CoordinatorStatistics
+from asyncdist.protocols.selective.succession import (
     WATCHER_COUNT,
     Claim,
     Follow,

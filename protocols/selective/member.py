@@ -41,7 +41,7 @@ from collections.abc import Mapping
 from enum import Enum, auto
 from typing import Final, NamedTuple, TypeAlias
 
-from protocols.selective.messages import (
+from asyncdist.protocols.selective.messages import (
     DONOR,
     Abandoned,
     Applied,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-from protocols.selective.round.plan import place_of, unpack_freeze, unpack_plan
+from asyncdist.protocols.selective.round.plan import place_of, unpack_freeze, unpack_plan
 
 #: Different reasons that are counted by themselves.
 REASON_LIMIT: Final = 32

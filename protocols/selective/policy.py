@@ -29,10 +29,9 @@ from torch import nn
 
 from asyncdist import ClosedError, Group, World, current_world, validation
 from asyncdist.messaging import wire
-from asyncdist.tensors.flat_state import SnapshotPool
-from protocols.applier import Applier
-from protocols.metrics import Metric, MetricSource
-from protocols.options import (
+from asyncdist.protocols.applier import Applier
+from asyncdist.protocols.metrics import Metric, MetricSource
+from asyncdist.protocols.options import (
     AveragingOptions,
     AveragingStrategy,
     MetricMode,
@@ -42,27 +41,28 @@ from protocols.options import (
     Route,
     Timing,
 )
-from protocols.own_state import OwnState
-from protocols.parameter_stream.parts import PartPool
-from protocols.policy import SpawnPolicy
-from protocols.selective.coordinator import PolicyScopes
-from protocols.selective.islands.layout import Island, IslandOptions
-from protocols.selective.islands.migration import Migration
-from protocols.selective.islands.visit import Visits
-from protocols.selective.joining.arrival import Arrival
-from protocols.selective.joining.state_transfer import StateTransfer
-from protocols.selective.leadership import Leadership
-from protocols.selective.member import Apply, Instructions, RoundMember, State, TakeSnapshot
-from protocols.selective.messages import Admitted, End, Heard, Leave, PackedAssign, PackedFrozen, Rejoin
-from protocols.selective.roles.exchange_buffers import ExchangeBuffers
-from protocols.selective.roles.member_channels import MemberChannels
-from protocols.selective.roles.member_roles import MemberRoles
-from protocols.selective.roles.reporter import Reporter
-from protocols.selective.round_events import PendingEvents
-from protocols.selective.rules import SelectiveRules
-from protocols.selective.statistics import SelectiveStatistics
-from protocols.start_without_lost import lost_members
-from protocols.step_info import NOTHING, CoordinatorChanged, PolicyEvent, StepInfo
+from asyncdist.protocols.own_state import OwnState
+from asyncdist.protocols.parameter_stream.parts import PartPool
+from asyncdist.protocols.policy import SpawnPolicy
+from asyncdist.protocols.selective.coordinator import PolicyScopes
+from asyncdist.protocols.selective.islands.layout import Island, IslandOptions
+from asyncdist.protocols.selective.islands.migration import Migration
+from asyncdist.protocols.selective.islands.visit import Visits
+from asyncdist.protocols.selective.joining.arrival import Arrival
+from asyncdist.protocols.selective.joining.state_transfer import StateTransfer
+from asyncdist.protocols.selective.leadership import Leadership
+from asyncdist.protocols.selective.member import Apply, Instructions, RoundMember, State, TakeSnapshot
+from asyncdist.protocols.selective.messages import Admitted, End, Heard, Leave, PackedAssign, PackedFrozen, Rejoin
+from asyncdist.protocols.selective.roles.exchange_buffers import ExchangeBuffers
+from asyncdist.protocols.selective.roles.member_channels import MemberChannels
+from asyncdist.protocols.selective.roles.member_roles import MemberRoles
+from asyncdist.protocols.selective.roles.reporter import Reporter
+from asyncdist.protocols.selective.round_events import PendingEvents
+from asyncdist.protocols.selective.rules import SelectiveRules
+from asyncdist.protocols.selective.statistics import SelectiveStatistics
+from asyncdist.protocols.start_without_lost import lost_members
+from asyncdist.protocols.step_info import NOTHING, CoordinatorChanged, PolicyEvent, StepInfo
+from asyncdist.tensors.flat_state import SnapshotPool
 
 logger = logging.getLogger("protocols.selective.policy")
 

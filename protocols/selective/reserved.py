@@ -8,13 +8,13 @@ from dataclasses import fields
 from typing import Any
 
 from asyncdist import World, current_world, validation
-from protocols.journal import Journal
-from protocols.policy import START
-from protocols.selective.coordinator import PolicyScopes
-from protocols.selective.leadership import Leadership
-from protocols.selective.rules import SelectiveRules
-from protocols.selective.statistics import CoordinatorStatistics
-from protocols.start_differences import told_of_rivals
+from asyncdist.protocols.journal import Journal
+from asyncdist.protocols.policy import START
+from asyncdist.protocols.selective.coordinator import PolicyScopes
+from asyncdist.protocols.selective.leadership import Leadership
+from asyncdist.protocols.selective.rules import SelectiveRules
+from asyncdist.protocols.selective.statistics import CoordinatorStatistics
+from asyncdist.protocols.start_differences import told_of_rivals
 
 
 async def coordinate(

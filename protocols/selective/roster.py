@@ -3,8 +3,8 @@
 from collections.abc import Collection, Iterable, Mapping
 from decimal import ROUND_CEILING, Decimal
 
-from protocols.selective.round.state import Member, ReportRecord
-from protocols.selective.waiting import Pace, cadence_s, is_late
+from asyncdist.protocols.selective.round.state import Member, ReportRecord
+from asyncdist.protocols.selective.waiting import Pace, cadence_s, is_late
 
 
 class Roster:

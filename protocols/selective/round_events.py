@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from protocols.selective.member import GIVING_STATES, Discard, Instructions, RoundMember, Tell
-from protocols.selective.messages import DONOR, Applied, Assign, Decline
-from protocols.step_info import PolicyEvent, RoleAssigned, RoundAbandoned, RoundEnded
+from asyncdist.protocols.selective.member import GIVING_STATES, Discard, Instructions, RoundMember, Tell
+from asyncdist.protocols.selective.messages import DONOR, Applied, Assign, Decline
+from asyncdist.protocols.step_info import PolicyEvent, RoleAssigned, RoundAbandoned, RoundEnded
 
 
 class PendingEvents:

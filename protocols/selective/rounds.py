@@ -11,15 +11,15 @@ always has a deadline. Nothing that a peer sends can raise here: what does not f
 import math
 from collections.abc import Collection, Iterable, Mapping
 
-from protocols.selective.islands.migrants import Migrants
-from protocols.selective.joining.newcomers import Newcomers
-from protocols.selective.messages import Admitted, Joined, Leave, Rejoin
-from protocols.selective.roster import Roster
-from protocols.selective.round.course import RoundCourse
-from protocols.selective.round.state import Member, Round, Send, as_record, values_of
-from protocols.selective.rules import SelectiveRules, decide
-from protocols.selective.statistics import CoordinatorStatistics, History
-from protocols.selective.waiting import BELIEVED_MAX_S, Patience, believed_s
+from asyncdist.protocols.selective.islands.migrants import Migrants
+from asyncdist.protocols.selective.joining.newcomers import Newcomers
+from asyncdist.protocols.selective.messages import Admitted, Joined, Leave, Rejoin
+from asyncdist.protocols.selective.roster import Roster
+from asyncdist.protocols.selective.round.course import RoundCourse
+from asyncdist.protocols.selective.round.state import Member, Round, Send, as_record, values_of
+from asyncdist.protocols.selective.rules import SelectiveRules, decide
+from asyncdist.protocols.selective.statistics import CoordinatorStatistics, History
+from asyncdist.protocols.selective.waiting import BELIEVED_MAX_S, Patience, believed_s
 
 
 class RoundCoordinator:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from asyncdist import validation
-from protocols.ranking import (
+from asyncdist.protocols.ranking import (
     METRIC_MODES,
     STRATEGIES,
     WEIGHT_EXPONENT_LIMIT,

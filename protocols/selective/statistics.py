@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from protocols.journal import format_table, size_text
-from protocols.selective.messages import count_reason
+from asyncdist.protocols.journal import format_table, size_text
+from asyncdist.protocols.selective.messages import count_reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from itertools import islice
 from typing import Final, NamedTuple, TypeAlias
 
 from asyncdist.messaging.wire import EPOCH_MAX
-from protocols.selective.waiting import NOISE_S
+from asyncdist.protocols.selective.waiting import NOISE_S
 
 #: So often is a rank nominated, once in each of the nominating rank's cadences, until the next in the order is.
 NOMINATION_COUNT_MAX: Final = 3

@@ -8,10 +8,10 @@ Rana and Heckendorn 1999), with a donor in place of a copy that moves in. An emi
 from collections.abc import Mapping
 from typing import Final, NamedTuple, TypeVar
 
-from protocols.ranking import order_worst_first
-from protocols.selective.messages import End, Joined
-from protocols.selective.round.state import Member, ReportRecord, Send
-from protocols.selective.waiting import FREE_ROUNDS, NOISE_S, believed_s
+from asyncdist.protocols.ranking import order_worst_first
+from asyncdist.protocols.selective.messages import End, Joined
+from asyncdist.protocols.selective.round.state import Member, ReportRecord, Send
+from asyncdist.protocols.selective.waiting import FREE_ROUNDS, NOISE_S, believed_s
 
 T = TypeVar("T")
 

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Final
 
 from asyncdist import World
 from asyncdist.messaging.services import Services
-from protocols.selective.board import Board, Declined, IslandMessage
-from protocols.selective.islands.layout import Island, IslandOptions
-from protocols.selective.islands.messages import Emigrant, Invitation
-from protocols.selective.joining.admission import digest_of
+from asyncdist.protocols.selective.board import Board, Declined, IslandMessage
+from asyncdist.protocols.selective.islands.layout import Island, IslandOptions
+from asyncdist.protocols.selective.islands.messages import Emigrant, Invitation
+from asyncdist.protocols.selective.joining.admission import digest_of
 
 if TYPE_CHECKING:
-    from protocols.selective.coordinator import Coordinator, PolicyScopes
-    from protocols.selective.islands.visit import Visits
+    from asyncdist.protocols.selective.coordinator import Coordinator, PolicyScopes
+    from asyncdist.protocols.selective.islands.visit import Visits
 
 logger = logging.getLogger("protocols.selective.islands.migration")
 

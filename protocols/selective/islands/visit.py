@@ -13,18 +13,27 @@ from dataclasses import replace
 from typing import Any
 
 from asyncdist.messaging.services import Services
+from asyncdist.protocols.options import Timing
+from asyncdist.protocols.own_state import OwnState
+from asyncdist.protocols.selective.coordinator import PolicyScopes
+from asyncdist.protocols.selective.islands.layout import Island
+from asyncdist.protocols.selective.islands.messages import Invitation
+from asyncdist.protocols.selective.member import (
+    Give,
+    Instructions,
+    RefuseUpTo,
+    RoundMember,
+    State,
+    TakeSnapshot,
+    Tell,
+    Withdraw,
+)
+from asyncdist.protocols.selective.messages import DONOR, Assign, End, Leave, PackedAssign, Report
+from asyncdist.protocols.selective.roles.donor import Donor
+from asyncdist.protocols.selective.roles.member_channels import MemberChannels
+from asyncdist.protocols.selective.round_events import PendingEvents, RoundEvents
+from asyncdist.protocols.step_info import NOTHING, PolicyEvent, SnapshotTaken, StepInfo
 from asyncdist.tensors.flat_state import FlatState, SnapshotPool
-from protocols.options import Timing
-from protocols.own_state import OwnState
-from protocols.selective.coordinator import PolicyScopes
-from protocols.selective.islands.layout import Island
-from protocols.selective.islands.messages import Invitation
-from protocols.selective.member import Give, Instructions, RefuseUpTo, RoundMember, State, TakeSnapshot, Tell, Withdraw
-from protocols.selective.messages import DONOR, Assign, End, Leave, PackedAssign, Report
-from protocols.selective.roles.donor import Donor
-from protocols.selective.roles.member_channels import MemberChannels
-from protocols.selective.round_events import PendingEvents, RoundEvents
-from protocols.step_info import NOTHING, PolicyEvent, SnapshotTaken, StepInfo
 
 logger = logging.getLogger("protocols.selective.islands.visit")
 

@@ -7,10 +7,10 @@ from typing import Any, Final
 
 from asyncdist import AsyncdistError
 from asyncdist.messaging.services import Services
-from protocols.selective.joining.admission import Application, Welcome
-from protocols.selective.joining.state_transfer import StateTransfer, unpacked
-from protocols.selective.member import Instructions, RoundMember, State
-from protocols.selective.roles.replacer import Replacer
+from asyncdist.protocols.selective.joining.admission import Application, Welcome
+from asyncdist.protocols.selective.joining.state_transfer import StateTransfer, unpacked
+from asyncdist.protocols.selective.member import Instructions, RoundMember, State
+from asyncdist.protocols.selective.roles.replacer import Replacer
 
 #: A newcomer takes a state of so many bytes, and so many times its model's.
 _STATE_NBYTES_MAX: Final = 64 << 20

@@ -13,10 +13,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-from protocols.ranking import order_worst_first
-from protocols.selective.round.state import Member, ReportRecord
-from protocols.selective.rules import Decision, SelectiveRules
-from protocols.selective.waiting import HELD_SHARE
+from asyncdist.protocols.ranking import order_worst_first
+from asyncdist.protocols.selective.round.state import Member, ReportRecord
+from asyncdist.protocols.selective.rules import Decision, SelectiveRules
+from asyncdist.protocols.selective.waiting import HELD_SHARE
 
 #: How many take the state of one donor in one round.
 NEWCOMER_COUNT_MAX: Final = 8

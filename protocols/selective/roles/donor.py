@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from asyncdist.messaging.services import Services
+from asyncdist.protocols.options import Timing
+from asyncdist.protocols.own_state import OwnState
+from asyncdist.protocols.parameter_stream.messages import safe_point_count
+from asyncdist.protocols.parameter_stream.server import Offer, SnapshotServer
+from asyncdist.protocols.selective.joining.state_transfer import StateTransfer, packed
+from asyncdist.protocols.selective.member import Instructions, RoundMember, State
+from asyncdist.protocols.step_info import PolicyEvent, SnapshotTaken
 from asyncdist.tensors.flat_state import FlatBuffers, FlatState, SnapshotPool
-from protocols.options import Timing
-from protocols.own_state import OwnState
-from protocols.parameter_stream.messages import safe_point_count
-from protocols.parameter_stream.server import Offer, SnapshotServer
-from protocols.selective.joining.state_transfer import StateTransfer, packed
-from protocols.selective.member import Instructions, RoundMember, State
-from protocols.step_info import PolicyEvent, SnapshotTaken
 
 logger = logging.getLogger("protocols.selective.roles.donor")
 

@@ -8,13 +8,13 @@ import math
 
 from asyncdist import AsyncdistError
 from asyncdist.messaging.services import Services
-from protocols.parameter_stream.receiver import SnapshotReceiver
-from protocols.parameter_stream.server import SnapshotServer
-from protocols.selective.messages import Assign, Frozen
-from protocols.selective.roles.exchange_buffers import Accumulator, ExchangeBuffers
-from protocols.selective.roles.mean_receiver import MeanReceiver
-from protocols.selective.roles.reducer import Reducer
-from protocols.selective.roles.relay import Relay
+from asyncdist.protocols.parameter_stream.receiver import SnapshotReceiver
+from asyncdist.protocols.parameter_stream.server import SnapshotServer
+from asyncdist.protocols.selective.messages import Assign, Frozen
+from asyncdist.protocols.selective.roles.exchange_buffers import Accumulator, ExchangeBuffers
+from asyncdist.protocols.selective.roles.mean_receiver import MeanReceiver
+from asyncdist.protocols.selective.roles.reducer import Reducer
+from asyncdist.protocols.selective.roles.relay import Relay
 
 logger = logging.getLogger("protocols.selective.roles.exchange")
 

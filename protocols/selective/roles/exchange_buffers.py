@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from asyncdist.protocols.parameter_stream.receiver import new_ring
 from asyncdist.tensors.flat_state import FlatBuffers, FlatState, SnapshotPool
-from protocols.parameter_stream.receiver import new_ring
 
 
 class Accumulator:

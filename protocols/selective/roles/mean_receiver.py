@@ -15,16 +15,16 @@ import logging
 from asyncdist import AsyncdistError, RankLostError
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import InboundStream, StreamAborted
+from asyncdist.protocols.parameter_stream.landing import ChunkRing
+from asyncdist.protocols.parameter_stream.neighbours import PartReading
+from asyncdist.protocols.parameter_stream.parts import Part
+from asyncdist.protocols.parameter_stream.receiver import SnapshotReceiver, ask_for_part, cancel_stream
+from asyncdist.protocols.parameter_stream.server import SnapshotServer
+from asyncdist.protocols.selective.messages import Frozen
+from asyncdist.protocols.selective.roles.exchange_buffers import Accumulator
+from asyncdist.protocols.selective.roles.reducer import Reducer
+from asyncdist.protocols.selective.roles.relay import Relay
 from asyncdist.tensors.flat_state import FlatBuffers
-from protocols.parameter_stream.landing import ChunkRing
-from protocols.parameter_stream.neighbours import PartReading
-from protocols.parameter_stream.parts import Part
-from protocols.parameter_stream.receiver import SnapshotReceiver, ask_for_part, cancel_stream
-from protocols.parameter_stream.server import SnapshotServer
-from protocols.selective.messages import Frozen
-from protocols.selective.roles.exchange_buffers import Accumulator
-from protocols.selective.roles.reducer import Reducer
-from protocols.selective.roles.relay import Relay
 
 logger = logging.getLogger("protocols.selective.roles.mean_receiver")
 

@@ -7,9 +7,9 @@ import logging
 from asyncdist import BusyError, RankLostError, tags
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
-from protocols.parameter_stream.server import SnapshotServer
-from protocols.selective.coordinator import PolicyScopes
-from protocols.selective.messages import ControlMessage, Report
+from asyncdist.protocols.parameter_stream.server import SnapshotServer
+from asyncdist.protocols.selective.coordinator import PolicyScopes
+from asyncdist.protocols.selective.messages import ControlMessage, Report
 
 logger = logging.getLogger("protocols.selective.roles.member_channels")
 

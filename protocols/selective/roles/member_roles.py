@@ -6,15 +6,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, assert_never
 
 from asyncdist.messaging.services import Services
-from asyncdist.tensors.flat_state import FlatState, SnapshotPool
-from protocols.applier import Applier
-from protocols.journal import Journal
-from protocols.options import Timing
-from protocols.own_state import OwnState
-from protocols.parameter_stream.parts import PartPool
-from protocols.selective.joining.state_transfer import StateTransfer
-from protocols.selective.leadership import Leadership
-from protocols.selective.member import (
+from asyncdist.protocols.applier import Applier
+from asyncdist.protocols.journal import Journal
+from asyncdist.protocols.options import Timing
+from asyncdist.protocols.own_state import OwnState
+from asyncdist.protocols.parameter_stream.parts import PartPool
+from asyncdist.protocols.selective.joining.state_transfer import StateTransfer
+from asyncdist.protocols.selective.leadership import Leadership
+from asyncdist.protocols.selective.member import (
     AddUp,
     Apply,
     Ask,
@@ -31,15 +30,16 @@ from protocols.selective.member import (
     Tell,
     Withdraw,
 )
-from protocols.selective.messages import Assign, End, Frozen
-from protocols.selective.roles.donor import Donor
-from protocols.selective.roles.exchange_buffers import ExchangeBuffers
-from protocols.selective.roles.member_channels import MemberChannels
-from protocols.selective.roles.reducer import Reducer
-from protocols.selective.roles.relay import Relay
-from protocols.selective.roles.replacer import Replacer
-from protocols.selective.round_events import PendingEvents, RoundEvents
-from protocols.step_info import PolicyEvent
+from asyncdist.protocols.selective.messages import Assign, End, Frozen
+from asyncdist.protocols.selective.roles.donor import Donor
+from asyncdist.protocols.selective.roles.exchange_buffers import ExchangeBuffers
+from asyncdist.protocols.selective.roles.member_channels import MemberChannels
+from asyncdist.protocols.selective.roles.reducer import Reducer
+from asyncdist.protocols.selective.roles.relay import Relay
+from asyncdist.protocols.selective.roles.replacer import Replacer
+from asyncdist.protocols.selective.round_events import PendingEvents, RoundEvents
+from asyncdist.protocols.step_info import PolicyEvent
+from asyncdist.tensors.flat_state import FlatState, SnapshotPool
 
 
 class MemberRoles:

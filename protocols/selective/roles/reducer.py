@@ -24,14 +24,14 @@ from dataclasses import dataclass, field
 from asyncdist import AsyncdistError, RankLostError, RemoteProtocolError
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import InboundStream
+from asyncdist.protocols.parameter_stream.messages import part_chunk_nbytes, stream_nbytes
+from asyncdist.protocols.parameter_stream.neighbours import PartReading
+from asyncdist.protocols.parameter_stream.parts import Part, PartBuffers, PartPool, new_part
+from asyncdist.protocols.parameter_stream.receiver import ask_for_part, cancel_stream
+from asyncdist.protocols.parameter_stream.server import Offer, SnapshotServer
+from asyncdist.protocols.selective.messages import Assign, Frozen
 from asyncdist.tensors.flat_state import FlatBuffers
 from asyncdist.tensors.means import WeightedMean
-from protocols.parameter_stream.messages import part_chunk_nbytes, stream_nbytes
-from protocols.parameter_stream.neighbours import PartReading
-from protocols.parameter_stream.parts import Part, PartBuffers, PartPool, new_part
-from protocols.parameter_stream.receiver import ask_for_part, cancel_stream
-from protocols.parameter_stream.server import Offer, SnapshotServer
-from protocols.selective.messages import Assign, Frozen
 
 logger = logging.getLogger("protocols.selective.roles.reducer")
 

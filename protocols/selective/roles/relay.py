@@ -10,10 +10,10 @@ A part that does not come is refused, and those who have asked for it ask the re
 
 from __future__ import annotations
 
-from protocols.parameter_stream.parts import Part
-from protocols.parameter_stream.server import Offer, SnapshotServer
-from protocols.selective.messages import Assign
-from protocols.selective.roles.exchange_buffers import Accumulator
+from asyncdist.protocols.parameter_stream.parts import Part
+from asyncdist.protocols.parameter_stream.server import Offer, SnapshotServer
+from asyncdist.protocols.selective.messages import Assign
+from asyncdist.protocols.selective.roles.exchange_buffers import Accumulator
 
 
 class Relay:

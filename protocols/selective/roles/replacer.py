@@ -7,18 +7,18 @@ from collections.abc import Callable
 
 from asyncdist import AsyncdistError
 from asyncdist.messaging.services import Services
+from asyncdist.protocols.applier import Applier, NewWeights
+from asyncdist.protocols.options import Timing
+from asyncdist.protocols.own_state import OwnState
+from asyncdist.protocols.parameter_stream.server import SnapshotServer
+from asyncdist.protocols.selective.member import Instructions, RoundMember
+from asyncdist.protocols.selective.messages import Assign, Frozen
+from asyncdist.protocols.selective.roles.exchange import Exchange
+from asyncdist.protocols.selective.roles.exchange_buffers import ExchangeBuffers
+from asyncdist.protocols.selective.roles.reducer import Reducer
+from asyncdist.protocols.selective.roles.relay import Relay
+from asyncdist.protocols.step_info import NOTHING, StepInfo
 from asyncdist.tensors.flat_state import FlatState
-from protocols.applier import Applier, NewWeights
-from protocols.options import Timing
-from protocols.own_state import OwnState
-from protocols.parameter_stream.server import SnapshotServer
-from protocols.selective.member import Instructions, RoundMember
-from protocols.selective.messages import Assign, Frozen
-from protocols.selective.roles.exchange import Exchange
-from protocols.selective.roles.exchange_buffers import ExchangeBuffers
-from protocols.selective.roles.reducer import Reducer
-from protocols.selective.roles.relay import Relay
-from protocols.step_info import NOTHING, StepInfo
 
 logger = logging.getLogger("protocols.selective.roles.replacer")
 

@@ -6,9 +6,9 @@ import math
 import zlib
 
 from asyncdist.messaging.services import Services
-from protocols.selective.leadership import Leadership
-from protocols.selective.messages import Report
-from protocols.selective.roles.member_channels import MemberChannels
+from asyncdist.protocols.selective.leadership import Leadership
+from asyncdist.protocols.selective.messages import Report
+from asyncdist.protocols.selective.roles.member_channels import MemberChannels
 
 
 class Reporter:

@@ -9,14 +9,14 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Final
 
-from protocols.selective.islands.migrants import Migrants
-from protocols.selective.joining.newcomers import Newcomers
-from protocols.selective.messages import End
-from protocols.selective.roster import Roster
-from protocols.selective.round.state import ReportRecord, Round, Send, sends_of
-from protocols.selective.rules import Decision, SelectiveRules, reducers_of, sources_of
-from protocols.selective.statistics import HISTORY_LENGTH, History, LeftOut
-from protocols.selective.waiting import Patience
+from asyncdist.protocols.selective.islands.migrants import Migrants
+from asyncdist.protocols.selective.joining.newcomers import Newcomers
+from asyncdist.protocols.selective.messages import End
+from asyncdist.protocols.selective.roster import Roster
+from asyncdist.protocols.selective.round.state import ReportRecord, Round, Send, sends_of
+from asyncdist.protocols.selective.rules import Decision, SelectiveRules, reducers_of, sources_of
+from asyncdist.protocols.selective.statistics import HISTORY_LENGTH, History, LeftOut
+from asyncdist.protocols.selective.waiting import Patience
 
 #: A larger number of a round is not believed: numbers have 32 bits in a frame's header, and the next ones are larger.
 ROUND_BELIEVED_MAX: Final = 2**31

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from protocols.selective.round.packing import (
+from asyncdist.protocols.selective.round.packing import (
     join,
     pack_numbers,
     pack_ranks,

@@ -7,11 +7,11 @@ from functools import partial
 from itertools import repeat
 from typing import Final, NamedTuple
 
-from protocols.ranking import best_of
-from protocols.selective.messages import ControlMessage, PackedAssign, PackedFrozen
-from protocols.selective.round.plan import Freeze, Plan
-from protocols.selective.rules import Decision
-from protocols.selective.waiting import Pace, as_pace
+from asyncdist.protocols.ranking import best_of
+from asyncdist.protocols.selective.messages import ControlMessage, PackedAssign, PackedFrozen
+from asyncdist.protocols.selective.round.plan import Freeze, Plan
+from asyncdist.protocols.selective.rules import Decision
+from asyncdist.protocols.selective.waiting import Pace, as_pace
 
 #: A donor's other state takes so many times the safe points of its weights; more are not believed.
 STATE_STREAM_COUNT_MAX: Final = 20
