@@ -13,6 +13,27 @@ Metric: TypeAlias = float | int | torch.Tensor
 MetricSource: TypeAlias = Metric | Callable[[], Metric] | None
 
 
+def given_metric(
+    local_metric: MetricSource, loss: MetricSource, score: MetricSource, metric_mode: str
+) -> tuple[MetricSource, bool]:
+    """Return the metric that a call of ``step`` was given, and whether it is better where ``metric_mode`` says worse.
+
+    Raises:
+        TypeError: more than one of the three was given.
+    """
+    given = {"local_metric": local_metric, "loss": loss, "score": score}
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise TypeError(f"step() got {' and '.join(names)}; allowed: one of them")
+    is_opposite = names == (["score"] if metric_mode == "min" else ["loss"])
+    return (given[names[0]] if names else None), is_opposite
+
+
+def negated(source: MetricSource) -> Callable[[], float]:
+    """Return a callable that reads a metric and changes its sign."""
+    return lambda: -due_metric(source, 0)
+
+
 def due_metric(source: MetricSource, iteration: int) -> float:
     """Return the metric that is due, as a float.
 

@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+import ast
+import asyncio
+import itertools
+import linecache
 import sys
 import warnings
-from types import TracebackType
-from typing import NoReturn
+from collections.abc import Coroutine, Generator
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Final, NoReturn
+
+import asyncdist
+from asyncdist.protocols.step_info import StepInfo
+
+#: Words in the names of variables, and whether a larger value is better.
+_DIRECTIONS: Final = {"loss": False, "losses": False, "acc": True, "accuracy": True, "reward": True, "rewards": True}
+#: Words of variables whose sign was changed before.
+_SIGNS: Final = frozenset({"neg", "negative", "negated", "minus", "inverse", "inverted"})
+#: Methods, and words in names, that change neither meaning nor sign.
+_CONVERSIONS: Final = frozenset({"avg", "cpu", "detach", "double", "float", "item", "mean", "sum", "value"})
+#: Folders whose code stands between the user's call of ``step`` and the policy.
+_BETWEEN: Final = tuple(str(Path(file).parent) for file in (asyncdist.__file__, __file__, asyncio.__file__))
 
 
 class NoPlainContext:
@@ -31,3 +49,133 @@ def warn_of_no_step(first_call: tuple[str, int]) -> None:
     """Warn that calls were made, of which this is the first, and that none was awaited."""
     text = "no step of this policy was ever awaited, so nothing was averaged: write await policy.step(...)"
     warnings.warn_explicit(text, RuntimeWarning, *first_call)
+
+
+class UnawaitedStep(Coroutine[Any, Any, StepInfo]):
+    """Is a step that may be awaited, and that no condition takes for its result.
+
+    A coroutine is true, so ``if policy.step(x):`` would look like a replacement in each step. A policy returns this
+    until a step has been awaited, and after a call that was not: later steps are plain coroutines, which cost nothing.
+
+    Args:
+        step: the coroutine.
+    """
+
+    def __init__(self, step: Coroutine[Any, Any, StepInfo]) -> None:
+        self._step = step
+
+    def __await__(self) -> Generator[Any, Any, StepInfo]:
+        return self._step.__await__()
+
+    def send(self, value: Any, /) -> Any:
+        """Continue the step."""
+        return self._step.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        """Raise an error in the step."""
+        return self._step.throw(*error)
+
+    def close(self) -> None:
+        """End the step."""
+        self._step.close()
+
+    def __bool__(self) -> bool:
+        raise self._refusal()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in StepInfo.__dataclass_fields__:
+            raise self._refusal()
+        return getattr(self._step, name)  # its frame and its name, for code that looks at tasks
+
+    def _refusal(self) -> TypeError:
+        self._step.close()  # else Python would warn, later and without this line, that it was never awaited
+        return TypeError("step() was not awaited, so it has done nothing: write info = await policy.step(...)")
+
+
+def warn_of_opposite_metric(metric_mode: str) -> None:
+    """Warn, at the user's line, if the call of ``step`` names a loss where larger is better, or the reverse.
+
+    Only a variable with such a word in its name is understood, with its sign, item and methods. Nothing is said of any
+    other call.
+    """
+    frame = _frame_of_user()
+    call = None if frame is None else _call_in(frame)
+    if frame is None or call is None:
+        return
+    keyword, argument = _metric_in(call)
+    wants_larger = {"loss": False, "score": True}.get(keyword, metric_mode == "max")
+    direction = _direction_of(argument)
+    if argument is None or direction is None or direction is wants_larger:
+        return
+    variable = argument.operand if isinstance(argument, ast.UnaryOp) else argument
+    word = "score" if _direction_of(variable) else "loss"
+    text = (
+        f"{ast.unparse(call)}: here a {'larger' if wants_larger else 'smaller'} value is better, and the name says the "
+        "opposite, so the worst ranks would be averaged into the best; "
+        f"write step({word}={ast.unparse(variable)}), which has one meaning everywhere"
+    )
+    warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno)
+
+
+def _frame_of_user() -> FrameType | None:
+    """Return the frame that has called ``step``, also where code of this package or an event loop stands between."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
+        frame = frame.f_back
+    return frame
+
+
+def _call_in(frame: FrameType) -> ast.Call | None:
+    """Return the call that a frame is making; None if its source is not known."""
+    position = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
+    if position is None:
+        return None
+    first, last, begin, end = position
+    if first is None or last is None or begin is None or end is None:
+        return None
+    lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)[first - 1 : last]
+    if len(lines) <= last - first:
+        return None
+    encoded = [line.encode() for line in lines]  # positions count bytes
+    encoded[-1] = encoded[-1][:end]
+    encoded[0] = encoded[0][begin:]
+    try:
+        found = ast.parse(b"(" + b"".join(encoded) + b")", mode="eval").body
+    except (SyntaxError, ValueError):
+        return None
+    return found if isinstance(found, ast.Call) else None
+
+
+def _metric_in(call: ast.Call) -> tuple[str, ast.expr | None]:
+    """Return the metric in a call of a policy, or of its ``step``, with the keyword that names its direction."""
+    for given in call.keywords:
+        if given.arg in ("loss", "score"):
+            return given.arg, given.value
+        if given.arg == "local_metric":
+            return "", given.value
+    is_step = isinstance(call.func, ast.Attribute) and call.func.attr == "step"
+    place = 0 if is_step else 3
+    return "", call.args[place] if len(call.args) > place else None
+
+
+def _direction_of(metric: ast.expr | None) -> bool | None:
+    """Tell by the names in an expression whether a larger value is better; None where they do not say it."""
+    match metric:
+        case ast.UnaryOp(ast.USub(), operand):
+            direction = _direction_of(operand)
+            return None if direction is None else not direction
+        case ast.Subscript(_, ast.Constant(str(name))):
+            return is_larger_better(name)
+        case ast.Call(ast.Name("float"), [inner], []) | ast.Subscript(inner, _):
+            return _direction_of(inner)
+        case ast.Call(ast.Attribute(inner, method)) if method in _CONVERSIONS:
+            return _direction_of(inner)
+        case ast.Call(ast.Attribute(attr=name) | ast.Name(name)) | ast.Attribute(attr=name) | ast.Name(name):
+            return is_larger_better(name)
+    return None
+
+
+def is_larger_better(name: str) -> bool | None:
+    """Tell whether a larger value of a metric with this name is better; None if the name does not say it."""
+    words = [word for word in name.lower().split("_") if word not in _CONVERSIONS]
+    return _DIRECTIONS.get(words[-1]) if words and _SIGNS.isdisjoint(words) else None

@@ -31,9 +31,15 @@ from asyncdist.collectives.agreement.messages import Agreed
 from asyncdist.collectives.groups import check_open
 from asyncdist.messaging.services import Services
 from asyncdist.protocols.journal import Journal
-from asyncdist.protocols.metrics import Metric, MetricSource, due_metric
-from asyncdist.protocols.misuse import NoPlainContext, line_of_caller, warn_of_no_step
-from asyncdist.protocols.options import check_callable
+from asyncdist.protocols.metrics import Metric, MetricSource, due_metric, given_metric, negated
+from asyncdist.protocols.misuse import (
+    NoPlainContext,
+    UnawaitedStep,
+    line_of_caller,
+    warn_of_no_step,
+    warn_of_opposite_metric,
+)
+from asyncdist.protocols.options import MetricMode, check_callable
 from asyncdist.protocols.start_differences import model_difference, told_of_rivals
 from asyncdist.protocols.start_without_lost import start_without_lost
 from asyncdist.protocols.step_info import StepInfo, fields_of
@@ -59,6 +65,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         optimizer: of that model, or of a part of it.
         average_every: the cadence in steps; step i (0-based) is due when (i + 1) % average_every == 0.
         metric: called without arguments when a metric is due and ``step`` was given none.
+        metric_mode: ``"max"`` if a larger metric is better, ``"min"`` if a smaller one is.
         name: for reports, up to 200 characters; must be equal on all members, so that policies started in another
             order are found out.
         group: who takes part; all ranks by default.
@@ -87,6 +94,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         *,
         average_every: int,
         metric: Callable[[], Metric] | None = None,
+        metric_mode: MetricMode = "max",
         name: str = "",
         group: Group | None = None,
         world: World | None = None,
@@ -110,9 +118,12 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self._short_count = 0  # iterations of such epochs since the last due one, in which no number was due
         self._is_overdue = False
         self._has_stepped = False
+        self._is_unawaited = True  # the last call of step, if there was one
         self._first_call: tuple[str, int] | None = None
         self._journal = Journal(name, type(self).__name__)
         self._metric = metric
+        self._metric_mode = metric_mode
+        self._limit: tuple[str, float | None] = ("threshold", None)  # an option in the units of the metric
         self._flat = FlatState(model, takes_shards=self.keeps_replicas)  # which refuses what is no module
         check_not_wrapped(model, takes_shards=self.keeps_replicas)
         self._flat.check_optimizer(optimizer)
@@ -245,34 +256,70 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         if error is None and self._first_call is not None and not self._has_stepped:
             warn_of_no_step(self._first_call)
 
-    def step(self, local_metric: MetricSource = None) -> Coroutine[Any, Any, StepInfo]:
+    def step(
+        self, local_metric: MetricSource = None, *, loss: MetricSource = None, score: MetricSource = None
+    ) -> Coroutine[Any, Any, StepInfo]:
         """Make progress, and change the model's weights if it is time. They change nowhere else.
 
-        Call it once per training step, from the task that trains.
+        Call it once per training step, from the task that trains: ``info = await policy.step(loss=loss)``.
 
         Args:
-            local_metric: this rank's metric: a float, a 0-d tensor (detached; no graph is kept), or a callable that
-                returns one of these and is called only when a report is due. Needed on due steps unless the policy has
-                ``metric``.
+            loss: This rank's metric, of which a smaller one is better, whatever ``metric_mode`` is: a float, a 0-d
+                tensor (detached; no graph is kept), or a callable that returns one of these and is called only when a
+                report is due.
+            score: Instead of a loss, a metric of which a larger one is better.
+            local_metric: Instead of both, a metric of which ``metric_mode`` says that a larger one is better, as by
+                default, or a smaller one. One of the three is needed on due steps unless the policy has ``metric``.
 
         Returns:
-            What happened; true when weights changed.
+            The result of the step; true when weights changed.
 
         Raises:
             BusyError: another task is in ``step``; or a ``world.compute`` of this rank is under way, or a save of the
                 model.
             ClosedError: outside ``async with``.
             RankLostError: a peer has failed, and with it the job.
-            TypeError, ValueError: the metric is due and is no number.
+            TypeError, ValueError: the metric is due and is no number; more than one was given; a ``threshold`` is in
+                the units of a metric with the opposite sign.
         """
-        if self._first_call is None:
-            if self._stage == "new":  # now, and not when it is awaited: code that blocks would never hear of it
-                self._refuse()
-            self._first_call = line_of_caller()
+        if loss is not None or score is not None:
+            given, is_opposite = self.given_metric(local_metric, loss, score)
+            local_metric = negated(given) if is_opposite else given
+        if self._is_unawaited:
+            if self._first_call is None:
+                self._note_first_call(line_of_caller())
+            return UnawaitedStep(self._guarded_step(local_metric))
+        self._is_unawaited = True
         return self._guarded_step(local_metric)
 
+    def _note_first_call(self, line: tuple[str, int]) -> None:
+        if self._stage == "new":  # now, and not when it is awaited: code that blocks would never hear of it
+            self._refuse()
+        self._first_call = line
+        if self.takes_metric:
+            warn_of_opposite_metric(self._metric_mode)
+
+    def given_metric(
+        self, local_metric: MetricSource, loss: MetricSource, score: MetricSource
+    ) -> tuple[MetricSource, bool]:
+        """Return the metric among the arguments of ``step``, and whether its sign is the opposite of ``metric_mode``'s.
+
+        Raises:
+            TypeError: more than one was given.
+            ValueError: a threshold is in the units of a metric with the opposite sign.
+        """
+        given, is_opposite = given_metric(local_metric, loss, score, self._metric_mode)
+        name, limit = self._limit
+        if is_opposite and limit is not None:
+            word, cure = ("loss", "min") if score is None else ("score", "max")
+            raise ValueError(
+                f"step({word}=...) with {name}={limit:g} and metric_mode={self._metric_mode!r}: {name} is compared "
+                f"with the negated {word}; pass metric_mode={cure!r}, and it is compared with the {word} itself"
+            )
+        return given, is_opposite
+
     async def _guarded_step(self, local_metric: MetricSource) -> StepInfo:
-        self._has_stepped = True
+        self._has_stepped, self._is_unawaited = True, False
         if self._stepping or self._stage != "open" or self._world.is_in_use(self.model):
             self._refuse()
         self._stepping = True
@@ -318,6 +365,8 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         """
         if self._first_call is None:
             self._first_call = line_of_caller()
+            if self.takes_metric:
+                warn_of_opposite_metric(self._metric_mode)
         return self._ported_step(iteration, model, optimizer, local_metric, group, expose_params)
 
     async def _ported_step(

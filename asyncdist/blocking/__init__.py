@@ -6,7 +6,7 @@
         with ad.blocking.policy(AsyncSelectiveAveragingPolicy(model, optimizer, average_every=100)) as policy:
             for batch in loader:
                 loss = train_step(model, optimizer, batch)
-                policy.step(-loss)  # the only place where weights change
+                policy.step(loss=loss)  # the only place where weights change
 
 There is no background thread: the rank's event loop runs, on the same thread, while such a call blocks, and stands
 still between two of them. :mod:`asyncdist.blocking.callers` says how.

@@ -25,7 +25,9 @@ class _Awaited(Protocol[InfoT_co]):
 
     async def __aexit__(self, kind: Any, error: Any, trace: Any, /) -> Any: ...
 
-    def step(self, local_metric: Any = None, /) -> Coroutine[Any, Any, InfoT_co]: ...
+    def step(
+        self, local_metric: Any = None, /, *, loss: Any = None, score: Any = None
+    ) -> Coroutine[Any, Any, InfoT_co]: ...
 
 
 class _ReportingPolicy(_Awaited[Any], Protocol[ReportT_co]):
@@ -83,13 +85,16 @@ class Policy(Generic[PolicyT_co]):
         """The world that it runs in."""
         return World(self._caller or self._refuse())
 
-    def step(self: Policy[_Awaited[InfoT]], local_metric: Any = None) -> InfoT:
+    def step(self: Policy[_Awaited[InfoT]], local_metric: Any = None, *, loss: Any = None, score: Any = None) -> InfoT:
         """Make progress, and change the model's weights if it is time; see :meth:`protocols.SpawnPolicy.step`.
 
         Raises:
             RuntimeError: outside of the block.
         """
-        return (self._caller or self._refuse()).call(self.awaited.step, local_metric)
+        caller = self._caller or self._refuse()
+        if loss is None and score is None:
+            return caller.call(self.awaited.step, local_metric)
+        return caller.call(self.awaited.step, local_metric, loss=loss, score=score)
 
     def statistics(self: Policy[_ReportingPolicy[ReportT]]) -> ReportT:
         """Return what this member has done so far, as the policy does."""

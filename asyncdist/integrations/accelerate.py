@@ -8,7 +8,7 @@
     averaging = SelectiveAveraging(model, optimizer, average_every=100)
     for batch in loader:
         ...
-        averaging.step(loss)                          # asyncdist run -n 4 train.py
+        averaging.step(loss=loss)                     # asyncdist run -n 4 train.py
 
 Importing this module hides the variables by which launchers tell of ranks: each rank's ``Accelerator`` prepares one
 process, with mixed precision and gradient accumulation as usual, and nobody waits in its loaders. Of several ranks each
@@ -107,9 +107,9 @@ class SelectiveAveraging(pytorch.SelectiveAveraging):
         super().__init__(model, optimizer, average_every, mode=mode, **options)
         self._gradients = accelerate.state.GradientState()  # all of them share what they know
 
-    def step(self, metric: Any) -> StepInfo:
+    def step(self, metric: Any = None, *, loss: Any = None, score: Any = None) -> StepInfo:
         """See :meth:`asyncdist.integrations.pytorch.SelectiveAveraging.step`."""
         if self._gradients.sync_gradients or self.policy is None:
-            return super().step(metric)
-        self._loss.add(metric)
+            return super().step(metric, loss=loss, score=score)
+        self._add(metric, loss, score)
         return NOTHING

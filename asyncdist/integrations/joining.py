@@ -17,6 +17,7 @@ from asyncdist.blocking.world import World
 from asyncdist.errors import ClosedError, LocalProtocolError
 from asyncdist.integrations.random_numbers import draw_apart
 from asyncdist.protocols import AsyncSelectiveAveragingPolicy, ReplicaAveragingPolicy, SpawnPolicy, StepInfo
+from asyncdist.protocols.misuse import is_larger_better
 from asyncdist.protocols.options import MetricMode, SelectiveOptions
 from asyncdist.protocols.step_info import NOTHING
 
@@ -85,6 +86,7 @@ def selective_averaging(
     *,
     replica_size: int = 1,
     swap_every: int | None = None,
+    monitor: str | None = None,
 ) -> Training[Selective]:
     """Return a training under :class:`protocols.AsyncSelectiveAveragingPolicy`.
 
@@ -94,6 +96,7 @@ def selective_averaging(
         average_every, replica_size, swap_every: of the caller; they are checked here.
         mode: The policy's ``metric_mode``, which ``options`` may have instead; ``"min"`` by default.
         options: Others of the policy, which are checked when the training begins.
+        monitor: The metric by which ranks are judged. A warning is logged if its name says the opposite of ``mode``.
 
     Raises:
         TypeError, ValueError: one of the others is not what it should be.
@@ -104,6 +107,8 @@ def selective_averaging(
         raise ValueError(f"mode is {mode!r} and metric_mode is {metric_mode!r}; both mean the same: pass one of them")
     if metric_mode not in (None, "min", "max"):
         validation.refuse("mode", metric_mode, "'min' if a smaller metric is better, 'max' if a larger one is")
+    if monitor is not None:
+        _warn_of_opposite_monitor(monitor, metric_mode or "min")
     given: dict[str, Any] = {**options, "average_every": average_every, "metric_mode": metric_mode or "min"}
     if validation.count("replica_size", replica_size) == 1:
         if swap_every is not None:
@@ -111,6 +116,16 @@ def selective_averaging(
         return Training(lambda model, optimizer: AsyncSelectiveAveragingPolicy(model, optimizer, **given))
     given |= {"replica_size": replica_size, "swap_every": swap_every}
     return Training(lambda model, optimizer: ReplicaAveragingPolicy(model, optimizer, **given))
+
+
+def _warn_of_opposite_monitor(monitor: str, mode: str) -> None:
+    direction = is_larger_better(monitor)
+    if direction is not None and direction is not (mode == "max"):
+        logger.warning(
+            "selective averaging: ranks are judged by %r with mode=%r: a %s value is better, and the name says the "
+            "opposite, so the worst ranks would be averaged into the best; pass mode=%r",
+            *(monitor, mode, *(("larger", "min") if mode == "max" else ("smaller", "max"))),
+        )
 
 
 class Training(Generic[PolicyT]):

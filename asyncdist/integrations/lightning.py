@@ -95,7 +95,7 @@ class SelectiveAveraging(Callback):
         self._first_step_count = 0
         self._has_losses = self._has_warned = False
         self._training = selective_averaging(
-            average_every, mode, options, replica_size=replica_size, swap_every=swap_every
+            average_every, mode, options, replica_size=replica_size, swap_every=swap_every, monitor=monitor
         )
         self._world = join()
         self._replica_size = replica_size

@@ -20,12 +20,13 @@ class RunningLoss:
         self._total: Any = 0.0
         self._count = 0
 
-    def add(self, loss: Any, count: int = 1) -> None:
+    def add(self, loss: Any, count: int = 1, *, is_negated: bool = False) -> None:
         """Add the loss of a step.
 
         Args:
             loss: A number, or a tensor with one element, whose graph is not kept.
             count: The number of steps to which it belongs: 0 for a part of a step's loss.
+            is_negated: Whether its sign is changed: a score, of which a larger one is better.
 
         Raises:
             TypeError, ValueError: it is something else.
@@ -33,9 +34,10 @@ class RunningLoss:
         try:
             if isinstance(loss, torch.Tensor):
                 # On a CPU it takes a third of what an addition of tensors does. A bfloat16 sum would soon stand still.
-                self._total = self._total + (loss.item() if loss.is_cpu else loss.detach().float())
+                value: Any = loss.item() if loss.is_cpu else loss.detach().float()
             else:
-                self._total = self._total + loss
+                value = loss
+            self._total = self._total - value if is_negated else self._total + value
         except (TypeError, ValueError, RuntimeError):
             metric_as_number(loss)  # says what it should be
             raise

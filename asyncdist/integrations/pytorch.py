@@ -7,7 +7,7 @@
     averaging = SelectiveAveraging(model, optimizer, average_every=100)
     for batch in loader:
         loss = train_step(model, optimizer, batch)
-        averaging.step(loss)                          # asyncdist run -n 4 train.py
+        averaging.step(loss=loss)                     # asyncdist run -n 4 train.py
 """
 
 from __future__ import annotations
@@ -67,24 +67,36 @@ class SelectiveAveraging:
         """The policy; None after the end."""
         return self._training.policy
 
-    def step(self, metric: Any) -> StepInfo:
+    def step(self, metric: Any = None, *, loss: Any = None, score: Any = None) -> StepInfo:
         """Make progress, and change the model's weights if it is time. Call it after each step of the optimizer.
 
+        A rank is judged by the mean since its last report, or since its weights were replaced.
+
         Args:
-            metric: of this step, a number or a tensor with one element. A rank is judged by the mean since its last
-                report, or since its weights were replaced.
+            loss: The loss of this step, of which a smaller one is better, whatever ``mode`` is: a number or a tensor
+                with one element.
+            score: Instead of a loss, a metric of which a larger one is better.
+            metric: Instead of both, a metric of which ``mode`` says that a smaller one is better, as by default, or a
+                larger one.
 
         Returns:
             What happened; true when weights changed.
 
         Raises:
             ClosedError: after :meth:`close`, or the end of its block.
+            TypeError, ValueError: none of the three was given, or more than one; or it is no number.
         """
-        self._loss.add(metric)
+        self._add(metric, loss, score)
         info = self._training.step(self._loss)
         if info:
             self._loss.reset()
         return info
+
+    def _add(self, metric: Any, loss: Any, score: Any) -> None:
+        """Note the metric of a step; nothing after the end."""
+        if self.policy is not None:
+            given, is_opposite = self.policy.awaited.given_metric(metric, loss, score)
+            self._loss.add(given, is_negated=is_opposite)
 
     def close(self) -> None:
         """Leave the policy; the others go on."""

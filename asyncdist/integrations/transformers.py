@@ -82,7 +82,7 @@ class SelectiveAveraging(TrainerCallback):
         self._has_warned = False
         self._evaluated: set[str] = set()
         self._training = selective_averaging(
-            average_every, mode, options, replica_size=replica_size, swap_every=swap_every
+            average_every, mode, options, replica_size=replica_size, swap_every=swap_every, monitor=monitor
         )
         self._world = join()
         self._folder, self._number, self._size = f"rank{self._world.rank}", self._world.rank, replica_size

@@ -32,7 +32,7 @@ def main() -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            info = averaging.step(loss)  # the only place where an average can change the weights
+            info = averaging.step(loss=loss)  # the only place where an average can change the weights
             if info:
                 print(f"rank {world.rank}, epoch {epoch}, {info}")
     correct = (model(inputs.to(world.device)).argmax(1).cpu() == labels).float().mean()

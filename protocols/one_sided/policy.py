@@ -23,6 +23,7 @@ from dataclasses import asdict
 from typing import Any, Final, Literal
 
 import torch
+from asyncdist.protocols.metric_trend import MetricTrend, trend_warning
 from torch import nn
 
 from asyncdist import AsyncdistError, Group, RankLostError, World, validation
@@ -63,7 +64,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         async with OneSidedSelectiveAveragingPolicy(model, optimizer, average_every=50, age_range=(200, 600)) as policy:
             for batch in data:
                 loss = train_step(model, optimizer, batch)
-                info = await policy.step(-loss)
+                info = await policy.step(loss=loss)
 
     Args:
         model: see :class:`SpawnPolicy`. Its floating and complex entries are averaged; integer and bool ones
@@ -140,6 +141,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
             optimizer,
             average_every=average_every,
             metric=metric,
+            metric_mode=metric_mode,
             name=name,
             group=group,
             world=world,
@@ -155,6 +157,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
             donor_count=donor_count,
             donor_ratio=donor_ratio,
         )
+        self._limit = "threshold_metric", threshold_metric if replacement_mode == "threshold" else None
         self._averaging = AveragingOptions(
             averaging_strategy=averaging_strategy,
             momentum=momentum,
@@ -177,6 +180,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         self._exposure: VersionedWindow | None = None
         self._is_publishing = False
         self._own_metric: float | None = None
+        self._trend = MetricTrend(metric_mode)
         self._replacement: Replacement | None = None
         self._task: asyncio.Task[None] | None = None
         self._draws: tuple[Any, ...] | None = None  # the random state to go on from
@@ -335,10 +339,18 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         self._needs_step = False  # only now: `model_builder` may raise, and the next step tries again
         return info
 
+    def _watch_trend(self, metric: float) -> None:
+        """Warn on the first member, once, if its metric becomes worse as it trains."""
+        if self._group.index == 0:
+            self._trend.add((metric,))
+            if (wrong := self._trend.take_wrong()) is not None:
+                logger.warning("%s", trend_warning(self._journal.title(), self._metric_mode, wrong))
+
     def _publish(self, metric: float) -> None:
         """Expose the weights of this moment, and their metric."""
         assert self._exposure is not None, "a step outside the policy"
         self._own_metric = metric
+        self._watch_trend(metric)
         self._counts["nonfinite"] += not abs(metric) < float("inf")
         if self._is_publishing:
             self._unpublished["a device is still copying the last one"] += 1

@@ -62,7 +62,7 @@ class ReplicaAveragingPolicy(SpawnPolicy):
         async with ReplicaAveragingPolicy(module, optimizer, replica_size=2, average_every=100) as policy:
             for batch in data:
                 loss = train_step(model, optimizer, batch)
-                info = await policy.step(-loss)
+                info = await policy.step(loss=loss)
 
     All ranks of a replica must call ``step`` equally often, as the synchronisation of their gradients makes them do
     anyway. A replica that loses a rank is lost: its others get RankLostError in ``step``, and with that, unless they
@@ -117,6 +117,7 @@ class ReplicaAveragingPolicy(SpawnPolicy):
             optimizer,
             average_every=average_every,
             metric=metric,
+            metric_mode=options.get("metric_mode", "max"),
             name=name,
             group=group,
             world=world,
@@ -138,6 +139,7 @@ class ReplicaAveragingPolicy(SpawnPolicy):
             name=f"leaders of {name}"[:200],
             **options,
         )
+        self._limit = self._inner._limit
         self._journal.include(self._inner._journal)
         self._replica: Group
         self._others: Group | None = None  # those in other replicas with which this rank takes averages
@@ -248,12 +250,12 @@ class ReplicaAveragingPolicy(SpawnPolicy):
             return NOTHING
         if isinstance(self._inner, ShardAveraging):
             self._inner.has_come = is_due
-            return await self._inner.step(functools.partial(self._read_metric, local_metric))
+            return await self._inner._guarded_step(functools.partial(self._read_metric, local_metric))
         metric = await self._metric_of_replica(local_metric) if is_due else None
         self._inner.has_come = is_due
 
         async def step_of_leader() -> dict[str, Any]:
-            return asdict(await self._inner.step(metric))
+            return asdict(await self._inner._guarded_step(metric))
 
         info = StepInfo(**await compute_and_broadcast(step_of_leader, group=self._replica, world=self._world))
         if info:

@@ -12,8 +12,11 @@ the last member has left.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, assert_never
+
+from asyncdist.protocols.metric_trend import trend_warning
 
 from asyncdist import Envelope, RankLostError, tags
 from asyncdist.collectives.agreement.messages import Agreed
@@ -45,6 +48,8 @@ from asyncdist.protocols.selective.round.state import Send
 from asyncdist.protocols.selective.rounds import RoundCoordinator
 from asyncdist.protocols.selective.rules import SelectiveRules
 from asyncdist.protocols.selective.statistics import CoordinatorStatistics
+
+logger = logging.getLogger("protocols.selective.coordinator")
 
 _HEARD: Final = Heard()
 
@@ -122,6 +127,7 @@ class Coordinator:
         self._journal = journal or Journal("")
         self._told: tuple[type, int] = (type(None), 0)  # of the round's messages, the last that is an event
         self._migration = migration
+        self._metric_mode = rules.metric_mode
         self._scopes = scopes
         self._epoch = epoch
         self._core = RoundCoordinator(
@@ -172,6 +178,8 @@ class Coordinator:
                     self._hear_newcomer(rank, self._newcomers.pop(rank))
                 while self._guests:
                     self._hear_guest(*self._guests.popitem())
+                if (wrong := core.trend.take_wrong()) is not None:
+                    logger.warning("%s", trend_warning(self._journal.title(), self._metric_mode, wrong))
                 deadline = core.next_deadline()
                 if deadline is not None and services.time() >= deadline:
                     self._send(core.on_time(services.time()))

@@ -79,7 +79,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=100) as policy:
             for batch in data:
                 loss = train_step(model, optimizer, batch)
-                info = await policy.step(-loss)
+                info = await policy.step(loss=loss)
 
     A rank that was started again (``world.incarnation``) enters in the same way, while the others go on: between two
     rounds it takes the weights, optimizer state and iteration of a healthy member. That one copies its optimizer's
@@ -174,6 +174,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             optimizer,
             average_every=average_every,
             metric=metric,
+            metric_mode=metric_mode,
             name=name,
             group=group,
             world=world,
@@ -194,6 +195,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             route=route,
             migrate_every=self._islands.migrate_every or 0,
         )
+        self._limit = "threshold", threshold
         self._averaging = AveragingOptions(
             averaging_strategy=averaging_strategy,
             momentum=momentum,

@@ -297,7 +297,7 @@ def test_a_metric_with_a_graph_is_detached() -> None:
             hidden = torch.ones(3, requires_grad=True) * 2
             alive = weakref.ref(hidden)
             loss = (hidden * hidden).sum()
-            await policy.step(loss)
+            await policy.step(loss=loss)
             del hidden, loss
             gc.collect()
             assert alive() is None, "the policy keeps the metric's graph"

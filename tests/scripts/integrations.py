@@ -76,7 +76,7 @@ def plain(_: Path) -> None:
         loss = model(torch.ones(4))["loss"]
         loss.backward()
         optimizer.step()
-        info = averaging.step(loss)
+        info = averaging.step(loss=loss)
     model.end()
 
 
@@ -107,7 +107,7 @@ def accelerate(folder: Path) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
                 if not is_over:
-                    is_over = inner.is_over(averaging.step(loss))
+                    is_over = inner.is_over(averaging.step(loss=loss))
     saved = [accelerator.save_state() for _ in range(2)]
     assert [Path(path).name for path in saved] == ["checkpoint_0", "checkpoint_1"] and all(map(os.path.isdir, saved))
     inner.end(

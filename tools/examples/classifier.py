@@ -30,7 +30,7 @@ async def train(world: ad.World) -> float:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            info = await policy.step(-loss)
+            info = await policy.step(loss=loss)
             if info:
                 print(f"rank {world.rank}, {info}")
     points, labels = batch()

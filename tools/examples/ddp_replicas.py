@@ -27,7 +27,7 @@ for step in range(500):
     optimizer.zero_grad()
     loss.backward()  # DDP averages the gradients of the replica's two ranks
     optimizer.step()
-    info = averaging.step(loss)  # weights are taken on both ranks of a replica at the same step
+    info = averaging.step(loss=loss)  # weights are taken on both ranks of a replica at the same step
     if info:
         print(f"rank {world.rank} of replica {replica}, step {step}, {info}")
 print(f"rank {world.rank} has trained to a loss of {loss:.4f}")

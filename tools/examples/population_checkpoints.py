@@ -30,7 +30,7 @@ async def train(world: ad.World, folder: str) -> int:
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-                await policy.step(-loss)
+                await policy.step(loss=loss)
             await ad.save_population(folder, model, optimizer, policy=policy, extra={"epoch": epoch + 1}, keep=2)
             if ad.is_main_process():
                 print(f"epoch {epoch + 1} is saved")

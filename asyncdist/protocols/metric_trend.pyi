@@ -1,0 +1,1 @@
+from protocols.metric_trend import *
