@@ -283,6 +283,77 @@ def test_lightning_goes_on_from_the_last_checkpoint_of_each_rank(library: str, t
     assert not [path for path in folder.rglob("*.*") if path.is_file() and not path.parent.name.startswith("rank")]
 
 
+LIGHTNING_CLI = """
+    from asyncdist.integrations.lightning import SelectiveAveraging
+    import contextlib, io, os, sys, torch
+    from lightning.pytorch import LightningModule
+    from lightning.pytorch.cli import LightningCLI
+    from support.mpi import report
+    os.chdir(sys.argv[1])
+
+    class Module(LightningModule):
+        def __init__(self, width: int = 2):
+            super().__init__()
+            self.layer = torch.nn.Linear(width, 1)
+
+        def training_step(self, batch, index):
+            return self.layer(batch).square().sum()
+
+        def train_dataloader(self):
+            return torch.utils.data.DataLoader(torch.ones(32, 2))
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def refusal(*arguments):
+        said = io.StringIO()
+        with contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
+            LightningCLI(Module, run=False, args=["--config", "run.yaml", *arguments])
+        return said.getvalue()
+
+    option = "--trainer.callbacks.init_args."
+    refusals = [refusal(option + "replacment_ratio=1"), refusal(option + "replacement_ratio=half")]
+    cli = LightningCLI(Module, args=["fit", "--config", "run.yaml"])
+    (averaging,) = [each for each in cli.trainer.callbacks if isinstance(each, SelectiveAveraging)]
+    rank = int(cli.trainer.default_root_dir[-1])
+    report(rank, [cli.trainer.global_step, averaging.last_info is not None, refusals])
+"""
+CLI_CONFIG = """
+trainer:
+  max_epochs: 1
+  devices: 1
+  accelerator: cpu
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  callbacks:
+    - class_path: asyncdist.integrations.lightning.SelectiveAveraging
+      init_args:
+        average_every: 5
+        replacement_ratio: 0.5
+        averaging_strategy: best_only
+        optimizer_state: reset
+        threshold: 0.5
+        name: from the file
+        start_timeout_s: 100
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(300)
+def test_lightning_cli_reads_the_options_from_a_file(tmp_path: Path) -> None:
+    """Regression: it passed ``replica_size=1``, which was refused, and accepted no option of the policy."""
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(LIGHTNING_CLI))
+    (tmp_path / "run.yaml").write_text(CLI_CONFIG)
+    reports = torchrun.run_ranks(2, program, tmp_path, timeout_s=240, env=warm_environment()).check().reports
+    for rank in range(2):
+        steps, has_stepped, (misspelled, mistyped) = reports[rank]
+        assert steps == 32 and has_stepped
+        assert "replacment_ratio" in misspelled and "not accepted" in misspelled, misspelled
+        assert "replacement_ratio" in mistyped and "half" in mistyped, mistyped
+
+
 TRANSFORMERS_METRICS = """
     from asyncdist.integrations.transformers import SelectiveAveraging
     from transformers import TrainerControl, TrainerState
