@@ -252,7 +252,7 @@ def write_past_mpirun() -> None:
     Open MPI's mpirun reads nothing more of its ranks once it stops them. What the program has sent elsewhere stays so.
     """
     launcher = os.environ.get(LAUNCHER_VARIABLE, "")
-    if not launcher.isdecimal() or int(launcher) not in _ancestors():
+    if not launcher.isdecimal() or int(launcher) not in ancestors():
         return
     for number in (1, 2):
         with contextlib.suppress(OSError):  # it is closed, or a socket, or nobody reads there any more
@@ -264,7 +264,7 @@ def write_past_mpirun() -> None:
                 os.close(opened)
 
 
-def _ancestors() -> list[int]:
+def ancestors() -> list[int]:
     """Return the process that has started this one, the one that has started that, and so on."""
     found = [os.getppid()]
     with contextlib.suppress(OSError, ValueError):

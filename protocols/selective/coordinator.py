@@ -16,14 +16,13 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, assert_never
 
-from asyncdist.protocols.metric_trend import trend_warning
-
 from asyncdist import Envelope, RankLostError, tags
 from asyncdist.collectives.agreement.messages import Agreed
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
 from asyncdist.protocols.journal import Journal
+from asyncdist.protocols.metric_trend import trend_warning
 from asyncdist.protocols.parameter_stream.messages import safe_point_count
 from asyncdist.protocols.selective.islands.migration import Migration
 from asyncdist.protocols.selective.joining.admission import Welcome

@@ -12,7 +12,6 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 
 from asyncdist.protocols.metric_trend import MetricTrend
-
 from asyncdist.protocols.selective.islands.migrants import Migrants
 from asyncdist.protocols.selective.joining.newcomers import Newcomers
 from asyncdist.protocols.selective.messages import Admitted, Joined, Leave, Rejoin

