@@ -207,6 +207,8 @@ class SelectiveAveraging(Callback):
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if self.monitor is None and loss is not None:
             self._has_losses = True
+            if trainer.accumulate_grad_batches > 1 and pl_module.automatic_optimization:
+                loss = loss * trainer.accumulate_grad_batches  # by which Lightning has divided it
             self._loss.add(loss)
         step_count = self._steps.completed
         if step_count == self._step_count:  # gradients are being accumulated

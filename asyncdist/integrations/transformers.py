@@ -153,6 +153,8 @@ class SelectiveAveraging(TrainerCallback):
         """Start the policy, together with all ranks."""
         model, optimizer = of["model"], of["optimizer"]
         self._loss.reset()
+        if self.monitor is not None and args.eval_strategy == "no":
+            self._warn("eval_strategy is 'no', so only evaluations that the program starts give %r", self.monitor)
         self._training.begin(model, getattr(optimizer, "optimizer", optimizer))
         if self._world.size > 1:
             seed = args.seed if args.data_seed is None else args.data_seed
@@ -186,15 +188,16 @@ class SelectiveAveraging(TrainerCallback):
         self._newest = found.get(self.monitor, self._newest)
 
     def _warn_of_no_metric(self) -> None:
-        """Say once, where evaluations have not given what is monitored, that this rank cannot be judged."""
-        if self.monitor not in self._evaluated and not self._has_warned:
+        """Warn that no evaluation has given the monitored metric."""
+        if self.monitor not in self._evaluated:
+            given = ", ".join(sorted(self._evaluated)) or "nothing"
+            self._warn("no evaluation has given %r, which is monitored; given was %s", self.monitor, given)
+
+    def _warn(self, why: str, *arguments: object) -> None:
+        """Say once that this rank cannot be judged."""
+        if not self._has_warned:
             self._has_warned = True
-            logger.warning(
-                "selective averaging: this rank has no metric to be judged by so far: no evaluation has given %r, "
-                "which is monitored; given was %s",
-                self.monitor,
-                ", ".join(sorted(self._evaluated)) or "nothing",
-            )
+            logger.warning(f"selective averaging: this rank has no metric to be judged by so far: {why}", *arguments)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Leave the policy; the others continue."""

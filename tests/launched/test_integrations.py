@@ -99,6 +99,7 @@ LIGHTNING_STEPS = """
 
         def training_step(self, batch, index):
             loss = self.net(batch[0]).sum()
+            losses.append(loss.item())
             if self.each and index % self.each == self.each - 1:
                 self.manual_backward(loss)
                 self.optimizers().step()
@@ -110,6 +111,7 @@ LIGHTNING_STEPS = """
     class Count(pl.Callback):
         def on_train_end(self, trainer, module):
             print("steps", averaging.policy.iteration, trainer.global_step)
+            assert abs(averaging._loss() - sum(losses) / 6) < 1e-4, "gradient accumulation does not divide its losses"
 
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(6, 2)))
     for each, accumulated, found in (0, 2, True), (3, 1, True), (0, 2, False):
@@ -117,7 +119,7 @@ LIGHTNING_STEPS = """
             steps_of = lightning._steps_of
             lightning._steps_of = lambda trainer: steps_of(types.SimpleNamespace(global_step=trainer.global_step))
             lightning._GlobalStep.completed = property(lambda steps: trainer.global_step)
-        averaging = lightning.SelectiveAveraging(100)
+        averaging, losses = lightning.SelectiveAveraging(100), []
         trainer = pl.Trainer(max_epochs=1, accelerator="cpu", accumulate_grad_batches=accumulated, logger=False,
             enable_checkpointing=False, enable_progress_bar=False, callbacks=[averaging, Count()])
         trainer.fit(Module(each), data)
@@ -356,12 +358,25 @@ def test_lightning_cli_reads_the_options_from_a_file(tmp_path: Path) -> None:
 
 TRANSFORMERS_METRICS = """
     from asyncdist.integrations.transformers import SelectiveAveraging
-    from transformers import TrainerControl, TrainerState
+    import torch
+    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
     for monitor in "eval_b_loss", "eval_los":
         averaging = SelectiveAveraging(2, monitor=monitor)
         for name in "eval_a_loss", "eval_b_loss", "eval_a_loss", "eval_b_loss":
             averaging.on_evaluate(None, TrainerState(), TrainerControl(), metrics={name: 1.0, "epoch": 1})
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Linear(2, 1)
+
+        def forward(self, inputs, **_):
+            return {"loss": self.net(inputs).square().mean()}
+
+    averaging = SelectiveAveraging(2, monitor="eval_never")
+    arguments = TrainingArguments(output_dir="unused", max_steps=2, use_cpu=True, report_to=[], save_strategy="no")
+    Trainer(Model(), arguments, train_dataset=[{"inputs": torch.ones(2)}] * 8, callbacks=[averaging]).train()
 """
 
 
@@ -409,13 +424,58 @@ def test_what_sees_the_loss_of_a_model_in_transformers_is_not_compiled_with_it(t
     assert "Graph break" not in ended.stderr and "metrics.py" not in ended.stderr, ended.stderr
 
 
+TRANSFORMERS_LOSSES = """
+    from asyncdist.integrations.transformers import SelectiveAveraging
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    class Judged(SelectiveAveraging):
+        def _metric(self):
+            judged.append(super()._metric())
+            return judged[-1]
+
+    class Own(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return model(**inputs).logits.square().mean()
+
+        loss_is_scaled_for_ga = False
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=50, n_positions=16))
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 50, (64, 8))]
+    cases = {"one batch": (Trainer, {}), "accumulated": (Trainer, {"gradient_accumulation_steps": 4}),
+        "smoothed": (Trainer, {"gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1}),
+        "own loss": (Own, {"gradient_accumulation_steps": 2})}
+    for name, (kind, options) in cases.items():
+        judged = []
+        arguments = TrainingArguments(output_dir="unused", max_steps=4, logging_steps=2, learning_rate=0.0, use_cpu=True,
+            report_to=[], disable_tqdm=True, save_strategy="no", per_device_train_batch_size=2, **options)
+        trainer = kind(model, arguments, train_dataset=rows, callbacks=[Judged(2)])
+        trainer.train()
+        logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        assert len(logged) == 2 and torch.allclose(torch.tensor(judged), torch.tensor(logged), rtol=1e-3), (judged, logged)
+        print("agree", name)
+"""
+
+
+@pytest.mark.mpi
+def test_transformers_judges_a_rank_by_the_loss_that_it_logs(tmp_path: Path) -> None:
+    """Regression: accumulation divided it, and with label smoothing or an own loss a rank had no metric at all."""
+    script = tmp_path / "program.py"
+    script.write_text(textwrap.dedent(TRANSFORMERS_LOSSES))
+    ended = torchrun.run_jobs([([sys.executable, str(script)], {})], 100.0).check()
+    told = [line for line in ended.stdout.splitlines() if line.startswith("agree")]
+    assert told == ["agree one batch", "agree accumulated", "agree smoothed", "agree own loss"], ended.output()
+
+
 @pytest.mark.long
 @pytest.mark.mpi
 def test_a_metric_that_transformers_has_not_is_warned_of_once(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(TRANSFORMERS_METRICS))
     ended = torchrun.run_jobs([([sys.executable, str(script)], {})], 100.0).check()
-    assert ended.stderr.count("no metric to be judged by") == 1, ended.output()
+    assert ended.stderr.count("no metric to be judged by") == 2, ended.output()
+    assert "eval_strategy is 'no', so only evaluations that the program starts give 'eval_never'" in ended.stderr
     assert "no evaluation has given 'eval_los'" in ended.stderr and "epoch, eval_a_loss, eval_b_loss" in ended.stderr
 
 

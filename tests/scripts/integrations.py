@@ -162,6 +162,7 @@ def transformers(folder: Path) -> None:
             if not control.should_training_stop and model.is_over(averaging.last_info):
                 control.should_training_stop = True
 
+    class Reporter(TrainerCallback):  # stands before the callback, as the trainer's own ones do
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
             told.update(logs)
 
@@ -175,10 +176,11 @@ def transformers(folder: Path) -> None:
         model,
         arguments,
         train_dataset=[{"inputs": torch.ones(4)}] * 64,
-        callbacks=[averaging, Stop()],
+        callbacks=[Reporter(), averaging, Stop()],
     )
     trainer.train()
     assert averaging.policy is None, "it is left when the training ends"
+    assert trainer.state.log_history[-1].get("replacements") == told.get("replacements")
     trainer.save_model()
     Trainer(model, arguments, callbacks=[SelectiveAveraging(EVERY, **OPTIONS)])  # another one, of the same arguments
     arguments._n_gpu = 2
