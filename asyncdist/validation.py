@@ -1,6 +1,6 @@
 """Checks options, and raises one form of error for all of them: ``NAME is VALUE; allowed: ...``.
 
-:func:`printable` makes strings of others safe to print.
+:func:`printable` makes strings of others safe to print. :func:`optional_imports` names the extra of a missing library.
 
 Numbers of numpy, and of every other type that is registered as a number, are accepted and returned as Python's own.
 A bool is refused where a number is needed: it is a mistaken flag. A misspelled name gets the nearest name there is.
@@ -8,13 +8,14 @@ A bool is refused where a number is needed: it is a mistaken flag. A misspelled 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import inspect
 import math
 import operator
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any, Final, NoReturn, ParamSpec
 
@@ -166,6 +167,33 @@ def seconds(name: str, value: Any, *, finite: bool = True) -> float:
     if not finite:
         return real(name, value, "a number of seconds above 0", low=SMALLEST, high=math.inf)
     return real(name, value, "a finite number of seconds above 0", low=SMALLEST)
+
+
+def missing_library(what: str, library: str, extra: str) -> str:
+    """Return the sentence that says which extra of asyncdist installs a missing library."""
+    return f"{what} needs {library}: pip install 'asyncdist[{extra}]'"
+
+
+@contextlib.contextmanager
+def optional_imports(what: str, libraries: Collection[str], extra: str) -> Iterator[None]:
+    """Import optional libraries in this block.
+
+    Args:
+        what: What needs the libraries.
+        libraries: The names of the libraries.
+        extra: The extra of asyncdist that installs them.
+
+    Raises:
+        ModuleNotFoundError: One of them is missing; the error says how to install it. The error for any other missing
+            module is raised unchanged.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in libraries:
+            raise
+        raise ModuleNotFoundError(missing_library(what, missing, extra), name=error.name) from None
 
 
 def main_function(main: Any, args: Sequence[Any]) -> None:

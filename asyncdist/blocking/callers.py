@@ -145,6 +145,11 @@ class Caller(abc.ABC):
         """Call ``fn`` when the code has ended without an error, before the world is left; the last one first."""
         self._at_end.append(fn)
 
+    @property
+    def registered(self) -> tuple[Callable[[], None], ...]:
+        """What is called at the end; the last one is called first."""
+        return tuple(self._at_end)
+
     def forget(self, fn: Callable[[], None]) -> None:
         """Do not call ``fn`` at the end."""
         if fn in self._at_end:

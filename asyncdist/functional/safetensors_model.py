@@ -14,6 +14,8 @@ from typing import Any, Final
 
 import torch
 
+from asyncdist import validation
+
 _DTYPES: Final = frozenset(
     (
         *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -24,12 +26,8 @@ _DTYPES: Final = frozenset(
 
 def check_installed() -> None:
     """Raise ModuleNotFoundError, saying what to install, where the package is missing."""
-    try:
+    with validation.optional_imports("the format 'safetensors'", ["safetensors"], "safetensors"):
         import safetensors.torch  # noqa: F401
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError(
-            "models in the format 'safetensors' need that package: pip install 'asyncdist[safetensors]'"
-        ) from None
 
 
 def write_model(path: Path, state: Mapping[str, Any]) -> tuple[OrderedDict[str, Any], dict[str, str]]:

@@ -23,7 +23,6 @@ import functools
 from pathlib import Path
 from typing import Any, Final, Unpack
 
-import accelerate  # type: ignore[import-untyped]
 import torch
 from torch import nn
 
@@ -35,6 +34,9 @@ from asyncdist.integrations.random_numbers import shuffle_apart
 from asyncdist.protocols import StepInfo
 from asyncdist.protocols.options import MetricMode, SelectiveOptions
 from asyncdist.protocols.step_info import NOTHING
+
+with validation.optional_imports(__name__, ["accelerate"], "accelerate"):
+    import accelerate  # type: ignore[import-untyped]
 
 hide_ranks()
 

@@ -148,17 +148,39 @@ class Training(Generic[PolicyT]):
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Start, together with all ranks, and let this rank draw random numbers of its own from here on.
 
-        What an earlier training has left open is ended first.
+        If a policy with equal options is open on the model, this rank continues with it, alone: a trainer begins again
+        where it has run out of memory, with smaller batches, while the other ranks train. Otherwise a policy that this
+        object has left open is ended first.
         """
-        self.end()
         world = join()
-        policy = Policy(self._make(model, optimizer))
-        policy.__enter__()
+        made = self._make(model, optimizer)
+        if not self._continue(made):
+            self.end()
+            policy = Policy(made)
+            policy.__enter__()
+            self._keep(policy, 0)
         if world.size > 1:
             draw_apart(world.rank)
-        self.policy, self.replacement_count = policy, 0
+
+    def _continue(self, made: PolicyT) -> bool:
+        """Continue with the open policy that is equal to ``made``, except for its optimizer."""
+        for end in current_caller("a policy").registered:
+            owner = getattr(end, "__self__", None)
+            if isinstance(owner, Training) and (policy := owner.policy) is not None and _is_equal(policy.awaited, made):
+                policy.awaited.optimizer = made.optimizer
+                owner._release()
+                self._keep(policy, owner.replacement_count)
+                return True
+        return False
+
+    def _keep(self, policy: Policy[PolicyT], replacement_count: int) -> None:
+        self.policy, self.replacement_count = policy, replacement_count
         self._caller = current_caller("a policy")
         self._caller.at_end(self.end)
+
+    def _release(self) -> None:
+        self.policy = None
+        self._caller.forget(self.end)
 
     def step(self, metric: Any) -> StepInfo:
         """Make progress; weights change here alone.
@@ -174,9 +196,33 @@ class Training(Generic[PolicyT]):
         return info
 
     def end(self, error: BaseException | None = None) -> None:
-        """Leave the policy, if it is open. The others go on."""
-        policy, self.policy = self.policy, None
-        if policy is not None and self._caller.is_open:  # else the world has ended, because of an error
-            self._caller.forget(self.end)
+        """Leave the policy, if it is open. The others continue.
+
+        Args:
+            error: The error that has ended the training. After one that says that memory was exhausted the policy stays
+                open for a training that begins again, until the program ends.
+        """
+        policy = self.policy
+        if policy is None or (error is not None and is_out_of_memory(error)):
+            return
+        self._release()
+        if self._caller.is_open:  # else the world has ended, because of an error
             trace = getattr(error, "__traceback__", None)  # contextlib sets what it is given as the error's own
             policy.__exit__(type(error) if error is not None else None, error, trace)
+
+
+def _is_equal(one: SpawnPolicy, other: SpawnPolicy) -> bool:
+    """Return whether two policies of this rank mean the same, their optimizers aside."""
+    return (
+        (type(one), one.name, one.average_every) == (type(other), other.name, other.average_every)
+        and one.model is other.model
+        and one._options() == other._options()
+    )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that the memory of a device or of the host is exhausted."""
+    if isinstance(error, RuntimeError):
+        words = ("out of memory", "can't allocate memory", "CUDNN_STATUS_NOT_SUPPORTED")
+        return any(part in str(error) for part in words)
+    return isinstance(error, MemoryError)

@@ -20,11 +20,7 @@ import sys
 import warnings
 from typing import Any, Final, NoReturn, Unpack
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.warnings import PossibleUserWarning
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities import rank_zero_only
 
 from asyncdist import environment, validation
 from asyncdist.blocking.policies import Policy
@@ -34,6 +30,12 @@ from asyncdist.integrations.random_numbers import draw, shuffle_apart
 from asyncdist.integrations.replicas import show_replica
 from asyncdist.protocols import StepInfo
 from asyncdist.protocols.options import MetricMode, SelectiveOptions
+
+with validation.optional_imports(__name__, ["lightning"], "lightning"):
+    import lightning.pytorch as pl
+    from lightning.fabric.utilities.warnings import PossibleUserWarning
+    from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.utilities import rank_zero_only
 
 hide_ranks()
 

@@ -20,10 +20,6 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any, Unpack
 
-import transformers
-from accelerate import PartialState  # type: ignore[import-untyped]
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-
 from asyncdist import validation
 from asyncdist.blocking.policies import Policy
 from asyncdist.integrations.joining import Selective, hide_ranks, join, selective_averaging
@@ -32,6 +28,11 @@ from asyncdist.integrations.random_numbers import shuffle_apart
 from asyncdist.integrations.replicas import show_replica
 from asyncdist.protocols import StepInfo
 from asyncdist.protocols.options import MetricMode, SelectiveOptions
+
+with validation.optional_imports(__name__, ["transformers", "accelerate"], "transformers"):
+    import transformers
+    from accelerate import PartialState  # type: ignore[import-untyped]
+    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 hide_ranks()
 

@@ -10,12 +10,12 @@ from typing import Final, Literal, TypeAlias
 from asyncdist import validation
 
 Sink: TypeAlias = Literal["prometheus", "tensorboard", "wandb", "opentelemetry"]
-#: The module that each needs, and what brings it.
-NEEDED: Final[Mapping[Sink, tuple[str, str]]] = {
-    "prometheus": ("prometheus_client", "asyncdist[prometheus]"),
-    "tensorboard": ("tensorboard", "asyncdist[tensorboard]"),
-    "wandb": ("wandb", "asyncdist[wandb]"),
-    "opentelemetry": ("opentelemetry.metrics", "asyncdist[opentelemetry]"),
+#: The module that each needs; the extra that installs it has the sink's name.
+NEEDED: Final[Mapping[Sink, str]] = {
+    "prometheus": "prometheus_client",
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "opentelemetry": "opentelemetry.metrics",
 }
 #: Where ports are opened unless another address is named: nobody else can connect to it.
 LOCAL: Final = "127.0.0.1"
@@ -83,9 +83,11 @@ def _destination(named: object, what: str) -> Destination:
 
 def missing(destination: Destination) -> str | None:
     """Return what to install for a destination, in words; None where it is there."""
-    module, extra = NEEDED[destination.sink]
+    module = NEEDED[destination.sink]
     try:
         is_there = importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # the package above it
         is_there = False
-    return None if is_there else f"{destination.sink} needs {module.partition('.')[0]}: pip install '{extra}'"
+    return (
+        None if is_there else validation.missing_library(destination.sink, module.partition(".")[0], destination.sink)
+    )

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from asyncdist import validation
 from asyncdist.errors import AsyncdistError
 from asyncdist.live.counters import counters_of
 from asyncdist.live.table import Readings, Row, screen
@@ -39,7 +40,7 @@ class PopulationView:
         try:
             import rich.live  # noqa: F401
         except ImportError:
-            raise AsyncdistError("live=True needs rich, which draws the table: pip install rich") from None
+            raise AsyncdistError(validation.missing_library("live=True", "rich", "live")) from None
         self._worlds: dict[int, _World] = {}
         self._readings = Readings()
 

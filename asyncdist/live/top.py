@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
+from asyncdist import validation
 from asyncdist.live.counters import from_bytes
 from asyncdist.live.table import Readings, Row, screen
 from asyncdist.story import sockets
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 PERIOD_S: Final = 1.0
 #: A rank that has done no step for so long is asked why.
 _STILL_S: Final = 3.0
-NEEDS_RICH: Final = "rich draws the table: pip install 'asyncdist[live]'"
+NEEDS_RICH: Final = validation.missing_library("the table", "rich", "live")
 
 
 def has_rich() -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripts import integrations
+from scripts import integrations, out_of_memory
 from support import mpi, torchrun, warm
 
 SCRIPT = Path(integrations.__file__)
@@ -448,12 +448,14 @@ TRANSFORMERS_LOSSES = """
         "own loss": (Own, {"gradient_accumulation_steps": 2})}
     for name, (kind, options) in cases.items():
         judged = []
-        arguments = TrainingArguments(output_dir="unused", max_steps=4, logging_steps=2, learning_rate=0.0, use_cpu=True,
-            report_to=[], disable_tqdm=True, save_strategy="no", per_device_train_batch_size=2, **options)
+        arguments = TrainingArguments(output_dir="unused", max_steps=4, logging_steps=2, use_cpu=True,
+            learning_rate=0.0, report_to=[], disable_tqdm=True, save_strategy="no", per_device_train_batch_size=2,
+            **options)
         trainer = kind(model, arguments, train_dataset=rows, callbacks=[Judged(2)])
         trainer.train()
         logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        assert len(logged) == 2 and torch.allclose(torch.tensor(judged), torch.tensor(logged), rtol=1e-3), (judged, logged)
+        assert len(logged) == 2, logged
+        assert torch.allclose(torch.tensor(judged), torch.tensor(logged), rtol=1e-3), (judged, logged)
         print("agree", name)
 """
 
@@ -477,6 +479,19 @@ def test_a_metric_that_transformers_has_not_is_warned_of_once(tmp_path: Path) ->
     assert ended.stderr.count("no metric to be judged by") == 2, ended.output()
     assert "eval_strategy is 'no', so only evaluations that the program starts give 'eval_never'" in ended.stderr
     assert "no evaluation has given 'eval_los'" in ended.stderr and "epoch, eval_a_loss, eval_b_loss" in ended.stderr
+
+
+@pytest.mark.mpi
+@pytest.mark.timeout(300)
+def test_a_rank_that_runs_out_of_memory_begins_again_alone(tmp_path: Path) -> None:
+    """Regression: it waited for a start of all ranks, and after ``start_timeout_s`` all lost their training."""
+    program = Path(out_of_memory.__file__)
+    reports = mpi.run_ranks(2, program, tmp_path, timeout_s=240, env=warm_environment()).check().reports
+    steps = out_of_memory.ROWS // out_of_memory.BATCH
+    for library in out_of_memory.LIBRARIES:
+        assert reports[0][library] == {"iterations": [steps], "policies": 1}, library
+        # Rank 1 fails in its third step, and begins again with half of the batch.
+        assert reports[1][library] == {"iterations": [2, 2 + 2 * steps], "policies": 1}, library
 
 
 def test_simulated(tmp_path: Path) -> None:

@@ -323,3 +323,62 @@ def test_ranks_of_an_integration_begin_equal_and_draw_apart(world: str) -> None:
     weights, orders = zip(*ran, strict=True)
     assert weights[0] == weights[1] == weights[2]
     assert len(set(map(tuple, orders))) == 3
+
+
+def test_a_training_that_begins_again_continues_with_its_policy() -> None:
+    """Regression: a rank that had run out of memory waited for a start that no other rank joined."""
+    from asyncdist.integrations.pytorch import SelectiveAveraging
+
+    def main(world: ad.blocking.World) -> int:
+        model = nn.Linear(2, 1)
+
+        def training(count: int, *, fails: bool = False) -> Any:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with SelectiveAveraging(model, optimizer, 4, start_timeout_s=20.0) as averaging:
+                policy = averaging.policy
+                assert policy is not None and policy.awaited.optimizer is optimizer
+                for step in range(count):
+                    averaging.step(world.rank + step)
+                if fails:
+                    raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            assert averaging.policy is None
+            return policy
+
+        if world.rank == 0:
+            return int(training(8).iteration)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            training(3, fails=True)
+        return int(training(5).iteration)
+
+    assert ad.simulate(ad.blocking.hosted(main), ranks=2, seed=1, strict=True).results == (8, 8)
+
+
+@pytest.mark.parametrize("other", ["model", "options"])
+def test_a_training_of_something_else_starts_a_policy(other: str) -> None:
+    from asyncdist.integrations.pytorch import SelectiveAveraging
+
+    def main(_: ad.blocking.World) -> None:
+        models = [nn.Linear(2, 1), nn.Linear(2, 1)]
+        first, second = (
+            SelectiveAveraging(model, torch.optim.SGD(model.parameters(), lr=0.1), every)
+            for model, every in ((models[0], 2), (models[other == "model"], 2 + (other == "options")))
+        )
+        assert first.policy is not None and first.policy is not second.policy
+
+    ad.run_local(ad.blocking.hosted(main), ranks=2, strict=True)
+
+
+def test_a_policy_left_open_for_want_of_memory_ends_with_its_rank() -> None:
+    from asyncdist.integrations.pytorch import SelectiveAveraging
+
+    def main(_: ad.blocking.World) -> None:
+        model = nn.Linear(2, 1)
+        averaging = SelectiveAveraging(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
+        with pytest.raises(MemoryError), averaging:
+            raise MemoryError
+        left.append(averaging)
+        assert averaging.policy is not None
+
+    left: list[SelectiveAveraging] = []
+    ad.run_local(ad.blocking.hosted(main), ranks=2, strict=True)
+    assert [averaging.policy for averaging in left] == [None, None]

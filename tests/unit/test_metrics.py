@@ -71,7 +71,7 @@ def test_what_is_no_name_is_refused(named: Any) -> None:
 
 def test_a_library_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     assert missing(Destination("prometheus", port=9100)) is None
-    monkeypatch.setitem(places.NEEDED, "wandb", ("no_such_package.part", "asyncdist[wandb]"))  # type: ignore[index]
+    monkeypatch.setitem(places.NEEDED, "wandb", "no_such_package.part")  # type: ignore[index]
     assert missing(Destination("wandb")) == "wandb needs no_such_package: pip install 'asyncdist[wandb]'"
 
 

@@ -1,0 +1,41 @@
+"""Optional libraries that are missing: the error names the extra that installs them."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from asyncdist import validation
+
+EXTRAS = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+
+@pytest.mark.parametrize(
+    ("module", "library", "extra"),
+    [
+        ("asyncdist.integrations.accelerate", "accelerate", "accelerate"),
+        ("asyncdist.integrations.lightning", "lightning", "lightning"),
+        ("asyncdist.integrations.transformers", "transformers", "transformers"),
+        ("asyncdist.integrations.transformers", "accelerate", "transformers"),
+    ],
+)
+def test_an_integration_names_the_extra_that_it_needs(
+    module: str, library: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: it raised a bare "No module named"."""
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(ModuleNotFoundError) as raised:
+        importlib.import_module(module)
+    assert str(raised.value) == f"{module} needs {library}: pip install 'asyncdist[{extra}]'"
+    assert any(requirement.startswith(library) for requirement in EXTRAS[extra])
+
+
+def test_a_library_without_its_own_needs_is_not_called_missing() -> None:
+    imports = validation.optional_imports("this", ["lightning"], "lightning")
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'of_that_library'$"), imports:
+        importlib.import_module("of_that_library")
