@@ -8,17 +8,18 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
+import itertools
 import math
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Final, NoReturn
 
-from asyncdist import environment, local_host, rank_program
+from asyncdist import environment, local_host, rank_program, validation
 from asyncdist._version import __version__
 from asyncdist.launch import joining_ranks, local_ranks, mpirun, remote_hosts, remote_ranks
 from asyncdist.live.destinations import destinations, missing
@@ -359,6 +360,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     elif words[:1] == ["replay"]:
         own, rest = _split(words[1:], _REPLAY_OPTIONS, ("--pdb",), names=2)
         words = ["replay", *own]
+    _check_names(words)
     options, unknown = _parser().parse_known_args(words)
     if unknown:  # argparse itself would not name the command
         _Parser(prog=f"asyncdist {options.command}").error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -370,6 +372,22 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.exit(beside.run([*(word for word in own if word != "--live"), *rest]))
     with local_host.heeding_children():
         sys.exit(_main(options, rest))
+
+
+def _check_names(words: Sequence[str]) -> None:
+    """Refuse a command and options that do not exist: argparse does not name the nearest ones."""
+    if not words or words[0].startswith("-"):
+        return
+    name = words[0]
+    commands = next(action.choices for action in _parser()._actions if isinstance(action.choices, Mapping))
+    if name not in commands:
+        _Parser(prog="asyncdist").error(f"there is no command {name!r}; {validation.meant(name, list(commands))}")
+    known = commands[name]._option_string_actions
+    for word in itertools.takewhile(lambda word: word != "--", words[1:]):
+        option = word.partition("=")[0]
+        if option.startswith("--") and option not in known:
+            cure = validation.meant(option, list(known), f"asyncdist {name} --help lists the options")
+            _Parser(prog=f"asyncdist {name}").error(f"there is no option {option}; {cure}")
 
 
 def _main(options: argparse.Namespace, rest: Sequence[str]) -> int:

@@ -35,10 +35,9 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import pytest
 
-from asyncdist import rank_program
+from asyncdist import rank_program, validation
 from asyncdist.errors import AsyncdistError, LocalProtocolError, RankLostError
 from asyncdist.tags import CONTROL
-from asyncdist.validation import whole_numbers
 
 if TYPE_CHECKING:
     from asyncdist.runtime.world import World
@@ -114,11 +113,12 @@ def _plan(item: pytest.Item) -> _Plan | None:
             _refuse(item, f"takes its options by name, as in ranks=4; it was given {mark.args[0]!r}")
         unknown = next((name for name in mark.kwargs if name not in _OPTIONS), None)
         if unknown is not None:
-            _refuse(item, f"has no option {unknown!r}; it has {', '.join(_OPTIONS)}")
+            has = f"it has {', '.join(_OPTIONS)}"
+            _refuse(item, f"has no option {unknown!r}; {validation.meant(unknown, _OPTIONS, has)}")
         given.update(mark.kwargs)
     ranks = given.pop("ranks", None)
     is_parametrized = _is_list(ranks)
-    counts = whole_numbers(ranks if is_parametrized else (ranks,))
+    counts = validation.whole_numbers(ranks if is_parametrized else (ranks,))
     if not counts or min(counts) < 1:
         _refuse(item, f"needs ranks, a whole number of 1 or more or a list of them; it is {ranks!r}")
     return _Plan(counts, is_parametrized, _seeds(item, given.pop("seeds", _SEED_COUNT)), {"strict": True, **given})
@@ -127,9 +127,9 @@ def _plan(item: pytest.Item) -> _Plan | None:
 def _seeds(item: pytest.Item, asked: Any) -> Sequence[int]:
     """Return the seeds to run: the mark's, unless the command line names another or another count."""
     if _is_list(asked):
-        seeds: Sequence[int] = asked if isinstance(asked, range) else whole_numbers(asked)
+        seeds: Sequence[int] = asked if isinstance(asked, range) else validation.whole_numbers(asked)
     else:
-        count = max(whole_numbers((asked,)), default=0)
+        count = max(validation.whole_numbers((asked,)), default=0)
         seeds = range(item.config.getoption("sim_seeds") or count) if count >= 1 else ()
     if not seeds:
         _refuse(item, f"needs seeds, a count of 1 or more or a list of whole numbers; it is {asked!r}")

@@ -43,10 +43,15 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
-def meant(name: str, allowed: Collection[str]) -> str:
-    """Return a question for the allowed name that is nearest to a misspelled one; without such a name, all of them."""
+def meant(name: str, allowed: Collection[str], otherwise: str | None = None) -> str:
+    """Return a question for the allowed name that is nearest to a misspelled one.
+
+    Without such a name it is ``otherwise``, by default a list of the allowed names.
+    """
     near = difflib.get_close_matches(name, allowed, n=1)
-    return f"did you mean {near[0]}?" if near else f"allowed: {', '.join(sorted(allowed))}"
+    if near:
+        return f"did you mean {near[0]}?"
+    return f"allowed: {', '.join(sorted(allowed))}" if otherwise is None else otherwise
 
 
 def names_options(*, refused: Mapping[str, str] | None = None) -> Callable[[Callable[P, None]], Callable[P, None]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Callable, Coroutine
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
@@ -97,11 +98,28 @@ async def host_rank(
                 on_open(world)
             if not transport.capabilities.shares_process:  # it has been checked before the ranks began
                 validation.main_function(main, args)  # here, where a mistake that all ranks make is told once
-            value = await main(world, *args)
+            with _loop_named():
+                value = await main(world, *args)
             interrupts.check_pending()  # as asyncio.run does after a main that blocked, and returned
             return RankResult(value=value)
     except BaseException as error:
         return RankResult(error=error)
+
+
+@contextlib.contextmanager
+def _loop_named() -> Iterator[None]:
+    """Add to an error of nest_asyncio, which patches asyncio's own loops alone, that asyncdist has chosen uvloop."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        is_patched = any(name.startswith("nest_asyncio") for name in sys.modules)
+        is_of_loop = "patch loop" in str(error) or "loop is already running" in str(error)
+        if is_patched and is_of_loop and type(asyncio.get_running_loop()).__module__ == "uvloop":
+            error.add_note(
+                "asyncdist runs ranks on uvloop where it is installed, and nest_asyncio cannot patch uvloop's loops: "
+                'asyncdist.run(main, loop="asyncio") runs them on a loop of asyncio'
+            )
+        raise
 
 
 @asynccontextmanager

@@ -34,7 +34,8 @@ from asyncdist.tensors.model_tensors import (
 
 _PIECE_COUNT: Final = 1 << 16  # elements per temporary: 256 KiB of float32 took half the time of 1 MiB pieces
 _CHANGED: Final = (
-    "the model changed after its policy started; allowed: the same names, shapes, dtypes and sharing throughout"
+    "the model changed after its policy started; allowed: the same names, shapes, dtypes and sharing throughout. To go "
+    "on with the changed model, as after adapters were added, leave the policy and enter a new one, on all ranks"
 )
 
 
@@ -337,12 +338,20 @@ class FlatState:
 
         Raises:
             TypeError: It has no parameter groups.
-            ValueError: It holds a parameter that is not in the model; group, index and shape are named.
+            ValueError: It holds a parameter that is not in the model; group, index and shape are named. Or it holds
+                none of the model's.
         """
         groups = getattr(optimizer, "param_groups", None)
         if groups is None:
             raise TypeError(f"optimizer is a {type(optimizer).__name__}; allowed: a torch.optim.Optimizer")
         known = {id(parameter) for parameter in self._model.parameters()}
+        held = [id(parameter) for group in groups for parameter in group["params"]]
+        if held and known.isdisjoint(held) and _steps_in_hooks(optimizer):
+            raise ValueError(
+                f"optimizer is a {type(optimizer).__name__}, which holds none of the model's parameters: its steps are "
+                "made in hooks of the backward pass; allowed: an optimizer that holds them, as without layer-wise "
+                "updates (optim='galore_adamw' instead of 'galore_adamw_layerwise')"
+            )
         for group_index, group in enumerate(groups):
             for index, parameter in enumerate(group["params"]):
                 if id(parameter) not in known:
@@ -404,6 +413,11 @@ class FlatState:
                     f"{entry.names[0]!r} was {_dtype_name(entry.dtype)} {entry.shape} and is "
                     f"{_dtype_name(tensor.dtype)} {tuple(tensor.shape)}: {_CHANGED}"
                 )
+
+
+def _steps_in_hooks(optimizer: Any) -> bool:
+    """Tell whether an optimizer stands for others, one for each parameter: transformers' LayerWiseDummyOptimizer."""
+    return isinstance(getattr(optimizer, "optimizer_dict", None), dict)
 
 
 def is_finite(tensor: Tensor) -> bool:

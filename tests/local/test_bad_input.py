@@ -12,6 +12,8 @@ import functools
 import gc
 import math
 import re
+import sys
+import types
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -169,6 +171,42 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
     with pytest.raises(TypeError, match=r"optimizer is a Linear; allowed: a torch\.optim\.Optimizer"):
         AsyncSelectiveAveragingPolicy(model, other, average_every=1)  # type: ignore[arg-type]
     AsyncSelectiveAveragingPolicy(model, torch.optim.SGD([model.bias], lr=1.0), average_every=1)  # a part of it is fine
+
+
+def test_an_optimizer_that_steps_in_hooks_is_refused_with_the_way_out() -> None:
+    """Regression: a parameter "of shape (1, 1)" was called foreign, which no user of GaLore has made."""
+    model, dummy = nn.Linear(2, 3), sgd(nn.Linear(1, 1))
+    dummy.optimizer_dict = {parameter: sgd(model) for parameter in model.parameters()}  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"optimizer is a SGD, .* in hooks .* \(optim='galore_adamw' instead of"):
+        AsyncSelectiveAveragingPolicy(model, dummy, average_every=1)
+
+
+def test_adapters_that_are_added_in_training_are_refused_with_the_way_out() -> None:
+    async def main(world: ad.World) -> None:
+        model = nn.Sequential(nn.Linear(2, 2))
+        async with AverageAllPolicy(model, sgd(model), average_every=1) as policy:
+            model.add_module("adapter", nn.Linear(2, 2))
+            with pytest.raises(ValueError, match=r"is new: .* leave the policy and enter a new one, on all ranks"):
+                await policy.step()
+        async with AverageAllPolicy(model, sgd(model), average_every=1) as policy:
+            assert await policy.step()
+
+    run(main, 2)
+
+
+def test_an_error_of_nest_asyncio_says_that_uvloop_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("uvloop")
+    monkeypatch.setitem(sys.modules, "nest_asyncio", types.ModuleType("nest_asyncio"))
+
+    async def main(world: ad.World) -> None:
+        raise ValueError(f"Can't patch loop of type {type(asyncio.get_running_loop())}")  # as nest_asyncio.apply() does
+
+    with pytest.raises(ValueError, match="Can't patch loop") as caught:
+        ad.run(main, transport="local", loop="uvloop")
+    assert 'asyncdist.run(main, loop="asyncio")' in "".join(caught.value.__notes__)
+    with pytest.raises(ValueError, match="Can't patch loop") as caught:
+        ad.run(main, transport="local", loop="asyncio")
+    assert not hasattr(caught.value, "__notes__")
 
 
 def test_a_builder_of_another_model_is_refused_when_the_policy_is_made() -> None:

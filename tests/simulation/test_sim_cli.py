@@ -471,7 +471,10 @@ def test_a_terminal_gets_a_progress_bar(script: str) -> None:
         (["script.py", "--ranks", "2", "--explore", "0"], "argument --explore: '0' is not a whole number of 1 or more"),
         (["script.py", "--ranks", "2", "--processes", "2"], "--processes is for --explore"),
         (["script.py", "--ranks", "2", "--explore", "3", "--processes", "0"], "argument --processes: '0'"),
-        (["--frob", "script.py", "--ranks", "2"], "asyncdist sim: unrecognized arguments: --frob"),
+        (
+            ["--frob", "script.py", "--ranks", "2"],
+            "asyncdist sim: there is no option --frob; asyncdist sim --help",
+        ),
         (
             ["script.py", "--ranks", "2", "--explore", "3", "--processes", "1", "never"],
             "without a call of asyncdist.run",
