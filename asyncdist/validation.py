@@ -32,15 +32,21 @@ def refuse(name: str, value: Any, allowed: str, kind: type[Exception] = ValueErr
     raise kind(f"{name} is {text if len(text) <= 200 else f'{text[:200]}...'}; allowed: {allowed}")
 
 
-def printable(text: str) -> str:
+def printable(text: str, *, keep: str = "") -> str:
     r"""Return a foreign string as one line for a terminal or a log: control characters become escapes like ``\x1b``.
 
     A terminal obeys control characters, and those of Unicode reorder what is read (Boucher and Anderson, Trojan Source,
     USENIX Security 2023). Use this for every name that a file, a peer or another process has given.
+
+    Args:
+        text: Any string.
+        keep: Characters that stay as they are, for example the end of a line.
     """
     if text.isprintable():
         return text
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    return "".join(
+        char if char.isprintable() or char in keep else char.encode("unicode_escape").decode() for char in text
+    )
 
 
 def meant(name: str, allowed: Collection[str], otherwise: str | None = None) -> str:

@@ -17,7 +17,8 @@ With ``--starts`` it kills ranks while a policy starts, the one that decides fir
 go on in one policy (``tests/simulation/killed_start_scenarios.py``).
 
 With ``--frames`` it hands so many million frames, most of them damaged, to a rank's receive path on channels of all
-kinds, and a tenth as many damaged texts to everything else that reads what others have written (``tests/fuzzing``).
+kinds, a tenth as many damaged texts to everything else that reads what others have written, and for each million 20
+damaged recordings to every command that reads one (``tests/fuzzing``).
 With ``--sequences`` it tells the state machines of the protocols so many million sequences of events, untrue ones
 included. Both see that the memory stays flat. A seed of frames stands for a million; each sequence has its own.
 
@@ -46,7 +47,7 @@ from typing import Final
 TESTS: Final = Path(__file__).resolve().parents[1] / "tests"
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
-from fuzzing import decoders, frames, memory, sequences  # noqa: E402 the path is set above
+from fuzzing import decoders, frames, memory, recordings, sequences  # noqa: E402 the path is set above
 from scripts import killed_members, long_job, replayed_jobs  # noqa: E402 the path is set above
 from simulation import island_scenarios, killed_start_scenarios, long_run  # noqa: E402 as above
 from simulation.hostile_scenarios import run_hostile  # noqa: E402 as above
@@ -64,6 +65,8 @@ MEMORY_PHASE_COUNT: Final = 152
 MEMORY_TRAIN_S: Final = 40.0
 #: Frames of one seed, and how many of a hundred thousand have their memory traced.
 _FRAMES_PER_SEED: Final = 1_000_000
+#: Damaged recordings for each seed of frames.
+_RECORDINGS_PER_SEED: Final = 20
 _TRACED_COUNT: Final = 3_000
 #: Sequences between two looks at the memory.
 _SEQUENCES_PER_LOOK: Final = 10_000
@@ -199,6 +202,8 @@ def _feed_frames(count: int, seed_start: int) -> None:
             asyncio.run(frames.fuzz(-1 - seed, _TRACED_COUNT))
         fates += Counter(fed.reasons) + Counter(received=fed.received_count)
         read += Counter({name: counts[0] for name, counts in decoders.fuzz(seed, fed.fed_count // 10).items()})
+        drawn = range(_RECORDINGS_PER_SEED * seed, _RECORDINGS_PER_SEED * (seed + 1))
+        read["recordings"] += recordings.fuzz(drawn).total()
         now = memory.look()
         first = first or now
         memory.check_flat(first, now)

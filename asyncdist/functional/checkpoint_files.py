@@ -14,15 +14,16 @@ import os
 import shutil
 import warnings
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Final, Literal, TypeAlias, get_args
 
+import msgspec
 import torch
 
 from asyncdist import validation
 from asyncdist._version import __version__
-from asyncdist.functional import safetensors_model
+from asyncdist.functional import checkpoint_state, safetensors_model
 
 logger = logging.getLogger("asyncdist.population_checkpoint")
 
@@ -34,6 +35,26 @@ _VERSION: Final = 1
 _MANIFEST: Final = "manifest.json"
 _PREFIX: Final = "checkpoint-"
 _PIECE_NBYTES: Final = 1 << 22
+#: Of a manifest; the entry of a rank takes some 150 bytes.
+_MANIFEST_NBYTES_MAX: Final = 1 << 26
+
+
+class _FileEntry(msgspec.Struct, frozen=True):
+    """What a manifest says of a file."""
+
+    nbytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
+    crc32: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+
+
+class _RankEntry(_FileEntry, frozen=True):
+    """What a manifest says of a rank: its file, its metric, and the file of its weights if that is another one."""
+
+    metric: float | None
+    metric_mode: Literal["min", "max"]
+    safetensors: _FileEntry | None = None
+
+
+_RankEntries: TypeAlias = Annotated[list[_RankEntry], msgspec.Meta(min_length=1, max_length=1 << 16)]
 
 
 def check_format(format: ModelFormat) -> None:
@@ -91,12 +112,30 @@ def read_rank(folder: Path, index: int, entry: Mapping[str, Any]) -> dict[str, A
     stem = folder / f"rank-{index:05}"
     path = stem.with_suffix(".pt")
     _check_whole(path, entry)
-    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    if "safetensors" in entry:
+    with _reading(path):
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint_state.check_parts(state)
+    if entry.get("safetensors") is not None:
         path = stem.with_suffix(".safetensors")
         _check_whole(path, entry["safetensors"])
-        state["model"] = safetensors_model.read_model(path, state["model"], state["tied"])
+        with _reading(path):
+            state["model"] = safetensors_model.read_model(path, state["model"], state["tied"])
     return state
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Raise ValueError, with the file's name, for whatever torch, safetensors or a check find wrong with its content.
+
+    A file may be whole and yet not be of this program; the libraries raise errors of many types then.
+    """
+    try:
+        yield
+    except (OSError, ImportError, MemoryError):
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        raise ValueError(f"{path} is not the state of a rank: {type(error).__name__}: {lines[0]:.200}") from error
 
 
 def _save(state: Mapping[str, Any], path: Path) -> None:
@@ -191,24 +230,20 @@ def find_newest(path: Path) -> tuple[Path, dict[str, Any]]:
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
     try:
-        manifest: Any = json.loads((folder / _MANIFEST).read_bytes())
+        with (folder / _MANIFEST).open("rb") as file:
+            data = file.read(_MANIFEST_NBYTES_MAX + 1)
+        manifest: Any = json.loads(data) if len(data) <= _MANIFEST_NBYTES_MAX else None
     except (ValueError, RecursionError):
         manifest = None
     if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
         raise ValueError(f"{folder / _MANIFEST} is no manifest of a population checkpoint")
     if manifest.get("version") != _VERSION:
         raise ValueError(f"{folder} has version {manifest.get('version')!r:.80}; allowed: {_VERSION}")
-    files = manifest.get("files")
-    if not isinstance(files, list) or not files or not all(map(_is_entry, files)):
-        raise ValueError(f"{folder / _MANIFEST} does not say what each rank's file holds: {files!s:.80}")
+    try:
+        msgspec.convert(manifest.get("files"), _RankEntries)
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"{folder / _MANIFEST} does not say what each rank's file holds: {error}") from error
     return manifest
-
-
-def _is_entry(entry: Any) -> bool:
-    """Return whether a manifest's entry has what is read of it."""
-    if not isinstance(entry, dict) or not {"nbytes", "crc32", "metric"} <= entry.keys():
-        return False
-    return type(entry["metric"]) in (float, int, type(None)) and entry.get("metric_mode") in ("min", "max")
 
 
 def plan(files: Sequence[Mapping[str, Any]], size: int) -> list[int]:

@@ -142,6 +142,32 @@ def set_random_states(states: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state_all(states["cuda"])
 
 
+def check_parts(state: Any) -> None:
+    """Check that a loaded state has the parts that :func:`state_of` returns, and random states that can be set.
+
+    Raises:
+        Exception: it has not; of any type, as the generators raise many.
+    """
+    for name in ("model", "optimizer", "policy", "extra", "random"):
+        if not isinstance(state, dict) or name not in state:
+            raise ValueError(f"the part {name!r} is missing")
+    if not isinstance(state["model"], dict):
+        raise TypeError("the part 'model' is not a dictionary")
+    optimizer = state["optimizer"]
+    if optimizer is not None:
+        for group in optimizer["param_groups"]:
+            len(group["params"])
+    states = state["random"]
+    random.Random().setstate(states["python"])
+    name, words, position, has_gauss, gauss = states["numpy"]
+    if type(position) is not int or not 0 <= position <= 624:
+        raise ValueError(f"the position of numpy's generator is {position!r:.80}; allowed: 0 to 624")
+    np.random.RandomState().set_state((name, words.numpy().astype(np.uint32), position, has_gauss, gauss))
+    torch.Generator(device="cpu").set_state(states["torch"])
+    if not all(isinstance(each, torch.Tensor) for each in states["cuda"]):
+        raise TypeError("the states of the GPUs' generators are not tensors")
+
+
 def compare(model: nn.Module, optimizer: torch.optim.Optimizer | None, loaded: Mapping[str, Any]) -> None:
     """Raise ValueError naming the first difference between what is here and what was saved."""
     here, saved = model.state_dict(), loaded["model"]

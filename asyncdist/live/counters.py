@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import msgspec
 
+from asyncdist.validation import printable
+
 if TYPE_CHECKING:  # which imports torch, and asyncdist top needs none
     from asyncdist.messaging.services import Services
 
@@ -190,7 +192,7 @@ def samples(counters: RankCounters, before: RankCounters | None = None) -> Itera
         before: the same, earlier, for rates; None for none.
     """
     for policy in counters.policies:
-        labels = {"policy": policy.policy}
+        labels = {"policy": printable(policy.policy)}
         yield Sample("steps", policy.step, labels)
         if before is not None:
             earlier = next((each.step for each in before.policies if each.policy == policy.policy), 0)

@@ -82,6 +82,7 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     # tells it writes it down, and a few others.
     "told": ("story",),
 }
+_PLACES: Final = {kind: {name: place for place, name in enumerate(names)} for kind, names in KINDS.items()}
 #: In place of the number of a pass: the message came before the rank's world was open.
 BEFORE_WORLD: Final = -2
 #: Events that a rank keeps in memory. Steps, messages and reports that come are not among them: they are too many.
@@ -103,8 +104,8 @@ class Event(NamedTuple):
 
     def get(self, name: str) -> Any:
         """Return a field by its name; None where the event has none."""
-        names = KINDS[self.kind]
-        return self.fields[names.index(name)] if name in names[: len(self.fields)] else None
+        place = _PLACES[self.kind].get(name, -1)
+        return self.fields[place] if 0 <= place < len(self.fields) else None
 
     def __str__(self) -> str:
         named = zip(KINDS[self.kind], self.fields, strict=False)

@@ -1,4 +1,7 @@
-"""Reads recordings, which :mod:`asyncdist.recording.writer` describes, with all that can be wrong with them."""
+"""Reads recordings, which :mod:`asyncdist.recording.writer` describes, with all that can be wrong with them.
+
+Everything that is read has passed :mod:`asyncdist.recording.schema`: callers see checked headers and events alone.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +9,27 @@ import itertools
 import logging
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, NamedTuple
 
 import msgpack
 
 from asyncdist.errors import AsyncdistError
-from asyncdist.recording.events import KINDS, Event
+from asyncdist.recording import schema
+from asyncdist.recording.events import Event
+from asyncdist.recording.schema import CLOCK_S_MAX, OBJECT_NBYTES_MAX, Conditions, EventError, EventSchema, Header
 from asyncdist.recording.writer import FORMAT, SUFFIX, VERSION
+from asyncdist.validation import printable
 
 logger = logging.getLogger("asyncdist.recording.reader")
 
-#: A block is some 32 KiB; a foreign file may say that it has a text of 4 GiB.
-_OBJECT_NBYTES_MAX: Final = 1 << 22
 #: Jobs that are named where a folder has several, the latest ones.
 _JOB_COUNT_MAX: Final = 8
-#: What the header must have, and of which type.
-_HEADER: Final[Mapping[str, type]] = {
-    **dict.fromkeys(("format", "job", "transport", "hostname", "script", "script_digest"), str),
-    **dict.fromkeys(("version", "rank", "size", "incarnation"), int),
-    **dict.fromkeys(("clock_s", "unix_s"), float),
-    "kinds": dict,
-    "arguments": list,
-}
+#: What is read of a file at once, and what is checked at once.
+_READ_NBYTES: Final = 1 << 16
+_CHECK_NBYTES: Final = 1 << 16
 
 
 class RecordingError(AsyncdistError):
@@ -43,39 +42,95 @@ class RankRecording:
 
     Attributes:
         path: of the file.
-        header: its beginning; see :func:`asyncdist.recording.writer.header_of`.
+        header: its beginning.
+        schema: checks its events.
+        header_nbytes: the size of the header.
         nbytes: how much was there when it was opened: a rank that goes on writes more, which is not read.
         damage: what is wrong with the end of the file; "" where nothing is.
     """
 
     path: Path
-    header: Mapping[str, Any]
+    header: Header
+    schema: EventSchema = field(compare=False, repr=False)
+    header_nbytes: int = field(default=0, compare=False)
     nbytes: int = field(default=0, compare=False)
     damage: str = field(default="", compare=False)
 
     @property
     def rank(self) -> int:
         """The rank."""
-        return int(self.header["rank"])
+        return self.header.rank
 
     @property
     def incarnation(self) -> int:
         """How often the rank had been started again."""
-        return int(self.header["incarnation"])
+        return self.header.incarnation
 
     def unix_s(self, time_s: float) -> float:
         """Return the time of an event in seconds since 1970, as this host's clock says."""
-        return float(self.header["unix_s"] + time_s - self.header["clock_s"])
+        return self.header.unix_s + time_s - self.header.clock_s
+
+    def conditions(self) -> Conditions:
+        """Read from the header what a replay begins with.
+
+        Raises:
+            RecordingError: the header does not have it.
+        """
+        with self.path.open("rb") as file:
+            data = file.read(self.header_nbytes)
+        try:
+            return schema.read_conditions(data)
+        except (ValueError, RecursionError) as error:
+            why = f"{self.path} has a header with which no replay can begin: {schema.why_refused(error)}"
+            raise RecordingError(f"{why}; record the run anew") from error
 
     def events(self) -> Iterator[Event]:
         """Read the events, oldest first; a file may have millions. It ends where the file is damaged.
 
-        They are the same each time, also where the rank goes on.
+        They are the same each time, also where the rank goes on. :func:`read_recording` has checked them.
         """
+        read = self.schema.reader()
+        for block in self.blocks():
+            if not isinstance(block, str):
+                yield from read(block.content, block.time_s)
+
+    def check(self) -> str:
+        """Check the whole file; return what is wrong with its end, or "".
+
+        Raises:
+            RecordingError: the file holds something that no rank writes.
+        """
+        damage, waiting, nbytes = "", list[_Block](), 0
+        for block in self.blocks():
+            if isinstance(block, str):
+                damage = block
+                break
+            waiting.append(block)
+            nbytes += len(block.content)
+            if nbytes >= _CHECK_NBYTES:
+                self._check(waiting)
+                waiting, nbytes = [], 0
+        self._check(waiting)
+        return damage
+
+    def _check(self, blocks: Sequence[_Block]) -> None:
+        """Check blocks together, since each call takes longer than an event, and each by itself if that fails."""
+        try:
+            self.schema.check(b"".join([block.content for block in blocks]))
+        except EventError:
+            for block in blocks:
+                try:
+                    self.schema.check(block.content)
+                except EventError as error:
+                    why = f"{self.path} has, in the block at byte {block.place}, what no rank writes: {error}"
+                    raise RecordingError(why) from error
+            raise AssertionError("what is wrong with blocks together is wrong with one of them") from None
+
+    def blocks(self) -> Iterator[_Block | str]:
+        """Yield the blocks; at the end what is wrong with the file, if something is."""
         with self.path.open("rb") as file:
-            unpacker = _unpacker(_Beginning(file, self.nbytes))
-            next(unpacker)
-            yield from _events(unpacker, list(self.header["kinds"]))
+            file.seek(self.header_nbytes)
+            yield from _blocks(_Part(file, self.nbytes - self.header_nbytes), self.header_nbytes, self.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,21 +152,22 @@ class Recording:
     @property
     def began_at(self) -> float:
         """When the first rank began, in seconds since 1970."""
-        return min(float(each.header["unix_s"]) for each in self.ranks)
+        return min(each.header.unix_s for each in self.ranks)
 
 
 def read_recording(folder: str | os.PathLike[str], job: str | None = None) -> Recording:
     """Open the recording of one job.
 
     Files that end too early, or that are damaged, count as far as they can be read; those that are no recordings at all
-    are left out. Warnings say so.
+    are left out. Warnings say so. Each event is checked.
 
     Args:
         folder: that of ``record=``.
         job: which one, where the folder has recordings of several.
 
     Raises:
-        RecordingError: there is none that can be read, it is of several jobs, or a rank has two files.
+        RecordingError: there is none that can be read, it is of several jobs, a rank has two files, or a file holds
+            something that no rank writes.
     """
     root = Path(folder)
     if not root.is_dir():
@@ -124,7 +180,31 @@ def read_recording(folder: str | os.PathLike[str], job: str | None = None) -> Re
         raise refused[0]
     if not found:
         raise RecordingError(f"{root} has no recording that was begun: no file that ends with {SUFFIX} has anything")
-    jobs = sorted({each.header["job"]: each.header["unix_s"] for each in found}.items(), key=lambda item: item[1])
+    chosen = _chosen_job(root, found, job)
+    ranks = tuple(sorted((_looked_at(each) for each in found if each.header.job == chosen), key=_place))
+    for each, other in itertools.pairwise(ranks):
+        if _place(each) == _place(other):
+            raise RecordingError(
+                f"rank {each.rank} has two recordings of job {chosen}, {each.path} and {other.path}: what it did would"
+                " count twice; take one of them out of the folder"
+            )
+        if each.header.size != other.header.size:
+            raise RecordingError(
+                f"job {chosen} has {each.header.size} ranks in {each.path}, and {other.header.size} in {other.path}"
+            )
+    for each in ranks:
+        if each.damage:
+            logger.warning("%s: %s", printable(str(each.path)), each.damage)
+    for error in refused:
+        logger.warning("%s; it is left out", printable(str(error)))
+    size = ranks[0].header.size
+    missing = sorted(set(range(size)) - {each.rank for each in ranks})
+    return Recording(chosen, size, ranks, tuple(missing))
+
+
+def _chosen_job(root: Path, found: Sequence[RankRecording], job: str | None) -> str:
+    """Return the job that is meant. Raises RecordingError where it is not there, or there are several."""
+    jobs = sorted({each.header.job: each.header.unix_s for each in found}.items(), key=lambda item: item[1])
     names = [name for name, _ in jobs]
     known = ", ".join(names[-_JOB_COUNT_MAX:])
     if len(names) > _JOB_COUNT_MAX:
@@ -135,30 +215,15 @@ def read_recording(folder: str | os.PathLike[str], job: str | None = None) -> Re
         raise RecordingError(
             f"{root} has recordings of {len(names)} jobs, from the oldest: {known}; say which (--job {names[-1]})"
         )
-    chosen = job or names[0]
-    ranks = tuple(sorted((_looked_at(each) for each in found if each.header["job"] == chosen), key=_place))
-    for each, other in itertools.pairwise(ranks):
-        if _place(each) == _place(other):
-            raise RecordingError(
-                f"rank {each.rank} has two recordings of job {chosen}, {each.path} and {other.path}: what it did would"
-                " count twice; take one of them out of the folder"
-            )
-    for each in ranks:
-        if each.damage:
-            logger.warning("%s: %s", each.path, each.damage)
-    for error in refused:
-        logger.warning("%s; it is left out", error)
-    size = max(each.header["size"] for each in ranks)
-    missing = sorted(set(range(size)) - {each.rank for each in ranks})
-    return Recording(chosen, size, ranks, tuple(missing))
+    return job or names[0]
 
 
 def _open_all(paths: Sequence[Path]) -> tuple[list[RankRecording], list[RecordingError]]:
     """Return the files that can be read and hold something, and why others cannot be read."""
-    found, refused = [], []
+    found, refused, schemas = [], [], dict[Any, EventSchema]()
     for path in paths:
         try:
-            each = _open(path)
+            each = _open(path, schemas)
         except RecordingError as error:
             refused.append(error)
         else:
@@ -170,8 +235,8 @@ def _place(each: RankRecording) -> tuple[int, int]:
     return each.rank, each.incarnation
 
 
-class _Beginning:
-    """Reads so many bytes of a file, and no more."""
+class _Part:
+    """Reads the next ``nbytes`` bytes of a file, and no more."""
 
     def __init__(self, file: BinaryIO, nbytes: int) -> None:
         self._file = file
@@ -184,90 +249,102 @@ class _Beginning:
         return data
 
 
-def _unpacker(file: BinaryIO | _Beginning) -> msgpack.Unpacker:
-    return msgpack.Unpacker(file, max_buffer_size=4 * _OBJECT_NBYTES_MAX, max_bin_len=_OBJECT_NBYTES_MAX)
+def _open(path: Path, schemas: dict[Any, EventSchema]) -> RankRecording | None:
+    """Read a file's header; None where nothing was written.
 
-
-def _open(path: Path) -> RankRecording | None:
-    """Read a file's header; None where nothing was written."""
-    if not path.stat().st_size:
-        return None
+    Args:
+        path: of the file.
+        schemas: by what they depend on: making one takes a millisecond, and ranks of a job have the same.
+    """
+    if not path.is_file():
+        raise RecordingError(f"{path} is no file")
     try:
         with path.open("rb") as file:
-            header = _checked(path, next(_unpacker(file)))
-    except StopIteration:
+            if not os.fstat(file.fileno()).st_size:
+                return None
+            unpacker = msgpack.Unpacker(file, read_size=_READ_NBYTES, max_buffer_size=4 * OBJECT_NBYTES_MAX)
+            unpacker.skip()
+            header_nbytes = unpacker.tell()
+            file.seek(0)
+            data = file.read(header_nbytes)
+    except msgpack.OutOfData:
         raise RecordingError(f"{path} ends within its header: its rank was killed as it began") from None
     except OSError as error:
         raise RecordingError(f"{path} cannot be read: {error}") from error
-    except (ValueError, msgpack.exceptions.UnpackException, RecursionError):
+    except (ValueError, msgpack.UnpackException):
         raise RecordingError(f"{path} is no recording of asyncdist") from None
-    return RankRecording(path, header)
+    header = _checked(path, data)
+    key = header.size, tuple((name, tuple(fields)) for name, fields in header.kinds.items())
+    if key not in schemas:
+        schemas[key] = EventSchema(header.kinds, header.size)
+    events = schemas[key]
+    if events.unknown:
+        names = ", ".join(events.unknown)
+        logger.warning("%s has events that this version does not know, and leaves out: %s", printable(str(path)), names)
+    return RankRecording(path, header, events, header_nbytes)
 
 
 def _looked_at(each: RankRecording) -> RankRecording:
-    """Look whether a file's blocks are whole: that reads all of it, so it is done for those of the chosen job alone."""
-    damage = ""
+    """Check a file's blocks: that reads all of it, so it is done for those of the chosen job alone."""
     try:
-        with each.path.open("rb") as file:
-            nbytes = os.fstat(file.fileno()).st_size
-            unpacker = _unpacker(_Beginning(file, nbytes))
-            next(unpacker)
-            for block in _blocks(unpacker, nbytes):
-                if isinstance(block, str):
-                    damage = block
+        each = replace(each, nbytes=each.path.stat().st_size)
+        return replace(each, damage=each.check())
     except OSError as error:
         raise RecordingError(f"{each.path} cannot be read: {error}") from error
-    return replace(each, nbytes=nbytes, damage=damage)
 
 
-def _checked(path: Path, header: Any) -> Mapping[str, Any]:
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
+def _checked(path: Path, data: bytes) -> Header:
+    """Return the header that is in these bytes. Raises RecordingError."""
+    try:
+        preamble = schema.read_preamble(data)
+    except (ValueError, RecursionError):
+        preamble = schema.Preamble()
+    if preamble.format != FORMAT or len(data) > OBJECT_NBYTES_MAX:
         raise RecordingError(f"{path} is no recording of asyncdist")
-    if header.get("version") != VERSION:
+    if preamble.version != VERSION:
         raise RecordingError(
-            f"{path} has version {header.get('version')!r} of the format, written by asyncdist "
-            f"{header.get('asyncdist')!r}; this one reads version {VERSION}"
+            f"{path} has version {preamble.version!r:.80} of the format, written by asyncdist "
+            f"{preamble.asyncdist!r:.80}; this one reads version {VERSION}"
         )
-    for name, kind in _HEADER.items():
-        if not isinstance(header.get(name), kind):
-            raise RecordingError(f"{path}: {name} of its header is {header.get(name)!r:.80}, no {kind.__name__}")
-    unknown = [kind for kind, fields in header["kinds"].items() if list(KINDS.get(kind, ()))[: len(fields)] != fields]
-    if unknown:
-        logger.warning("%s has events that this version does not know, and leaves out: %s", path, ", ".join(unknown))
-    return header
+    try:
+        return schema.read_header(data)
+    except (ValueError, RecursionError) as error:
+        raise RecordingError(f"{path} has a wrong header: {schema.why_refused(error)}") from error
 
 
-def _blocks(unpacker: msgpack.Unpacker, nbytes: int) -> Iterator[tuple[float, bytes] | str]:
-    """Yield each block's time and content; at the end what is wrong with the file's ``nbytes`` bytes, if it is."""
-    count = 0
-    while True:
-        place = unpacker.tell()
+class _Block(NamedTuple):
+    """What stands at a place of a file: events, which are not decoded yet, since a time."""
+
+    place: int
+    time_s: float
+    content: bytes
+
+
+def _blocks(file: _Part, begin: int, end: int) -> Iterator[_Block | str]:
+    """Yield the blocks from byte ``begin`` to ``end`` of a file; at the end what is wrong with it, if something is."""
+    limits = {"max_bin_len": OBJECT_NBYTES_MAX, "max_array_len": 3, **dict.fromkeys(_NONE, 0)}
+    unpacker = msgpack.Unpacker(file, read_size=_READ_NBYTES, max_buffer_size=4 * OBJECT_NBYTES_MAX, **limits)
+    for count in itertools.count():
+        place = begin + unpacker.tell()
         try:
             block = unpacker.unpack()
-        except msgpack.exceptions.OutOfData:
-            if place < nbytes:
+        except msgpack.OutOfData:
+            if place < end:
                 yield f"ends within a block, at byte {place}, after {count} blocks"
             return
-        except (ValueError, msgpack.exceptions.UnpackException):
+        except (ValueError, msgpack.UnpackException):
             yield f"damaged at byte {place}, after {count} blocks"
             return
         match block:
             case [float(time_s), int(checksum), bytes(content)] if zlib.crc32(content) == checksum:
-                count += 1
-                yield time_s, content
+                if not abs(time_s) <= CLOCK_S_MAX:
+                    yield f"damaged at byte {place}, after {count} blocks"
+                    return
+                yield _Block(place, time_s, content)
             case _:
                 yield f"damaged at byte {place}, after {count} blocks"
                 return
 
 
-def _events(unpacker: msgpack.Unpacker, kinds: list[str]) -> Iterator[Event]:
-    for block in _blocks(unpacker, 0):
-        if isinstance(block, str):
-            return
-        time_s, content = block
-        inner = msgpack.Unpacker(max_buffer_size=len(content) or 1, use_list=False)
-        inner.feed(content)
-        for code, offset_us, *fields in inner:
-            kind = kinds[code]
-            if kind in KINDS:
-                yield Event(time_s + offset_us * 1e-6, kind, tuple(fields))
+#: What blocks do not hold: lengths of these are 0.
+_NONE: Final = ("max_str_len", "max_map_len", "max_ext_len")

@@ -40,8 +40,8 @@ class Clocks:
         self._first_s = {each.path: _first_time_of(each) for each in recording.ranks}
         self._hosts = {each.path: _host_of(each) for each in recording.ranks}
         self._offsets: dict[str, float] = {}
-        for each in sorted(recording.ranks, key=lambda each: float(each.header["unix_s"])):
-            offset = float(each.header["unix_s"] - each.header["clock_s"])
+        for each in sorted(recording.ranks, key=lambda each: each.header.unix_s):
+            offset = each.header.unix_s - each.header.clock_s
             self._offsets.setdefault(self._hosts[each.path], offset)
         self._set_zero(recording)
         if len(self._offsets) > 1:
@@ -92,11 +92,11 @@ class Clocks:
 
 def _first_time_of(each: RankRecording) -> float:
     """Return when a file begins; messages with which ranks have met are earlier than its header."""
-    return min([float(each.header["clock_s"]), *(event.time_s for event in itertools.islice(each.events(), 1))])
+    return min([each.header.clock_s, *(event.time_s for event in itertools.islice(each.events(), 1))])
 
 
 def _host_of(each: RankRecording) -> str:
-    return str(each.header["hostname"])
+    return each.header.hostname
 
 
 def messages(

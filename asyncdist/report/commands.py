@@ -12,6 +12,7 @@ from pathlib import Path
 from asyncdist.recording.command_output import print_to, refuse
 from asyncdist.recording.file_errors import why_not_written
 from asyncdist.report.whole_files import whole_file
+from asyncdist.validation import printable
 
 
 class _WriteError(Exception):
@@ -156,12 +157,17 @@ def run_query(folder: str, job: str | None, statement: str) -> int:
 def _print_rows(names: Sequence[str], found: Iterable[Sequence[object]]) -> None:
     if not _print_table(names, found):
         writer = csv.writer(sys.stdout, lineterminator="\n")
-        writer.writerow(names)
-        writer.writerows(found)
+        writer.writerow(_printable(names))
+        writer.writerows(map(_printable, found))
+
+
+def _printable(row: Sequence[object]) -> list[object]:
+    """Return the cells, without what a terminal would obey; CSV has lines within cells."""
+    return [printable(cell, keep="\n\t") if isinstance(cell, str) else cell for cell in row]
 
 
 def _say(command: str, text: str) -> int:
-    return print_to(command, lambda: print(text))
+    return print_to(command, lambda: print(printable(text)))
 
 
 def _print_table(names: Sequence[str], found: Iterable[Sequence[object]]) -> bool:
@@ -171,10 +177,11 @@ def _print_table(names: Sequence[str], found: Iterable[Sequence[object]]) -> boo
     try:
         from rich.console import Console
         from rich.table import Table
+        from rich.text import Text
     except ModuleNotFoundError:
         return False
-    table = Table(*names)
+    table = Table(*(Text(printable(name)) for name in names))
     for row in found:
-        table.add_row(*("" if value is None else str(value) for value in row))
+        table.add_row(*(Text("" if value is None else printable(str(value), keep="\n")) for value in row))
     Console().print(table)
     return True

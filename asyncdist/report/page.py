@@ -64,7 +64,7 @@ def render(recording: Recording) -> str:
     """Return the page of a recording."""
     summary = summarise(recording)
     sections = []
-    for title, note, figure in _sections(summary, str(recording.ranks[0].header["transport"]).startswith("sim")):
+    for title, note, figure in _sections(summary, recording.ranks[0].header.transport.startswith("sim")):
         sections.append(f"<h2>{html.escape(title)}</h2>\n<p>{html.escape(note)}</p>")
         if figure is not None:
             data = str(figure.to_json()).replace("<", "\\u003c")  # which might end the script, or begin a comment
@@ -77,13 +77,13 @@ def render(recording: Recording) -> str:
 def _facts(recording: Recording, summary: Summary) -> str:
     header = recording.ranks[0].header
     steps = sum(rank.step_seconds.count for rank in summary.ranks)
-    hosts = sorted({str(each.header["hostname"]) for each in recording.ranks})
+    hosts = sorted({each.header.hostname for each in recording.ranks})
     facts = [
-        ("script", " ".join([str(header["script"]), *map(str, header["arguments"])]) or "none"),
+        ("script", " ".join([header.script, *header.arguments]) or "none"),
         ("began", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(summary.began_at_s))),
         ("lasted", f"{summary.duration_s:.3f} s"),
         ("ranks", f"{recording.size} on {', '.join(hosts[:8])}{' ...' if len(hosts) > 8 else ''}"),
-        ("transport", str(header["transport"])),
+        ("transport", header.transport),
         ("steps", f"{steps:,} of all ranks"),
         ("rounds", f"{len(summary.rounds):,}, with {len(summary.applied):,} replacements"),
         ("messages", f"{_size(summary.nbytes.sum())}; what hosts share in memory is not among them"),

@@ -11,12 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncdist.recording.events import Event
-from asyncdist.recording.reader import Recording
+from asyncdist.recording.reader import Recording, RecordingError
 from asyncdist.report.clocks import Clocks
 from asyncdist.report.series import LogHistogram, Thinned, TimeBins
 
 #: Rows of a rank's metric that are kept. Where there are many ranks, fewer.
 _METRIC_COUNT: Final = 20_000
+#: Ranks of a job that can be summed up: each table of all pairs takes 32 MB then.
+SIZE_MAX: Final = 2048
 #: Policies that a rank has open at once, and that are told apart.
 POPULATION_COUNT_MAX: Final = 8
 _WITHOUT_END: Final = (
@@ -127,6 +129,7 @@ class Summary:
         nbytes: bytes of messages, from row to column.
         news: losses, failovers, ends with an error, and files without an end: the time, the rank that tells, and the
             text.
+        told: those of the news that are the beginnings of stories.
         populations: one, or more where several policies are open at once.
     """
 
@@ -140,11 +143,20 @@ class Summary:
     begun: list[Begun] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
     news: list[tuple[float, int, str]] = field(default_factory=list)
+    told: set[str] = field(default_factory=set)
 
 
 def summarise(recording: Recording) -> Summary:
-    """Read a recording twice, and sum it up."""
+    """Read a recording twice, and sum it up.
+
+    Raises:
+        RecordingError: the job has too many ranks: a summary has tables of all pairs of ranks.
+    """
     size = recording.size
+    if size > SIZE_MAX:
+        raise RecordingError(
+            f"job {recording.job} has {size} ranks; allowed in a report: {SIZE_MAX}; asyncdist query takes all"
+        )
     summary = Summary(size=size, ranks=[RankSummary() for _ in range(size)], nbytes=np.zeros((size, size)))
     clocks = Clocks(recording)
     summary.began_at_s = clocks.began_at_s
@@ -155,7 +167,7 @@ def summarise(recording: Recording) -> Summary:
     for each in recording.ranks:
         offset = clocks.offset(each)
         policies, last_step_s = policies_of[each.path], dict[int, float]()
-        time_s, tells_end = float(each.header["clock_s"]) + offset, False
+        time_s, tells_end = each.header.clock_s + offset, False
         for event in each.events():
             time_s = event.time_s + offset
             summary.duration_s = max(summary.duration_s, time_s)
@@ -349,9 +361,10 @@ def _add(
                 found.ended_s, found.reason = time_s, str(event.get("reason"))
         case _:
             text = _news_of(event)
-            told_before = event.kind == "told" and any(text == told for _, _, told in summary.news)  # on several ranks
-            if text and not told_before:
+            if text and not (event.kind == "told" and text in summary.told):  # it is written down on several ranks
                 summary.news.append((time_s, rank, text))
+            if event.kind == "told":
+                summary.told.add(text)
 
 
 def _news_of(event: Event) -> str:
@@ -392,8 +405,9 @@ def _follow(summary: Summary) -> None:
         population = _population(summary, applied.population)
         if population is None:
             continue
-        if applied.donors and all(0 <= donor < summary.size for donor in applied.donors):
-            weights = applied.weights if len(applied.weights) == len(applied.donors) else (1.0,) * len(applied.donors)
+        if applied.donors:
+            are_usable = len(applied.weights) == len(applied.donors) and sum(applied.weights) > 0
+            weights = applied.weights if are_usable else (1.0,) * len(applied.donors)
             mixed = np.average(population.shares[list(applied.donors)], axis=0, weights=weights)
             population.shares[applied.rank] = mixed
     for last in begun:

@@ -36,6 +36,8 @@ _TEXTS: Final = frozenset(
     }
 )
 _REALS: Final = frozenset({"seconds", "value"})
+#: What a query may do; :func:`_authorize` refuses all else: ATTACH and VACUUM INTO would make files.
+_ALLOWED: Final = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE})
 #: So many instructions of SQLite's machine lie between two moments in which Python can heed a signal.
 _INSTRUCTIONS_BETWEEN: Final = 100_000
 
@@ -57,15 +59,15 @@ def rows(recording: Recording, wanted: Collection[str] = tuple(KINDS)) -> Iterat
     if "ranks" in wanted:
         for each in recording.ranks:
             header = each.header
-            began_at_s = header["clock_s"] + clocks.offset(each)
+            began_at_s = header.clock_s + clocks.offset(each)
             yield (
                 "ranks",
                 (
                     each.rank,
                     each.incarnation,
-                    header["hostname"],
-                    header["pid"],
-                    header["transport"],
+                    header.hostname,
+                    header.pid,
+                    header.transport,
                     began_at_s,
                     each.damage,
                 ),
@@ -118,7 +120,11 @@ def export_parquet(recording: Recording, folder: Path) -> list[Path]:
     def write(table: str) -> None:
         batch, waiting[table] = waiting[table], []
         names = columns_of(table)
-        content = pyarrow.table([list(column) for column in zip(*batch, strict=True)], names=names)
+        columns = [
+            pyarrow.array(column, "double" if name in _REALS and table != "measured" else None)
+            for name, column in zip(names, zip(*batch, strict=True), strict=True)
+        ]
+        content = pyarrow.table(columns, names=names)
         if table not in writers:
             place, types = written / f"{table}.parquet", content.schema
             for number, column in enumerate(types):
@@ -159,6 +165,8 @@ def query(recording: Recording, statement: str) -> tuple[list[str], Iterator[Seq
         connection.execute(inserts[table], row)
     connection.commit()
     connection.execute("PRAGMA query_only = ON")
+    connection.execute("PRAGMA temp_store = MEMORY")
+    connection.set_authorizer(_authorize)
     connection.set_progress_handler(lambda: 0, _INSTRUCTIONS_BETWEEN)
     try:
         cursor = connection.execute(statement)
@@ -167,6 +175,17 @@ def query(recording: Recording, statement: str) -> tuple[list[str], Iterator[Seq
     if cursor.description is None:
         raise QueryError("the query is refused: it asks for no rows, as SELECT does")
     return [each[0] for each in cursor.description], _fetched(cursor, wanted)
+
+
+def _authorize(action: int, first: str | None, second: str | None, *_: str | None) -> int:
+    """Allow SQLite what reads; see https://www.sqlite.org/c3ref/set_authorizer.html."""
+    if action == sqlite3.SQLITE_FUNCTION:
+        return sqlite3.SQLITE_DENY if second == "load_extension" else sqlite3.SQLITE_OK
+    if (
+        action == sqlite3.SQLITE_UPDATE and first == "sqlite_master"
+    ):  # json_each declares its columns; nothing is written
+        return sqlite3.SQLITE_OK
+    return sqlite3.SQLITE_OK if action in _ALLOWED else sqlite3.SQLITE_DENY
 
 
 def _fetched(cursor: sqlite3.Cursor, wanted: Sequence[str]) -> Iterator[Sequence[Value]]:
@@ -185,6 +204,8 @@ def _refusal(error: Exception, wanted: Sequence[str]) -> QueryError:
     if str(error) == "interrupted":  # what a signal's handler raised there, SQLite drops
         raise KeyboardInterrupt from error
     why = "it is no UTF-8" if isinstance(error, UnicodeError) else str(error)
+    if why.startswith(("not authorized", "authorization denied")):
+        return QueryError(f"the query is refused: {why}; allowed: one SELECT, which changes nothing and makes no file")
     there = [f"the tables: {', '.join((*KINDS, 'ranks'))}"]
     if why.startswith("no such column") and wanted:
         there = [f"the columns of {table}: {', '.join(columns_of(table))}" for table in wanted]

@@ -135,7 +135,7 @@ def _pid(recording: Recording, each: RankRecording) -> int:
 
 def _head(recording: Recording, each: RankRecording) -> Iterator[Entry]:
     """Yield the names of a process and of its tracks."""
-    pid, host = _pid(recording, each), each.header["hostname"]
+    pid, host = _pid(recording, each), each.header.hostname
     again = f", started again ({each.incarnation})" if each.incarnation else ""
     yield _meta("process_name", pid, STEPS, f"rank {each.rank} on {host}{again}")
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": STEPS, "args": {"sort_index": each.rank}}
@@ -311,8 +311,8 @@ def _profile(recording: Recording, clocks: Clocks, path: Path, number: int) -> l
 
     It names its rank where the program has opened torch.distributed; else the number of its process tells it.
     """
-    process_counts = Counter(each.header["pid"] for each in recording.ranks)  # of several hosts
-    rank_of_pid = {each.header["pid"]: each.rank for each in recording.ranks if process_counts[each.header["pid"]] == 1}
+    process_counts = Counter(each.header.pid for each in recording.ranks)  # of several hosts
+    rank_of_pid = {each.header.pid: each.rank for each in recording.ranks if process_counts[each.header.pid] == 1}
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
             content = json.load(file)

@@ -84,13 +84,13 @@ def _have(ranks: tuple[int, ...] | list[int]) -> str:
 
 
 def _title(recording: Recording, end_s: float) -> str:
-    script = recording.ranks[0].header["script"] or "no script"
+    script = recording.ranks[0].header.script or "no script"
     length = seconds_in_words(max(0.0, end_s - recording.began_at))
     return f"job {recording.job}: {script}, {recording.size} rank{'s' * (recording.size != 1)}, recorded for {length}"
 
 
 def _last_of(file: RankRecording) -> _LastOf:
-    found = _LastOf(file, float(file.header["unix_s"]))
+    found = _LastOf(file, file.header.unix_s)
     event = None
     for event in file.events():
         match event.kind:
@@ -121,8 +121,8 @@ def _rank(rank: int, last: _LastOf, end_s: float) -> list[str]:
     age = seconds_in_words(max(0.0, end_s - last.last_s))
     how = f"its recording {last.cut or 'ends without an end of main'}"
     if last.over:
-        first, *others = [line.strip() for line in last.over.splitlines() if line.strip()]
-        how = f"ended by {' ... '.join([first, *others[-1:]]).rstrip(': ')}"  # workers send tracebacks in a message
+        words = [line.strip() for line in last.over.splitlines() if line.strip()]
+        how = f"ended by {' ... '.join([*words[:1], *words[1:][-1:]]).rstrip(': ')}"  # workers send tracebacks
     lines = [f"  rank {rank}: {how}; its last event was {age} before that of the job"]
     if last.steps:
         # A killed process takes with it what it has not written down: see asyncdist.recording.writer.
@@ -145,11 +145,11 @@ def _told(ranks: dict[int, _LastOf], end_s: float) -> list[str]:
     for last in ranks.values():
         for event in last.told.values():
             story = str(event.get("story"))
-            key = str(last.file.header["hostname"]), story.startswith(ABORT)
+            key = last.file.header.hostname, story.startswith(ABORT)
             latest[key] = max(latest.get(key, (0.0, "")), (last.file.unix_s(event.time_s), story))
     lines = []
     for at_s, story in sorted(latest.values()):
-        first, *others = story.splitlines()
+        first, *others = story.splitlines() or [""]
         lines.append(f"  told {seconds_in_words(max(0.0, end_s - at_s))} before the end: {first}")
         lines += [f"  {line}" for line in others]
     return lines

@@ -114,10 +114,11 @@ def mutate(data: bytes, bits: int, other: bytes) -> bytes:
 def odd_values(names: Sequence[str], rng: random.Random) -> bytes:
     """Return valid msgpack: a map with these keys, and values of any types."""
     chosen = [name for name in names if rng.random() < 0.9]
-    return msgspec.msgpack.encode({name: _odd_value(rng, 0) for name in chosen})
+    return msgspec.msgpack.encode({name: odd_value(rng, 0) for name in chosen})
 
 
-def _odd_value(rng: random.Random, depth: int) -> Any:
+def odd_value(rng: random.Random, depth: int = 0) -> Any:
+    """Return a value of any type."""
     kind = rng.randrange(12 if depth < 3 else 9)
     match kind:
         case 0:
@@ -139,8 +140,8 @@ def _odd_value(rng: random.Random, depth: int) -> Any:
         case 8:
             return [[1, 2]] * rng.choice((1, 3))
         case 9:
-            return [_odd_value(rng, depth + 1) for _ in range(rng.randrange(4))]
+            return [odd_value(rng, depth + 1) for _ in range(rng.randrange(4))]
         case 10:
-            return {str(place): _odd_value(rng, depth + 1) for place in range(rng.randrange(3))}
+            return {str(place): odd_value(rng, depth + 1) for place in range(rng.randrange(3))}
         case _:
-            return {place: _odd_value(rng, depth + 1) for place in range(rng.randrange(3))}
+            return {place: odd_value(rng, depth + 1) for place in range(rng.randrange(3))}

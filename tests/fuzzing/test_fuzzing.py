@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fuzzing import decoders, frames, memory, sequences
+from fuzzing import decoders, frames, memory, recordings, sequences
 from fuzzing.channel_sites import channel_sites
 
 CORPUS = json.loads((Path(__file__).resolve().parents[1] / "data" / "fuzzed.json").read_text())
@@ -37,6 +37,17 @@ def test_damaged_texts_are_refused_as_documented() -> None:
     found = decoders.fuzz(0, 4_000)
     assert found.keys() == DECODERS.keys()
     assert all(counts[0] > 0 for counts in found.values()), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "seeds", [range(40), pytest.param(range(40, 600), marks=pytest.mark.long)], ids=["40", "560 more"]
+)
+def test_damaged_recordings_are_read_or_refused_in_a_line(seeds: range) -> None:
+    assert recordings.draw_one_page() > 1_000_000
+    fates = recordings.fuzz(seeds)
+    for command in ("report", "trace", "export", "parquet", "query", "story", "replay"):
+        assert fates[f"{command}: refused"] and (fates[f"{command}: read"] or command == "report"), fates
 
 
 @pytest.mark.parametrize("found", CORPUS["found"], ids=lambda found: f"{found['decoder']}: {found['story']}")

@@ -41,7 +41,7 @@ def test_numbers_that_were_drawn_before_the_world_was_open_are_drawn_again(tmp_p
     script.write_text(PLAIN)
     recorded = run("run", "--transport", "torch", "-n", "2", "--record", str(tmp_path / "run"), str(script))
     assert recorded.returncode == 0, recorded.stderr
-    result = run("replay", str(tmp_path / "run"))
+    result = run("replay", str(tmp_path / "run"), str(script))
     assert result.returncode == 0, result.stdout + result.stderr
     assert "metrics and checksums of weights are those that were recorded" in result.stdout
 
@@ -52,6 +52,6 @@ def test_a_replay_of_replicas_under_ddp_is_refused_in_a_line(tmp_path: Path) -> 
     script.write_text("from asyncdist.integrations.pytorch import new_replica_group\nnew_replica_group(2)\n")
     recorded = run("run", "--transport", "torch", "-n", "2", "--record", str(tmp_path / "run"), str(script))
     assert recorded.returncode == 0, recorded.stderr
-    result = run("replay", str(tmp_path / "run"))
+    result = run("replay", str(tmp_path / "run"), str(script))
     assert result.returncode == 1
     assert "ranks that share a process, as in a simulation or a replay, make no process group" in result.stderr

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import random
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +219,18 @@ def test_files_open_with_torch_alone(tmp_path: Path) -> None:
         (lambda folder: (folder / "rank-00000.pt").write_bytes(b"abc"), ValueError, "is torn: 3 bytes"),
         (lambda folder: (folder / "rank-00000.pt").unlink(), FileNotFoundError, "rank-00000.pt"),
         (lambda folder: change_version(folder), ValueError, "has version 2; allowed: 1"),
+        (lambda folder: change_entries(folder, nbytes=-1), ValueError, r"Expected `int` >= 0 - at `\$\[0\].nbytes`"),
+        (lambda folder: change_entries(folder, safetensors="x"), ValueError, "Expected `object | null`, got `str`"),
+        (lambda folder: change_entries(folder, metric=10**400), ValueError, "does not say what each rank's file"),
+        (
+            lambda folder: put(folder, [1]),
+            ValueError,
+            "is not the state of a rank: ValueError: the part 'model' is",
+        ),
+        (lambda folder: put(folder, {}, random={}), ValueError, "is not the state of a rank: KeyError: 'python'"),
+        (lambda folder: put(folder, {}, random=RANDOM), ValueError, "position of numpy's generator is 625; allowed: 0"),
+        (lambda folder: put(folder, {}, optimizer=[]), ValueError, "is not the state of a rank: TypeError"),
+        (lambda folder: put_bytes(folder, b"no archive"), ValueError, "rank-00000.pt is not the state of a rank"),
     ],
 )
 def test_a_checkpoint_that_is_not_whole_is_refused_and_nothing_changes(
@@ -250,6 +264,34 @@ def test_all_ranks_may_begin_anew_where_there_is_no_checkpoint(ranks: int, tmp_p
 
     assert ad.simulate(main, ranks=ranks, strict=True).results == (0,) * ranks
     assert ad.simulate(main, ranks=ranks, strict=True).results == (1,) * ranks
+
+
+RANDOM = {
+    "python": random.getstate(),
+    "numpy": ("MT19937", torch.zeros(624, dtype=torch.int64), 625, 0, 0.0),
+    "torch": torch.get_rng_state(),
+    "cuda": [],
+}
+
+
+def change_entries(folder: Path, **fields: Any) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"][0].update(fields)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def put(folder: Path, state: Any, **parts: Any) -> None:
+    """Put another state in place of rank 0's, with the size and the checksum that the manifest says."""
+    path = folder / "rank-00000.pt"
+    whole = {**torch.load(path, weights_only=True), **state, **parts} if isinstance(state, dict) else state
+    buffer = io.BytesIO()
+    torch.save(whole, buffer)
+    put_bytes(folder, buffer.getvalue())
+
+
+def put_bytes(folder: Path, data: bytes) -> None:
+    (folder / "rank-00000.pt").write_bytes(data)
+    change_entries(folder, nbytes=len(data), crc32=zlib.crc32(data))
 
 
 def change_version(folder: Path) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from asyncdist.recording.events import KINDS, Event
 from asyncdist.recording.reader import RankRecording, Recording, read_recording
 from asyncdist.recording.writer import RecordOptions, RecordWriter
@@ -35,11 +37,31 @@ def record_with_a_kill(main: Callable[..., Coroutine[Any, Any, Any]], folder: Pa
 def keep_events(each: RankRecording, wanted: Callable[[Event], bool], *more: Event) -> None:
     """Write a rank's recording anew, with those of its events, and more of them."""
     kept = [event for event in each.events() if wanted(event)]
-    to = RecordWriter(RecordOptions(each.path.parent), lambda: each.header["clock_s"], each.rank)
-    to.open(dict(each.header))
+    to = RecordWriter(RecordOptions(each.path.parent), lambda: each.header.clock_s, each.rank)
+    to.open(raw_header(each))
     for event in (*kept, *more):
         to.add(*event)
     to.close()
+
+
+def raw_header(each: RankRecording) -> dict[str, Any]:
+    """Return all that a file's header holds, as it was written."""
+    header: dict[str, Any] = msgspec.msgpack.decode(each.path.read_bytes()[: each.header_nbytes])
+    return header
+
+
+def edit_headers(folder: Path, change: Callable[[dict[str, Any]], object]) -> Recording:
+    """Change the headers of a recording, and read it."""
+    for each in read_recording(folder).ranks:
+        header, rest = raw_header(each), each.path.read_bytes()[each.header_nbytes :]
+        change(header)
+        each.path.write_bytes(msgspec.msgpack.encode(header) + rest)
+    return read_recording(folder)
+
+
+def tell_no_sleeps(folder: Path) -> Recording:
+    """Let a recording say that it does not tell asyncio's timers, as that of ranks that share a loop."""
+    return edit_headers(folder, lambda header: header.update(tells_sleeps=False))
 
 
 def with_fields(event: Event, **fields: int) -> Event:

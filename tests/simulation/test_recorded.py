@@ -79,7 +79,7 @@ def test_ranks_on_one_loop_have_a_file_each(tmp_path: Path) -> None:
     ad.run_local(train, ranks=2, record=tmp_path)
     recording = read_recording(tmp_path)
     assert [each.rank for each in recording.ranks] == [0, 1]
-    assert all(each.header["transport"].startswith("local") for each in recording.ranks)
+    assert all(each.header.transport.startswith("local") for each in recording.ranks)
     assert all(of_kind(list(each.events()), "over") for each in recording.ranks)
 
 

@@ -19,7 +19,7 @@ from asyncdist.simulation.replay.log import RankLog
 from asyncdist.simulation.replay.mailbox import Mailbox
 from asyncdist.simulation.replay.timers import Deadlines
 from asyncdist.transports.base import ANY_SOURCE
-from simulation.edited_records import Word, keep_events, with_fields
+from simulation.edited_records import Word, keep_events, tell_no_sleeps, with_fields
 
 
 @pytest.mark.parametrize("after_s", [-1.0, 0.01])
@@ -90,9 +90,7 @@ def test_a_message_comes_as_soon_as_the_wait_before_it_has_ended(tmp_path: Path)
     recorded = simulate(main, ranks=3, seed=1, record=tmp_path)
     assert recorded.results[0] == [0, 2, 1]
     is_late = True
-    recording = read_recording(tmp_path)
-    for each in recording.ranks:
-        each.header["tells_sleeps"] = False
+    recording = tell_no_sleeps(tmp_path)
     assert replay(main, recording=recording).report.results == recorded.results
     assert ends_at_s[1] < PATIENCE_S
 
@@ -263,8 +261,7 @@ def test_what_comes_while_main_waits_for_the_result_of_a_task_comes_before_main_
     recording = read_recording(tmp_path)
     if is_late:
         delays.update({1: 0.0, 2: 0.01})
-        for each in recording.ranks:
-            each.header["tells_sleeps"] = False
+        recording = tell_no_sleeps(tmp_path)
     assert replay(main, recording=recording).report.results == recorded.results
 
 

@@ -7,13 +7,14 @@ import random
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import asyncdist as ad
 from asyncdist.recording.reader import read_recording
 from asyncdist.simulation import Compute, Uniform, replay, simulate
-from simulation.edited_records import Word, keep_events, with_fields
+from simulation.edited_records import Word, edit_headers, keep_events, with_fields
 
 
 def work(number: int) -> int:
@@ -144,11 +145,12 @@ def test_a_rank_that_fails_lets_its_tasks_go_on_for_as_long_as_its_process_did(
 
     simulate(main, ranks=2, seed=1, record=tmp_path)
     assert ticks == [1]
-    recording = read_recording(tmp_path)
-    for each in recording.ranks:
-        each.header["tells_sleeps"] = False
-        each.header["capabilities"]["shares_process"] = shares_process
-    replay(main, recording=recording)
+
+    def change(header: dict[str, Any]) -> None:
+        header["tells_sleeps"] = False
+        header["capabilities"]["shares_process"] = shares_process
+
+    replay(main, recording=edit_headers(tmp_path, change))
     assert (len(ticks) > 2) is not shares_process
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
 import dataclasses
 import functools
+import operator
 import random
 import runpy
 import shutil
@@ -31,10 +33,11 @@ from asyncdist.simulation import (
     simulate,
     transport as sim_transport,
 )
+from asyncdist.simulation.replay.script import run_command
 from asyncdist.tags import COLLECTIVE_FIRST, CONTROL
 from asyncdist.transports.base import Capabilities
 from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy, OneSidedSelectiveAveragingPolicy
-from simulation.edited_records import Word, keep_events
+from simulation.edited_records import Word, edit_headers, keep_events
 
 STEPS = 30
 
@@ -226,7 +229,7 @@ def test_ranks_that_come_to_their_end_in_another_order_return_what_they_did(tmp_
             ended = ended or event.kind == "over"
             return event.kind != "received" or not ended
 
-        never = Event(each.header["clock_s"] + 100.0, "received", ((each.rank + 1) % 4, CONTROL, 53, 1, 0))
+        never = Event(each.header.clock_s + 100.0, "received", ((each.rank + 1) % 4, CONTROL, 53, 1, 0))
         keep_events(each, wanted, never)
     assert replay(adds, recording=read_recording(tmp_path)).report.results == (18.0,) * 4
 
@@ -246,7 +249,7 @@ def test_what_was_received_before_the_world_was_open_is_not_mistaken_for_what_ca
     recorded = simulate(main, ranks=4, seed=1, record=tmp_path)
     for each in read_recording(tmp_path).ranks:
         others = [rank for rank in range(4) if rank != each.rank]
-        early = [Event(each.header["clock_s"], "received", (rank, COLLECTIVE_FIRST, 64, -2, 0)) for rank in others]
+        early = [Event(each.header.clock_s, "received", (rank, COLLECTIVE_FIRST, 64, -2, 0)) for rank in others]
         keep_events(each, lambda event: True, *early)
     assert replay(main, recording=read_recording(tmp_path)).report.results == recorded.results
 
@@ -277,9 +280,8 @@ def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecordingError, match="rank 1 has two recordings"):
         replay(train, recording=read_recording(tmp_path / "twice"))
     of_rank_1.unlink()
-    old = read_recording(tmp_path / "twice")
-    del old.ranks[1].header["random"]  # type: ignore[attr-defined]
-    with pytest.raises(RecordingError, match=r"copy.record says nothing of 'random', which a replay needs"):
+    old = edit_headers(tmp_path / "twice", lambda header: header.pop("random"))
+    with pytest.raises(RecordingError, match=r"no replay can begin: object missing required field random; record the"):
         replay(train, recording=old)
     faults = (Kill(rank=2, at_s=0.005), Restart(rank=2, at_s=0.02))
     simulate(train, ranks=3, seed=3, record=tmp_path / "again", faults=faults, until_s=60.0)
@@ -298,7 +300,7 @@ def test_a_policy_that_reads_memory_of_others_is_refused(tmp_path: Path) -> None
     simulate(main, ranks=2, seed=1, record=tmp_path)
     recording = read_recording(tmp_path)
     replay(main, recording=recording)  # by messages
-    recording.ranks[0].header["capabilities"]["one_sided_reads"] = True
+    recording = edit_headers(tmp_path, lambda header: header["capabilities"].update(one_sided_reads=True))
     with pytest.raises(RecordingError, match="OneSidedSelectiveAveragingPolicy read each other's memory"):
         replay(main, recording=recording)
 
@@ -332,6 +334,52 @@ def test_a_script_that_has_changed_is_named_and_a_mended_one_need_not_go_the_sam
     assert replay_script(tmp_path / "run", script) is None, "mended"
     with pytest.raises(RecordingError, match=r"'nowhere.py', the script of the recorded run, is not there"):
         replay_script(tmp_path / "run", "nowhere.py")
+
+
+def test_a_script_elsewhere_is_run_only_if_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a replay ran whatever script a recording named."""
+    (tmp_path / "here").mkdir()
+    scripts = [tmp_path / "elsewhere.py", tmp_path / "here" / "script.py"]
+    for script in scripts:
+        script.write_text(SCRIPT.replace("BROKEN", "False"))
+        source = script.read_text().replace("ad.run(main)", "")
+        namespace: dict[str, object] = {"__name__": "elsewhere"}
+        exec(compile(source, str(script), "exec"), namespace)
+        simulate(namespace["main"], ranks=2, seed=0, record=tmp_path / script.stem)  # type: ignore[arg-type]
+        changes: dict[str, Any] = {"script": str(script), "arguments": []}
+        edit_headers(tmp_path / script.stem, operator.methodcaller("update", changes))
+    monkeypatch.chdir(tmp_path / "here")
+    assert replay_script(tmp_path / "script") is not None
+    with pytest.raises(RecordingError, match=r"names the script '.*elsewhere.py', which is not in the current folder"):
+        replay_script(tmp_path / "elsewhere")
+    (tmp_path / "here" / "link.py").symlink_to(scripts[0])
+    edit_headers(tmp_path / "elsewhere", lambda header: header.update(script=str(tmp_path / "here" / "link.py")))
+    with pytest.raises(RecordingError, match="which is not in the current folder"):
+        replay_script(tmp_path / "elsewhere")
+    assert replay_script(tmp_path / "elsewhere", scripts[0]) is not None
+
+
+def test_nothing_of_a_recording_becomes_code_of_a_test(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: the job's name, and the script's, were written into the test's code as they were."""
+    hostile = 'a" + str(open("PWNED", "w")) + """'
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / f"{hostile}.py"
+    script.write_text(SCRIPT)
+    simulate(train, ranks=2, seed=0, record=tmp_path / "run")
+    changes = {"job": "a-b.c", "script": str(script), "arguments": [hostile, "\n"], "hostname": hostile}
+    edit_headers(tmp_path / "run", lambda header: header.update(changes))
+    test = tmp_path / f"test {hostile}.py"
+    assert run_command(str(tmp_path / "run"), None, (), job=None, rank=None, to_test=str(test)) == 0, (
+        capsys.readouterr()
+    )
+    tree = ast.parse(test.read_text())
+    calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    assert calls == {"Path", "replay_script"}
+    assert [node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)] == ["test_replay_of_job_a_b_c"]
+    call = next(node for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) == 4)
+    assert [ast.literal_eval(argument) for argument in call.args[2:]] == [hostile, "\n"]
 
 
 LOCAL = """

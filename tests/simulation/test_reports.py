@@ -376,7 +376,7 @@ def test_parquet_has_what_the_first_rows_of_a_table_have_not(tmp_path: Path) -> 
     """As the coordinator of an average, where another policy has none: export ended with ArrowNotImplementedError."""
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed", exc_type=ImportError)
     writer = RecordWriter(RecordOptions(tmp_path / "run"), lambda: 100.0, 0)
-    writer.open(header_of(job="0000abcd", rank=0, size=1, incarnation=0, transport="local", hostname="here"))
+    writer.open(header_of(job="0000abcd", rank=0, size=4, incarnation=0, transport="local", hostname="here"))
     for number in range(10_001):
         coordinator, route = (3, "direct") if number == 10_000 else (None, None)
         writer.note("applied", 0, number, number, [0], None, None, 0.5, 8, coordinator, route)
@@ -391,7 +391,7 @@ def test_a_query_is_answered(recording: Recording) -> None:
     assert (names, list(found)) == (["rank", "steps"], [(rank, 30) for rank in range(4)])
     joined = "SELECT applied.rank FROM applied JOIN ranks ON applied.rank = ranks.rank WHERE nbytes > 0"
     assert len(list(tables.query(recording, joined)[1])) == counted(recording)["applied"]
-    for statement in ("SELECT * FROM nothing", "DROP TABLE step", "nonsense"):
+    for statement in ("SELECT * FROM nothing", "nonsense"):
         with pytest.raises(tables.QueryError, match=r"the query is refused: .*; the tables: policy, step, "):
             tables.query(recording, statement)
     with pytest.raises(tables.QueryError, match="no such column: loss; the columns of step: rank, incarnation, "):
@@ -505,6 +505,50 @@ def test_a_query_that_is_refused_is_one_line(
     code, _, err = run(capsys, "query", str(folder), statement)
     assert (code, err.count("\n")) == (2, 1)
     assert err.startswith(f"asyncdist query: the query is refused: {why}")
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "ATTACH 'made.db' AS other",
+        "VACUUM INTO 'made.db'",
+        "PRAGMA query_only = OFF",
+        "PRAGMA journal_mode = WAL",
+        "CREATE TEMP TABLE more (x)",
+        "DELETE FROM step",
+        "DROP TABLE step",
+        "SELECT load_extension('x')",
+    ],
+)
+def test_a_query_only_reads_and_leaves_no_file(
+    statement: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: ATTACH and VACUUM INTO were refused, and left an empty file."""
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run(capsys, "query", str(folder), statement)
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith("asyncdist query: the query is refused: ")
+    assert "allowed: one SELECT, which changes nothing and makes no file" in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_in_an_answer_are_not_obeyed_by_a_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "query", str(folder), "SELECT 'a' || char(27) || '[2J', 'two' || char(10) || 'lines'")
+    assert code == 0 and out.endswith('a\\x1b[2J,"two\nlines"\n')
+
+
+def test_a_job_of_too_many_ranks_has_no_report_but_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: tables of all pairs of a million ranks were begun."""
+    monkeypatch.chdir(tmp_path)
+    to = RecordWriter(RecordOptions(tmp_path / "run"), lambda: 1.0, 0)
+    to.open(header_of(job="0000abcd", rank=0, size=65536, incarnation=0, transport="local", hostname="here"))
+    to.note("sent", 65535, 100, 8)
+    to.close()
+    code, _, err = run(capsys, "report", str(tmp_path / "run"))
+    assert (code, err.count("\n")) == (2, 1) and "has 65536 ranks; allowed in a report: 2048" in err
+    assert run(capsys, "query", str(tmp_path / "run"), "SELECT dest FROM sent")[:2] == (0, "dest\n65535\n")
 
 
 def test_text_of_an_answer_that_is_no_utf8_is_shown_with_backslashes(recording: Recording) -> None:

@@ -62,7 +62,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 def test_safe_points_are_written_in_their_order_with_the_next_event(tmp_path: Path) -> None:
     clock = Clock()
     to = RecordWriter(RecordOptions(tmp_path), clock, 0)
-    to.open(header())
+    to.open(header(size=2))
     to.begin_safe_point(7)
     to.end_safe_point(2)
     to.note("step", 0, 0, 0.5)  # nothing happened in that one: its beginning and its end are one event
@@ -142,7 +142,7 @@ def test_a_notebook_has_no_script_and_the_arguments_of_its_kernel_are_none_of_it
     monkeypatch.setattr(sys.modules["__main__"], "__file__", None)
     recorded(tmp_path)
     (rank,) = read_recording(tmp_path).ranks
-    assert (rank.header["script"], rank.header["arguments"]) == ("", [])
+    assert (rank.header.script, rank.header.arguments) == ("", [])
     assert tell_recording(str(tmp_path)).startswith("job 0000abcd: no script, 1 rank, recorded for")
 
 
@@ -253,7 +253,10 @@ def test_ranks_without_a_file_are_named(tmp_path: Path) -> None:
         (b"a text that somebody has put there", "is no recording"),
         (msgpack.packb({"format": "of another program"}), "is no recording"),
         (msgpack.packb({"format": writer.FORMAT, "version": 7, "asyncdist": "9.9"}), "has version 7 of the format"),
-        (msgpack.packb({"format": writer.FORMAT, "version": 1, "job": 3}), "job of its header is 3"),
+        (
+            msgpack.packb({"format": writer.FORMAT, "version": 1, "job": 3}),
+            "wrong header: job: expected str, got int",
+        ),
         (msgpack.packb({"format": writer.FORMAT, "version": 1})[:-4], "ends within its header"),
     ],
 )
@@ -348,7 +351,7 @@ def test_what_is_no_text_is_written_with_backslashes(tmp_path: Path, monkeypatch
     to.note("step", 0, 2, 0.5)
     to.close()
     found = read_recording(tmp_path).ranks[0]
-    assert (found.header["arguments"], found.damage) == (["caf\\udce9"], "")
+    assert (found.header.arguments, found.damage) == (["caf\\udce9"], "")
     assert [event.fields[-1] for event in found.events()] == [0.5, "FileNotFoundError: " + 3 * "\\udce9", 0.5]
 
 

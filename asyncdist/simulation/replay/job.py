@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy
 import torch
 
 from asyncdist.recording.events import Event
 from asyncdist.recording.reader import RankRecording, Recording
+from asyncdist.recording.schema import Conditions
 from asyncdist.runtime.world import World
 from asyncdist.simulation.processes.event_loop import RankLoop
 from asyncdist.simulation.replay.comparison import DivergenceError
@@ -45,7 +46,7 @@ class ReplayedJob:
         self._on_open = on_open
         self._recorded = {each.rank: each for each in recording.ranks}
         records = cut_at_signals({rank: list(each.events()) for rank, each in self._recorded.items()})
-        self._logs = {rank: _log_of(each.header, records[rank]) for rank, each in self._recorded.items()}
+        self._logs = {rank: _log_of(each.conditions(), records[rank]) for rank, each in self._recorded.items()}
         self._mailboxes = [Mailbox() for _ in range(recording.size)]
         self._gates: dict[int, Gate] = {}
         self._found: list[DivergenceError] = []
@@ -161,15 +162,15 @@ class ReplayedRank:
         mailboxes: Sequence[Mailbox],
         on_open: Callable[[World], object] | None,
     ) -> None:
-        self._header: Mapping[str, Any] = recorded.header
+        self._conditions = recorded.conditions()
         self._gate = gate
         self._on_open = on_open
-        self.transport: Transport = ReplayTransport(transport, gate, mailboxes, recorded.header)
+        self.transport: Transport = ReplayTransport(transport, gate, mailboxes, recorded.header, self._conditions)
 
     def begin(self, world: World) -> None:
         """Show the rank what it saw from now on, and draw what it drew."""
-        draw_as(self._header)
-        world.services.reports_in_turn = not self._header["capabilities"]["shares_process"]
+        draw_as(self._conditions)
+        world.services.reports_in_turn = not self._conditions.capabilities.shares_process
         self._gate.install(world)
         if self._on_open is not None:
             self._on_open(world)
@@ -182,27 +183,26 @@ class ReplayedRank:
         """Do nothing."""
 
 
-def draw_as(header: Mapping[str, Any]) -> None:
+def draw_as(conditions: Conditions) -> None:
     """Let this thread draw the numbers that a rank has drawn since its world was open."""
-    states = header["random"]
-    version, numbers, gauss = states["python"]
+    states = conditions.random
+    version, numbers, gauss = states.python
     random.setstate((version, tuple(numbers), gauss))
-    name, keys, *rest = states["numpy"]
+    name, keys, *rest = states.numpy
     numpy.random.set_state((name, numpy.frombuffer(keys, dtype=numpy.uint32), int(rest[0]), int(rest[1]), rest[2]))
-    torch.set_rng_state(torch_state_of(header))
+    torch.set_rng_state(torch_state_of(conditions))
 
 
-def torch_state_of(header: Mapping[str, Any]) -> torch.Tensor:
+def torch_state_of(conditions: Conditions) -> torch.Tensor:
     """Return the state of torch's generator in which a rank has opened its world."""
-    return torch.frombuffer(bytearray(header["random"]["torch"]), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(conditions.random.torch), dtype=torch.uint8)
 
 
-def _log_of(header: Mapping[str, Any], events: Sequence[Event]) -> RankLog:
-    is_native = bool(header["capabilities"]["native_collectives"])
+def _log_of(conditions: Conditions, events: Sequence[Event]) -> RankLog:
     return log_of(
         events,
-        int(header.get("sent_before_count", 0)),
-        is_native=is_native,
-        tells_sleeps=bool(header.get("tells_sleeps")),
-        tells_collectives=bool(header.get("tells_collectives")),
+        conditions.sent_before_count,
+        is_native=conditions.capabilities.native_collectives,
+        tells_sleeps=conditions.tells_sleeps,
+        tells_collectives=conditions.tells_collectives,
     )

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Final, TypeAlias
 
 from asyncdist import tags
 from asyncdist.recording.events import BEFORE_WORLD, Event
+from asyncdist.recording.reader import RecordingError
 
 #: Events that a replay must repeat, field by field.
 DECISIONS: Final = frozenset(
@@ -256,7 +257,10 @@ class _Reader:
                 log.clock[line].append(Reading(seconds, self._seen_count, self._reading_count))
                 self._reading_count += 1
             case "reduced", (int(tag), int(nbytes), str(text)):
-                log.results[tag].append((nbytes, bytes.fromhex(text)))
+                result = bytes.fromhex(text)
+                if result and len(result) != nbytes:
+                    raise RecordingError(f"a recorded result of a reduction has {len(result)} bytes, not {nbytes}")
+                log.results[tag].append((nbytes, result))
             case "measured", (str(what), int(value)):
                 log.measured[what].append(value)
             case "over", (str(text),):

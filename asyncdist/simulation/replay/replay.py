@@ -12,20 +12,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 
-from asyncdist.recording.reader import Recording, RecordingError
+from asyncdist.recording.reader import RankRecording, Recording, RecordingError
 from asyncdist.runtime.world import World
 from asyncdist.simulation.arguments import Compute
 from asyncdist.simulation.links import Network
-from asyncdist.simulation.replay.job import ReplayedJob
+from asyncdist.simulation.replay.job import ReplayedJob, torch_state_of
 from asyncdist.simulation.report import SimReport
 from asyncdist.simulation.simulate import STOPPED, instrument, simulate
 
-#: What the header of each rank has for replays.
-NEEDED: Final = ("capabilities", "nonce", "random", "thread_count", "torch")
 logger = logging.getLogger("asyncdist.simulation.replay")
 
 
@@ -67,7 +65,7 @@ def replay(
         RecordingError: a rank has no file, or was started again meanwhile.
     """
     check_replayable(recording)
-    version = recording.ranks[0].header["torch"]
+    version = recording.ranks[0].conditions().torch
     if version != str(torch.__version__):
         logger.warning("recorded with torch %s; with %s numbers may differ", version, torch.__version__)
     job = ReplayedJob(recording, on_open)
@@ -82,7 +80,7 @@ def _run(
     """Simulate the job's ranks until they have ended, or none goes further."""
     token = instrument.set(job.open_rank)
     threads = torch.get_num_threads()
-    torch.set_num_threads(int(recording.ranks[0].header["thread_count"]))
+    torch.set_num_threads(recording.ranks[0].conditions().thread_count)
     try:
         return simulate(
             main,
@@ -106,20 +104,26 @@ def check_replayable(recording: Recording) -> None:
     if recording.missing:
         raise RecordingError(f"rank {recording.missing[0]} has no recording; a replay needs those of all ranks")
     for each in recording.ranks:
-        unknown = next((name for name in NEEDED if name not in each.header), None)
-        if unknown is not None:
-            raise RecordingError(f"{each.path} says nothing of {unknown!r}, which a replay needs; record the run anew")
+        _check_state_of_torch(each)
     again = [each.rank for each in recording.ranks if each.incarnation]
     if again:
         raise RecordingError(
             f"rank {again[0]} was started again, or came later, in the recorded run; such a run cannot be replayed"
         )
-    first = recording.ranks[0].header
-    if first["capabilities"].get("one_sided_reads") and "OneSidedSelectiveAveragingPolicy" in _policies_of(recording):
+    capabilities = recording.ranks[0].conditions().capabilities
+    if capabilities.one_sided_reads and "OneSidedSelectiveAveragingPolicy" in _policies_of(recording):
         raise RecordingError(
             "the ranks of OneSidedSelectiveAveragingPolicy read each other's memory here, without messages;"
             " such a run cannot be replayed"
         )
+
+
+def _check_state_of_torch(each: RankRecording) -> None:
+    """Raise RecordingError where a rank's file has no state that torch's generator takes."""
+    try:
+        torch.Generator().set_state(torch_state_of(each.conditions()))
+    except RuntimeError as error:
+        raise RecordingError(f"{each.path} has a state of torch's generator that torch refuses: {error}") from error
 
 
 def _policies_of(recording: Recording) -> set[str]:

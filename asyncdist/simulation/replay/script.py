@@ -6,6 +6,7 @@ import contextvars
 import hashlib
 import logging
 import os
+import re
 import shutil
 import sys
 import time
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from asyncdist.recording.command_output import refuse
 from asyncdist.recording.file_errors import why_not_written
 from asyncdist.recording.reader import Recording, RecordingError, read_recording
 from asyncdist.runtime.world import World
@@ -28,10 +30,12 @@ from asyncdist.simulation.replay.job import draw_as, torch_state_of
 from asyncdist.simulation.replay.replay import Replayed, check_replayable, replay
 from asyncdist.simulation.report import SimReport
 from asyncdist.simulation.run_script import Script, execute, print_failures, print_out, results_of
+from asyncdist.validation import printable
 
 logger = logging.getLogger("asyncdist.simulation.replay")
 
-_TEST = '''"""Replays the recorded job {job}; written by asyncdist replay --to-test."""
+#: What is put into it is a literal of Python, or a name that :func:`_write_test` has made.
+_TEST = '''"""Replays a recorded job; written by asyncdist replay --to-test."""
 
 from pathlib import Path
 
@@ -40,8 +44,8 @@ from asyncdist.simulation import replay_script
 HERE = Path(__file__).parent
 
 
-def test_replay_of_job_{job}() -> None:
-    replay_script(HERE / "{recordings}", HERE / "{script}"{arguments})
+def test_replay_of_job_{name}() -> None:
+    replay_script(HERE / {recordings!r}, HERE / {script!r}{arguments})
 '''
 
 
@@ -85,7 +89,7 @@ class _ReplayedScript(Script):
     def is_local(self) -> bool:
         """Whether the recorded ranks were of one process, so that ``asyncdist.run_local`` may have hosted them."""
         assert self.recording is not None
-        return bool(self.recording.ranks[0].header["capabilities"]["shares_process"])
+        return self.recording.ranks[0].conditions().capabilities.shares_process
 
     def begin_process(self, rank: int) -> None:
         """Let torch draw what it drew before the world was open: with the seeds of its process and of ``torch.seed()``.
@@ -93,34 +97,43 @@ class _ReplayedScript(Script):
         The second is that of the state in which the rank opened its world, where it is the last seed before that.
         """
         assert self.recording is not None
-        header = self.recording.ranks[rank].header
+        conditions = self.recording.ranks[rank].conditions()
         opened = torch.Generator()
-        opened.set_state(torch_state_of(header))
-        torch.manual_seed(int(header.get("first_seed", opened.initial_seed())))
+        opened.set_state(torch_state_of(conditions))
+        torch.manual_seed(opened.initial_seed() if conditions.first_seed is None else conditions.first_seed)
         known_torch_seed.set(opened.initial_seed())
 
     def on_world_opened(self, rank: int) -> None:
         """Go on with the random states that this rank has had where it opened its world."""
         assert self.recording is not None
         known_torch_seed.set(None)
-        draw_as(self.recording.ranks[rank].header)
+        draw_as(self.recording.ranks[rank].conditions())
 
 
 def _script_of(
     recording: Recording, path: str | os.PathLike[str] | None, arguments: Sequence[str], debugger: RankDebugger | None
 ) -> _ReplayedScript:
-    """Return the script of a recording: the one that is named, else the one that was recorded; its arguments alike."""
+    """Return the script of a recording: the one that is named, else the one that was recorded; its arguments alike.
+
+    Raises:
+        RecordingError: the script is not there; or a recording alone names it, and it is not in the current folder.
+    """
     header = recording.ranks[0].header
-    name = os.fspath(path or header["script"])
+    name = os.fspath(path or header.script)
     if not name:
         raise RecordingError("the recorded run had no script, as in a notebook: name one that runs the same")
+    if path is None and not Path(name).resolve().is_relative_to(Path.cwd().resolve()):
+        raise RecordingError(
+            f"the recording names the script {name!r}, which is not in the current folder, and a recording may name any"
+            " file; name the one to be run: asyncdist replay DIR FILE"
+        )
     if not os.path.isfile(name):
         raise RecordingError(
             f"{name!r}, the script of the recorded run, is not there; name it: asyncdist replay DIR FILE"
         )
-    if header["script_digest"] != hashlib.sha256(Path(name).read_bytes()).hexdigest():
+    if header.script_digest != hashlib.sha256(Path(name).read_bytes()).hexdigest():
         logger.warning("%s is another script than the recorded one, or has changed since", name)
-    words = tuple(arguments) or tuple(map(str, header["arguments"]))
+    words = tuple(arguments) or tuple(header.arguments)
     return _ReplayedScript(name, words, recording.size, recording=recording, debugger=debugger, ended=[])
 
 
@@ -137,7 +150,7 @@ def replay_script(
 
     Args:
         folder: of the recording, as given to ``record=``.
-        script: the path of the script; by default the recorded one's.
+        script: the path of the script; by default the recorded one's, if that is in the current folder or below it.
         arguments: of the script; by default the recorded ones.
         job: which one, where the folder has recordings of several.
 
@@ -198,8 +211,7 @@ def run_command(
             return 0
         return _replay_once(recording, ran)
     except (RecordingError, ScriptError) as error:
-        print(f"asyncdist replay: {error}", file=sys.stderr)
-        return 2
+        return refuse("replay", error)
     except KeyboardInterrupt:
         print("asyncdist replay: interrupted", file=sys.stderr)
         return 130
@@ -208,7 +220,8 @@ def run_command(
 def _replay_once(recording: Recording, ran: _ReplayedScript) -> int:
     header = recording.ranks[0].header
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(recording.began_at))
-    print_out(f"job {recording.job}: {recording.size} ranks, {header['transport']}, on {header['hostname']}, {began}")
+    what = f"job {recording.job}: {recording.size} ranks, {header.transport}, on {header.hostname}, {began}"
+    print_out(printable(what))
     try:
         ended = contextvars.copy_context().run(execute, ran, 0, ())
     finally:
@@ -217,9 +230,9 @@ def _replay_once(recording: Recording, ran: _ReplayedScript) -> int:
     if ran.debugger is not None and ran.debugger.quitting:  # what the ranks do from then on is no difference
         return 1
     if isinstance(ended.error, DivergenceError):
-        print(f"asyncdist replay: the replay differs: {ended.error.message}", file=sys.stderr)
+        print(f"asyncdist replay: the replay differs: {printable(ended.error.message)}", file=sys.stderr)
         return 1
-    if isinstance(ended.error, ScriptError):
+    if isinstance(ended.error, (ScriptError, RecordingError)):
         raise ended.error
     if not ran.ended:
         print_failures(None, ended.error, "replay")
@@ -254,7 +267,7 @@ def _write_test(recording: Recording, ran: Script, path: Path) -> list[str]:
         for each in recording.ranks:
             shutil.copy(each.path, folder)
         text = _TEST.format(
-            job=recording.job,
+            name=re.sub(r"\W", "_", recording.job, flags=re.ASCII),
             recordings=folder.name,
             script=os.path.relpath(ran.path, path.parent).replace("\\", "/"),
             arguments="".join(f", {word!r}" for word in ran.arguments),

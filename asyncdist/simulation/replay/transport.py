@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
 
 from asyncdist.errors import TruncationError
+from asyncdist.recording.schema import Conditions, Header
 from asyncdist.simulation.replay.admission import Admission, fits
 from asyncdist.simulation.replay.gate import Gate
 from asyncdist.simulation.replay.log import Key
@@ -29,29 +29,31 @@ class ReplayTransport(Transport):
         inner: the simulated transport, for all that is no message.
         gate: of the rank.
         mailboxes: of all ranks.
-        header: of the rank's recording.
+        header, conditions: of the rank's recording.
     """
 
-    def __init__(self, inner: Transport, gate: Gate, mailboxes: Sequence[Mailbox], header: Mapping[str, Any]) -> None:
-        capabilities = header["capabilities"]
+    def __init__(
+        self, inner: Transport, gate: Gate, mailboxes: Sequence[Mailbox], header: Header, conditions: Conditions
+    ) -> None:
+        capabilities = conditions.capabilities
         self._inner = inner
         self._gate = gate
         self._mailboxes = mailboxes
         self._own = mailboxes[inner.rank]
-        self._hostname = str(header["hostname"])
+        self._hostname = header.hostname
         self.name = inner.name
         self.rank, self.size = inner.rank, inner.size
-        self.job_nonce = header["nonce"]
-        self.hosts = header.get("hosts")
+        self.job_nonce = conditions.nonce
+        self.hosts = conditions.hosts
         self.capabilities = Capabilities(
-            native_collectives=capabilities["native_collectives"],  # before such a group is made its members agree
-            survives_rank_loss=capabilities["survives_rank_loss"],
+            native_collectives=capabilities.native_collectives,  # before such a group is made its members agree
+            survives_rank_loss=capabilities.survives_rank_loss,
             wakes=True,
             misses_wakes=False,
-            tag_max=capabilities["tag_max"],
+            tag_max=capabilities.tag_max,
             shares_process=True,
-            shares_memory=capabilities["shares_memory"],
-            written_share=capabilities["written_share"],
+            shares_memory=capabilities.shares_memory,
+            written_share=capabilities.written_share,
         )
 
     # -- messages ---------------------------------------------------------------------------------------------------
