@@ -180,7 +180,9 @@ def _print_table(names: Sequence[str], found: Iterable[Sequence[object]]) -> boo
         from rich.text import Text
     except ModuleNotFoundError:
         return False
-    table = Table(*(Text(printable(name)) for name in names))
+    table = Table()
+    for name in names:
+        table.add_column(Text(printable(name)))
     for row in found:
         table.add_row(*(Text("" if value is None else printable(str(value), keep="\n")) for value in row))
     Console().print(table)
