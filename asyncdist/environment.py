@@ -411,12 +411,15 @@ def environment() -> dict[str, str]:
 
 
 HASH_SEED_VARIABLE: Final = "PYTHONHASHSEED"
+#: Python reads the variable when it starts. A program may set it later, as torchgfn's set_seed does: that has no effect
+#: on this process.
+_HASH_SEED_AT_START: Final = os.environ.get(HASH_SEED_VARIABLE, "")
 
 
-def hash_seed(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the seed of the hashes of strings, and so of the order of sets of them; None if each process draws one."""
-    number = environ.get(HASH_SEED_VARIABLE, "")
-    return number if number.isdecimal() and not sys.flags.ignore_environment else None
+def hash_seed() -> str | None:
+    """Return this process's seed of the hashes of strings, which orders sets of strings; None if Python drew it."""
+    is_number = _HASH_SEED_AT_START.isdecimal()
+    return _HASH_SEED_AT_START if is_number and not sys.flags.ignore_environment else None
 
 
 def fix_hash_seed() -> None:

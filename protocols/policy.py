@@ -40,7 +40,7 @@ from asyncdist.protocols.misuse import (
     warn_of_opposite_metric,
 )
 from asyncdist.protocols.options import MetricMode, check_callable
-from asyncdist.protocols.start_differences import model_difference, told_of_rivals
+from asyncdist.protocols.start_differences import model_difference, told_of_missing, told_of_rivals
 from asyncdist.protocols.start_without_lost import start_without_lost
 from asyncdist.protocols.step_info import StepInfo, fields_of
 from asyncdist.protocols.wrappers import check_not_inside, check_not_wrapped
@@ -203,17 +203,18 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
     async def _start_with(self, members: tuple[int, ...]) -> None:
         self._stage = "starting"
         leader = self._choose_leader(members)
-        await start_together(
-            self._services,
-            self._world.agreements,
-            members if leader in members else (*members, leader),
-            START,
-            self._begin,
-            self._end,
-            name=START,
-            leader=leader,
-            outlives_leader=self.admits_restarted and self._services.survives_loss,
-        )
+        with told_of_missing():
+            await start_together(
+                self._services,
+                self._world.agreements,
+                members if leader in members else (*members, leader),
+                START,
+                self._begin,
+                self._end,
+                name=START,
+                leader=leader,
+                outlives_leader=self.admits_restarted and self._services.survives_loss,
+            )
 
     async def _start_among_newcomers(self) -> None:
         """Start where all members were started again, and were in such a policy before: none is there to be joined."""

@@ -4,35 +4,47 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
-from asyncdist import DisagreementError, Group, World
+from asyncdist import DisagreementError, Group, StartTimeoutError, World
 from asyncdist.collectives.agreed_start import Start
 from asyncdist.collectives.agreement.agreements import Agreements
 from asyncdist.collectives.agreement.messages import Meeting
 from asyncdist.tensors.flat_state import Fingerprint, first_difference
 
+_WHOSE_START: Final = "a policy's ranks are those of its group=, by default all"
+
 
 @contextlib.contextmanager
 def told_of_rivals(agreements: Agreements, meeting: Meeting) -> Iterator[None]:
-    """Agree on the start of a policy in the body. Where ranks wait for each other in different ones, it is told why.
+    """Agree on the start of a policy in the body. An error about its ranks names the argument that decides them.
 
     Raises:
-        DisagreementError: of the body; it names both lists of ranks then, and the argument that decides them.
+        DisagreementError: Ranks wait for each other: in different starts, or one in a start and one in a replay buffer.
     """
     try:
         with agreements.rivals.starting(meeting):
             yield
     except DisagreementError as error:
-        if error.facts.get("difference") != "ranks":
+        if error.facts.get("difference") != "ranks" or "group=" in error.message:
             raise
-        hint = (
-            "a policy's ranks are those of its group=, by default all, and a reserved coordinator that is no member; "
-            "coordinator= is equal on all"
-        )
+        hint = f"{_WHOSE_START}, and a reserved coordinator that is no member; coordinator= is equal on all"
         raise DisagreementError(f"{error.message}; {hint}", **error.facts) from None
+
+
+@contextlib.contextmanager
+def told_of_missing() -> Iterator[None]:
+    """Start a policy in the body. Where ranks are missing, the error names the argument that decides which start it.
+
+    Raises:
+        StartTimeoutError: Some ranks did not come in time.
+    """
+    try:
+        yield
+    except StartTimeoutError as error:
+        raise StartTimeoutError(f"{error.message}; {_WHOSE_START}", **error.facts) from None
 
 
 async def model_difference(

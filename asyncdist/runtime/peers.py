@@ -250,7 +250,7 @@ class Peers:
             envelope.message.key.check(self._services.size)
         match envelope.message:
             case Join() as join:
-                self.agreements.led.on_join(join, source)
+                self.agreements.on_join(join, source)
             case Verdict() as verdict:
                 self.agreements.on_verdict(verdict, source)
             case Objection() as objection:

@@ -152,6 +152,7 @@ class World:
         self._transport = services.engine.transport
         self._nonce = nonce
         self._task_group: asyncio.TaskGroup | None = None
+        self._main: asyncio.Task[Any] | None = None
         self._computing = Computing(self.rank, loop, lambda wake: self._engine.wake_by("compute", wake))
         self._file_work = Computing(self.rank, loop, lambda wake: self._engine.wake_by("work on files", wake))
         self._models_in_use: list[object] = []
@@ -478,6 +479,12 @@ class World:
     def attach_tasks(self, task_group: asyncio.TaskGroup | None) -> None:
         """Make ``spawn`` start its tasks in ``task_group``, or refuse to start any where that is None."""
         self._task_group = task_group
+        self._main = asyncio.current_task()
+
+    @property
+    def is_in_main(self) -> bool:
+        """Whether the rank's main calls, and no task that it has spawned."""
+        return self._main is not None and asyncio.current_task() is self._main
 
     def spawned_tasks(self) -> list[asyncio.Task[Any]]:
         """Return the tasks that ``spawn`` has started and that have not ended, by name."""

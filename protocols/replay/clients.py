@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ class Client:
     is_receiving: bool = False
     outgoing: dict[int, npt.NDArray[np.uint8]] = field(default_factory=dict)
     streams: dict[int, OutboundStream] = field(default_factory=dict)
+    heard_at: float = -math.inf
 
 
 def more_may_come(clients: Collection[Client]) -> bool:

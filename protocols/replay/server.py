@@ -25,6 +25,7 @@ import numpy.typing as npt
 import torch
 
 from asyncdist import BusyError, Envelope, RankLostError, RemoteProtocolError, World, current_world, tags
+from asyncdist.collectives.agreement.rivals import REMIND_AFTER_S
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.engine import Awaited
@@ -105,7 +106,10 @@ async def serve_replay_buffer(
     check_options(capacity, prioritized, alpha, score, in_flight_max, seed, name)
     store = ReplayStore(capacity, alpha=alpha if prioritized else None, seed=seed)
     server = _Server(world.services, tuple(clients), store, score, in_flight_max, name)
-    return await server.serve()
+    if not world.is_in_main:
+        return await server.serve()
+    with world.agreements.rivals.serving(server.silent_clients, f"serves the replay buffer {name!r}"):
+        return await server.serve()
 
 
 class _Server:
@@ -178,6 +182,12 @@ class _Server:
             stale_update_count=self._stale_update_count,
         )
 
+    def silent_clients(self) -> list[int]:
+        """Return the clients that are not done, and have sent nothing for a while."""
+        heard_before = self._services.time() - REMIND_AFTER_S
+        waiting = (client for client in self._clients.values() if not client.is_done)
+        return [client.rank for client in waiting if client.heard_at < heard_before]
+
     async def _wait_for_clients(self) -> None:
         engine, text = self._services.engine, f"clients of the replay buffer {self._name!r}"
         what = Awaited(text, lambda: (rank for rank, each in self._clients.items() if not each.is_done), tags.REPLAY)
@@ -222,6 +232,8 @@ class _Server:
 
     def _hear(self, envelope: Envelope[ReplayMessage]) -> None:
         client = self._clients.get(envelope.source)
+        if client is not None:
+            client.heard_at = self._services.time()
         if client is None:
             if isinstance(envelope.message, Open):
                 own, assigned = self._services.rank, sorted(self._clients)
@@ -243,7 +255,7 @@ class _Server:
         if client.rank in self._services.gone or entry == client.entry:  # it has sent another before the answer came
             return
         self._finish(client)
-        self._clients[client.rank] = Client(client.rank, entry, is_open=True)
+        self._clients[client.rank] = Client(client.rank, entry, is_open=True, heard_at=client.heard_at)
         prioritized = self._store.alpha is not None
         welcome = Welcome(entry, self._store.capacity, self._in_flight_max, prioritized)
         self._tell(self._clients[client.rank], welcome)

@@ -469,7 +469,7 @@ def _tell_agreements(told: Agreements, rng: random.Random, text: str, source: in
     message.key.check(size)
     match message:
         case Join():
-            told.led.on_join(message, source)
+            told.on_join(message, source)
         case Objection():
             told.led.on_objection(message, source)
         case Inquiry():

@@ -14,7 +14,7 @@ from support.seeds import seeds
 
 import asyncdist as ad
 from asyncdist.simulation.faults import Kill
-from protocols import ReplayBuffer, serve_replay_buffer
+from protocols import AverageAllPolicy, ReplayBuffer, serve_replay_buffer
 from protocols.replay import messages, server as replay_server
 
 # -- draws that wait --------------------------------------------------------------------------------------------------
@@ -467,3 +467,74 @@ def test_a_request_that_could_not_be_sent_is_not_waited_for() -> None:
         return (await buffer.sample(1)).batch.tolist()
 
     assert run(2, client, in_flight_max=1)[0] == [0]
+
+
+def trained_beside(server: int, *, is_policy_outside: bool) -> Any:
+    """A main whose policy has all ranks as members, one of which serves a replay buffer to the others."""
+
+    async def main(world: ad.World) -> float:
+        if world.rank == server:
+            await serve_replay_buffer([rank for rank in range(world.size) if rank != server], capacity=10)
+            return 0.0
+        began_at = world.time()
+        model = torch.nn.Linear(2, 1)
+        policy = AverageAllPolicy(model, torch.optim.SGD(model.parameters(), lr=0.1), average_every=10)
+        blocks: list[Any] = [policy, ReplayBuffer(server)] if is_policy_outside else [ReplayBuffer(server), policy]
+        others = [rank for rank in range(world.size) if rank != server]
+        told = (
+            f"rank {server} serves the replay buffer 'replay' until .* left it, and .* for rank {server} here; "
+            rf"start it without rank {server}: group=await asyncdist.new_group\(\[{', '.join(map(str, others))}\]\)"
+        )
+        async with contextlib.AsyncExitStack() as stack:
+            with pytest.raises(ad.DisagreementError, match=told):
+                for block in blocks:
+                    await stack.enter_async_context(block)
+            waited_s = world.time() - began_at
+            if is_policy_outside:  # the server waits for it
+                await stack.enter_async_context(blocks[1])
+        return waited_s
+
+    return main
+
+
+@pytest.mark.parametrize("is_policy_outside", [True, False])
+@pytest.mark.parametrize("server", [0, 2])
+def test_a_policy_of_all_ranks_beside_a_server_is_refused(server: int, is_policy_outside: bool) -> None:
+    """Regression: the start waited for 60 s, and its error did not name the cure."""
+    main = trained_beside(server, is_policy_outside=is_policy_outside)
+    assert max(ad.simulate(main, ranks=3, seed=1, strict=True).results) < 5.0
+
+
+def test_a_server_that_is_still_used_does_not_refuse_a_policy() -> None:
+    """A task of a client uses the buffer for a while, and its server joins the policy afterwards."""
+
+    async def main(world: ad.World) -> None:
+        model = torch.nn.Linear(2, 1)
+        policy = AverageAllPolicy(model, torch.optim.SGD(model.parameters(), lr=0.1), average_every=10)
+        if world.rank == 0:
+            await serve_replay_buffer([1], capacity=10)
+        else:
+            world.spawn(warm_up(world))
+        async with policy:
+            pass
+
+    async def warm_up(world: ad.World) -> None:
+        async with ReplayBuffer(0) as buffer:
+            for _ in range(40):
+                await buffer.add(torch.zeros(1))
+                await world.sleep(0.2)
+
+    ad.simulate(main, ranks=2, seed=1, strict=True).value()
+
+
+def test_a_start_that_times_out_names_the_argument_group() -> None:
+    async def main(world: ad.World) -> None:
+        if world.rank:
+            await world.sleep(3.0)
+            return
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ad.StartTimeoutError, match=r"rank 1 did not come within 1 s; a .* group="):
+            await AverageAllPolicy(model, optimizer, average_every=10, start_timeout_s=1.0).__aenter__()
+
+    ad.simulate(main, ranks=2, seed=1).value()

@@ -171,6 +171,42 @@ ad.run(main)
 """
 
 
+SETS_HASH_SEED = """
+import os
+
+import asyncdist as ad
+
+
+async def main(world):
+    os.environ["PYTHONHASHSEED"] = "4444"  # as torchgfn's set_seed does, for processes to come
+    return len(await ad.gather_from_all_ranks(lambda: sorted({"alpha", "beta"})))
+
+
+ad.run(main)
+"""
+
+
+@pytest.mark.workers
+@pytest.mark.slow
+def test_a_hash_seed_that_the_script_sets_is_not_repeated(tmp_path: Path) -> None:
+    """Regression: the repeat line had the script's PYTHONHASHSEED, with which the run was another one."""
+    script = tmp_path / "sets.py"
+    script.write_text(SETS_HASH_SEED)
+    unset = {name: text for name, text in os.environ.items() if name != "PYTHONHASHSEED"}
+    for environ, prefix in ((unset, ""), ({**unset, "PYTHONHASHSEED": "5"}, "PYTHONHASHSEED=5 ")):
+        told = subprocess.run(
+            [sys.executable, "-m", "asyncdist", "sim", script, "--ranks", "2"],
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        ).stdout
+        (line,) = [line for line in told.splitlines() if line.startswith("repeat it: ")]
+        assert "4444" not in line and line.startswith(f"repeat it: {prefix}"), line
+        assert prefix or "PYTHONHASHSEED" not in line, line
+
+
 @pytest.mark.workers
 @pytest.mark.long
 def test_a_run_depends_neither_on_the_process_nor_on_the_system(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ class Agreements:
         self.led = LedAgreements(
             rank, self._send, self._send_anyway, self._deliver, self._has_come, self._absences, self.relays
         )
-        self.rivals = Rivals(engine, rank, self.led.joins, self._send, self._object)
+        self.rivals = Rivals(engine, rank, self.led.joins, self._send, self._object, self._next_occurrence)
         self.termination = Termination(engine, rank, self._send)
         self._forsaken: set[AgreementKey] = set()
         self._is_failing = False
@@ -442,6 +442,7 @@ class Agreements:
     def on_gathered(self, gathered: Gathered) -> None:
         """Note who has come to a large agreement. Raises RemoteProtocolError."""
         (self.led if gathered.leader == self._rank else self.relays).on_gathered(gathered)
+        self.rivals.on_waiting()
 
     def on_spread(self, spread: Spread, source: int) -> None:
         """Pass a verdict on, and take it where it is for this rank, too. Raises RemoteProtocolError."""
@@ -468,6 +469,11 @@ class Agreements:
         """Tell another member what this rank has heard of the verdict."""
         if self._rank not in self.incarnations.replaced(request.key):  # else it was the process before
             self.termination.on_request(request, source)
+
+    def on_join(self, join: Join, source: int) -> None:
+        """Note that a member has come to a meeting that this rank leads, or will lead."""
+        self.led.on_join(join, source)
+        self.rivals.on_waiting()
 
     def on_withdraw(self, message: Withdraw, source: int) -> None:
         """Note that a member will not start this again."""

@@ -2,17 +2,27 @@
 
 Members that name different groups cannot be compared: each of their agreements waits for the others, for ever. So a
 leader reminds those that have not come. A rank that is reminded of one start, and waits in another one for a rank that
-has come to the first, objects to both.
+has come to the first, objects to both. A rank that serves others in its main (a replay buffer), and is reminded of a
+start in which one of these waits for it, objects to that start.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from asyncdist.collectives.agreement.messages import AgreementKey, Meeting, Objection, Reminder, Runs, is_in, runs_of
+from asyncdist.collectives.agreement.messages import (
+    AgreementKey,
+    Meeting,
+    Objection,
+    Reminder,
+    Runs,
+    is_in,
+    ranks_in_words,
+    runs_of,
+)
 
 if TYPE_CHECKING:
     from asyncdist.messaging.engine import Engine, Timer
@@ -21,6 +31,8 @@ if TYPE_CHECKING:
 REMIND_AFTER_S: Final = 1.0
 #: A leader reminds at most this many of the missing ranks: one that sees what is wrong suffices.
 _REMINDED_COUNT_MAX: Final = 16
+#: Ranks that an error lists one by one.
+_NAMED_COUNT_MAX: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +71,21 @@ class OpenStart:
     timer: Timer | None = None
 
 
+@dataclass(slots=True, eq=False)
+class Duty:
+    """Work for other ranks, before whose end this rank comes to no start.
+
+    Attributes:
+        served: returns the ranks that this rank waits for until then.
+        text: what this rank does, as in "serves the replay buffer 'replay'".
+        doubted_since: when this rank was first reminded of a start, on the loop's clock, by the start's key.
+    """
+
+    served: Callable[[], Iterable[int]]
+    text: str
+    doubted_since: dict[AgreementKey, float] = field(default_factory=dict)
+
+
 class Rivals:
     """Sends the reminders of one rank, and judges those of others.
 
@@ -68,6 +95,7 @@ class Rivals:
         joins: by agreement that this rank leads, the members that have come so far; it changes meanwhile.
         send: sends a reminder to a rank.
         object_to: objects to an agreement that the given rank leads.
+        next_occurrence: counts an attempt at an agreement that this rank does not come to, and returns its key.
 
     Attributes:
         sent_count, received_count: of reminders. They come all the time while ranks wait in a start, and mean nothing
@@ -81,13 +109,17 @@ class Rivals:
         joins: Mapping[AgreementKey, Mapping[int, Any]],
         send: Callable[[Reminder, int], None],
         object_to: Callable[[Objection, int], None],
+        next_occurrence: Callable[[AgreementKey], AgreementKey],
     ) -> None:
         self._engine = engine
         self._rank = rank
         self._joins = joins
         self._send = send
         self._object_to = object_to
+        self._next_occurrence = next_occurrence
         self._starts: dict[AgreementKey, OpenStart] = {}
+        self._duties: list[Duty] = []
+        self._look: Timer | None = None  # for starts that this rank leads and does not come to, because of a duty
         self.sent_count = 0
         self.received_count = 0
 
@@ -102,6 +134,54 @@ class Rivals:
             del self._starts[meeting.key]
             if start.timer is not None:
                 start.timer.cancel()
+
+    @contextlib.contextmanager
+    def serving(self, served: Callable[[], Iterable[int]], text: str) -> Iterator[None]:
+        """Object, while the body runs, to starts in which a rank waits for this one that this one waits for.
+
+        The body runs in the rank's main, so that this rank comes to no start before its end.
+
+        Args:
+            served: returns the ranks without which the body does not end.
+            text: what this rank does, as in "serves the replay buffer 'replay'".
+        """
+        duty = Duty(served, text)
+        self._duties.append(duty)
+        self.on_waiting()
+        try:
+            yield
+        finally:
+            self._duties.remove(duty)
+            if self._look is not None and not self._duties:
+                self._look.cancel()
+                self._look = None
+
+    def on_waiting(self) -> None:
+        """Note that others may wait in a start that this rank leads."""
+        if self._duties and self._joins and self._look is None:
+            self._look = self._engine.call_later(REMIND_AFTER_S, "look at starts", self._look_at_led)
+
+    def _look_at_led(self) -> None:
+        self._look = None
+        for key, joins in list(self._joins.items()):
+            if self._rank not in joins:
+                self._object_because_of_duty(_reminder(key, joins), self._rank)
+        self.on_waiting()
+        self._engine.recheck()
+
+    def _object_because_of_duty(self, reminder: Reminder, leader: int) -> None:
+        """Object to a start whose members wait for this rank, which waits for one of them; see :func:`find_rival`."""
+        now = self._engine.clock()
+        for duty in self._duties:
+            waiting = sorted(rank for rank in duty.served() if is_in(rank, reminder.present))
+            if not waiting:
+                duty.doubted_since.pop(reminder.key, None)
+            elif now - duty.doubted_since.setdefault(reminder.key, now) >= REMIND_AFTER_S / 2:
+                del duty.doubted_since[reminder.key]
+                key = self._next_occurrence(reminder.key)
+                text = _duty_text(self._rank, duty.text, waiting, key)
+                self._object_to(Objection(key.text, "", text), leader)
+                return
 
     def rival_of(self, key: AgreementKey, refusal: str) -> Rival | None:
         """Return the rival because of which ``key`` was refused with these words, if this rank has found it."""
@@ -122,6 +202,8 @@ class Rivals:
             start.rivals[rival.text] = rival
             objection = Objection(start.meeting.key.text, "", rival.text, rival.waiting)
             self._object_to(objection, start.meeting.leader)
+        elif not self._starts:
+            self._object_because_of_duty(reminder, leader)
 
     def _remind_later(self, start: OpenStart) -> None:
         start.timer = self._engine.call_later(REMIND_AFTER_S, "reminder of", self._remind, start, about=start.meeting)
@@ -180,6 +262,17 @@ def find_rival(reminder: Reminder, leader: int, rank: int, now: float, starts: C
             "and each waits for the other; allowed: equal ranks, in one order, on all of them"
         )
     return Rival(reminder.key, leader, text, runs_of(tuple(sorted(waiting))))
+
+
+def _duty_text(rank: int, duty: str, waiting: Sequence[int], key: AgreementKey) -> str:
+    """Say why a start waits for a rank that does not come, and what to do."""
+    others = sorted(key.members() - {rank})
+    named = others if len(others) <= _NAMED_COUNT_MAX else "ranks"
+    have, they_wait = ("has", "it waits") if len(waiting) == 1 else ("have", "they wait")
+    return (
+        f"rank {rank} {duty} until {ranks_in_words(waiting)} {have} left it, and {they_wait} for rank {rank} here; "
+        f"start it without rank {rank}: group=await asyncdist.new_group({named})"
+    )
 
 
 def _reminder(key: AgreementKey, joins: Iterable[int]) -> Reminder:
