@@ -44,7 +44,7 @@ from asyncdist.blocking.helpers import (
     zero_only as zero_only,
 )
 from asyncdist.blocking.policies import Policy as Policy, policy as policy
-from asyncdist.blocking.process_world import process_world as process_world
+from asyncdist.blocking.process_world import end_process_world as end_process_world, process_world as process_world
 from asyncdist.blocking.world import (
     World as World,
     current_world as current_world,

@@ -17,6 +17,7 @@ import contextlib
 import contextvars
 import inspect
 import logging
+import os
 import sys
 import threading
 from asyncio import _get_running_loop, _set_running_loop
@@ -232,6 +233,7 @@ class LoopCaller(Caller):
         self.world.services.engine.is_loop_idle = self._is_idle
         self.is_open = True
         atexit.register(self._close_at_exit)
+        self.world.services.engine.transport.on_finalize(self._close_before_finalize)
 
     def listen(self) -> None:
         """Raise signals where the block is from now on, one that has come already included."""
@@ -247,9 +249,24 @@ class LoopCaller(Caller):
         )
         self.close(None)
 
+    def _close_before_finalize(self) -> None:
+        """Leave the world, since the program itself ends MPI, after which this rank could send nothing."""
+        try:
+            self.close(None)
+        except BaseException as error:  # MPI calls this, and could not pass the error on
+            sys.excepthook(type(error), error, error.__traceback__)  # which knows what has been reported
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
     def close(self, error: BaseException | None) -> None:
-        """Leave the world, or end it with the error of the block. Raises what main ends with, if it is another one."""
+        """Leave the world, or end it with the error of the block. Raises what main ends with, if it is another one.
+
+        A world that has been left already, because the program has ended MPI, is not left again.
+        """
         end_forked_child(self.world.process_id, error)
+        if self._is_over:
+            return
         given = error
         if error is None:
             try:

@@ -40,6 +40,15 @@ def process_world() -> World:
     return world
 
 
+def end_process_world() -> None:
+    """Leave the world of this process, as its end does, where :func:`process_world` has opened one.
+
+    This rank waits for the others to leave it. A program that calls ``MPI.Finalize()`` leaves its world there.
+    """
+    if _until_exit is not None:
+        _until_exit.leave(None)
+
+
 class _UntilExit:
     """Leaves a block when the interpreter exits, or with the exception that ends the program.
 

@@ -188,12 +188,28 @@ class Training(Generic[PolicyT]):
         Raises:
             ClosedError: it has ended, or has not begun.
         """
-        if self.policy is None:
-            raise ClosedError("selective averaging has ended here, as close() or its block does it: make another one")
-        info = self._caller.call(self.policy.awaited.step, metric)
+        info: StepInfo = self._caller.call(self._open_policy().awaited.step, metric)
         if info is not NOTHING:
             self.replacement_count += bool(info)
         return info
+
+    def call(
+        self, iteration: int, model: nn.Module, optimizer: torch.optim.Optimizer, metric: Any
+    ) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+        """Make progress as ``step`` does, in the form of :meth:`protocols.SpawnPolicy.__call__`.
+
+        Raises:
+            ClosedError: it has ended, or has not begun.
+        """
+        called: tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]
+        called = self._open_policy()(iteration, model, optimizer, metric)
+        self.replacement_count += called[2]["averaged_this_iteration"]
+        return called
+
+    def _open_policy(self) -> Policy[PolicyT]:
+        if self.policy is None:
+            raise ClosedError("selective averaging has ended here, as close() or its block does it: make another one")
+        return self.policy
 
     def end(self, error: BaseException | None = None) -> None:
         """Leave the policy, if it is open. The others continue.

@@ -293,6 +293,9 @@ class Transport(abc.ABC):
         """
         del listen
 
+    def on_finalize(self, leave: Callable[[], None]) -> None:  # noqa: B027 a program can end MPI alone
+        """Call ``leave`` when the program ends the backend by a call of its own, before the backend stops working."""
+
     def set_return_listener(self, listen: Callable[[int, int], None]) -> None:
         """Have ``listen(rank, incarnation)`` called when a lost rank is there again, as a new process.
 

@@ -22,8 +22,10 @@ The only module that imports mpi4py besides the launcher's detection. What it ke
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn, cast
 
@@ -42,6 +44,10 @@ from asyncdist.transports.mpi_groups import MpiGroup, MpiWindow, Windows
 from asyncdist.transports.mpi_requests import ReceiveRequest, SendRequest
 from asyncdist.transports.persistent_send import PersistentSend
 
+logger = logging.getLogger("asyncdist.transports.mpi")
+
+#: How long a rank waits for the others to open their worlds before it warns: some read their modules from slow disks.
+OPEN_PATIENCE_S: Final = 30.0
 #: Sends that are prepared, so that many peers and many sizes do not fill the memory; each takes about a KiB.
 REPEATED_SEND_COUNT_MAX: Final = 1024
 #: Of a large tensor, what its sender writes into the memory of a receiver on its host: MPI copies the other half.
@@ -106,6 +112,32 @@ def _unlink_shared_memory() -> None:
             Path(name).unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def _warns_of_absent_ranks(everybody: Any) -> Iterator[None]:
+    """Enter a blocking call of all ranks in the body. The first and the last rank warn if it takes long.
+
+    A timer's thread warns, which calls nothing of MPI. No message can tell which ranks are absent: they open no world.
+    """
+    timer = threading.Timer(
+        OPEN_PATIENCE_S,
+        logger.warning,
+        (
+            "rank %d has waited %g s for the other ranks of this job to open their worlds: all %d ranks of a job open "
+            "one, also those that train under no policy (with asyncdist.blocking.process_world(), for example)",
+            everybody.rank,
+            OPEN_PATIENCE_S,
+            everybody.size,
+        ),
+    )
+    timer.daemon = True
+    if everybody.rank in (0, everybody.size - 1) and everybody.size > 1:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 class MpiMessages(Transport):
     """Sends messages between the ranks of ``MPI.COMM_WORLD``, on a duplicate of it: mpi4py in user code is undisturbed.
 
@@ -123,7 +155,8 @@ class MpiMessages(Transport):
         try:
             self._mpi = mpi = _load_mpi(check_library, finalizes=finalizes)
             self._check_world()
-            self._comm = mpi.COMM_WORLD.Dup()
+            with _warns_of_absent_ranks(mpi.COMM_WORLD):
+                self._comm = mpi.COMM_WORLD.Dup()
             self._end_comm = self._comm.Dup()
             _unlink_shared_memory()  # who has come through Dup knows that all have mapped it
         except KeyboardInterrupt:
@@ -136,6 +169,8 @@ class MpiMessages(Transport):
         self._tag_max = int(mpi.COMM_WORLD.Get_attr(mpi.TAG_UB) or 32767)
         self._isend = self._comm.Isend
         self._repeated: dict[tuple[int, int, int], PersistentSend] = {}
+        self._leave: Callable[[], None] | None = None  # before MPI_Finalize
+        self._leave_key: int | None = None
 
     def _check_world(self) -> None:
         """Raise TransportError where this process cannot open a world any more."""
@@ -179,7 +214,25 @@ class MpiMessages(Transport):
     def abort(self, exit_code: int) -> None:
         self._comm.Abort(exit_code)
 
+    def on_finalize(self, leave: Callable[[], None]) -> None:
+        """Call ``leave`` before MPI ends: MPI_Finalize first deletes MPI_COMM_SELF's attributes (MPI-4.1, 11.4)."""
+        self._leave = leave
+        self._leave_key = self._mpi.Comm.Create_keyval(delete_fn=self._on_finalize)
+        self._mpi.COMM_SELF.Set_attr(self._leave_key, True)
+
+    def _on_finalize(self, *_: Any) -> None:
+        """Leave, as MPI deletes the attribute; where :meth:`close` deletes it, there is nothing to leave."""
+        self._leave_key = None
+        leave, self._leave = self._leave, None
+        if leave is not None:
+            leave()
+
     def close(self) -> None:
+        self._leave = None
+        if self._leave_key is not None:
+            key = self._leave_key
+            self._mpi.COMM_SELF.Delete_attr(key)
+            self._mpi.Comm.Free_keyval(key)
         for send in self._repeated.values():
             send.free()
         self._end_comm.Free()

@@ -108,6 +108,9 @@ class RecordedTransport(Transport):
     def set_loss_listener(self, listen: Callable[[int], None]) -> None:
         self._inner.set_loss_listener(listen)
 
+    def on_finalize(self, leave: Callable[[], None]) -> None:
+        self._inner.on_finalize(leave)
+
     def set_return_listener(self, listen: Callable[[int, int], None]) -> None:
         self._inner.set_return_listener(listen)
 

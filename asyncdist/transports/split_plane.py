@@ -125,6 +125,10 @@ class TwoPlaneTransport(Transport):
         finally:
             self._control.close_failed()
 
+    def on_finalize(self, leave: Callable[[], None]) -> None:
+        self._control.on_finalize(leave)
+        self._bulk.on_finalize(leave)
+
     def note_met(self) -> None:
         self._control.note_met()
         self._bulk.note_met()

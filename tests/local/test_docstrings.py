@@ -60,7 +60,10 @@ from asyncdist.integrations.pytorch import SelectiveAveraging
 new_replica_group = lambda replica_size: None
 DistributedDataParallel = lambda module, process_group: module
 """,
-    "asyncdist.integrations.torchgfn": "build, gflownet, n_iterations, group, loss = None, model, 3, None, 1.0\n",
+    "asyncdist.integrations.torchgfn.policies": """
+from asyncdist.integrations.torchgfn import AsyncSelectiveAveragingPolicy
+build, gflownet, n_iterations, group, loss = None, model, 3, None, 1.0
+""",
     "protocols.ReplicaAveragingPolicy": """
 module, of_my_replica = model, None
 DistributedDataParallel = lambda module, process_group: module

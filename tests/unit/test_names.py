@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -38,11 +40,12 @@ assigned_training_ranks buffer_group dc_mpi4py is_buffer_rank is_training_rank c
 """
 _OF_A_CONTEXT = _CONTEXT.split()
 _OF_STATISTICS = ["agents_killed", "averaging_ranks", "num_replacements", "total_iterations"]
-_DROPPED = ["capture_comm", "poll_interval_s"]
-NAMES = [*_LISTED.split(), *_OF_A_CONTEXT, *_OF_STATISTICS, *_DROPPED, "resolve"]
+_OF_BUFFERS = ["ReplayBufferManager", "scoring_function", "remote_manager_rank", "get_metadata"]
+_DROPPED = ["capture_comm", "poll_interval_s", "send_termination_signal"]
+NAMES = [*_LISTED.split(), *_OF_A_CONTEXT, *_OF_STATISTICS, *_OF_BUFFERS, *_DROPPED, "resolve"]
 #: Options and steps that are not called by their old names any more; and those of objects that are made by a call.
 RENAMED = {"expose_params", "check_policy", "check_agent"} | {name for name in NAMES if name.startswith("_")}
-RENAMED |= {*_DROPPED, *_OF_A_CONTEXT}
+RENAMED |= {*_DROPPED, *_OF_A_CONTEXT, *_OF_BUFFERS}
 
 
 def rows() -> list[tuple[list[str], list[str], list[tuple[str, str]]]]:
@@ -167,3 +170,38 @@ def test_what_is_dropped_says_why() -> None:
     text = (ROOT / "docs" / "migrating.md").read_text()
     for name in _DROPPED:
         assert re.search(rf"\| `{name}` \| dropped, because ", text), name
+
+
+def names_of_scripts() -> dict[str, list[str]]:
+    """Of the table of what torchgfn's scripts import: names by the place where torchgfn has them."""
+    text = (ROOT / "docs" / "migrating.md").read_text()
+    table = re.search(r"<!-- script names -->\n(.*?)<!-- end of script names -->", text, re.DOTALL)
+    assert table is not None
+    lines = [line.strip("|").split("|") for line in table[1].splitlines()[2:]]
+    return {there.strip(" `"): re.findall(r"`(\w+)`", names) for there, names in lines}
+
+
+@pytest.mark.slow  # torchgfn takes seconds to import
+def test_what_a_script_of_torchgfn_imports_has_the_arguments_of_torchgfn() -> None:
+    """The module is offered under the same names; ``gfn.utils.distributed`` is parsed, since it would load MPI."""
+    from asyncdist.integrations import torchgfn
+
+    found = names_of_scripts()
+    for names in found.values():
+        assert not [name for name in names if not callable(getattr(torchgfn, name)) and name != "ContainerUnion"]
+    for module in ("gfn.containers", "gfn.containers.replay_buffer_manager"):
+        there = importlib.import_module(module)
+        for name in set(found[module]) - {"ContainerUnion"}:
+            theirs, ours = (list(inspect.signature(getattr(home, name)).parameters) for home in (there, torchgfn))
+            assert theirs == ours, name
+            assert issubclass(getattr(torchgfn, name), getattr(there, name))
+    spec = importlib.util.find_spec("gfn.utils.distributed")
+    assert spec is not None and spec.origin is not None
+    defined = {
+        node.name: [each.arg for each in node.args.args]
+        for node in ast.parse(Path(spec.origin).read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert set(defined) <= set(found["gfn.utils.distributed"])
+    for name, theirs in defined.items():
+        assert theirs == list(inspect.signature(getattr(torchgfn, name)).parameters)[: len(theirs)], name

@@ -1,0 +1,321 @@
+"""torchgfn's replay buffers on ranks of their own: its classes, whose messages travel through asyncdist.
+
+What a training rank adds to its own buffer it also sends to its buffer rank, which answers with a score::
+
+    training rank                                 buffer rank, in ReplayBufferManager.run
+    Ask("DATA", nbytes, payload)       ------->   adds the container, calls the scoring function
+                                       <-------   Answer(nbytes, payload)
+
+A payload is a ``gfn.containers.message.Message`` in the bytes that torchgfn makes of it with dill: the ranks of a job
+trust each other. A payload that does not fit into a message follows as a stream.
+
+Invariants: a training rank has one request at a time; a buffer rank answers in the order of arrival; it ends when all
+its training ranks have sent their termination signals, or are gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import torch
+from gfn.containers.message import Message, MessageType
+from gfn.containers.replay_buffer import (
+    ContainerUnion as _GfnContainerUnion,
+    NormBasedDiversePrioritizedReplayBuffer as _GfnDiverseReplayBuffer,
+    ReplayBuffer as _GfnReplayBuffer,
+)
+from gfn.containers.replay_buffer_manager import ReplayBufferManager as _GfnReplayBufferManager
+from gfn.env import Env
+
+from asyncdist import ClosedError, Envelope, RankLostError, World, blocking, tags, validation
+from asyncdist.integrations.joining import join
+from asyncdist.protocols.replay.layouts import scopes
+from asyncdist.protocols.replay.messages import INLINE_NBYTES_MAX
+
+logger = logging.getLogger("asyncdist.integrations.torchgfn")
+
+ContainerUnion: TypeAlias = _GfnContainerUnion
+#: Tells these messages from those of :func:`protocols.serve_replay_buffer`, which have the same tag.
+_NAME: Final = "containers of torchgfn"
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Training rank to buffer rank.
+
+    Attributes:
+        kind: Name of a ``MessageType`` of torchgfn.
+        nbytes: Size of the payload.
+        payload: The payload; empty where it follows as a stream.
+    """
+
+    kind: str
+    nbytes: int
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Buffer rank to training rank; the fields are those of :class:`Ask`."""
+
+    nbytes: int
+    payload: bytes
+
+
+# -- a training rank --------------------------------------------------------------------------------------------------
+
+
+class _Remote:
+    """Sends containers to a buffer rank, for torchgfn's buffers, whose ``add`` calls this."""
+
+    remote_manager_rank: int | None
+
+    def _send_objs(self, training_container: ContainerUnion) -> dict[str, float]:
+        assert self.remote_manager_rank is not None, "add has looked"
+        scores: dict[str, float] = _ask(self.remote_manager_rank, MessageType.DATA, training_container)
+        return scores
+
+
+class ReplayBuffer(_Remote, _GfnReplayBuffer):  # type: ignore[misc]  # torchgfn has no types
+    """Is torchgfn's buffer; what it is given it also sends to the rank ``remote_manager_rank``.
+
+    Args: As for ``gfn.containers.ReplayBuffer``.
+    """
+
+    def __init__(
+        self,
+        env: Env,
+        capacity: int = 1000,
+        prioritized_capacity: bool = False,
+        prioritized_sampling: bool = False,
+        remote_manager_rank: int | None = None,
+        remote_buffer_freq: int = 1,
+    ) -> None:
+        super().__init__(env, capacity, prioritized_capacity, prioritized_sampling, None, remote_buffer_freq)
+        self.remote_manager_rank = remote_manager_rank
+
+
+class NormBasedDiversePrioritizedReplayBuffer(_Remote, _GfnDiverseReplayBuffer):  # type: ignore[misc]
+    """Is torchgfn's buffer of that name, with the remote rank of :class:`ReplayBuffer`.
+
+    Args: As for ``gfn.containers.NormBasedDiversePrioritizedReplayBuffer``.
+    """
+
+    def __init__(
+        self,
+        env: Env,
+        capacity: int = 1000,
+        cutoff_distance: float = 0.0,
+        p_norm_distance: float = 1.0,
+        remote_manager_rank: int | None = None,
+        remote_buffer_freq: int = 1,
+    ) -> None:
+        super().__init__(env, capacity, cutoff_distance, p_norm_distance, None, remote_buffer_freq)
+        self.remote_manager_rank = remote_manager_rank
+
+
+def _ask(server: int, kind: MessageType, data: Any = None) -> Any:
+    """Send a request to a buffer rank; return its answer, None for a termination signal.
+
+    Raises:
+        RankLostError, ClosedError: The buffer rank is lost, or has left.
+    """
+    world = join()
+    payload = b"" if data is None else _packed(data)
+    answer = world.call(_exchange, world.awaited, server, kind, payload)
+    return None if answer is None else Message.deserialize(answer).message_data
+
+
+async def _exchange(world: World, server: int, kind: MessageType, payload: bytes) -> torch.Tensor | None:
+    services = world.services
+    services.check_peer(server)
+    to_server, to_clients = scopes(server, _NAME)
+    channel = services.open_channel(
+        Ask | Answer, tag=tags.REPLAY, scope=to_clients, peer_scope=to_server, name=f"client of {_NAME}"
+    )
+    try:
+        await _send(world, channel, server, lambda *sent: Ask(kind.name, *sent), payload)
+        if kind is MessageType.EXIT:
+            return None
+        what = f"the answer of the replay buffer on rank {server}"
+        await services.engine.until(lambda: channel.is_ready or server in services.gone, what)
+        envelope = channel.receive_nowait()
+        if envelope is None:
+            text = f"rank {server} does not serve a replay buffer: it "
+            if server in services.lost_ranks():
+                raise RankLostError(f"{text}is lost", rank=server)
+            raise ClosedError(f"{text}has left", rank=server)
+        return await _receive(world, envelope)
+    finally:
+        channel.close()
+
+
+# -- a buffer rank ----------------------------------------------------------------------------------------------------
+
+
+class ReplayBufferManager(_GfnReplayBufferManager):  # type: ignore[misc]  # torchgfn has no types
+    """Serves a replay buffer on this rank, as torchgfn's class does; derive from it, or give it a scoring function.
+
+    Args:
+        env: The environment.
+        rank: This rank.
+        num_training_ranks: Number of ranks that use this buffer.
+        scoring_function: Returns the scores of a container, as a dict that its sender gets from ``add``.
+        diverse_replay_buffer: Whether the buffer prefers diverse items.
+        capacity: Items that the buffer holds at most.
+        remote_manager_rank: None: a buffer rank has no other one behind it.
+    """
+
+    def __init__(
+        self,
+        env: Env,
+        rank: int,
+        num_training_ranks: int,
+        scoring_function: Callable[[ContainerUnion], dict[str, float]] | None = None,
+        diverse_replay_buffer: bool = False,
+        capacity: int = 10000,
+        remote_manager_rank: int | None = None,
+    ) -> None:
+        if remote_manager_rank is not None:
+            validation.refuse("remote_manager_rank", remote_manager_rank, "None for a ReplayBufferManager")
+        self.rank = rank
+        self.is_running = True
+        self.exit_counter = 0
+        self.num_training_ranks = num_training_ranks
+        self.scoring_function = scoring_function or self.default_scoring_function
+        self.diverse_replay_buffer = diverse_replay_buffer
+        self.capacity = capacity
+        self.remote_manager_rank = None
+        self.replay_buffer: Any = (
+            NormBasedDiversePrioritizedReplayBuffer(env, capacity=capacity)
+            if diverse_replay_buffer
+            else ReplayBuffer(env, capacity=capacity, prioritized_capacity=True)
+        )
+
+    def run(self) -> None:
+        """Serve until all training ranks of this buffer have sent their termination signals, or are gone.
+
+        Raises:
+            BaseException: What the scoring function or ``_compute_metadata`` raises; the job fails with it.
+        """
+        world = join()
+        with _Desk(world, self.num_training_ranks) as desk:
+            while (asked := desk.next()) is not None:
+                source, kind, data = asked
+                if kind is MessageType.DATA:
+                    self.replay_buffer.add(data)
+                    desk.answer(source, self.scoring_function(data))
+                elif kind is MessageType.GET_METADATA:
+                    desk.answer(source, self._compute_metadata())
+                self.exit_counter = len(desk.done)
+        self.is_running = False
+        logger.info("the replay buffer on rank %d has served all its training ranks", world.rank)
+
+    @staticmethod
+    def get_metadata(manager_rank: int) -> Any:
+        """Return what ``_compute_metadata`` returns on the buffer rank ``manager_rank``."""
+        return _ask(manager_rank, MessageType.GET_METADATA)
+
+    @staticmethod
+    def send_termination_signal(manager_rank: int) -> None:
+        """Tell the buffer rank ``manager_rank`` that this rank sends nothing more."""
+        _ask(manager_rank, MessageType.EXIT)
+
+
+class _Desk:
+    """Receives the requests of a buffer rank, one at a time, and sends the answers; a context.
+
+    Args:
+        world: This rank's.
+        client_count: Number of ranks that use the buffer.
+
+    Attributes:
+        done: The ranks that have sent their termination signals.
+    """
+
+    def __init__(self, world: blocking.World, client_count: int) -> None:
+        self._world = world
+        self._services = world.awaited.services
+        self._client_count = client_count
+        self._seen: set[int] = set()
+        self.done: set[int] = set()
+        self._exits = contextlib.ExitStack()
+
+    def __enter__(self) -> _Desk:
+        world = self._world
+        to_server, to_clients = scopes(world.rank, _NAME)
+        self._channel = self._services.open_channel(
+            Ask | Answer, tag=tags.REPLAY, scope=to_server, peer_scope=to_clients, name=_NAME, capacity=4 * world.size
+        )
+        self._exits.callback(self._channel.close)
+        self._exits.enter_context(world.awaited.agreements.rivals.serving(self._absent, "serves a replay buffer"))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._exits.close()
+
+    def _absent(self) -> list[int]:
+        """Return the ranks that may still send requests."""
+        return [rank for rank in range(self._world.size) if rank not in self.done and rank != self._world.rank]
+
+    def _is_over(self) -> bool:
+        gone = self._services.gone
+        ended = self.done.union(rank for rank in self._seen if rank in gone)
+        return len(ended) >= self._client_count or all(rank in gone for rank in self._absent())
+
+    def next(self) -> tuple[int, MessageType, Any] | None:
+        """Return sender, kind and data of the next request; None when all clients have ended."""
+        return self._world.call(self._next)
+
+    async def _next(self) -> tuple[int, MessageType, Any] | None:
+        channel, what = self._channel, "training ranks that use the replay buffer"
+        while True:
+            await self._services.engine.until(lambda: channel.is_ready or self._is_over(), what)
+            envelope = channel.receive_nowait()
+            if envelope is None:
+                return None
+            source, kind = envelope.source, MessageType[envelope.message.kind]
+            self._seen.add(source)
+            self.done.discard(source)
+            if kind is MessageType.EXIT:
+                self.done.add(source)
+                return source, kind, None
+            try:
+                payload = await _receive(self._world.awaited, envelope)
+            except RankLostError:
+                self._world.check()  # raises where the job has failed with it; else it is one client less
+                continue
+            return source, kind, Message.deserialize(payload).message_data if len(payload) else None
+
+    def answer(self, dest: int, data: Any) -> None:
+        """Send an answer to the rank that has asked; one that is gone gets none."""
+        with contextlib.suppress(RankLostError):
+            self._world.call(_send, self._world.awaited, self._channel, dest, Answer, _packed(data))
+        self._world.check()
+
+
+# -- both -------------------------------------------------------------------------------------------------------------
+
+
+def _packed(data: Any) -> bytes:
+    return bytes(Message(MessageType.DATA, data).serialize().numpy())
+
+
+async def _send(world: World, channel: Any, dest: int, make: Callable[[int, bytes], Any], payload: bytes) -> None:
+    if len(payload) <= INLINE_NBYTES_MAX:
+        await channel.send(make(len(payload), payload), dest)
+        return
+    await channel.send(make(len(payload), b""), dest)
+    await world.send_stream(torch.frombuffer(bytearray(payload), dtype=torch.uint8), dest)
+
+
+async def _receive(world: World, envelope: Envelope[Any]) -> torch.Tensor:
+    message = envelope.message
+    if len(message.payload) == message.nbytes:
+        return torch.frombuffer(bytearray(message.payload or b"\0"), dtype=torch.uint8)[: message.nbytes]
+    payload = torch.empty(message.nbytes, dtype=torch.uint8, device="cpu")
+    return await world.receive_stream(payload, envelope.source)

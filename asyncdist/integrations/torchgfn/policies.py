@@ -1,0 +1,319 @@
+"""The spawn policies of torchgfn's training scripts, under their names and with their calls.
+
+::
+
+    averaging_policy = AsyncSelectiveAveragingPolicy(model_builder=build, average_every=100, replacement_ratio=0.2)
+    for iteration in range(n_iterations):
+        ...
+        gflownet, optimizer, info = averaging_policy(
+            iteration=iteration, model=gflownet, optimizer=optimizer, local_metric=-loss, group=group
+        )
+    averaging_policy.shutdown()
+
+The same model and optimizer come back, changed in place. A script of torchgfn's may have a process group of
+torch.distributed, or communicators of MPI, of its own; the policy's messages travel apart from theirs.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from typing import Any, Generic, Literal, TypedDict, TypeVar, Unpack
+
+import torch
+from torch import nn
+
+from asyncdist import Group, World, validation
+from asyncdist.blocking.callers import find_caller
+from asyncdist.blocking.policies import Policy
+from asyncdist.blocking.process_world import end_process_world
+from asyncdist.integrations.joining import Training
+from asyncdist.integrations.torchgfn.groups import group_of
+from asyncdist.protocols import (
+    AsyncSelectiveAveragingPolicy as _Selective,
+    AverageAllPolicy as _All,
+    OneSidedSelectiveAveragingPolicy as _OneSided,
+    OneSidedStatistics,
+    SpawnPolicy,
+)
+from asyncdist.protocols.average_all import AverageAllOptions
+from asyncdist.protocols.metrics import Metric
+from asyncdist.protocols.options import (
+    AveragingStrategy,
+    MetricMode,
+    ModelBuilder,
+    OptimizerState,
+    PopulationOptions,
+    RoundOptions,
+)
+from asyncdist.protocols.step_info import PolicyEvent
+
+PolicyT = TypeVar("PolicyT", bound=SpawnPolicy)
+
+
+class _SelectiveOptions(RoundOptions, PopulationOptions, total=False):
+    """Names the options of selective averaging that torchgfn's policy does not have."""
+
+    metric: Callable[[], Metric] | None
+
+
+class _OneSidedOptions(TypedDict, total=False):
+    """Names the options of one-sided selective averaging that torchgfn's policies do not have."""
+
+    replacement_mode: Literal["age", "threshold", "worst_ratio"]
+    donor_count: int | None
+    donor_ratio: float | None
+    metric: Callable[[], Metric] | None
+    metric_mode: MetricMode
+    optimizer_state: OptimizerState
+    read_timeout_s: float
+    drain_timeout_s: float
+    on_event: Callable[[PolicyEvent], None] | None
+    timing: dict[str, list[float]] | None
+    name: str
+    world: World | None
+    start_timeout_s: float
+
+
+class _Ported(Generic[PolicyT]):
+    """Is a policy that is called in each iteration; the first call starts it, with that model and optimizer.
+
+    Args:
+        make: Makes the policy for a model and its optimizer, with ``group=`` as its keyword argument.
+    """
+
+    def __init__(self, make: Callable[..., PolicyT]) -> None:
+        self._make = make
+        self._group: Any = None
+        self._training: Training[PolicyT] | None = None
+        self._opens_world = False
+
+    @property
+    def policy(self) -> Policy[PolicyT] | None:
+        """The policy that was started; None before the first call and after ``shutdown``."""
+        return None if self._training is None else self._training.policy
+
+    @property
+    def replacement_count(self) -> int:
+        """How often this rank's weights have been averaged."""
+        return 0 if self._training is None else self._training.replacement_count
+
+    def _call(
+        self, iteration: int, model: nn.Module, optimizer: torch.optim.Optimizer, local_metric: Any, group: Any
+    ) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+        if self._training is None:
+            self._begin(model, optimizer, group)
+        elif group is not self._group:
+            validation.refuse("group", group, f"the group of the first call, {self._group!r:.80}")
+        assert self._training is not None, "it has begun"
+        return self._training.call(iteration, model, optimizer, local_metric)
+
+    def _begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Any) -> None:
+        self._opens_world = find_caller() is None
+        members: Group | None = group_of(group)
+        training = Training(lambda *of: self._make(*of, group=members))
+        training.begin(model, optimizer)
+        self._training, self._group = training, group
+
+    def shutdown(self) -> None:
+        """Leave the policy; the other ranks continue without this one.
+
+        A world that the first call has opened ends, too, for which this rank waits for the others.
+        """
+        if self._training is not None:
+            self._training.end()
+        if self._opens_world:
+            self._opens_world = False
+            end_process_world()
+
+
+class _Called(_Ported[PolicyT]):
+    """Is a policy with the call of torchgfn's policies for torch.distributed."""
+
+    def __call__(
+        self,
+        iteration: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        local_metric: Any = None,
+        group: Any = None,
+    ) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+        """Do a step; see :meth:`protocols.SpawnPolicy.__call__`.
+
+        Args:
+            iteration: The script's own number of this iteration.
+            model: The model, the same in all calls.
+            optimizer: The optimizer, the same in all calls.
+            local_metric: This rank's metric, larger is better.
+            group: The ranks that take part, the same in all calls: a group of asyncdist, a process group or a
+                communicator; all ranks by default.
+
+        Raises:
+            ValueError: ``group`` has some of the job's ranks, and the others have not opened their world; or it is not
+                the group of the first call.
+            ClosedError: After ``shutdown``.
+        """
+        return self._call(iteration, model, optimizer, local_metric, group)
+
+
+class AverageAllPolicy(_Called[_All]):
+    """Averages the models of all ranks at a fixed cadence.
+
+    Args:
+        average_every: Iterations between two averages.
+        options: Others of :class:`protocols.AverageAllPolicy`.
+    """
+
+    @validation.names_options()
+    def __init__(self, average_every: int, **options: Unpack[AverageAllOptions]) -> None:
+        given: dict[str, Any] = {"average_every": average_every, **options}
+        super().__init__(lambda model, optimizer, group: _All(model, optimizer, **({"group": group} | given)))
+
+
+class AsyncSelectiveAveragingPolicy(_Called[_Selective]):
+    """Lets the worst ranks take the average of the good ones; a larger ``local_metric`` is better.
+
+    Args:
+        model_builder: Returns a model, or the pair (model, optimizer); for ``"reset_weights"``.
+        average_every: Iterations between two reports.
+        replacement_ratio, averaging_strategy, momentum, cooldown, timing: As for
+            :class:`protocols.AsyncSelectiveAveragingPolicy`.
+        poll_interval_s: Ignored: no thread polls.
+        threshold: A round acts if the worst metric is worse than this; ``inf``: each round, after the cooldown.
+        options: Others of that policy.
+    """
+
+    @validation.names_options()
+    def __init__(
+        self,
+        model_builder: ModelBuilder | None,
+        average_every: int,
+        replacement_ratio: float = 0.2,
+        averaging_strategy: AveragingStrategy = "mean",
+        momentum: float = 0.0,
+        poll_interval_s: float = 0.01,
+        threshold: float | None = None,
+        cooldown: int = 200,
+        timing: dict[str, list[float]] | None = None,
+        **options: Unpack[_SelectiveOptions],
+    ) -> None:
+        del poll_interval_s
+        given: dict[str, Any] = {
+            "average_every": average_every,
+            "replacement_ratio": replacement_ratio,
+            "averaging_strategy": averaging_strategy,
+            "momentum": momentum,
+            "threshold": _finite(threshold),
+            "cooldown": cooldown,
+            "timing": timing,
+            "model_builder": model_builder if averaging_strategy == "reset_weights" else None,
+            **options,
+        }
+        super().__init__(lambda model, optimizer, group: _Selective(model, optimizer, **({"group": group} | given)))
+
+
+class AsyncSelectiveAveragingPolicympi4pyFast(_Ported[_OneSided]):
+    """Replaces a rank at the end of its drawn life by the average of random others, on every transport.
+
+    Each call publishes a snapshot of the weights, from which other ranks read.
+
+    Args:
+        model_builder: Returns a model, or the pair (model, optimizer); for ``"reset_weights"``.
+        model: Ignored: the calls are given the model.
+        average_every: Ignored, as by torchgfn: each call publishes.
+        threshold_metric: Ignored, as by torchgfn, unless ``replacement_mode="threshold"``.
+        replacement_ratio: Ignored, as by torchgfn, unless ``replacement_mode="worst_ratio"``.
+        averaging_strategy, momentum, age_range: As for :class:`protocols.OneSidedSelectiveAveragingPolicy`.
+        poll_interval_s: Ignored: no thread polls.
+        group: The ranks that take part, as for the calls; all by default.
+        options: Others of that policy.
+    """
+
+    @validation.names_options()
+    def __init__(
+        self,
+        model_builder: ModelBuilder | None,
+        model: nn.Module,
+        average_every: int,
+        threshold_metric: float = 0.0,
+        replacement_ratio: float = 0.2,
+        averaging_strategy: AveragingStrategy = "mean",
+        momentum: float = 0.0,
+        *,
+        poll_interval_s: float = 0.01,
+        age_range: tuple[int, int] = (50, 150),
+        group: Any = None,
+        **options: Unpack[_OneSidedOptions],
+    ) -> None:
+        del model, poll_interval_s
+        validation.count("average_every", average_every)
+        given: dict[str, Any] = {
+            "average_every": 1,
+            "threshold_metric": _finite(threshold_metric),
+            "replacement_ratio": replacement_ratio,
+            "averaging_strategy": averaging_strategy,
+            "momentum": momentum,
+            "age_range": age_range,
+            "model_builder": model_builder if averaging_strategy == "reset_weights" else None,
+            **options,
+        }
+        super().__init__(lambda model, optimizer, group: _OneSided(model, optimizer, **({"group": group} | given)))
+        self._named_group = group
+        self._one_sided: _OneSided | None = None
+
+    def __call__(
+        self,
+        iteration: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        local_metric: Any = None,
+        expose_params: bool = True,
+        group: Any = None,
+    ) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+        """Do a step; see :meth:`protocols.SpawnPolicy.__call__`.
+
+        Args:
+            iteration, model, optimizer, local_metric: As for :class:`AsyncSelectiveAveragingPolicy`.
+            expose_params: True: each call publishes.
+            group: The constructor's group, or None for that.
+        """
+        if expose_params is not True:
+            validation.refuse("expose_params", expose_params, "True: each call publishes the weights")
+        called = self._call(iteration, model, optimizer, local_metric, self._named_group if group is None else group)
+        if self._one_sided is None and self.policy is not None:
+            self._one_sided = self.policy.awaited
+        return called
+
+    def statistics(self) -> OneSidedStatistics:
+        """Return what this rank has done; after ``shutdown``, too.
+
+        Raises:
+            RuntimeError: Before the first call.
+        """
+        return self._started().statistics()
+
+    def print_stats(self) -> None:
+        """Print what this rank has done, as a table; after ``shutdown``, too."""
+        self._started().print_stats()
+
+    def print_time(self) -> None:
+        """Print how long the work of this rank took, as a table; after ``shutdown``, too."""
+        self._started().print_time()
+
+    def _started(self) -> _OneSided:
+        if self._one_sided is None:
+            raise RuntimeError("this policy has done nothing yet: its first call starts it")
+        return self._one_sided
+
+
+#: Code for mpi4py uses these names; one class serves every transport, and models of any mix of dtypes.
+AsyncSelectiveAveragingPolicympi4pyGeneral = AsyncSelectiveAveragingPolicympi4pyFast
+AverageAllPolicympi4py = AverageAllPolicy
+
+
+def _finite(threshold: float | None) -> float | None:
+    """Return the finite number that means the same: an infinite threshold is passed always, or never."""
+    if isinstance(threshold, float) and math.isinf(threshold):
+        return math.copysign(sys.float_info.max, threshold)
+    return threshold

@@ -1,0 +1,163 @@
+"""Offers torchgfn's ``gfn.utils.distributed`` on the ranks of asyncdist: roles, groups, and calls that block.
+
+Every launcher starts such ranks; torchgfn's own functions see several ranks only where PMI_SIZE is set. A group of
+asyncdist takes the place of each process group and of each communicator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+import asyncdist
+from asyncdist import Group, blocking
+from asyncdist.blocking.process_world import end_process_world
+from asyncdist.integrations.joining import join
+
+report_load_imbalance = asyncdist.report_load_imbalance
+report_time_info = asyncdist.report_time_info
+
+
+@dataclass
+class DistributedContext:
+    """Holds the roles of the ranks, seen from one rank; the fields are those of torchgfn's class.
+
+    Attributes:
+        my_rank: This rank.
+        world_size: Number of ranks.
+        num_training_ranks: Number of ranks that train, which are the first ones.
+        agent_group_size: Training ranks in each agent group.
+        agent_groups: All agent groups; None where this rank is alone.
+        agent_group_id: Index of this rank's agent group; None where it does not train.
+        train_global_group: All training ranks; None where this rank is alone.
+        assigned_buffer: The buffer rank of this training rank, or None.
+        buffer_group: All buffer ranks; None without buffers.
+        assigned_training_ranks: The training ranks that this buffer rank serves, or None.
+    """
+
+    my_rank: int
+    world_size: int
+    num_training_ranks: int
+    agent_group_size: int
+    agent_groups: list[Group] | None = None
+    agent_group_id: int | None = None
+    train_global_group: Group | None = None
+    assigned_buffer: int | None = None
+    buffer_group: Group | None = None
+    assigned_training_ranks: list[int] | None = None
+    _made_of: asyncdist.DistributedContext | None = field(default=None, repr=False)
+
+    @property
+    def dc_mpi4py(self) -> DistributedContext:
+        """This context: its groups serve code for mpi4py, too, on every transport."""
+        return self
+
+    def is_buffer_rank(self) -> bool:
+        """Return whether this rank holds a replay buffer."""
+        return self.my_rank >= self.num_training_ranks
+
+    def is_training_rank(self) -> bool:
+        """Return whether this rank trains."""
+        return self.my_rank < self.num_training_ranks
+
+    def cleanup(self) -> None:
+        """Free the groups and end the world of this process, for which this rank waits for the others.
+
+        MPI is finalized when the process ends. A second call does nothing.
+        """
+        made_of, self._made_of = self._made_of, None
+        if made_of is not None:
+            blocking.current_world().call(made_of.cleanup)
+            end_process_world()
+
+
+def initialize_distributed_compute(
+    dist_backend: str = "gloo", num_remote_buffers: int = 0, num_agent_groups: int = 1
+) -> DistributedContext:
+    """Give every rank its role, and make the groups. All ranks call it, which opens their world where none is open.
+
+    Args:
+        dist_backend: Ignored: the launcher decides between MPI and torch.distributed.
+        num_remote_buffers: Number of buffer ranks, which are the last ones; at most one for each training rank.
+        num_agent_groups: Number of groups that the training ranks form; a divisor of their number.
+
+    Raises:
+        ValueError: The numbers do not fit the number of ranks.
+        DisagreementError: The ranks ask for different roles.
+        StartTimeoutError: Some ranks did not come in time.
+    """
+    del dist_backend
+    world = join()
+    if world.size == 1:
+        return DistributedContext(my_rank=0, world_size=1, num_training_ranks=1, agent_group_size=1)
+    made = blocking.initialize_distributed_compute(num_remote_buffers, num_agent_groups)
+    return DistributedContext(
+        my_rank=made.my_rank,
+        world_size=made.world_size,
+        num_training_ranks=made.num_training_ranks,
+        agent_group_size=made.agent_group_size,
+        agent_groups=made.agent_groups,
+        agent_group_id=made.agent_group_id,
+        train_global_group=made.train_global_group,
+        assigned_buffer=made.assigned_buffer,
+        buffer_group=made.buffer_group,
+        assigned_training_ranks=made.assigned_training_ranks,
+        _made_of=made,
+    )
+
+
+#: Code for mpi4py uses this name; one class serves every transport.
+DistributedContextmpi4py = DistributedContext
+
+
+def initialize_distributed_compute_mpi4py(num_remote_buffers: int, num_agent_groups: int) -> DistributedContext:
+    """Do what :func:`initialize_distributed_compute` does."""
+    return initialize_distributed_compute("mpi", num_remote_buffers, num_agent_groups)
+
+
+def barrier(group: Group | None = None) -> None:
+    """Return when every rank of ``group`` has called this: instead of ``torch.distributed.barrier``.
+
+    Args:
+        group: The ranks; all by default.
+    """
+    join()
+    blocking.barrier(group=group)
+
+
+def broadcast(tensor: torch.Tensor, src: int = 0, group: Group | None = None) -> None:
+    """Copy the values of ``tensor`` on rank ``src`` to the other ranks, in place: instead of torch.distributed's.
+
+    Args:
+        tensor: Of one shape and dtype on all ranks of ``group``.
+        src: A rank of ``group``.
+        group: The ranks; all by default.
+    """
+    join()
+    blocking.broadcast(tensor, src, group=group)
+
+
+def average_gradients(model: nn.Module) -> None:
+    """Average the gradients of all ranks; see :func:`asyncdist.average_gradients`."""
+    join()
+    blocking.average_gradients(model)
+
+
+def average_models(model: nn.Module, training_group: Group | None = None) -> None:
+    """Average the models of ``training_group``, by default of all ranks; see :func:`asyncdist.average_models`."""
+    join()
+    blocking.average_models(model, training_group)
+
+
+def gather_distributed_data(
+    local_tensor: torch.Tensor | list[Any],
+    world_size: int | None = None,
+    rank: int | None = None,
+    training_group: Group | None = None,
+) -> torch.Tensor | list[Any] | None:
+    """Return the data of all members on rank 0, None elsewhere; see :func:`asyncdist.gather_distributed_data`."""
+    join()
+    return blocking.gather_distributed_data(local_tensor, world_size, rank, training_group)

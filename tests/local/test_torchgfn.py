@@ -1,0 +1,248 @@
+"""What torchgfn's scripts import: policies, roles and replay buffers, on ranks of one process without an event loop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import asyncdist as ad
+from asyncdist.integrations import torchgfn
+
+
+def made(rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(2, 1)
+    nn.init.constant_(model.weight, float(rank))
+    return model, torch.optim.SGD(model.parameters(), lr=0.0)
+
+
+def on_ranks(main: Callable[[ad.blocking.World], Any], ranks: int, *, strict: bool = True) -> list[Any]:
+    """Run on ranks in virtual time."""
+    report = ad.simulate(ad.blocking.hosted(main), ranks=ranks, seed=1, strict=strict)
+    report.value()
+    return list(report.results)
+
+
+def until_averaged(policy: Any, world: ad.blocking.World, group: Any) -> tuple[nn.Module, list[bool]]:
+    """Call the policy until each rank but the first has been averaged, or often enough."""
+    model, optimizer = made(world.rank)
+    told = []
+    for iteration in range(40):
+        same, also, info = policy(
+            iteration=iteration, model=model, optimizer=optimizer, local_metric=-float(world.rank), group=group
+        )
+        assert same is model and also is optimizer
+        told.append(info["averaged_this_iteration"])
+        torchgfn.barrier(group=group)
+    return model, told
+
+
+@pytest.mark.parametrize("threshold", [math.inf, None, -math.inf, 0.5])
+def test_an_infinite_threshold_acts_always_or_never(threshold: float | None) -> None:
+    """Regression: ``threshold=inf``, the default of torchgfn's script, was refused."""
+
+    def main(world: ad.blocking.World) -> int:
+        policy = torchgfn.AsyncSelectiveAveragingPolicy(
+            model_builder=None, average_every=2, replacement_ratio=0.5, threshold=threshold, cooldown=0
+        )
+        _, told = until_averaged(policy, world, None)
+        assert policy.replacement_count == sum(told), "Regression: it stayed 0"
+        policy.shutdown()
+        policy.shutdown()
+        assert policy.policy is None
+        with pytest.raises(ad.ClosedError, match="has ended here"):
+            policy(41, *made(0), 0.0)
+        return policy.replacement_count
+
+    counts = on_ranks(main, 2)
+    assert counts[0] == 0 and (counts[1] > 0) == (threshold != -math.inf)
+
+
+@pytest.mark.parametrize("kind", ["selective", "fast", "all"])
+def test_a_policy_of_the_training_ranks_beside_a_rank_that_does_not_train(kind: str) -> None:
+    """Regression: the first call looked at ``group`` after it had begun a start of all ranks."""
+
+    def main(world: ad.blocking.World) -> Any:
+        context = torchgfn.initialize_distributed_compute("gloo", num_remote_buffers=1, num_agent_groups=2)
+        if context.is_buffer_rank():
+            assert not context.is_training_rank() and context.assigned_training_ranks == [0, 1]
+            world.sleep(1.0)
+            return None
+        group = context.train_global_group
+        policy: Any = {
+            "selective": lambda: torchgfn.AsyncSelectiveAveragingPolicy(None, 2, threshold=math.inf, cooldown=0),
+            "fast": lambda: torchgfn.AsyncSelectiveAveragingPolicympi4pyFast(
+                None, made(0)[0], 100, age_range=(2, 4), group=context.dc_mpi4py.train_global_group
+            ),
+            "all": lambda: torchgfn.AverageAllPolicy(average_every=3),
+        }[kind]()
+        model, told = until_averaged(policy, world, group)
+        with pytest.raises(ValueError, match="allowed: the group of the first call"):
+            policy(50, *made(0), 0.0, group=world.group)
+        policy.shutdown()
+        context.cleanup()
+        context.cleanup()
+        return model.weight[0, 0].item(), sum(told)
+
+    reports = on_ranks(main, 3)
+    assert reports[2] is None
+    weights, counts = zip(*reports[:2], strict=True)
+    if kind == "selective":
+        assert weights == (0.0, 0.0) and counts[0] == 0 < counts[1]
+    elif kind == "all":
+        assert weights == (0.5, 0.5) and counts == (13, 13)
+    else:
+        assert all(counts) and all(0.0 <= weight <= 1.0 for weight in weights)
+
+
+def test_a_one_sided_policy_tells_its_statistics_after_its_end(capsys: pytest.CaptureFixture[str]) -> None:
+    def main(world: ad.blocking.World) -> Any:
+        policy = torchgfn.AsyncSelectiveAveragingPolicympi4pyGeneral(
+            None, made(0)[0], 100, poll_interval_s=0.1, threshold_metric=math.inf, age_range=(2, 4)
+        )
+        with pytest.raises(RuntimeError, match="its first call starts it"):
+            policy.print_stats()
+        with pytest.raises(ValueError, match="expose_params is False; allowed: True"):
+            policy(0, *made(world.rank), 0.0, expose_params=False)
+        until_averaged(policy, world, None)
+        policy.shutdown()
+        if world.rank == 0:
+            policy.print_stats()
+            policy.print_time()
+        return policy.statistics().num_replacements, policy.replacement_count
+
+    counts = on_ranks(main, 2)
+    assert all(replaced == counted > 0 for replaced, counted in counts)
+    printed = capsys.readouterr().out
+    assert f"num replacements  {counts[0][0]}" in printed and "publish" in printed
+
+
+def test_roles_and_functions_of_groups() -> None:
+    def main(world: ad.blocking.World) -> Any:
+        context = torchgfn.initialize_distributed_compute_mpi4py(num_remote_buffers=1, num_agent_groups=2)
+        if context.is_buffer_rank():
+            return None
+        group = context.train_global_group
+        torchgfn.barrier(group=group)
+        model, _ = made(context.my_rank)
+        torchgfn.average_models(model, training_group=context.agent_groups[context.agent_group_id])
+        own = model.weight[0, 0].item()
+        torchgfn.average_models(model, training_group=group)
+        data = torch.full((context.my_rank + 1, 2), float(context.my_rank))
+        gathered = torchgfn.gather_distributed_data(data, training_group=group)
+        name = torch.full((3,), context.my_rank)
+        torchgfn.broadcast(name, src=2, group=group)
+        assert name.tolist() == [2] * 3
+        context.cleanup()
+        return own, model.weight[0, 0].item(), None if gathered is None else gathered.shape
+
+    reports = on_ranks(main, 5)
+    assert [report and report[0] for report in reports] == [0.5, 0.5, 2.5, 2.5, None]
+    assert [report and report[1] for report in reports] == [1.5] * 4 + [None]
+    assert [report and report[2] for report in reports] == [torch.Size([10, 2]), None, None, None, None]
+
+
+def test_a_rank_that_is_alone_has_the_roles_of_one() -> None:
+    context = ad.run_local(
+        ad.blocking.hosted(lambda _: torchgfn.initialize_distributed_compute("gloo", 1, 2)), ranks=1
+    )[0]
+    assert context == torchgfn.DistributedContext(my_rank=0, world_size=1, num_training_ranks=1, agent_group_size=1)
+    assert context.is_training_rank() and not context.is_buffer_rank()
+    context.cleanup()
+
+
+def test_other_things_are_no_groups() -> None:
+    def main(_: ad.blocking.World) -> None:
+        with pytest.raises(TypeError, match="group is 3; allowed: a group of asyncdist, a process group"):
+            torchgfn.AverageAllPolicy(average_every=3)(0, *made(0), group=3)
+
+    on_ranks(main, 1)
+
+
+# -- replay buffers: torchgfn takes seconds to import -----------------------------------------------------------------
+
+
+def containers(env: Any, count: int) -> Any:
+    """Return what a model samples."""
+    from gfn.containers.states_container import StatesContainer
+
+    states = env.states_from_batch_shape((count,), random=True)
+    return StatesContainer(
+        env, states, is_terminating=torch.ones(count, dtype=torch.bool), log_rewards=torch.zeros(count)
+    )
+
+
+def grid() -> Any:
+    from gfn.gym import HyperGrid
+
+    return HyperGrid(2, 8, reward_fn_kwargs={"R0": 0.1, "R1": 0.5, "R2": 2.0}, store_all_states=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("diverse", [False, True])
+def test_a_buffer_rank_scores_keeps_and_ends(diverse: bool) -> None:
+    def main(world: ad.blocking.World) -> Any:
+        env = grid()
+        if world.rank == 2:
+            manager = torchgfn.ReplayBufferManager(
+                env,
+                2,
+                2,
+                scoring_function=lambda obj: {"score": float(len(obj))},
+                diverse_replay_buffer=diverse,
+                capacity=30,
+            )
+            manager._compute_metadata = lambda: {"held": len(manager.replay_buffer), "large": "x" * 100_000}
+            manager.run()
+            return manager.exit_counter, manager.is_running, len(manager.replay_buffer)
+        buffer = torchgfn.ReplayBuffer(env, capacity=10, remote_manager_rank=2, remote_buffer_freq=2)
+        scores = [buffer.add(containers(env, count)) for count in (4, 4, 3000, 3000)]
+        assert len(buffer) == 10
+        metadata = torchgfn.ReplayBufferManager.get_metadata(2)
+        if world.rank == 0:
+            torchgfn.ReplayBufferManager.send_termination_signal(2)  # the other one leaves without
+        return scores, metadata["held"] > 0, len(metadata["large"])
+
+    reports = on_ranks(main, 3)
+    assert reports[:2] == [([None, {"score": 8.0}, None, {"score": 6000.0}], True, 100_000)] * 2
+    assert reports[2] == (1, False, 30)
+
+
+@pytest.mark.slow
+def test_a_buffer_rank_that_fails_or_does_not_serve_is_named() -> None:
+    def fails(world: ad.blocking.World) -> Any:
+        env = grid()
+        if world.rank == 1:
+            torchgfn.ReplayBufferManager(env, 1, 1).run()
+        return torchgfn.ReplayBufferManager.get_metadata(1)
+
+    with pytest.raises(NotImplementedError, match="_compute_metadata is not implemented"):
+        on_ranks(fails, 2)
+
+    def leaves(world: ad.blocking.World) -> None:
+        if world.rank == 0:
+            with pytest.raises(ad.ClosedError, match="rank 1 does not serve a replay buffer: it has left"):
+                torchgfn.ReplayBufferManager.get_metadata(1)
+
+    on_ranks(leaves, 2, strict=False)
+
+
+@pytest.mark.slow
+def test_a_policy_of_all_ranks_beside_a_buffer_rank_is_refused() -> None:
+    def main(world: ad.blocking.World) -> None:
+        if world.rank == 2:
+            torchgfn.ReplayBufferManager(grid(), 2, 2).run()
+            return
+        policy = torchgfn.AverageAllPolicy(average_every=3)
+        told = (
+            r"rank 2 serves a replay buffer until ranks 0-1 have left it, .* group=await asyncdist.new_group\(\[0, 1\]"
+        )
+        with pytest.raises(ad.DisagreementError, match=told):
+            policy(0, *made(0))
+        torchgfn.ReplayBufferManager.send_termination_signal(2)
+
+    on_ranks(main, 3)
