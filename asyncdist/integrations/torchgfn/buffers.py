@@ -22,19 +22,21 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 import torch
-from gfn.containers.message import Message, MessageType
-from gfn.containers.replay_buffer import (
-    ContainerUnion as _GfnContainerUnion,
-    NormBasedDiversePrioritizedReplayBuffer as _GfnDiverseReplayBuffer,
-    ReplayBuffer as _GfnReplayBuffer,
-)
-from gfn.containers.replay_buffer_manager import ReplayBufferManager as _GfnReplayBufferManager
-from gfn.env import Env
 
 from asyncdist import ClosedError, Envelope, RankLostError, World, blocking, tags, validation
 from asyncdist.integrations.joining import join
 from asyncdist.protocols.replay.layouts import scopes
 from asyncdist.protocols.replay.messages import INLINE_NBYTES_MAX
+
+with validation.optional_imports(__name__, ["gfn"], "torchgfn"):
+    from gfn.containers.message import Message, MessageType
+    from gfn.containers.replay_buffer import (
+        ContainerUnion as _GfnContainerUnion,
+        NormBasedDiversePrioritizedReplayBuffer as _GfnDiverseReplayBuffer,
+        ReplayBuffer as _GfnReplayBuffer,
+    )
+    from gfn.containers.replay_buffer_manager import ReplayBufferManager as _GfnReplayBufferManager
+    from gfn.env import Env
 
 logger = logging.getLogger("asyncdist.integrations.torchgfn")
 
