@@ -12,11 +12,14 @@ import dataclasses
 import multiprocessing
 import os
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Literal
 
 from asyncdist import local_host, slurm
 from asyncdist.launch_variables import TORCH_NAMES, Variables, number
+from asyncdist.trust import job_secret, secret_files
+from asyncdist.trust.job_secret import JobSecret
 
 Flavour = Literal["openmpi", "mpich"]
 FLAVOURS: Final[tuple[Flavour, ...]] = ("openmpi", "mpich")
@@ -54,6 +57,11 @@ METRICS_VARIABLE: Final = "ASYNCDIST_METRICS"
 INCARNATION_VARIABLE: Final = "ASYNCDIST_INCARNATION"
 #: Says how many places, the highest, have no process when the world begins, in jobs that ranks may join later.
 EMPTY_VARIABLE: Final = "ASYNCDIST_EMPTY_PLACES"
+#: The secret of the job, by which its ranks believe each other; or the file that has it.
+SECRET_VARIABLE: Final = "ASYNCDIST_JOB_SECRET"
+SECRET_FILE_VARIABLE: Final = "ASYNCDIST_JOB_SECRET_FILE"
+#: Is 1 in jobs of one host, and 0 in jobs of one host that ranks of other hosts may join.
+LOOPBACK_VARIABLE: Final = "ASYNCDIST_LOOPBACK"
 #: Tells the children of a rank of MPI which process is the rank, and what its launcher calls it.
 _RANK_VARIABLE: Final = "ASYNCDIST_RANK"
 
@@ -217,6 +225,8 @@ class TorchRendezvous:
         job: What the launcher calls the job.
         empty_count: How many places, the highest, have no process when the world begins.
         why_missing: Why rank 0 may be at another address, for errors; empty where nothing is known of that.
+        secret: The secret of the job.
+        is_loopback: Whether all ranks, those that come later included, are on this host.
     """
 
     rank: int
@@ -229,6 +239,8 @@ class TorchRendezvous:
     job: str = ""
     empty_count: int = 0
     why_missing: str = ""
+    secret: JobSecret = dataclasses.field(default=JobSecret(), repr=False, compare=False)
+    is_loopback: bool = False
 
 
 def check_alone(environ: Mapping[str, str] = os.environ) -> None:
@@ -279,6 +291,7 @@ def torch_rendezvous(environ: Mapping[str, str] = os.environ) -> TorchRendezvous
     if launch.expected_size > 1:
         local_host.check_address("MASTER_ADDR", environ["MASTER_ADDR"])
     is_served = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # as torch.distributed compares it
+    is_loopback = environ.get(LOOPBACK_VARIABLE) != "0" and local_host.is_loopback(environ["MASTER_ADDR"])
     return TorchRendezvous(
         launch.rank,
         launch.expected_size,
@@ -290,6 +303,8 @@ def torch_rendezvous(environ: Mapping[str, str] = os.environ) -> TorchRendezvous
         job=environ.get("TORCHELASTIC_RUN_ID", ""),
         empty_count=variables.number(EMPTY_VARIABLE) or 0,
         why_missing=why_missing,
+        secret=_secret_of_job(environ, environ["MASTER_ADDR"], launch.expected_size),
+        is_loopback=is_loopback,
     )
 
 
@@ -364,10 +379,43 @@ def metrics(environ: Mapping[str, str] = os.environ) -> str | None:
     return environ.get(METRICS_VARIABLE) or None
 
 
-def runtime_directories(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the directory that this user's session has for sockets; none where it has none."""
+def shared_directories(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the folders in which processes of this user on this host find each other, the best one first."""
     path = environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}"
-    return [path] if os.path.isdir(path) and os.access(path, os.W_OK) else []
+    own = [path] if os.path.isdir(path) and os.access(path, os.W_OK) else []
+    return [*own, tempfile.gettempdir(), "/tmp"]
+
+
+def given_secret(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the secret that a user or a launcher has given this job; None if there is none.
+
+    The variable is taken out of this process's environment, so that no child inherits it and no log shows it.
+
+    Raises:
+        ValueError: The secret is too short, or other users can read its file.
+    """
+    known = {**os.environ, **_hidden} if environ is None else environ
+    if environ is None and SECRET_VARIABLE in os.environ:
+        _hidden[SECRET_VARIABLE] = os.environ.pop(SECRET_VARIABLE)
+    if known.get(SECRET_VARIABLE):
+        return job_secret.check(known[SECRET_VARIABLE], SECRET_VARIABLE)
+    path = known.get(SECRET_FILE_VARIABLE)
+    return secret_files.read(path) if path else None
+
+
+def _secret_of_job(environ: Mapping[str, str], address: str, size: int) -> JobSecret:
+    """Return the secret of a job whose ranks meet at this address; on one host this user's own, if none is given."""
+    text = given_secret(None if environ is os.environ else environ)
+    is_on_one_host = local_host.is_loopback(address) or local_size(environ) == size
+    if text is None and is_on_one_host and size > 1:
+        text = secret_files.shared(shared_directories(environ))
+    return JobSecret((text or "").encode())
+
+
+def secret_of_group(environ: Mapping[str, str] = os.environ) -> JobSecret:
+    """Return the secret of a job whose program has made its process group by itself."""
+    size = number(environ, "WORLD_SIZE") if environ.get("WORLD_SIZE") else 0
+    return _secret_of_job(environ, environ.get("MASTER_ADDR", ""), size)
 
 
 def is_slurm_job(environ: Mapping[str, str] = os.environ) -> bool:
@@ -448,7 +496,7 @@ def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
     MASTER_ADDR and the like stay where no launcher of torch's says a rank: users set them for libraries.
     """
     is_torch_rank = any(environ.get(name) for name in ("RANK", "TORCHELASTIC_RUN_ID"))
-    own = (_RANK_VARIABLE, INCARNATION_VARIABLE, EMPTY_VARIABLE)
+    own = (_RANK_VARIABLE, INCARNATION_VARIABLE, EMPTY_VARIABLE, LOOPBACK_VARIABLE, SECRET_VARIABLE)
     outer = (*own, *_MPI_PREFIXES, *(_TORCH_PREFIXES if is_torch_rank else ()))
     return {
         name: text for name, text in environ.items() if not name.startswith(outer) or name.startswith(_MPI_SETTINGS)

@@ -6,6 +6,7 @@ Only the standard library is imported, since starting ranks should cost no impor
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import secrets
 import signal
@@ -23,6 +24,8 @@ _PORT_RANGE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _RFC_6335_FIRST: Final = 49152
 #: Where fewer ports than these are left below them, too many are reserved for services.
 _PORT_COUNT_MIN: Final = 16384
+#: Connections that wait to be accepted, as of torch's store; the kernel has its own limit.
+_BACKLOG: Final = 4096
 #: How many ports are tried.
 _DRAW_COUNT: Final = 64
 
@@ -159,6 +162,37 @@ def check_address(name: str, address: str) -> None:
         raise ValueError(
             f"{name}={address!r} leads to no host ({error}); a name that all hosts know, or an address, is needed"
         ) from error
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether an address is that of the loopback interface, which no other host reaches. Names are not asked."""
+    if address == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def listen_at(address: str, port: int) -> socket.socket | None:
+    """Return a socket that listens at this address alone; None where it is not an address of this host, but a name.
+
+    A name may lead to another address on the other hosts of a job, which come over another interface then.
+    """
+    host = "127.0.0.1" if address == "localhost" else address
+    try:
+        family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
+    except ValueError:
+        return None
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)
+    except OSError:  # another process is there; or the address is one that a gateway translates
+        listener.close()
+        return None
+    return listener
 
 
 def available_cores() -> int:

@@ -23,6 +23,7 @@ from typing import Any, Final
 from asyncdist import environment, local_host, rank_program
 from asyncdist._version import __version__
 from asyncdist.launch import local_ranks, place_claims
+from asyncdist.trust import secret_files
 
 #: How long somebody may take to answer there at all.
 _LISTENER_S: Final = 5.0
@@ -71,10 +72,11 @@ def run(
     def start_rank(rank: int, variables: Mapping[str, str]) -> local_ranks.RankProcess:
         return local_ranks.start(command, variables, rank=rank, ended=lambda: events.put(("ended", rank)))
 
-    keeper = _start_keeper(host, port, ranks, environ)
+    secret = local_ranks.given_secret(environ) or _kept_secret(port)
+    keeper = _start_keeper(host, port, ranks, {**environ, environment.SECRET_VARIABLE: secret})
     try:
         job = _read_claim(keeper, address)
-        environments = build_environments(environ, job, host=host, port=port, threads=threads)
+        environments = build_environments(environ, job, host=host, port=port, threads=threads, secret=secret)
         taken = ", ".join(map(str, environments))
         local_ranks.Restarts.say(f"joins as rank{'s' if ranks > 1 else ''} {taken} of {job['size']}")
         with local_ranks.signals_as_events(events):
@@ -91,7 +93,13 @@ def run(
 
 
 def build_environments(
-    environ: Mapping[str, str], job: Mapping[str, Any], *, host: str, port: int, threads: int | None
+    environ: Mapping[str, str],
+    job: Mapping[str, Any],
+    *,
+    host: str,
+    port: int,
+    threads: int | None,
+    secret: str = "",
 ) -> dict[int, dict[str, str]]:
     """Return the environment of each rank; the user's setting for threads is kept, unless ``threads`` is given.
 
@@ -100,10 +108,12 @@ def build_environments(
         job: as :func:`place_claims.claim` returns it.
         host, port: of the job's store.
         threads: OMP_NUM_THREADS.
+        secret: The secret of the job.
     """
     places: list[tuple[int, int]] = job["places"]
     share = str(max(1, local_host.available_cores() // len(places)))
     chosen = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    chosen |= {environment.SECRET_VARIABLE: secret, environment.LOOPBACK_VARIABLE: "0" if job["is_open"] else "1"}
     return {
         rank: {
             "OMP_NUM_THREADS": share,
@@ -122,6 +132,11 @@ def build_environments(
         }
         for local_rank, (rank, number) in enumerate(places)
     }
+
+
+def _kept_secret(port: int) -> str:
+    """Return the secret that the launcher of a job on this host keeps for this user; empty if there is none."""
+    return secret_files.find(secret_files.name_of(port), environment.shared_directories()) or ""
 
 
 def _parse(address: str) -> tuple[str, int]:

@@ -30,11 +30,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Final, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 from asyncdist import environment, local_host, rank_program
 from asyncdist._version import __version__
 from asyncdist.launch import guardians, place_claims, store_server
+from asyncdist.trust import job_secret, secret_files
 
 #: How long ranks that were asked to stop may take.
 STOP_S: Final = 10.0
@@ -113,9 +115,22 @@ def run(
     local_host.check_ranks(ranks)
     local_host.check_loopback()
     command = rank_program.rank_command(script, arguments)
+    given = given_secret(environ)
+    is_open = places is not None and given is not None
     environments = dict(
-        enumerate(build_environments(environ, ranks=ranks, threads=threads, restarts=restarts, places=places))
+        enumerate(
+            build_environments(
+                environ,
+                ranks=ranks,
+                threads=threads,
+                restarts=restarts,
+                places=places,
+                secret=given or job_secret.draw(),
+                is_open=is_open,
+            )
+        )
     )
+    kept: Path | None = None
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()  # the one queue whose put may interrupt its own get
     processes: dict[int, RankProcess] = {}
     server: RankProcess | None = None
@@ -126,10 +141,11 @@ def run(
     with signals_as_events(events):
         try:
             if restarts or places is not None:
-                server = _start_store(environments[0])
+                server = _start_store(environments[0], is_open=is_open)
             if places is not None:
                 assert server is not None
-                _announce_places(server, environments[0], ranks, places, script)
+                kept = _keep_secret(environments[0])
+                _announce_places(server, environments[0], ranks, places, script, is_open=is_open)
             for rank, variables in environments.items():
                 processes[rank] = start_rank(rank, variables)
             again = Restarts(start_rank, environments, restarts, server, is_open=places is not None)
@@ -137,6 +153,8 @@ def run(
         finally:
             for process in processes.values():
                 process.end()
+            if kept is not None:
+                secret_files.remove(kept)
             if server is not None and places is not None:
                 _say_over(server)
             for process in [*processes.values(), *([server] if server is not None else [])]:
@@ -231,17 +249,35 @@ def tell(process: subprocess.Popen[bytes], line: str) -> None:
         process.stdin.flush()
 
 
-def _start_store(variables: Mapping[str, str]) -> RankProcess:
+def given_secret(environ: Mapping[str, str]) -> str | None:
+    """Return the secret that the user has given this job. Raises LaunchError where it cannot be used."""
+    try:
+        return environment.given_secret(environ)
+    except ValueError as error:
+        raise local_host.LaunchError(str(error)) from error
+
+
+def _keep_secret(variables: Mapping[str, str]) -> Path | None:
+    """Keep the secret where ``asyncdist run --join`` of this user on this host finds it; return the file."""
+    name = secret_files.name_of(int(variables["MASTER_PORT"]))
+    return secret_files.keep(name, variables[environment.SECRET_VARIABLE], environment.shared_directories())
+
+
+def _start_store(variables: Mapping[str, str], *, is_open: bool) -> RankProcess:
     """Start the process that serves the store at the address that the ranks are told."""
     command = [sys.executable, store_server.PROGRAM, variables["MASTER_ADDR"], variables["MASTER_PORT"]]
+    command += ["open"] * is_open
     return _popen(command, variables, "the store", stdin=subprocess.PIPE)
 
 
-def _announce_places(server: RankProcess, variables: Mapping[str, str], ranks: int, places: int, script: str) -> None:
+def _announce_places(
+    server: RankProcess, variables: Mapping[str, str], ranks: int, places: int, script: str, *, is_open: bool
+) -> None:
     """Say in the store which job this is and which places are free, and print how others come to them."""
     for rank in range(places):
         tell(server, f"asyncdist/place/{rank} {'held' if rank < ranks else 'free 1'}")
-    job = place_claims.describe(variables["TORCHELASTIC_RUN_ID"], places, places - ranks, __version__)
+    run_id = variables["TORCHELASTIC_RUN_ID"]
+    job = place_claims.describe(run_id, places, places - ranks, __version__, is_open=is_open)
     tell(server, f"asyncdist/{place_claims.JOB} {job}")
     address = f"{variables['MASTER_ADDR']}:{variables['MASTER_PORT']}"
     free = places - ranks
@@ -267,12 +303,18 @@ def build_environments(
     cores: int | None = None,
     restarts: int = 0,
     places: int | None = None,
+    secret: str = "",
+    is_open: bool = False,
 ) -> list[dict[str, str]]:
-    """Return the environment of each rank; the user's setting for threads is kept, unless ``threads`` is given."""
+    """Return the environment of each rank; the user's setting for threads is kept, unless ``threads`` is given.
+
+    Ranks of other hosts may join a job that ``is_open``.
+    """
     share = str(max(1, (cores or local_host.available_cores()) // ranks))
     chosen = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
     if restarts or places is not None:
         chosen |= newcomer_variables(0, 0 if places is None else places - ranks)
+    chosen |= {environment.SECRET_VARIABLE: secret, environment.LOOPBACK_VARIABLE: "0" if is_open else "1"}
     port, run_id = local_host.find_free_port(), local_host.new_run_id()
     return [
         {

@@ -33,6 +33,10 @@ OVER: Final = "over"
 #: For torch, which waits for much longer where what listens is silent.
 _CONNECT_S: Final = 5.0
 _FREE: Final = "free "
+NOT_BELIEVED: Final = (
+    "the job there has another secret than this command: give both the same ASYNCDIST_JOB_SECRET_FILE, a file of mode "
+    "0600. On the host and for the user of the job's launcher, the secret is found without it"
+)
 #: How often places are asked for again where some are free, though too few, and the longest pause between: of two that
 #: ask at the same moment each may have got some.
 _PAUSE_COUNT: Final = 5
@@ -43,7 +47,7 @@ class ClaimError(Exception):
     """No places can be taken: the message says why."""
 
 
-def describe(job: str, size: int, empty_count: int, version: str) -> str:
+def describe(job: str, size: int, empty_count: int, version: str, *, is_open: bool = False) -> str:
     """Return what the launcher of a job says of it.
 
     Args:
@@ -51,8 +55,9 @@ def describe(job: str, size: int, empty_count: int, version: str) -> str:
         size: of its world.
         empty_count: how many places, the highest, have no process when the world begins.
         version: of asyncdist.
+        is_open: Whether ranks of other hosts may join.
     """
-    return json.dumps({"job": job, "size": size, "empty_count": empty_count, "version": version})
+    return json.dumps({"job": job, "size": size, "empty_count": empty_count, "version": version, "is_open": is_open})
 
 
 def claim(store: Any, count: int, version: str) -> dict[str, Any]:
@@ -102,6 +107,8 @@ def _take_lowest(store: Any, size: int, count: int) -> list[tuple[int, int]]:
 def _take(store: Any, rank: int) -> int | None:
     """Take a place if it is free; return the number of the start that comes there."""
     key, mine = f"place/{rank}", f"held {secrets.token_hex(8)}"
+    if not store.check([key]):  # another program has written there
+        return None
     found = bytes(store.get(key)).decode()
     if not found.startswith(_FREE) or bytes(store.compare_set(key, found, mine)).decode() != mine:
         return None
@@ -133,13 +140,21 @@ def keep(store: Any, places: Iterable[tuple[int, int]], lines: Iterable[str]) ->
 
 def main(host: str, port: int, count: int, version: str) -> None:
     """Take places, and keep them until the launcher has ended."""
-    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    from asyncdist import environment
+    from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
+    from asyncdist.trust.job_secret import JobSecret
 
     is_store = False
+    secret = JobSecret((environment.given_secret() or "").encode())
     try:
         common = TCPStore(host, port, None, False, timedelta(seconds=_CONNECT_S), wait_for_workers=False)
         is_store = True
-        store = PrefixStore("asyncdist", common)
+        store = SealedStore(common, secret).part("asyncdist")
+        name = f"{store.prefix}{JOB}"
+        if common.check([name]) and secret.unseal(name, bytes(common.get(name))) is None:
+            raise ClaimError(NOT_BELIEVED)
         found = claim(store, count, version)
     except (ClaimError, RuntimeError) as error:
         has_closed = is_store or not _listens(host, port)
@@ -163,5 +178,5 @@ def _listens(host: str, port: int) -> bool:
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # the folder of this file, whose modules are nobody's here
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(PROGRAM)))
     main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

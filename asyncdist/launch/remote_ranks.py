@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from asyncdist import environment, local_host, rank_program
 from asyncdist.launch import local_ranks, remote_hosts
 from asyncdist.launch.remote_hosts import Agent, Host, RemoteRank
+from asyncdist.trust import job_secret
 
 
 def run(
@@ -39,12 +40,13 @@ def run(
         local_host.LaunchError: a host cannot run this.
     """
     command = rank_program.rank_command(script, arguments)
+    secret = local_ranks.given_secret(environ) or job_secret.draw()
     events: queue.SimpleQueue[local_ranks.Event] = queue.SimpleQueue()
     processes: dict[int, RemoteRank] = {}
 
     with remote_hosts.connected(hosts, ssh, script) as agents, local_ranks.signals_as_events(events):
         where = [agent for agent in agents for _ in range(agent.host.slots)]
-        environments = dict(enumerate(build_environments(environ, agents, threads=threads)))
+        environments = dict(enumerate(build_environments(environ, agents, threads=threads, secret=secret)))
 
         def start_rank(rank: int, variables: Mapping[str, str]) -> RemoteRank:
             return where[rank].start(rank, command, variables, lambda: events.put(("ended", rank)))
@@ -55,11 +57,12 @@ def run(
 
 
 def build_environments(
-    environ: Mapping[str, str], agents: Sequence[Agent], *, threads: int | None
+    environ: Mapping[str, str], agents: Sequence[Agent], *, threads: int | None, secret: str = ""
 ) -> list[dict[str, str]]:
     """Return the environment of each rank; the user's setting for threads is kept, unless ``threads`` is given."""
     size, run_id = sum(agent.host.slots for agent in agents), local_host.new_run_id()
     chosen = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    chosen[environment.SECRET_VARIABLE] = secret
     shared = environment.without_launchers(remote_hosts.travelling(environ))
     environments: list[dict[str, str]] = []
     for group, agent in enumerate(agents):

@@ -1,4 +1,6 @@
-"""Serves the store at which ranks meet, for as long as its launcher lives: ``python store_server.py ADDRESS PORT``.
+"""Serves the store at which ranks meet, while its launcher lives: ``python store_server.py ADDRESS PORT [open]``.
+
+It listens at that address alone, or with ``open`` at all addresses of this host, for ranks of other hosts.
 
 It reads lines from its standard input, and sets a key for each: so the launcher tells the ranks what it knows alone.
 A line of ``!`` and a text is printed, once what came before is done. When the input ends, so does the store.
@@ -12,19 +14,21 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable
-from datetime import timedelta
 from typing import Any, Final
 
 #: This file, to be run as a program.
 PROGRAM: Final = os.path.abspath(__file__)
-_TIMEOUT: Final = timedelta(seconds=60)
 
 
-def main(address: str, port: int) -> None:
+def main(address: str, port: int, *, is_open: bool) -> None:
     """Serve until the launcher has ended."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from asyncdist import environment
+    from asyncdist.transports.torch_distributed.meeting import serving
+    from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
+    from asyncdist.trust.job_secret import JobSecret
 
-    carry_out(TCPStore(address, port, None, True, _TIMEOUT, wait_for_workers=False), sys.stdin)
+    secret = JobSecret((environment.given_secret() or "").encode())
+    carry_out(SealedStore(serving.serve(address, port, is_open=is_open), secret), sys.stdin)
 
 
 def carry_out(store: Any, lines: Iterable[str]) -> None:
@@ -38,5 +42,5 @@ def carry_out(store: Any, lines: Iterable[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # the folder of this file, whose modules are nobody's here
-    main(sys.argv[1], int(sys.argv[2]))
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(PROGRAM)))
+    main(sys.argv[1], int(sys.argv[2]), is_open=sys.argv[3:] == ["open"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
+import logging
 import secrets
 import struct
 from collections.abc import Hashable, Sequence
@@ -26,6 +27,8 @@ from asyncdist.messaging.engine import Engine
 from asyncdist.messaging.services import Services
 from asyncdist.runtime.world import World
 from asyncdist.transports.base import Transport
+
+logger = logging.getLogger("asyncdist.runtime.handshake")
 
 #: The sender's number for the job, its host's digest and its version.
 _HELLO: Final = struct.Struct("<I8s52s")
@@ -49,6 +52,11 @@ async def meet_all(transport: Transport, engine: Engine, loop: asyncio.AbstractE
                 raise
             nonce = transport.launch_nonce
         transport.note_met()
+    if transport.trusts_network and transport.rank == 0 and hosts is not None:
+        logger.warning(
+            "this job runs on several hosts without a secret, so its ranks believe whoever reaches their ports in this "
+            "network: set ASYNCDIST_JOB_SECRET_FILE on all hosts to a file of mode 0600 (docs/trust.md)"
+        )
     services = Services(engine, loop, nonce)
     services.hosts = hosts
     return World(services, loop, nonce=nonce, group=group)

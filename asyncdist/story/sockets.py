@@ -20,7 +20,6 @@ import socket
 import stat
 import struct
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -54,8 +53,6 @@ _PATH_NBYTES_MAX: Final = 107
 #: A rank's own name in the directory: its number and its process; until it listens there, with a tilde.
 _NAME_NBYTES: Final = len("/0123abcd/1000000.4194304~")
 _NAME: Final = re.compile(r"[0-9]+\.[0-9]+~?")
-#: How many folders of a place are tried, where other users have made the first ones.
-_FOLDER_COUNT: Final = 8
 #: The kernel's ucred: process, user and group.
 _CREDENTIALS: Final = struct.Struct("3i")
 
@@ -106,14 +103,8 @@ class Place:
 
 
 def directories() -> list[Path]:
-    """Return the folders in which jobs may have theirs, the best one first.
-
-    The first names of each place are the usual ones. The others, with a number, are for a place in which another user
-    has made a folder of that name.
-    """
-    bases = [*environment.runtime_directories(), tempfile.gettempdir(), "/tmp"]
-    names = [f"asyncdist-{os.getuid()}", *(f"asyncdist-{os.getuid()}-{n}" for n in range(2, _FOLDER_COUNT + 1))]
-    found = [Path(base, name) for base in dict.fromkeys(bases) for name in names]
+    """Return the folders in which jobs may have theirs, the best one first."""
+    found = private_folders.candidates(environment.shared_directories())
     return [path for path in found if len(os.fsencode(path)) + _NAME_NBYTES <= _PATH_NBYTES_MAX]
 
 

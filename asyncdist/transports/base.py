@@ -183,6 +183,7 @@ class Transport(abc.ABC):
             or all are on one host.
         launch_nonce: a number that all ranks have from their launcher, and which they take where one is lost while they
             meet; None where they have none.
+        trusts_network: Whether ranks believe any process that reaches them, since the job has no secret.
     """
 
     name: str
@@ -195,6 +196,7 @@ class Transport(abc.ABC):
     job_nonce: int | None = None
     hosts: Sequence[int] | None = None
     launch_nonce: int | None = None
+    trusts_network: bool = False
 
     @abc.abstractmethod
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:

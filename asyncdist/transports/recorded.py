@@ -36,6 +36,7 @@ class RecordedTransport(Transport):
         self.capabilities = inner.capabilities
         self.collective_checker = inner.collective_checker
         self.job_nonce, self.launch_nonce = inner.job_nonce, inner.launch_nonce
+        self.trusts_network = inner.trusts_network
         self.hosts = inner.hosts
 
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:

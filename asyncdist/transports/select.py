@@ -13,6 +13,7 @@ from asyncdist import environment, local_host, tags
 from asyncdist.errors import TransportError
 from asyncdist.transports import mpi_launchers
 from asyncdist.transports.base import Transport
+from asyncdist.trust import job_secret
 
 if TYPE_CHECKING:
     from asyncdist.transports.mpi import MpiMessages
@@ -131,8 +132,17 @@ def _open_torch(mpi: MpiMessages | None, backend: str, control: Transport | None
 def _torch_rendezvous(mpi: MpiMessages | None) -> environment.TorchRendezvous:
     if mpi is None or environment.names_torch_rendezvous():
         return environment.torch_rendezvous()
-    address, port = mpi.said_by_rank_0(f"{mpi.own_address()} {local_host.find_free_port()}").split()
-    return environment.TorchRendezvous(mpi.rank, mpi.size, address, int(port), is_store_served=False)
+    own = f"{mpi.own_address()} {local_host.find_free_port()} {job_secret.draw()}"
+    address, port, secret = mpi.said_by_rank_0(own).split()
+    return environment.TorchRendezvous(
+        mpi.rank,
+        mpi.size,
+        address,
+        int(port),
+        is_store_served=False,
+        secret=job_secret.JobSecret(secret.encode()),
+        is_loopback=local_host.is_loopback(address),
+    )
 
 
 def check_torch_backend(backend: str, *, what: Literal["transport", "bulk"] = "transport") -> None:

@@ -55,6 +55,7 @@ class TwoPlaneTransport(Transport):
         self.size = control.size
         self.job_nonce = control.job_nonce
         self.launch_nonce = control.launch_nonce
+        self.trusts_network = control.trusts_network or bulk.trusts_network
         self.hosts = control.hosts
         ours, theirs = control.capabilities, bulk.capabilities
         self.capabilities = Capabilities(

@@ -12,7 +12,7 @@ import errno
 import os
 import pwd
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -20,6 +20,21 @@ from asyncdist.validation import printable
 
 #: A link, a file, or a folder that this user may not enter.
 _NOT_OURS: Final = (errno.ELOOP, errno.ENOTDIR, errno.EACCES)
+#: How many names below a base are tried, where other users have made the first ones.
+_COUNT: Final = 8
+
+
+def candidates(bases: Iterable[str]) -> list[Path]:
+    """Return the folders that this user's processes on this host may have, the best one first.
+
+    The first name below each base is the usual one. The others, with a number, are for a base in which another user has
+    made a folder of that name: all processes of this user find the next one without asking each other.
+
+    Args:
+        bases: Folders of this user, or of all.
+    """
+    names = [f"asyncdist-{os.getuid()}", *(f"asyncdist-{os.getuid()}-{n}" for n in range(2, _COUNT + 1))]
+    return [Path(base, name) for base in dict.fromkeys(bases) for name in names]
 
 
 class NotPrivateError(PermissionError):

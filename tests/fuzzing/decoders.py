@@ -21,7 +21,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 import torch
-from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from asyncdist.collectives.agreement.messages import AgreementKey
 from asyncdist.collectives.error_exchange import Call, LocalResult, _pack_header, _read_header
@@ -33,6 +33,8 @@ from asyncdist.messaging import wire
 from asyncdist.tensors import pytrees, serialization
 from asyncdist.tensors.flat_state import Fingerprint
 from asyncdist.transports.torch_distributed.meeting.rendezvous import _Gathering
+from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
+from asyncdist.trust.job_secret import JobSecret
 from fuzzing.mutations import mutate
 from protocols.replay.layouts import declare, declared
 from protocols.replay.messages import Declare
@@ -160,11 +162,11 @@ def _run(coroutine: Any) -> Any:
 def _read_store(data: bytes) -> object:
     """Meet at a store in which another process has written: each of the values that are read is this one once."""
     for place in range(5):
-        store = HashStore()
+        store = SealedStore(HashStore(), JobSecret(b"of this job"))
         leads = place < 3
         gathering = _Gathering(store, 0 if leads else 1, 2, time.monotonic())
-        inside = PrefixStore("asyncdist", store)
-        world = PrefixStore(gathering._hello, inside)
+        inside = store.part("asyncdist")
+        world = inside.part(gathering._hello)
         value = data.decode(errors="replace")
         match place:
             case 0:
@@ -175,12 +177,12 @@ def _read_store(data: bytes) -> object:
                 world.set("rank 1", value)
             case 3:
                 inside.set(f"answer/{gathering._hello}", "world")
-                PrefixStore("world", inside).set("missing", "")
-                PrefixStore("world", inside).set("size", value)
+                inside.part("world").set("missing", "")
+                inside.part("world").set("size", value)
             case _:
                 inside.set(f"answer/{gathering._hello}", "world")
-                PrefixStore("world", inside).set("size", "2")
-                PrefixStore("world", inside).set("missing", value)
+                inside.part("world").set("size", "2")
+                inside.part("world").set("missing", value)
         with contextlib.suppress(TransportError):
             gathering.come()
     return None

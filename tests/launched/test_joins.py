@@ -11,12 +11,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import warm
 from support.mpi import REPORTS, ROOT, base_environment
+from torch.distributed import TCPStore
+
+from asyncdist import environment
+from asyncdist.trust import secret_files
+from asyncdist.trust.job_secret import SEAL_NBYTES
 
 #: Generous: what hangs is a failure, what is slow is not.
 TIMEOUT_S = 280.0
@@ -32,11 +38,11 @@ class Story:
         self.launchers: list[subprocess.Popen[bytes]] = []
         (folder / "reports").mkdir()
 
-    def launch(self, name: str, cwd: Path, *options: str) -> subprocess.Popen[bytes]:
+    def launch(self, name: str, cwd: Path, *options: str, **env: str) -> subprocess.Popen[bytes]:
         """Start a launcher in a directory, whose words go to a file of that name."""
         base = base_environment()
         words = [sys.executable, "-m", "asyncdist", "run", *options, *warm.command(SCRIPT, (self.folder,), base, {})]
-        environ = {**base, REPORTS: str(self.folder / "reports")}
+        environ = {**base, REPORTS: str(self.folder / "reports"), **env}
         with (self.folder / name).open("wb") as said:
             launcher = subprocess.Popen(words, cwd=cwd, env=environ, stdout=said, stderr=said)
         self.launchers.append(launcher)
@@ -79,6 +85,51 @@ def story(folder: Path) -> Iterator[Story]:
         for launcher in told.launchers:
             launcher.kill()
             launcher.wait()
+
+
+def listens_at(port: int) -> set[str]:
+    """Return the addresses at which processes of this host listen at a port, as the kernel writes them."""
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+    return {words[1].partition(":")[0] for words in lines if words[1].endswith(f":{port:04X}") and words[3] == "0A"}
+
+
+def command_lines() -> str:
+    """Return the command lines of all processes of this host."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found.append(path.read_text(errors="replace"))
+    return "\n".join(found)
+
+
+@pytest.mark.timeout(300)
+def test_an_outsider_is_refused_and_disturbs_no_rank(tmp_path: Path) -> None:
+    """Regression: any local user joined by the address, and a garbage value ended the thread that admits newcomers."""
+    with story(tmp_path) as told:
+        first = told.launch("first", ROOT, "--transport", "torch", "-n", "2", "--places", "3")
+        address = told.address("first")
+        port = int(address.partition(":")[2])
+        for rank in range(2):
+            told.until(f"{rank}.0")
+        assert listens_at(port) == {"0100007F"}, "the loopback interface alone"
+        store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=10), wait_for_workers=False)
+        world = json.loads(store.get("asyncdist/running")[SEAL_NBYTES:])["world"]
+        for key, value in (("newcomer/1", "no numbers"), ("newcomer/2", "1 1 deadbeef"), ("closed/0.0", "")):
+            assert store.compare_set(f"asyncdist/{world}/{key}", "", value) == value.encode()
+        store.set("asyncdist/over", "")
+        stranger = told.launch("stranger", ROOT, "--join", address, ASYNCDIST_JOB_SECRET="not that of the job")
+        assert told.code(stranger) == 2
+        assert "the job there has another secret than this command" in told.said("stranger")
+        joins = told.launch("joins", ROOT, "--join", address)
+        assert told.until("2.1")["admitted_at"] > 0
+        secret = secret_files.find(secret_files.name_of(port), environment.shared_directories())
+        assert secret is not None and secret not in command_lines()
+        told.folder.joinpath("enough").touch()
+        assert (told.code(joins), told.code(first)) == (0, 0)
+        assert secret not in told.everything()
+        refusals = [line for line in told.said("first").splitlines() if "no process with the job's secret" in line]
+        assert len(refusals) == 1, "one line, whichever value was found first"
+        assert secret_files.find(secret_files.name_of(port), environment.shared_directories()) is None
 
 
 @pytest.mark.timeout(300)

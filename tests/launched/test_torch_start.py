@@ -21,6 +21,8 @@ from asyncdist import environment, local_host
 from asyncdist.errors import TransportError
 from asyncdist.transports.torch_distributed.meeting import rendezvous
 from asyncdist.transports.torch_distributed.meeting.rendezvous import _Gathering as Gathering
+from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
+from asyncdist.trust.job_secret import JobSecret
 
 # ------------------------------------------------------------------------------------------------------------ the start
 
@@ -297,7 +299,7 @@ def test_ranks_that_are_missing_are_told_of_long_before_the_start_is_given_up(
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     monkeypatch.setattr(rendezvous, "MISSING_NOTICE_S", 0.0)
     with pytest.raises(TransportError, match="which did not come"):
-        Gathering(dist.HashStore(), rank, 3, time.monotonic() + 0.1).come()
+        Gathering(SealedStore(dist.HashStore(), JobSecret()), rank, 3, time.monotonic() + 0.1).come()
     missing = {0: [1, 2], 1: [0]}
     said = f"rank {rank} waits for ranks {missing.get(rank)}: they have not come to the start of the world yet"
     assert [said in text for text in caplog.messages] == ([True] if rank in missing else [])
@@ -381,7 +383,9 @@ def test_variables_that_make_no_sense_are_named(changes: dict[str, str], match: 
 
 def test_the_rendezvous_is_what_torchrun_says() -> None:
     environ = rank_environment(1, 4, 29500)
-    assert environment.torch_rendezvous(environ) == environment.TorchRendezvous(1, 4, "127.0.0.1", 29500, False)
+    assert environment.torch_rendezvous(environ) == environment.TorchRendezvous(
+        1, 4, "127.0.0.1", 29500, False, is_loopback=True
+    )
     assert environment.torch_rendezvous({**environ, "TORCHELASTIC_USE_AGENT_STORE": "True"}).is_store_served
 
 
@@ -410,7 +414,7 @@ def gather(store: Any, ranks: Sequence[int], size: int, timeout_s: float = 100.0
 
 
 def test_ranks_gather_again_and_again_where_others_have_said_hello() -> None:
-    store = dist.HashStore()
+    store = SealedStore(dist.HashStore(), JobSecret())
     for rank in range(4):
         store.set(f"asyncdist/hello/{rank}", "of somebody dead")
     worlds = [set(gather(store, range(size), size)) for size in (4, 4, 2, 3)]
@@ -419,10 +423,10 @@ def test_ranks_gather_again_and_again_where_others_have_said_hello() -> None:
 
 
 def test_a_rank_that_is_started_again_while_others_gather_is_answered_again() -> None:
-    store = dist.HashStore()
+    store = SealedStore(dist.HashStore(), JobSecret())
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         others = pool.submit(gather, store, (0, 1), 3)
-        dead = dist.PrefixStore("asyncdist", store)
+        dead = store.part("asyncdist")
         dead.set("hello/2", "of somebody who is answered, and dies")
         dead.wait(["answer/of somebody who is answered, and dies"], timedelta(seconds=100))
         assert len({*gather(store, (2,), 3), *others.result()}) == 1
@@ -430,12 +434,12 @@ def test_a_rank_that_is_started_again_while_others_gather_is_answered_again() ->
 
 @pytest.mark.parametrize("ranks", [(0, 0), (0, 1, 1)])
 def test_a_process_that_comes_as_a_rank_that_is_there_is_named_by_both_and_by_rank_0(ranks: tuple[int, ...]) -> None:
-    for text in gather(dist.HashStore(), ranks, 3):
+    for text in gather(SealedStore(dist.HashStore(), JobSecret()), ranks, 3):
         assert text.startswith(f"rank {ranks[-1]} has come twice: ")
 
 
 def test_a_rank_beyond_those_that_rank_0_counts_on_is_told_and_so_is_rank_0() -> None:
-    store = dist.HashStore()
+    store = SealedStore(dist.HashStore(), JobSecret())
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         stray = pool.submit(gather, store, (3,), 4)
         told = [*gather(store, (0,), 2), *stray.result()]
@@ -443,7 +447,7 @@ def test_a_rank_beyond_those_that_rank_0_counts_on_is_told_and_so_is_rank_0() ->
 
 
 def test_a_stray_that_is_no_more_holds_nobody_up() -> None:
-    store = dist.HashStore()
+    store = SealedStore(dist.HashStore(), JobSecret())
     store.set("asyncdist/unanswered", "3 of somebody dead")
     assert len(set(gather(store, (0, 1), 2))) == 1
 

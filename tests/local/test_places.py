@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore, PrefixStore
+from torch.distributed import HashStore
 
 from asyncdist import cli, environment
 from asyncdist.errors import LateError, TransportError
@@ -21,6 +21,8 @@ from asyncdist.transports.matching import CallbackQueue, Matcher
 from asyncdist.transports.torch_distributed.gloo_mesh import Mesh
 from asyncdist.transports.torch_distributed.meeting import newcomers, rendezvous
 from asyncdist.transports.torch_distributed.meeting.newcomers import Entrance, Reception
+from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
+from asyncdist.trust.job_secret import JobSecret
 
 #: Generous: what takes longer hangs.
 TIMEOUT_S = 60.0
@@ -47,7 +49,14 @@ def states_of(store: Any) -> list[str]:
 def test_the_lowest_free_places_are_taken_also_one_that_was_given_up() -> None:
     store = job_of(["held", "free 3", "left", "free 1", "free 1"])
     found = claim(store, 2, VERSION)
-    assert found == {"job": "a job", "size": 5, "empty_count": 2, "version": VERSION, "places": [(1, 3), (3, 1)]}
+    assert found == {
+        "job": "a job",
+        "size": 5,
+        "empty_count": 2,
+        "version": VERSION,
+        "is_open": False,
+        "places": [(1, 3), (3, 1)],
+    }
     assert claim(store, 1, VERSION)["places"] == [(4, 1)]
     assert [state.partition(" ")[0] for state in states_of(store)] == ["held", "held", "left", "held", "held"]
 
@@ -141,7 +150,6 @@ def test_a_store_that_closes_at_this_moment_is_that_of_a_job_that_is_over(
 ) -> None:
     """It said that what listens there is no store."""
     monkeypatch.setattr("torch.distributed.TCPStore", kind)
-    monkeypatch.setattr("torch.distributed.PrefixStore", lambda _, store: store)
     place_claims.main("127.0.0.1", 1, 1, VERSION)  # where nobody listens
     assert json.loads(capsys.readouterr().out) == {"error": "the job is over"}
 
@@ -169,7 +177,7 @@ def test_ranks_of_a_world_with_places_know_its_size_and_who_begins_it() -> None:
     assert all(place.admits_restarted and place.is_store_served for place in places)
     (nested,) = local_ranks.build_environments(made[0], ranks=1, threads=None)
     assert environment.torch_rendezvous(nested).empty_count == 0, "a job that a rank starts is another one"
-    job = {"job": places[0].job, "size": 4, "empty_count": 2, "places": [(1, 5), (3, 1)]}
+    job = {"job": places[0].job, "size": 4, "empty_count": 2, "is_open": False, "places": [(1, 5), (3, 1)]}
     joined = joining_ranks.build_environments({"RANK": "9"}, job, host="localhost", port=123, threads=None)
     coming = {rank: environment.torch_rendezvous(each) for rank, each in joined.items()}
     assert [(place.rank, place.size, place.empty_count, place.incarnation) for place in coming.values()] == [
@@ -215,15 +223,16 @@ def test_what_cannot_be_is_one_line(
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> PrefixStore:
+def store(monkeypatch: pytest.MonkeyPatch) -> SealedStore:
     """The part of a store that belongs to a job, at which all processes of a test meet."""
     common = HashStore()
-    monkeypatch.setattr(newcomers, "open_store", lambda *_: common)
+    sealed = SealedStore(common, JobSecret())
+    monkeypatch.setattr(newcomers, "open_store", lambda *_: sealed)
     monkeypatch.setattr(rendezvous._Place, "_find", lambda *_: common)
     monkeypatch.setattr(newcomers, "_say_ended", lambda *_: None)
     monkeypatch.setattr(newcomers, "_entered", {})
     rendezvous._place_of.cache_clear()
-    return PrefixStore("asyncdist", common)
+    return sealed.part("asyncdist")
 
 
 def place(rank: int, incarnation: int = 0, *, size: int = 3, empty_count: int = 2) -> environment.TorchRendezvous:
@@ -273,7 +282,7 @@ def in_thread(make: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
     return thread, made
 
 
-def test_a_rank_begins_a_world_alone_and_those_that_come_find_it_and_each_other(store: PrefixStore) -> None:
+def test_a_rank_begins_a_world_alone_and_those_that_come_find_it_and_each_other(store: SealedStore) -> None:
     first = Process(place(0))
     assert (first.entrance.groups, first.entrance.incarnation) == ([], 0)
     assert first.mesh.lost == first.mesh.vacant == {1, 2}
@@ -302,7 +311,7 @@ def test_a_rank_begins_a_world_alone_and_those_that_come_find_it_and_each_other(
             thread.join()
 
 
-def test_a_process_at_an_empty_place_begins_no_world_but_waits_for_the_next_one(store: PrefixStore) -> None:
+def test_a_process_at_an_empty_place_begins_no_world_but_waits_for_the_next_one(store: SealedStore) -> None:
     """All have left the world that runs; the rank that begins the next one finds it waiting."""
     left = Process(place(0))
     left.mesh.close()
@@ -323,7 +332,7 @@ def test_a_process_at_an_empty_place_begins_no_world_but_waits_for_the_next_one(
     "key, says",
     [("ended/0", "rank 2 joins the others, and other ranks have ended"), ("over", "rank 2 joins the others, and the")],
 )
-def test_a_process_that_comes_when_the_job_is_over_ends_well(store: PrefixStore, key: str, says: str) -> None:
+def test_a_process_that_comes_when_the_job_is_over_ends_well(store: SealedStore, key: str, says: str) -> None:
     store.set("ended/1", "")  # a rank that had come later has ended: the world may begin without it
     thread, made = in_thread(lambda: Entrance(place(2, 1), TIMEOUT_S))
     thread.join(0.3)
@@ -333,7 +342,7 @@ def test_a_process_that_comes_when_the_job_is_over_ends_well(store: PrefixStore,
     assert isinstance(made[0], LateError) and made[0].message.startswith(says)
 
 
-def test_a_process_that_finds_the_store_closed_ends_well(store: PrefixStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_finds_the_store_closed_ends_well(store: SealedStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def closed(*_: object) -> None:
         raise TransportError("nobody serves a store there")
 

@@ -9,12 +9,14 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore, PrefixStore
+from torch.distributed import HashStore
 
 from asyncdist.errors import TransportError
 from asyncdist.transports.matching import CallbackQueue
 from asyncdist.transports.torch_distributed import backends
 from asyncdist.transports.torch_distributed.meeting.newcomers import Reception
+from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
+from asyncdist.trust.job_secret import JobSecret
 
 #: Generous: what takes longer hangs.
 TIMEOUT_S = 60.0
@@ -26,7 +28,7 @@ class Process:
     def __init__(self, common: Any, rank: int, incarnation: int, name: str) -> None:
         self.rank = rank
         self.callbacks = CallbackQueue()
-        world = PrefixStore("world", common)
+        world = common.part("world")
         self.reception = Reception(common, world, rank, incarnation, name, self.callbacks)
         self.met: list[tuple[int, int, list[Any]]] = []
         self.missed: list[tuple[int, int]] = []
@@ -44,12 +46,12 @@ class Process:
 
 
 @pytest.fixture
-def common() -> HashStore:
-    return HashStore()
+def common() -> SealedStore:
+    return SealedStore(HashStore(), JobSecret(b"the secret of a job"))
 
 
 @pytest.fixture
-def pair(common: HashStore) -> Iterator[list[Process]]:
+def pair(common: SealedStore) -> Iterator[list[Process]]:
     """Rank 0, which is there since the beginning, and rank 1, which was started again."""
     made = [Process(common, 0, 0, "0.0"), Process(common, 1, 1, "1.1")]
     yield made
@@ -60,7 +62,7 @@ def pair(common: HashStore) -> Iterator[list[Process]]:
                 backends.close_connections(group)
 
 
-def test_nobody_goes_on_connecting_to_a_process_that_has_ended(common: HashStore) -> None:
+def test_nobody_goes_on_connecting_to_a_process_that_has_ended(common: SealedStore) -> None:
     """It has noted that it wants to meet, and its launcher that it has ended: gloo would wait for it for minutes."""
     process = Process(common, 0, 0, "0.1")  # it was killed before the world began
     common.set("exited/0.0", "")
@@ -78,7 +80,7 @@ def test_nobody_goes_on_connecting_to_a_process_that_has_ended(common: HashStore
     process.reception.close()
 
 
-def test_a_process_that_leaves_the_world_ends_its_meetings_and_those_of_others_with_it(common: HashStore) -> None:
+def test_a_process_that_leaves_the_world_ends_its_meetings_and_those_of_others_with_it(common: SealedStore) -> None:
     first, second = Process(common, 0, 0, "0.0"), Process(common, 2, 0, "2.0")
     common.set("world/meeting 0.0 1.1/1", "1.1")
     common.set("world/meeting 0.0 2.0/0", "0.0")
@@ -94,11 +96,11 @@ def test_a_process_that_leaves_the_world_ends_its_meetings_and_those_of_others_w
 def test_what_fails_on_one_side_is_tried_again_by_both(pair: list[Process], monkeypatch: pytest.MonkeyPatch) -> None:
     make, calls = backends.make_gloo_groups, []
 
-    def fail_first(store: Any, rank: int, size: int, timeout: timedelta) -> list[Any]:
+    def fail_first(store: Any, rank: int, size: int, timeout: timedelta, **options: Any) -> list[Any]:
         calls.append(rank)
         if calls.count(1) == 1 and rank == 1:
             raise TransportError("the first attempt fails")
-        return make(store, rank, size, timeout)
+        return make(store, rank, size, timeout, **options)
 
     monkeypatch.setattr(backends, "make_gloo_groups", fail_first)
     pair[0].reception.want(1, 1, welcomes=True)

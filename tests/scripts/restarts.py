@@ -41,7 +41,7 @@ ROUNDS_AFTER = 6
 _TAG = 11
 
 
-def die(*_: object) -> NoReturn:
+def die(*_: object, **__: object) -> NoReturn:
     """Be killed."""
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("killed")

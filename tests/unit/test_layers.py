@@ -179,14 +179,11 @@ def test_mpi4py_is_imported_in_the_mpi_transport_the_doctor_and_a_rival_alone() 
 def test_torch_distributed_is_imported_where_processes_meet_alone() -> None:
     """Plain functions of ``launch_subprocesses`` bring collectives of their own and need a process group of torch."""
     users = {name for name, tree in ASYNCDIST.items() if uses(tree, "torch.distributed")}
-    transport = {
-        f"transports.torch_distributed.{name}"
-        for name in ("backends", "meeting.connecting", "meeting.newcomers", "meeting.rendezvous", "transport")
-    }
+    meeting = {f"meeting.{name}" for name in ("connecting", "rendezvous", "sealed_store", "serving")}
+    transport = {f"transports.torch_distributed.{name}" for name in ("backends", "transport", *meeting)}
     others = {
         "launch.process_groups",
         "launch.place_claims",
-        "launch.store_server",
         "bench.rivals",
         "integrations.replicas",
     }

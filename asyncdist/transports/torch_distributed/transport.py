@@ -19,7 +19,6 @@ from typing import Final
 
 import torch
 from torch import distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from asyncdist.errors import TransportError
 from asyncdist.transports.base import Buffer, Capabilities, Request, Transport
@@ -98,13 +97,13 @@ def _make_pairs(
     device = backends.device_of(backend, local_rank)
     made: list[Pairs] = []
     for name in names:
-        place = PrefixStore(name, store)
+        place = store.part(name)
         make_group = functools.partial(
             backends.make_group, backend, store=place, rank=rank, size=size, timeout=_GROUP_TIMEOUT
         )
         made.append(Pairs(make_group, rank, device))
         try:
-            backend_self_test.examine(made[-1], backend, PrefixStore("self-test", place), rank, size)
+            backend_self_test.examine(made[-1], backend, place.part("self-test"), rank, size)
         except TransportError:
             for pairs in made:
                 with contextlib.suppress(TimeoutError):  # what has blocked a message may block this too
@@ -140,6 +139,7 @@ class TorchTransport(MatchedTransport):
         reception = None
         callbacks = CallbackQueue()
         groups: Sequence[object] = ()
+        trusts_network = False
         if size > 1 and rendezvous is not None and rendezvous.admits_restarted:
             entrance = Entrance(rendezvous, timeout_s)
             self.incarnation, self.job_nonce, groups = entrance.incarnation, entrance.nonce, entrance.groups
@@ -152,10 +152,14 @@ class TorchTransport(MatchedTransport):
                 callbacks,
                 late_places=range(size - rendezvous.empty_count, size),
                 vacant=entrance.vacant,
+                is_loopback=rendezvous.is_loopback,
             )
         elif size > 1:
             store = join_store(rendezvous, rank, size, timeout_s)
-            groups = backends.make_gloo_groups(store, rank, size, _GROUP_TIMEOUT)
+            is_loopback = rendezvous is not None and rendezvous.is_loopback
+            groups = backends.make_gloo_groups(store, rank, size, _GROUP_TIMEOUT, is_loopback=is_loopback)
+            backends.prove_connections(groups, rank, size, _GROUP_TIMEOUT, store)
+            trusts_network = store.secret.is_missing
         capabilities = Capabilities(
             native_collectives=False,
             survives_rank_loss=True,
@@ -167,6 +171,7 @@ class TorchTransport(MatchedTransport):
             written_share=1.0,
         )
         super().__init__(rank, size, callbacks, capabilities)
+        self.trusts_network = trusts_network
         self.may_return = reception is not None
         self._granted_tags = granted_tags
         self._mesh = gloo_mesh.Mesh(groups, rank, size, self._matcher, reception)

@@ -17,6 +17,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from asyncdist.errors import TransportError
 from asyncdist.transports.torch_distributed import backends
+from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
 
 #: The pause between two looks, and what is added for each rank.
 _PAUSE_S: Final = 0.01
@@ -25,12 +26,13 @@ _ALL, _SOME = "all ranks are connected", "not all ranks are connected"
 
 
 def make_gloo_groups(
-    store: Any,
+    store: SealedStore,
     rank: int,
     size: int,
     *,
     connect_s: float,
     timeout_s: float,
+    is_loopback: bool = False,
     check: Callable[[], object] = lambda: None,
 ) -> list[Any]:
     """Make the groups for frames and for tensors, if every rank can; they decide it together.
@@ -40,6 +42,7 @@ def make_gloo_groups(
         rank, size: as of :func:`backends.make_gloo_groups`.
         connect_s: gloo's timeout for the connecting, once all are there.
         timeout_s: for all of it, the connecting aside.
+        is_loopback: whether all ranks are on this host.
         check: called again and again meanwhile; raises where waiting is in vain.
 
     Raises:
@@ -58,7 +61,9 @@ def make_gloo_groups(
     watched = _WatchedStore(store, look, _PAUSE_S + size * _PAUSE_PER_RANK_S)
     groups: list[Any] = []
     try:
-        groups = backends.make_gloo_groups(watched, rank, size, timedelta(seconds=connect_s))
+        connecting = timedelta(seconds=connect_s)
+        groups = backends.make_gloo_groups(watched, rank, size, connecting, is_loopback=is_loopback)
+        backends.prove_connections(groups, rank, size, connecting, store)
         store.set(f"connected/{rank}", "")
         watched.wait([f"connected/{peer}" for peer in range(size)])
         if _decide(store, _ALL) != _ALL:

@@ -24,13 +24,12 @@ import atexit
 import contextlib
 import json
 import logging
+import re
 import secrets
 import threading
 import time
 from collections.abc import Callable, Collection
 from typing import Any, Final
-
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from asyncdist._version import __version__
 from asyncdist.errors import DisagreementError, LateError, TransportError
@@ -38,6 +37,7 @@ from asyncdist.transports.matching import CallbackQueue
 from asyncdist.transports.torch_distributed.failures import reason
 from asyncdist.transports.torch_distributed.meeting import connecting
 from asyncdist.transports.torch_distributed.meeting.rendezvous import Rendezvous, join_world, open_store
+from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
 
 logger = logging.getLogger("asyncdist.transports.torch_distributed.meeting.newcomers")
 
@@ -86,7 +86,7 @@ class Entrance:
         self._rendezvous = rendezvous
         self._deadline = time.monotonic() + timeout_s
         self._first_count = rendezvous.size - rendezvous.empty_count
-        self.common = PrefixStore("asyncdist", self._open_store())
+        self.common = self._open_store().part("asyncdist")
         self.incarnation = 0
         self.vacant = frozenset(range(self._first_count, rendezvous.size))
         self.process = f"{rendezvous.rank}.{rendezvous.incarnation}"
@@ -106,7 +106,7 @@ class Entrance:
             atexit.register(_say_ended, self.common, rendezvous.rank)
         _entered[rendezvous] = token
 
-    def _open_store(self) -> Any:
+    def _open_store(self) -> SealedStore:
         """Return the store of the job, which serves already where this process comes later than others."""
         if not self._rendezvous.incarnation:
             return open_store(self._rendezvous, self._deadline)
@@ -131,7 +131,7 @@ class Entrance:
             if self.common.check([_RUNNING]):
                 token = _check_running(_text(self.common, _RUNNING), self._rendezvous)
             if token != left:
-                self.store = PrefixStore(token, self.common)
+                self.store = self.common.part(token)
                 newest = come(self.store, self._rendezvous, min(self._deadline - time.monotonic(), _WELCOME_S))
                 if newest is not None:
                     self.incarnation = self._rendezvous.incarnation
@@ -173,7 +173,14 @@ class Entrance:
         if count == 1:
             return []
         timeout_s = _CONNECT_S + count * _CONNECT_PER_RANK_S
-        return connecting.make_gloo_groups(self.store, rank, count, connect_s=timeout_s, timeout_s=timeout_s)
+        return connecting.make_gloo_groups(
+            self.store,
+            rank,
+            count,
+            connect_s=timeout_s,
+            timeout_s=timeout_s,
+            is_loopback=self._rendezvous.is_loopback,
+        )
 
     def _check_others(self) -> None:
         """Raise where this rank comes later, and one of the first has ended: no world begins without that one."""
@@ -252,8 +259,9 @@ def come(store: Any, rendezvous: Rendezvous, timeout_s: float) -> list[int] | No
 def _read(store: Any, number: int, newest: list[int]) -> int:
     """Read the log from an entry on, and note the incarnations; return the number of the next entry."""
     while store.check([f"newcomer/{number}"]):
-        rank, incarnation = _parse(_text(store, f"newcomer/{number}"))
-        newest[rank] = incarnation
+        entry = _parse(_text(store, f"newcomer/{number}"))
+        if entry is not None and entry[0] < len(newest):
+            newest[entry[0]] = entry[1]
         number += 1
     return number
 
@@ -266,9 +274,10 @@ def _have_left(store: Any, newest: list[int], rank: int, first_count: int) -> bo
     return bool(closed) and set(inside) <= set(closed)
 
 
-def _parse(entry: str) -> tuple[int, int]:
-    rank, incarnation, _ = entry.split()
-    return int(rank), int(incarnation)
+def _parse(entry: str) -> tuple[int, int] | None:
+    """Return rank and incarnation of an entry of the log; None for one that no process of this world has written."""
+    found = re.fullmatch(r"([0-9]{1,9}) ([0-9]{1,9}) [0-9a-f]+", entry)
+    return None if found is None else (int(found[1]), int(found[2]))
 
 
 def _text(store: Any, key: str) -> str:
@@ -287,12 +296,13 @@ class Reception:
         callbacks: the loop's.
         late_places: those that were empty when the world began.
         vacant: those of them to which no process had come when this one did.
+        is_loopback: Whether all ranks, those that come later included, are on this host.
     """
 
     def __init__(
         self,
-        common: Any,
-        store: Any,
+        common: SealedStore,
+        store: SealedStore,
         rank: int,
         incarnation: int,
         process: str,
@@ -300,7 +310,9 @@ class Reception:
         *,
         late_places: Collection[int] = (),
         vacant: frozenset[int] = frozenset(),
+        is_loopback: bool = False,
     ) -> None:
+        self._is_loopback = is_loopback
         self._process = process
         self.incarnation = incarnation
         self.late_places = late_places
@@ -372,8 +384,11 @@ class Reception:
 
     def _read_log(self, store: Any, number: int) -> int:
         while store.check([f"newcomer/{number}"]):
-            rank, incarnation = _parse(_text(store, f"newcomer/{number}"))
+            entry = _parse(_text(store, f"newcomer/{number}"))
             number += 1
+            if entry is None:
+                continue
+            rank, incarnation = entry
             if rank != self._rank:
                 self._callbacks.put(self._on_announced, (rank, incarnation))
             elif incarnation > self.incarnation:
@@ -432,11 +447,17 @@ class Reception:
                 raise _EndedError("that process has ended, or left the world")
 
         for number, connect_s in enumerate(_PAIR_CONNECT_S, 1):
-            part = PrefixStore(f"{place}/{number}", store)
+            part = store.part(f"{place}/{number}")
             try:
                 check()
                 return connecting.make_gloo_groups(
-                    part, int(self._rank > rank), 2, connect_s=connect_s, timeout_s=_PAIR_S, check=check
+                    part,
+                    int(self._rank > rank),
+                    2,
+                    connect_s=connect_s,
+                    timeout_s=_PAIR_S,
+                    is_loopback=self._is_loopback,
+                    check=check,
                 )
             except _EndedError:
                 raise

@@ -33,11 +33,14 @@ from datetime import timedelta
 from typing import Any, Final, Protocol
 
 from torch import distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from asyncdist import environment
 from asyncdist.errors import TransportError
 from asyncdist.transports.torch_distributed.failures import reason
+from asyncdist.transports.torch_distributed.meeting import serving
+from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
+from asyncdist.trust.job_secret import JobSecret
 
 logger = logging.getLogger("asyncdist.transports.torch_distributed.meeting.rendezvous")
 
@@ -47,7 +50,6 @@ _PAUSE_S: Final = 0.02
 _PAUSE_PER_RANK_S: Final = 0.0005
 _CONNECT_S: Final = 1.0
 _SHORTEST_CONNECT_S: Final = 0.1
-_STORE_TIMEOUT: Final = timedelta(seconds=60)
 _UNANSWERED: Final = "unanswered"
 #: How long nobody may serve a store before one rank of each host says what it waits for.
 NOTICE_S: Final = 5.0
@@ -69,6 +71,8 @@ class Rendezvous(Protocol):
         job: what the launcher calls the job.
         empty_count: how many places, the highest, have no process when the world begins.
         why_missing: why rank 0 may be at another address, for errors; empty where nothing is known of that.
+        secret: The secret of the job.
+        is_loopback: Whether all ranks, those that come later included, are on this host.
     """
 
     @property
@@ -91,6 +95,10 @@ class Rendezvous(Protocol):
     def empty_count(self) -> int: ...
     @property
     def why_missing(self) -> str: ...
+    @property
+    def secret(self) -> JobSecret: ...
+    @property
+    def is_loopback(self) -> bool: ...
     def __hash__(self) -> int: ...
 
 
@@ -99,7 +107,7 @@ def is_group_initialised() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def join_store(rendezvous: Rendezvous | None, rank: int, size: int, timeout_s: float) -> Any:
+def join_store(rendezvous: Rendezvous | None, rank: int, size: int, timeout_s: float) -> SealedStore:
     """Wait for all ranks of a world, and return its part of a store.
 
     Args:
@@ -117,14 +125,16 @@ def join_store(rendezvous: Rendezvous | None, rank: int, size: int, timeout_s: f
     """
     if rendezvous is not None:
         return join_world(rendezvous, timeout_s)[0]
-    store = dist.distributed_c10d._get_default_store()
+    store = SealedStore(dist.distributed_c10d._get_default_store(), environment.secret_of_group())
     gathering = _Gathering(store, rank, size, time.monotonic() + timeout_s)
     gathering.come()
     gathering.let_go()
     return gathering.world
 
 
-def join_world(rendezvous: Rendezvous, timeout_s: float, check: Callable[[], object] = lambda: None) -> tuple[Any, str]:
+def join_world(
+    rendezvous: Rendezvous, timeout_s: float, check: Callable[[], object] = lambda: None
+) -> tuple[SealedStore, str]:
     """Do as :func:`join_store`; return the world's part of the store, and its token. Nobody waits for empty places.
 
     ``check`` is called again and again meanwhile, and raises where waiting is in vain.
@@ -144,7 +154,7 @@ def join_world(rendezvous: Rendezvous, timeout_s: float, check: Callable[[], obj
     return gathering.world, gathering.token
 
 
-def open_store(rendezvous: Rendezvous, deadline: float) -> Any:
+def open_store(rendezvous: Rendezvous, deadline: float) -> SealedStore:
     """Return the store at which the ranks meet, which other worlds use too.
 
     Raises:
@@ -172,9 +182,9 @@ class _Gathering:
     """
 
     def __init__(
-        self, store: Any, rank: int, size: int, deadline: float, check: Callable[[], object] = lambda: None
+        self, store: SealedStore, rank: int, size: int, deadline: float, check: Callable[[], object] = lambda: None
     ) -> None:
-        self._store = PrefixStore("asyncdist", store)
+        self._store = store.part("asyncdist")
         self._rank = rank
         self._size = size
         self._deadline = deadline
@@ -183,7 +193,7 @@ class _Gathering:
         self._answered: set[str] = set()
         self._strays: set[int] = set()
         self._missing = [peer for peer in range(size) if peer != rank] if rank == 0 else [0]
-        self.world: Any = None
+        self.world = self._store
         self.token = ""
 
     def come(self) -> None:
@@ -211,7 +221,7 @@ class _Gathering:
 
     def _lead(self) -> None:
         self.token = self._hello
-        self.world = PrefixStore(self.token, self._store)
+        self.world = self._store.part(self.token)
         self.world.set("size", str(self._size))
         self.world.set("missing", _join(self._missing))
         self._until(self._is_everybody_here)
@@ -249,13 +259,14 @@ class _Gathering:
 
     def _come_to(self, token: str) -> None:
         self.token = token
-        self.world = PrefixStore(token, self._store)
+        self.world = self._store.part(token)
         self.world.set(f"rank {self._rank}", str(self._size))
         _check_sizes(self._rank, self._size, int(_text(self.world, "size")))
 
     def _is_answered(self) -> bool:
         if self._store.check([f"answer/{self._hello}"]):
             return True
+        self._store.check(["hello/0"])  # reports it where rank 0 has another secret
         self._store.set(_UNANSWERED, f"{self._rank} {self._hello}")
         return False
 
@@ -342,12 +353,12 @@ class _Place:
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self._rendezvous = rendezvous
-        self._store: Any = None
-        self._announcement: Any = None
+        self._store: SealedStore | None = None
+        self._announcement: SealedStore | None = None
 
-    def open(self, deadline: float) -> Any:
+    def open(self, deadline: float) -> SealedStore:
         if self._store is None:
-            self._store = self._find(deadline)
+            self._store = SealedStore(self._find(deadline), self._rendezvous.secret)
         return self._store
 
     def forget(self) -> None:
@@ -366,7 +377,7 @@ class _Place:
         if rendezvous.rank != 0:
             return _reach(rendezvous, _announced_port(rendezvous, deadline), deadline)
         store = _serve(rendezvous, 0)
-        self._announcement = _serve(rendezvous, rendezvous.port)
+        self._announcement = SealedStore(_serve(rendezvous, rendezvous.port), rendezvous.secret)
         self._announcement.set(_PORT, str(store.port))
         return store
 
@@ -380,7 +391,7 @@ def _announced_port(rendezvous: Rendezvous, deadline: float) -> int:
     while True:
         _await_server(rendezvous, deadline, "rank 0")
         try:
-            announcement = _reach(rendezvous, rendezvous.port, deadline)
+            announcement = SealedStore(_reach(rendezvous, rendezvous.port, deadline), rendezvous.secret)
             while time.monotonic() < deadline:
                 if announcement.check([_PORT]):
                     return int(announcement.get(_PORT))
@@ -399,15 +410,7 @@ def _who_waits(rendezvous: Rendezvous) -> str:
 
 def _serve(rendezvous: Rendezvous, port: int) -> Any:
     try:
-        return TCPStore(
-            rendezvous.address,
-            port,
-            rendezvous.size,
-            True,
-            _STORE_TIMEOUT,
-            wait_for_workers=False,
-            multi_tenant=port != 0,
-        )
+        return serving.serve(rendezvous.address, port, size=rendezvous.size)
     except RuntimeError as error:
         raise TransportError(
             f"rank 0 cannot serve a store at {_place(rendezvous, port)}: {reason(error)}", port=port
@@ -419,7 +422,7 @@ def _reach(rendezvous: Rendezvous, port: int, deadline: float) -> Any:
 
     torch then tries for its timeout, pauses for as long, and tries again: with 60 s, two minutes of silence.
     """
-    connect_s = min(max(_SHORTEST_CONNECT_S, deadline - time.monotonic()), _STORE_TIMEOUT.total_seconds())
+    connect_s = min(max(_SHORTEST_CONNECT_S, deadline - time.monotonic()), serving.TIMEOUT.total_seconds())
     try:
         store = TCPStore(
             rendezvous.address, port, rendezvous.size, False, timedelta(seconds=connect_s), wait_for_workers=False
@@ -428,7 +431,7 @@ def _reach(rendezvous: Rendezvous, port: int, deadline: float) -> Any:
         raise TransportError(
             f"rank {rendezvous.rank} cannot use the store at {_place(rendezvous, port)}: {reason(error)}", port=port
         ) from error
-    store.set_timeout(_STORE_TIMEOUT)
+    store.set_timeout(serving.TIMEOUT)
     return store
 
 

@@ -1,0 +1,109 @@
+"""Keeps secrets in files that this user alone can read.
+
+Those of asyncdist lie in the folder of this user on this host (:func:`private_folders.candidates`), so all processes
+of the user on the host find them, and no other user's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from asyncdist.trust import job_secret, private_folders
+
+#: The secret of jobs of one host whose launcher gives them none.
+SHARED: Final = "secret"
+_NBYTES_MAX: Final = 4096
+
+
+def read(path: str) -> str:
+    """Return the secret in a file of the user's.
+
+    Raises:
+        ValueError: The file cannot be read, other users can read it, or it has no secret; says what to do.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ValueError(f"the secret's file {path!r} cannot be read: {error.strerror}") from error
+    return job_secret.check(_read_open(descriptor, path), f"the file {path!r}")
+
+
+def _read_open(descriptor: int, path: str) -> str:
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid not in (os.getuid(), 0):
+            raise ValueError(f"{path!r} is not a file of this user; allowed: one of this user, of mode 0600")
+        if stat.S_IMODE(found.st_mode) & 0o077:
+            raise ValueError(
+                f"the secret's file {path!r} has mode {stat.S_IMODE(found.st_mode):04o}, so other users can open it; "
+                f"allowed: 0600 (chmod 600 {path})"
+            )
+        return os.read(descriptor, _NBYTES_MAX).decode("utf-8", "replace")
+    finally:
+        os.close(descriptor)
+
+
+def name_of(port: int) -> str:
+    """Return the name under which the launcher of a job keeps its secret for ranks that join at this port."""
+    return f"{SHARED}-{port}"
+
+
+def keep(name: str, text: str, bases: Iterable[str]) -> Path | None:
+    """Write a secret of asyncdist under this name, in place of an earlier one; return its path, or None.
+
+    Args:
+        name: The file's name.
+        text: The secret.
+        bases: The folders to try.
+    """
+    return _in_own_folder(name, text, bases, replaces=True)
+
+
+def find(name: str, bases: Iterable[str]) -> str | None:
+    """Return the secret of asyncdist with this name; None if there is none."""
+    for folder in private_folders.candidates(bases):
+        with contextlib.suppress(OSError, ValueError), private_folders.opened(folder) as parent:
+            descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=parent)
+            return job_secret.check(_read_open(descriptor, name), name)
+    return None
+
+
+def shared(bases: Iterable[str]) -> str | None:
+    """Return the secret that this user's processes on this host share, which the first one draws.
+
+    None if no folder can hold it.
+    """
+    bases = tuple(bases)
+    return find(SHARED, bases) or (
+        find(SHARED, bases) if _in_own_folder(SHARED, job_secret.draw(), bases, replaces=False) else None
+    )
+
+
+def remove(path: Path) -> None:
+    """Remove a secret that :func:`keep` has written."""
+    with contextlib.suppress(OSError), private_folders.opened(path.parent) as parent:
+        os.unlink(path.name, dir_fd=parent)
+
+
+def _in_own_folder(name: str, text: str, bases: Iterable[str], *, replaces: bool) -> Path | None:
+    """Write a file at once, so that no process finds a part of it; an earlier one stays unless ``replaces``."""
+    for folder in private_folders.candidates(bases):
+        with contextlib.suppress(OSError), private_folders.opened(folder, makes=True) as parent:
+            begun = f"{name}.{secrets.token_hex(8)}"
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+            with open(os.open(begun, flags, 0o600, dir_fd=parent), "w", encoding="utf-8") as file:
+                file.write(text)
+            if replaces:
+                os.rename(begun, name, src_dir_fd=parent, dst_dir_fd=parent)
+                return folder / name
+            with contextlib.suppress(FileExistsError):
+                os.link(begun, name, src_dir_fd=parent, dst_dir_fd=parent)
+            os.unlink(begun, dir_fd=parent)
+            return folder / name
+    return None

@@ -1,0 +1,232 @@
+"""Whom a process believes: seals on values of a store, proofs over connections, and the files with secrets."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+from torch.distributed import HashStore, PrefixStore
+
+from asyncdist import environment
+from asyncdist.errors import TransportError
+from asyncdist.transports.torch_distributed import backends
+from asyncdist.transports.torch_distributed.meeting.sealed_store import Refusals, SealedStore
+from asyncdist.trust import job_secret, secret_files
+from asyncdist.trust.job_secret import JobSecret
+
+OURS, OTHER = JobSecret(b"the secret of this job"), JobSecret(b"the secret of another one")
+
+
+# -- seals ------------------------------------------------------------------------------------------------------------
+
+
+@given(st.text(), st.binary(), st.text(), st.binary())
+def test_a_seal_holds_for_its_name_value_and_secret_alone(name: str, value: bytes, name2: str, value2: bytes) -> None:
+    sealed = OURS.seal(name, value)
+    assert OURS.unseal(name, sealed) == value
+    assert OTHER.unseal(name, sealed) is None and JobSecret().unseal(name, sealed) is None
+    assert name2 == name or OURS.unseal(name2, sealed) is None
+    assert value2 == value or OURS.unseal(name, sealed[: job_secret.SEAL_NBYTES] + value2) is None
+
+
+@given(st.binary())
+def test_garbage_is_never_a_sealed_value(data: bytes) -> None:
+    assert OURS.unseal("newcomer/1", data) is None and JobSecret().unseal("newcomer/1", data) is None
+
+
+def test_a_proof_is_that_of_one_process_to_another_over_one_connection() -> None:
+    proofs = [
+        secret.proof(*facts) for secret in (OURS, OTHER) for facts in (("w/0", 0, 1), ("w/0", 1, 0), ("w/1", 0, 1))
+    ]
+    assert len(set(proofs)) == len(proofs)
+
+
+def test_no_representation_shows_a_secret() -> None:
+    place = environment.TorchRendezvous(0, 2, "127.0.0.1", 1, False, secret=OURS)
+    assert "secret of this job" not in f"{OURS!r} {place!r}"
+
+
+# -- stores -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_an_outsider_writes_counts_as_absent(caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: a flag or a garbage value of any process was believed."""
+    inner = HashStore()
+    store = SealedStore(inner, OURS).part("asyncdist")
+    outsider = SealedStore(inner, OTHER).part("asyncdist")
+    inner.set("asyncdist/over", "")
+    outsider.set("closed/0.0", "")
+    inner.set("asyncdist/newcomer/1", "no numbers")
+    assert not store.check(["over"]) and not store.check(["closed/0.0"]) and not store.check(["newcomer/1"])
+    assert store.compare_set("newcomer/1", "", "1 1 ab") == b"1 1 ab", "it takes the place of what is not believed"
+    assert store.compare_set("newcomer/1", "", "2 1 cd") == b"1 1 ab"
+    assert [record.levelno for record in caplog.records] == [logging.WARNING], "told once"
+    assert "'asyncdist/over'" in caplog.text
+    assert outsider.compare_set("newcomer/1", "1 1 ab", "free") == b""
+    assert store.get("newcomer/1") == b"1 1 ab"
+
+
+def test_processes_with_one_secret_understand_each_other() -> None:
+    inner = HashStore()
+    one, two = (SealedStore(inner, OURS).part("asyncdist").part("world") for _ in range(2))
+    one.set("size", "4")
+    assert two.check(["size"]) and two.get("size") == b"4"
+    assert two.compare_set("size", "4", "5") == b"5" and one.get("size") == b"5"
+    assert two.compare_set("size", "4", "6") == b"5"
+    two.wait(["size"], timedelta(seconds=1))
+    with pytest.raises(RuntimeError, match="no values of this job for 'go'"):
+        two.wait(["go"], timedelta(seconds=0))
+
+
+def test_a_value_that_is_overwritten_and_restored_is_returned() -> None:
+    inner = HashStore()
+    store = SealedStore(inner, OURS)
+    store.set("hello", "a")
+    sound = bytes(inner.get("hello"))
+    inner.set("hello", "garbage")
+    timer = threading.Timer(0.05, inner.set, ("hello", sound))
+    timer.start()
+    assert store.get("hello") == b"a"
+    timer.join()
+
+
+def test_refused_values_are_reported_at_a_bounded_rate(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    refusals = Refusals(lambda: now[0])
+    for number in range(1000):
+        refusals.note(f"newcomer/{number}", b"x")
+    assert len(caplog.records) == 1
+    now[0] = 61.0
+    refusals.note("\x1b[2J", b"x")
+    refusals.note("\x1b[2J", b"x")
+    assert len(caplog.records) == 2
+    assert "a value and 999 more" in caplog.text and "\x1b" not in caplog.text
+
+
+# -- connections ------------------------------------------------------------------------------------------------------
+
+
+def connect(first: SealedStore, second: SealedStore) -> list[Any]:
+    """Make gloo groups of two processes, which prove to each other who they are; return what becomes of each."""
+    ended: list[Any] = [None, None]
+    timeout = timedelta(seconds=20)
+
+    def run(rank: int, store: SealedStore) -> None:
+        groups = [backends.make_gloo_group(PrefixStore("g", meeting), "g", rank, 2, timeout, is_loopback=True)]
+        try:
+            backends.prove_connections(groups, rank, 2, timeout, store)
+        except TransportError as error:
+            ended[rank] = str(error)
+        finally:
+            backends.close_connections(groups[0])
+
+    meeting = HashStore()
+    threads = [threading.Thread(target=run, args=(rank, store)) for rank, store in enumerate((first, second))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return ended
+
+
+@pytest.mark.slow
+def test_a_connection_to_a_process_without_the_secret_is_given_up() -> None:
+    """It has the place of a rank in gloo: whoever connects first to a port with its number gets that."""
+    store = HashStore()
+    assert connect(SealedStore(store, OURS), SealedStore(store, OURS)) == [None, None]
+    with_other = connect(SealedStore(store, OURS), SealedStore(store, OTHER))
+    assert "what is connected as place 1 of 2 does not know the job's secret" in with_other
+    elsewhere = connect(SealedStore(store, OURS).part("one world"), SealedStore(store, OURS).part("another"))
+    assert any(elsewhere), "proofs of another world do not count"
+
+
+# -- where secrets come from ------------------------------------------------------------------------------------------
+
+
+def written(path: Path, mode: int, text: str = "0123456789abcdef") -> str:
+    path.write_text(text)
+    path.chmod(mode)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "write, says",
+    [
+        (lambda path: written(path, 0o640), "has mode 0640, so other users can open it; allowed: 0600 (chmod 600 "),
+        (lambda path: written(path, 0o600, "short\n"), "has 5 characters; a secret of at least 16 is needed"),
+        (lambda path: str(path), "cannot be read: No such file or directory"),
+        (lambda path: str(path.parent), "is not a file of this user"),
+    ],
+)
+def test_a_file_that_is_no_secret_is_refused_in_words(write: Callable[[Path], str], says: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as refused:
+        environment.given_secret({environment.SECRET_FILE_VARIABLE: write(tmp_path / "secret")})
+    assert says in str(refused.value) and "0123456789abcdef" not in str(refused.value)
+
+
+def test_a_variable_comes_before_a_file_and_neither_is_needed(tmp_path: Path) -> None:
+    environ = {environment.SECRET_FILE_VARIABLE: written(tmp_path / "secret", 0o600, " from a file of mine \n")}
+    assert environment.given_secret(environ) == "from a file of mine"
+    environ[environment.SECRET_VARIABLE] = "from a variable of mine"
+    assert environment.given_secret(environ) == "from a variable of mine"
+    assert environment.given_secret({}) is None
+
+
+def test_the_variable_is_taken_out_of_the_own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "_hidden", {})
+    monkeypatch.setenv(environment.SECRET_VARIABLE, "a secret of some length")
+    assert environment.given_secret() == environment.given_secret() == "a secret of some length"
+    assert environment.SECRET_VARIABLE not in os.environ
+    assert environment.SECRET_VARIABLE not in environment.without_launchers({environment.SECRET_VARIABLE: "x"})
+
+
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    "environ, shares, is_loopback",
+    [
+        ({"MASTER_ADDR": "127.0.0.1"}, True, True),
+        ({"MASTER_ADDR": "localhost"}, True, True),
+        ({"MASTER_ADDR": "10.1.2.3", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}, True, False),
+        ({"MASTER_ADDR": "10.1.2.3", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}, False, False),
+        ({"MASTER_ADDR": "10.1.2.3"}, False, False),
+        ({"MASTER_ADDR": "127.0.0.1", "ASYNCDIST_LOOPBACK": "0"}, True, False),
+    ],
+)
+def test_ranks_of_one_host_share_the_secret_of_their_user(
+    environ: dict[str, str], shares: bool, is_loopback: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "shared_directories", lambda _: [str(tmp_path)])
+    environ = {**TORCHRUN, **environ}
+    found, again = environment.torch_rendezvous(environ), environment.torch_rendezvous(environ)
+    assert (not found.secret.is_missing, found.is_loopback) == (shares, is_loopback)
+    assert found.secret == again.secret
+    files = list(tmp_path.glob("*/*"))
+    assert [(path.name, path.stat().st_mode & 0o777) for path in files] == [("secret", 0o600)] * shares
+
+
+def test_processes_that_draw_the_users_secret_at_once_have_the_same(tmp_path: Path) -> None:
+    found: list[str | None] = []
+    threads = [threading.Thread(target=lambda: found.append(secret_files.shared([str(tmp_path)]))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(found)) == 1 and found[0] is not None and len(found) == 8
+
+
+def test_the_secret_of_a_job_is_kept_and_removed(tmp_path: Path) -> None:
+    path = secret_files.keep("secret-1", "0123456789abcdef", [str(tmp_path)])
+    assert path is not None and secret_files.find("secret-1", [str(tmp_path)]) == "0123456789abcdef"
+    path.chmod(0o644)
+    assert secret_files.find("secret-1", [str(tmp_path)]) is None, "another user may have read it"
+    secret_files.remove(path)
+    assert not path.exists()
