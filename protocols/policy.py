@@ -297,7 +297,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         if self._stage == "new":  # now, and not when it is awaited: code that blocks would never hear of it
             self._refuse()
         self._first_call = line
-        if self.takes_metric:
+        if self.takes_metric and self._stage == "open" and self._group.index == 0:
             warn_of_opposite_metric(self._metric_mode)
 
     def given_metric(
@@ -364,10 +364,8 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         Raises:
             ValueError: one of these is another than the policy's, or ``iteration`` is no whole number.
         """
-        if self._first_call is None:
-            self._first_call = line_of_caller()
-            if self.takes_metric:
-                warn_of_opposite_metric(self._metric_mode)
+        if self._first_call is None and self._stage != "new":
+            self._note_first_call(line_of_caller())
         return self._ported_step(iteration, model, optimizer, local_metric, group, expose_params)
 
     async def _ported_step(

@@ -96,7 +96,7 @@ def selective_averaging(
         average_every, replica_size, swap_every: of the caller; they are checked here.
         mode: The policy's ``metric_mode``, which ``options`` may have instead; ``"min"`` by default.
         options: Others of the policy, which are checked when the training begins.
-        monitor: The metric by which ranks are judged. A warning is logged if its name says the opposite of ``mode``.
+        monitor: The metric by which ranks are judged. Rank 0 logs a warning if its name says the opposite of ``mode``.
 
     Raises:
         TypeError, ValueError: one of the others is not what it should be.
@@ -107,25 +107,26 @@ def selective_averaging(
         raise ValueError(f"mode is {mode!r} and metric_mode is {metric_mode!r}; both mean the same: pass one of them")
     if metric_mode not in (None, "min", "max"):
         validation.refuse("mode", metric_mode, "'min' if a smaller metric is better, 'max' if a larger one is")
-    if monitor is not None:
-        _warn_of_opposite_monitor(monitor, metric_mode or "min")
+    warning = "" if monitor is None else _warning_of_monitor(monitor, metric_mode or "min")
     given: dict[str, Any] = {**options, "average_every": average_every, "metric_mode": metric_mode or "min"}
     if validation.count("replica_size", replica_size) == 1:
         if swap_every is not None:
             validation.refuse("swap_every", swap_every, "None where replica_size is 1")
-        return Training(lambda model, optimizer: AsyncSelectiveAveragingPolicy(model, optimizer, **given))
+        return Training(lambda model, optimizer: AsyncSelectiveAveragingPolicy(model, optimizer, **given), warning)
     given |= {"replica_size": replica_size, "swap_every": swap_every}
-    return Training(lambda model, optimizer: ReplicaAveragingPolicy(model, optimizer, **given))
+    return Training(lambda model, optimizer: ReplicaAveragingPolicy(model, optimizer, **given), warning)
 
 
-def _warn_of_opposite_monitor(monitor: str, mode: str) -> None:
+def _warning_of_monitor(monitor: str, mode: MetricMode) -> str:
+    """Return a warning if the name of the monitored metric says the opposite of ``mode``, else ""."""
     direction = is_larger_better(monitor)
-    if direction is not None and direction is not (mode == "max"):
-        logger.warning(
-            "selective averaging: ranks are judged by %r with mode=%r: a %s value is better, and the name says the "
-            "opposite, so the worst ranks would be averaged into the best; pass mode=%r",
-            *(monitor, mode, *(("larger", "min") if mode == "max" else ("smaller", "max"))),
-        )
+    if direction is None or direction is (mode == "max"):
+        return ""
+    better, cure = ("larger", "min") if mode == "max" else ("smaller", "max")
+    return (
+        f"selective averaging: ranks are judged by {monitor!r} with mode={mode!r}: a {better} value is better, and the "
+        f"name says the opposite, so the worst ranks would be averaged into the best; pass mode={cure!r}"
+    )
 
 
 class Training(Generic[PolicyT]):
@@ -133,14 +134,16 @@ class Training(Generic[PolicyT]):
 
     Args:
         make: makes the policy for a model and its optimizer.
+        warning: Logged by rank 0 when the training begins; "" for none.
 
     Attributes:
         policy: None before the training and after it.
         replacement_count: how often this rank has taken an average since it began.
     """
 
-    def __init__(self, make: Callable[[nn.Module, torch.optim.Optimizer], PolicyT]) -> None:
+    def __init__(self, make: Callable[[nn.Module, torch.optim.Optimizer], PolicyT], warning: str = "") -> None:
         self._make = make
+        self._warning = warning
         self.policy: Policy[PolicyT] | None = None
         self.replacement_count = 0
         self._caller: Caller
@@ -153,6 +156,9 @@ class Training(Generic[PolicyT]):
         object has left open is ended first.
         """
         world = join()
+        if self._warning and world.rank == 0:
+            logger.warning("%s", self._warning)
+        self._warning = ""
         made = self._make(model, optimizer)
         if not self._continue(made):
             self.end()

@@ -127,6 +127,7 @@ class Coordinator:
         self._told: tuple[type, int] = (type(None), 0)  # of the round's messages, the last that is an event
         self._migration = migration
         self._metric_mode = rules.metric_mode
+        self._tells_trend = migration is None or migration.is_first
         self._scopes = scopes
         self._epoch = epoch
         self._core = RoundCoordinator(
@@ -177,7 +178,7 @@ class Coordinator:
                     self._hear_newcomer(rank, self._newcomers.pop(rank))
                 while self._guests:
                     self._hear_guest(*self._guests.popitem())
-                if (wrong := core.trend.take_wrong()) is not None:
+                if (wrong := core.trend.take_wrong()) is not None and self._tells_trend:
                     logger.warning("%s", trend_warning(self._journal.title(), self._metric_mode, wrong))
                 deadline = core.next_deadline()
                 if deadline is not None and services.time() >= deadline:

@@ -212,6 +212,16 @@ def test_a_call_that_names_nothing_opposite_is_not_warned_of(mode: str, call: An
     assert warnings_of(mode, call) == []
 
 
+def test_the_first_member_warns_for_all() -> None:
+    async def main(_: ad.World) -> None:
+        async with made() as policy:
+            await policy.step(loss)
+
+    with pytest.warns(UserWarning, match=r"^policy\.step\(loss\): ") as caught:
+        ad.run_local(main, ranks=3, strict=True)
+    assert len(caught) == 1
+
+
 def test_a_policy_that_judges_nothing_warns_of_nothing() -> None:
     async def main(_: ad.World) -> None:
         model = Mixed(0.0)
@@ -246,7 +256,13 @@ def test_the_line_of_a_blocking_call_is_found() -> None:
 def test_a_monitored_metric_of_the_opposite_name_is_told(
     monitor: str, mode: Any, told: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    joining.selective_averaging(1, mode, {}, monitor=monitor)
+    def main(_: ad.blocking.World) -> None:
+        training, model = joining.selective_averaging(1, mode, {}, monitor=monitor), Mixed(0.0)
+        for _ in range(2):
+            training.begin(model, sgd(model))
+            training.end()
+
+    ad.run_local(ad.blocking.hosted(main), ranks=2, strict=True)
     texts = [record.getMessage() for record in caplog.records]
     assert len(texts) == (told is not None) and all(re.search(str(told), text) for text in texts), texts
 
@@ -254,17 +270,27 @@ def test_a_monitored_metric_of_the_opposite_name_is_told(
 # -- the trend --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [AsyncSelectiveAveragingPolicy, OneSidedSelectiveAveragingPolicy])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (AsyncSelectiveAveragingPolicy, {}),
+        (AsyncSelectiveAveragingPolicy, {"islands": 2}),
+        (OneSidedSelectiveAveragingPolicy, {}),
+    ],
+    ids=["selective", "islands", "one-sided"],
+)
 @pytest.mark.parametrize("mode", ["max", "min"])
-def test_a_best_metric_that_becomes_worse_is_told_once(kind: Any, mode: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_best_metric_that_becomes_worse_is_told_once(
+    kind: Any, options: dict[str, Any], mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async def main(world: ad.World) -> None:
         model = Mixed(0.0)
-        async with kind(model, sgd(model), average_every=1, metric_mode=mode) as policy:
+        async with kind(model, sgd(model), average_every=1, metric_mode=mode, **options) as policy:
             for step in range(200):
                 await policy.step(2.0 ** -(step / 20))
 
     with caplog.at_level(logging.WARNING):
-        ad.run_local(main, ranks=2, strict=True)
+        ad.run_local(main, ranks=4, strict=True)
     told = [record.getMessage() for record in caplog.records if "has become worse since the start" in record.message]
     assert len(told) == (1 if mode == "max" else 0), told
     assert all(text.startswith(f"{kind.__name__}, rank 0: a larger metric is better here") for text in told)

@@ -44,6 +44,7 @@ class Migration:
         on_invitation: takes, or declines, the word of another island's coordinator that this rank may be a donor there.
 
     Attributes:
+        is_first: whether the island is the first one.
         serving: the coordinator that runs on this rank; None where none does.
         leader: returns the rank that coordinates this island, as far as is known.
     """
@@ -67,6 +68,7 @@ class Migration:
         self._absent: set[int] = set()  # ranks of other islands that have left the policy
         self._sent: tuple[Emigrant, int] | None = None  # the newest one, and where it went
         self._has_warned = False
+        self.is_first = island.index == 0
         self.serving: Coordinator | None = None
         self.leader: Callable[[], int | None] = lambda: None
         self._board = services.shared(Board)
