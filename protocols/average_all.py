@@ -24,15 +24,16 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from asyncdist import Group, World, average_models, validation
+from asyncdist import Group, World, validation
 from asyncdist.collectives.agreed_start import Start, start_together
+from asyncdist.functional.averaging import average_state
 from asyncdist.protocols.journal import format_table, size_text
 from asyncdist.protocols.metrics import MetricSource
-from asyncdist.protocols.options import AveragingOptions, MemberOptions, OptimizerState
+from asyncdist.protocols.options import AveragingOptions, MemberOptions, OptimizerState, Parameters
 from asyncdist.protocols.policy import SpawnPolicy
 from asyncdist.protocols.step_info import NOTHING, AverageApplied, PolicyEvent, StepInfo
 from asyncdist.tensors.flat_state import SnapshotPool
-from asyncdist.tensors.optimizer_state import reset_optimizer_state
+from asyncdist.tensors.optimizers.reset import reset_optimizer_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,7 @@ class AverageAllPolicy(SpawnPolicy):
     Args:
         model, optimizer, average_every, name, group, world, start_timeout_s: see :class:`SpawnPolicy`.
         optimizer_state: ``"keep"`` or ``"reset"``: cleared in place at each average.
+        parameters: ``"all"``; or ``"trainable"``, which leaves frozen ones out: see :class:`SpawnPolicy`.
         on_event: told of each application, inside ``step``.
 
     Raises:
@@ -97,12 +99,14 @@ class AverageAllPolicy(SpawnPolicy):
         *,
         average_every: int,
         optimizer_state: OptimizerState = "keep",
+        parameters: Parameters = "all",
         on_event: Callable[[PolicyEvent], None] | None = None,
         name: str = "",
         group: Group | None = None,
         world: World | None = None,
         start_timeout_s: float = 60.0,
     ) -> None:
+        options = AveragingOptions(optimizer_state=optimizer_state, on_event=on_event)
         super().__init__(
             model,
             optimizer,
@@ -111,8 +115,9 @@ class AverageAllPolicy(SpawnPolicy):
             group=group,
             world=world,
             start_timeout_s=start_timeout_s,
+            parameters=parameters,
+            resets_optimizer=options.resets_optimizer,
         )
-        options = AveragingOptions(optimizer_state=optimizer_state, on_event=on_event)
         self._resets_optimizer = options.resets_optimizer
         self._on_event = options.on_event
         self._snapshots = SnapshotPool(self._flat)
@@ -193,7 +198,8 @@ class AverageAllPolicy(SpawnPolicy):
         )
 
     async def _average(self) -> int:
-        await average_models(self.model, self._own_group, world=self._world)
+        with self._weights.following():
+            await average_state(self.model, self._flat, self._own_group, world=self._world)
         if self._resets_optimizer:
             reset_optimizer_state(self.optimizer)
         if self._on_event is not None:

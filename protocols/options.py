@@ -17,6 +17,8 @@ from asyncdist.protocols.step_info import PolicyEvent
 
 #: What takes the place of weights that are replaced.
 AveragingStrategy: TypeAlias = Literal["mean", "weighted_mean", "best_only", "reset_weights"]
+#: Which parameters are averaged: all, or those that require a gradient when the policy is made.
+Parameters: TypeAlias = Literal["all", "trainable"]
 #: For ``"reset_weights"``: makes a model of the same layout, or the pair (model, optimizer).
 ModelBuilder: TypeAlias = Callable[[], nn.Module | tuple[nn.Module, torch.optim.Optimizer]]
 #: Whether a larger metric is better, or a smaller one.
@@ -36,6 +38,7 @@ class MemberOptions(TypedDict, total=False):
     group: Group | None
     world: World | None
     start_timeout_s: float
+    parameters: Parameters
 
 
 class ReplacementOptions(TypedDict, total=False):

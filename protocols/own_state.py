@@ -13,7 +13,8 @@ import torch
 from asyncdist.protocols.options import AveragingOptions, ModelBuilder
 from asyncdist.tensors.flat_state import FlatBuffers, FlatState, first_difference
 from asyncdist.tensors.infinities import KnownInfinities, all_finite
-from asyncdist.tensors.optimizer_state import reset_optimizer_state
+from asyncdist.tensors.optimizers.reset import reset_optimizer_state
+from asyncdist.tensors.optimizers.weights import OptimizerWeights
 
 logger = logging.getLogger("protocols.own_state")
 
@@ -23,16 +24,16 @@ class OwnState:
 
     Args:
         flat: the model's state.
-        optimizer: of that model.
+        weights: the model's optimizer, with the weights that it keeps.
         options: how weights are replaced: ``momentum``, ``resets_optimizer``, and ``model_builder`` for fresh weights.
 
     Raises:
         ValueError: ``model_builder`` makes a model of another layout; the first difference is named.
     """
 
-    def __init__(self, flat: FlatState, optimizer: torch.optim.Optimizer, options: AveragingOptions) -> None:
+    def __init__(self, flat: FlatState, weights: OptimizerWeights, options: AveragingOptions) -> None:
         self._flat = flat
-        self._optimizer = optimizer
+        self._weights = weights
         self._momentum = float(options.momentum)
         self._resets_optimizer = options.resets_optimizer
         self._model_builder = options.model_builder if options.makes_fresh_weights else None
@@ -49,6 +50,7 @@ class OwnState:
 
     def may_be_given(self, snapshot: FlatBuffers) -> bool:
         """Tell whether others may average this snapshot. The first time that they may not, warn and name the entry."""
+        self._weights.look()
         name = self._infinities.unsound_entry(snapshot)
         if name is not None and not self._has_warned:
             self._has_warned = True
@@ -65,10 +67,10 @@ class OwnState:
 
     def trouble(self) -> str:
         """Say what of this rank's own is not finite, if some of it is to be kept; "" if nothing is."""
-        keeps_state = not self._resets_optimizer and bool(self._optimizer.state)
+        keeps_state = not self._resets_optimizer and bool(self._weights.optimizer.state)
         if (self._momentum or keeps_state) and (name := self._infinities.unsound_entry_of_model()) is not None:
             return f"{name!r} was not finite"
-        if keeps_state and not all_finite(dict(self._optimizer.state)):
+        if keeps_state and not all_finite(dict(self._weights.optimizer.state)):
             return "the optimizer's state was not finite"
         return ""
 
@@ -85,10 +87,15 @@ class OwnState:
             state was kept, whatever the options say. "" if all was finite.
         """
         trouble = self.trouble() if trouble is None else trouble
-        self._flat.load(average, momentum=0.0 if trouble else self._momentum)
+        self.load(average, momentum=0.0 if trouble else self._momentum)
         if self._resets_optimizer or trouble:
-            reset_optimizer_state(self._optimizer)
+            reset_optimizer_state(self._weights.optimizer)
         return trouble
+
+    def load(self, buffers: FlatBuffers, *, momentum: float = 0.0) -> None:
+        """Write a state into the model; the weights in the optimizer follow. The rest of its state stays."""
+        with self._weights.following():
+            self._flat.load(buffers, momentum=momentum)
 
     def take_fresh(self) -> None:
         """Put what ``model_builder`` makes in place of the weights, and clear the optimizer's state."""
@@ -96,8 +103,8 @@ class OwnState:
         fresh = self._build(self._model_builder)
         buffers = fresh.new_buffers()
         fresh.snapshot(buffers)
-        self._flat.load(buffers)
-        reset_optimizer_state(self._optimizer)
+        self.load(buffers)
+        reset_optimizer_state(self._weights.optimizer)
 
     @property
     def _infinities(self) -> KnownInfinities:
@@ -106,7 +113,8 @@ class OwnState:
 
     def _build(self, model_builder: ModelBuilder) -> FlatState:
         built = model_builder()
-        fresh = FlatState(built[0] if isinstance(built, tuple) else built)
+        model = built[0] if isinstance(built, tuple) else built
+        fresh = FlatState(model, trained_only=self._flat.trained_only)
         difference = first_difference(self._flat.fingerprint, fresh.fingerprint)
         if difference is not None:
             raise ValueError(f"model_builder made another model than the policy's (here), {difference}")

@@ -39,13 +39,14 @@ from asyncdist.protocols.misuse import (
     warn_of_no_step,
     warn_of_opposite_metric,
 )
-from asyncdist.protocols.options import MetricMode, check_callable
+from asyncdist.protocols.options import MetricMode, Parameters, check_callable
 from asyncdist.protocols.start_differences import model_difference, told_of_missing, told_of_rivals
 from asyncdist.protocols.start_without_lost import start_without_lost
 from asyncdist.protocols.step_info import StepInfo, fields_of
 from asyncdist.protocols.wrappers import check_not_inside, check_not_wrapped
 from asyncdist.runtime.failing.process_ends import end_forked_child
 from asyncdist.tensors.flat_state import FlatState
+from asyncdist.tensors.optimizers.weights import AveragedStates, OptimizerWeights
 
 _Stage: TypeAlias = Literal["new", "starting", "open", "closed"]
 
@@ -53,6 +54,8 @@ _Stage: TypeAlias = Literal["new", "starting", "open", "closed"]
 START: Final = "the start of a policy"
 #: Of :meth:`SpawnPolicy.state_dict`.
 _STATE_VERSION: Final = 1
+#: What members compare of the parameters that parameters="trainable" leaves out.
+LEFT_OUT: Final = "the hash of the parameters that are not trained"
 #: A name travels in one message, with what else members agree on.
 _NAME_LENGTH_MAX: Final = 200
 
@@ -71,8 +74,14 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         group: who takes part; all ranks by default.
         world: the current one by default.
         start_timeout_s: how long the start waits for the last member.
+        parameters: ``"all"``; or ``"trainable"``, which leaves out the parameters that require no gradient when the
+            policy is made, as those of a model under LoRA. They must be equal on all members, which the start checks by
+            a hash over their values, and no average writes them.
+        resets_optimizer: whether the optimizer's state is cleared at each average. Otherwise the weights in it follow:
+            see :mod:`asyncdist.tensors.optimizers.weights`.
 
     Attributes:
+        optimizer: the present optimizer. Assign another one if that trains the model from now on.
         is_alone: whether this rank is the only participant, known from the start on: then a policy checks its input
             and does nothing.
 
@@ -99,6 +108,8 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         group: Group | None = None,
         world: World | None = None,
         start_timeout_s: float = 60.0,
+        parameters: Parameters = "all",
+        resets_optimizer: bool = False,
     ) -> None:
         check_callable("metric", metric, "a callable without arguments (pass values to step)")
         if not isinstance(name, str):
@@ -108,8 +119,9 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         for what, value, kind in (("group", group, Group), ("world", world, World)):
             if value is not None and not isinstance(value, kind):
                 validation.refuse(what, value, f"a {kind.__name__}, or None for the current world's", TypeError)
+        if parameters not in ("all", "trainable"):
+            raise ValueError(f"parameters is {parameters!r:.80}; allowed: 'all', 'trainable'")
         self.model = model
-        self.optimizer = optimizer
         self.average_every = validation.count("average_every", average_every)
         self.name = name
         self.iteration = 0
@@ -124,9 +136,13 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self._metric = metric
         self._metric_mode = metric_mode
         self._limit: tuple[str, float | None] = ("threshold", None)  # an option in the units of the metric
-        self._flat = FlatState(model, takes_shards=self.keeps_replicas)  # which refuses what is no module
+        states = AveragedStates(model, None if resets_optimizer else optimizer)
+        self._flat = FlatState(  # which refuses what is no module
+            model, takes_shards=self.keeps_replicas, trained_only=parameters == "trainable", states=states
+        )
         check_not_wrapped(model, takes_shards=self.keeps_replicas)
         self._flat.check_optimizer(optimizer)
+        self._weights = OptimizerWeights(model, optimizer, states, is_reset=resets_optimizer)
         self._given_group = group
         self._given_world = world
         self._start_timeout_s = validation.seconds("start_timeout_s", start_timeout_s)
@@ -144,6 +160,22 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         return f"<{self._journal.describe(self.iteration)}>"
 
     # -- the user's calls -------------------------------------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The present optimizer."""
+        optimizer: torch.optim.Optimizer = self._weights.optimizer
+        return optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take another optimizer, which trains the model from now on.
+
+        Raises:
+            TypeError, ValueError: it is no optimizer of this model; or one of the two is schedule-free and the other is
+                not.
+        """
+        self._change_optimizer(optimizer)
 
     async def __aenter__(self) -> Self:
         """Start, together with all members.
@@ -185,6 +217,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
                 self._forget_start()
                 raise
         self._stage = "open"
+        self._weights.begin()
         nbytes, ranks = self._flat.nbytes, self._members
         self._journal.begin(self._services, type(self).__name__, self.average_every, nbytes, ranks)
         return self
@@ -251,6 +284,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
             return
         end_forked_child(self._services.process_id, error)
         self._stage = "closed"
+        self._weights.end()
         self._journal.end(self._services, self.model)
         if not self.is_alone:
             await self._stop(error)
@@ -325,6 +359,8 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
             self._refuse()
         self._stepping = True
         try:
+            if self._weights.is_watching:
+                self._weights.check_kept()
             began_at = self._journal.now()
             info = await self._step(local_metric)
             self._journal.note_step(self.iteration, info, began_at)
@@ -475,6 +511,10 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
     def _options(self) -> Mapping[str, Any]:
         """Return the options that must be equal on all members, as JSON values."""
 
+    def _change_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self._flat.check_optimizer(optimizer)
+        self._weights.change(optimizer)
+
     def _choose_members(self) -> tuple[int, ...]:
         """Return the ranks, this one among them, that start and agree: all of the group."""
         return self._group.ranks
@@ -514,6 +554,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
     def _agreed_values(self) -> dict[str, str]:
         """Return what must be equal on all members."""
         return {
+            **({LEFT_OUT: self._flat.left_out_digest()[:16]} if self._flat.trained_only else {}),
             "class": type(self).__name__,
             "name": self.name or "(none)",
             "model": self._flat.fingerprint.digest[:16],
@@ -531,6 +572,12 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
                     self._world, self._members, self._flat.fingerprint, start, start.left_s(self._start_timeout_s)
                 )
                 raise (found or error) from None
+            if error.facts.get("difference") == LEFT_OUT:
+                raise DisagreementError(
+                    f"{error.message}; parameters='trainable' leaves these alone, so they must be equal on all ranks: "
+                    "load the same weights everywhere, or pass parameters='all'",
+                    **error.facts,
+                ) from None
             raise
 
     def _refuse(self) -> None:

@@ -68,8 +68,22 @@ async def average_models(model: nn.Module, training_group: Group | None = None, 
             RemoteError on the other members.
         LocalProtocolError: this rank is not in the group.
     """
+    await average_state(model, None, training_group, world=world)
+
+
+async def average_state(
+    model: nn.Module, state: FlatState | None, training_group: Group | None = None, *, world: World | None = None
+) -> None:
+    """Replace a part of the model's state, or more than that, by the mean over the group, as :func:`average_models`.
+
+    Args:
+        model: the model.
+        state: what of it is averaged, and states of its optimizer; None for all of the model. It is kept for the next
+            call, until the world's scratch memory forgets the model.
+        training_group, world: as for :func:`average_models`.
+    """
     world, group = place(world, training_group)
-    outcome = await attempt(lambda: _Models(model, world), lambda models: models.summary)
+    outcome = await attempt(lambda: _Models(model, world, state), lambda models: models.summary)
 
     async def reduce(collectives: Collectives) -> list[ResultHeader]:
         headers = await exchange_headers(collectives, group, outcome, Call("average_models"))
@@ -143,13 +157,15 @@ class _Kept:
     """Holds a model's layout, and memory for its state: wide, since a sum of bfloat16 is rounded only after division.
 
     Attributes:
-        state: refers to the model weakly.
+        state: refers to the model weakly, if it is all of the model's.
+        is_whole: whether it is.
         buffers: the flat tensors.
         commons: the memory of the flat tensors that ranks of one host share.
         digest: the digest of the state's fingerprint.
     """
 
     state: FlatState
+    is_whole: bool
     buffers: FlatBuffers
     commons: SharedFlatBuffers
     digest: bytes
@@ -161,6 +177,7 @@ class _Models:
     Args:
         model: the model; it is checked here.
         world: the world whose scratch memory is used.
+        state: what is averaged; by default all of the model.
 
     Attributes:
         fingerprint: the fingerprint of the state.
@@ -169,13 +186,13 @@ class _Models:
         exact: flat tensors of integers and booleans, with this rank's values now.
     """
 
-    def __init__(self, model: nn.Module, world: World) -> None:
+    def __init__(self, model: nn.Module, world: World, state: FlatState | None = None) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}; allowed: a torch.nn.Module")
         self._model = model
         self._scratch = world.scratch
         self._shares_memory = world.shares_memory
-        self._kept, pairs = self._find()
+        self._kept, pairs = self._find(state)
         self.fingerprint = self._kept.state.fingerprint
         self.summary = self._kept.digest
         by_dtype: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
@@ -199,16 +216,18 @@ class _Models:
                 tensor.copy_(view)
         self._scratch.give_back(self._model, "state", self._kept)
 
-    def _find(self) -> tuple[_Kept, list[tuple[Tensor, Tensor]]]:
+    def _find(self, state: FlatState | None) -> tuple[_Kept, list[tuple[Tensor, Tensor]]]:
         """Return the model's tensors now, with the kept memory if the model's layout has not changed."""
         kept: _Kept | None = self._scratch.take(self._model, "state")
-        if kept is not None:
+        if kept is not None and (kept.state is state if state is not None else kept.is_whole):
             with contextlib.suppress(ValueError):  # it has been changed since: another layer, another dtype
                 return kept, kept.state.pairs(kept.buffers)
-        state = FlatState(cast(nn.Module, weakref.proxy(self._model)))
+        is_whole = state is None
+        if state is None:
+            state = FlatState(cast(nn.Module, weakref.proxy(self._model)))
         commons = SharedFlatBuffers(self._shares_memory)
         buffers = state.new_buffers(accumulate=True, new=commons.new)
-        kept = _Kept(state, buffers, commons, state.fingerprint.digest.encode())
+        kept = _Kept(state, is_whole, buffers, commons, state.fingerprint.digest.encode())
         return kept, state.pairs(kept.buffers)
 
 

@@ -188,6 +188,11 @@ class Training(Generic[PolicyT]):
         self.policy = None
         self._caller.forget(self.end)
 
+    def use(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the optimizer that the trainer has now, which may be another one than before."""
+        if self.policy is not None and self.policy.awaited.optimizer is not optimizer:
+            self.policy.awaited.optimizer = optimizer
+
     def step(self, metric: Any) -> StepInfo:
         """Make progress; weights change here alone.
 

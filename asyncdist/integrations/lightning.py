@@ -41,6 +41,8 @@ hide_ranks()
 
 logger = logging.getLogger("asyncdist.integrations")
 
+#: Callbacks of Lightning that average weights over time.
+_AVERAGES: Final = frozenset(("StochasticWeightAveraging", "WeightAveraging"))
 #: The packages in which Lightning comes, each with that of its lower half.
 _LIBRARIES: Final = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 
@@ -187,6 +189,17 @@ class SelectiveAveraging(Callback):
         self._has_losses = self._has_warned = False
         self._loss.reset()
         self._training.begin(pl_module, self._choose(trainer.optimizers))
+        self._warn_of_averages(trainer)
+
+    def _warn_of_averages(self, trainer: pl.Trainer) -> None:
+        """Say that callbacks keep an average of weights over time, which the policy does not know."""
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if _AVERAGES.intersection(kind.__name__ for kind in type(callback).__mro__):
+                logger.warning(
+                    "selective averaging: the average that %s keeps is this rank's own. It still holds the weights "
+                    "from before a replacement, and puts them into the model in the end",
+                    type(callback).__name__,
+                )
 
     def _choose(self, optimizers: list[torch.optim.Optimizer]) -> torch.optim.Optimizer:
         index = self._optimizer_index
@@ -216,6 +229,7 @@ class SelectiveAveraging(Callback):
         if step_count == self._step_count:  # gradients are being accumulated
             return
         self._step_count = step_count
+        self._training.use(self._choose(trainer.optimizers))
         self.last_info = self._training.step(self._metric)
         if self.last_info:
             self._loss.reset()

@@ -161,8 +161,9 @@ class SelectiveAveraging(TrainerCallback):
             seed = args.seed if args.data_seed is None else args.data_seed
             shuffle_apart(of["train_dataloader"], self._number, size=self._size, seed=seed if self._size > 1 else None)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any) -> None:
         """Do a step of the policy."""
+        self._training.use(getattr(of["optimizer"], "optimizer", of["optimizer"]))
         self._loss.add(0.0)
         self.last_info = self._training.step(self._metric)
         if self.last_info:

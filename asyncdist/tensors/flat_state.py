@@ -1,8 +1,9 @@
 """Treats a model's state as a few contiguous tensors, to snapshot, stream, average and write it back.
 
 `FlatState` finds parameters and persistent buffers once, and from then on copies between them and `FlatBuffers`, one
-1-D tensor per dtype. Weights are written in place: the model's tensors stay the same objects, so optimizers, DDP and
-`torch.compile` never notice. Nothing here sends, waits or decides, and nothing is called while training code runs.
+1-D tensor per dtype. Weights are written in place: the model's tensors stay the same objects, and what refers to them
+stays valid. States of an optimizer that belong to the weights can be a part of it. Nothing here sends, waits or
+decides, and nothing is called while training code runs.
 
 Invariants: memory that two names share is one entry, under all its names; entries never overlap; the layout follows
 from names, shapes and dtypes alone, so equal fingerprints mean equal layouts; every arithmetic step is elementwise and
@@ -24,6 +25,8 @@ from asyncdist.tensors.device_copy import DeviceCopy, copy_stream
 from asyncdist.tensors.model_tensors import (
     check_overlap,
     check_supported,
+    digest_of,
+    frozen_places,
     gather,
     identity_of,
     local_part,
@@ -31,6 +34,7 @@ from asyncdist.tensors.model_tensors import (
     take_local_parts,
     trained_names,
 )
+from asyncdist.tensors.optimizers.weights import AveragedStates
 
 _PIECE_COUNT: Final = 1 << 16  # elements per temporary: 256 KiB of float32 took half the time of 1 MiB pieces
 _CHANGED: Final = (
@@ -159,9 +163,12 @@ class FlatState:
     Args:
         model: Any module. It is not changed.
         takes_shards: Whether DTensors are allowed; the state is the part of each that this rank holds then.
+        trained_only: Whether parameters that require no gradient are left out. They must then be equal on all ranks.
+        states: States of the optimizer that belong to the weights; they are the last entries.
 
     Attributes:
         entries: The layout.
+        trained_only: As given.
         fingerprint: Identifies it; of a DTensor it holds the placement and the shape of the whole, too.
         mesh_ranks: The ranks, as torch.distributed numbers them, among which some entry is divided; empty if none is.
 
@@ -170,48 +177,66 @@ class FlatState:
         ValueError: It has no state, or an entry that cannot be averaged; the entry and what is allowed are named.
     """
 
-    def __init__(self, model: nn.Module, *, takes_shards: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        takes_shards: bool = False,
+        trained_only: bool = False,
+        states: AveragedStates | None = None,
+    ) -> None:
         """Find, check and lay out the entries."""
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}; allowed: a torch.nn.Module")
         self._model = model
+        self._states = states
+        self.trained_only = trained_only
         self._no_grad = torch.no_grad()  # one thread's, and never across an await: to make it takes as long as to enter
         # In the order of the modules: keys, names and, of each entry, its names' places.
         self._keys: list[str | None] = []
         tensors: list[Tensor] = []
         gather(model, self._keys, tensors)
         self._names = names_of(self._keys)
+        self._left_out = frozen_places(tensors) if trained_only else []
         shardings, meshes = take_local_parts(self._names, tensors) if takes_shards else ({}, set())
         self.mesh_ranks = tuple(sorted(meshes))
-        shared: dict[tuple[Any, ...], list[tuple[str, Tensor]]] = {}
-        places: dict[tuple[Any, ...], list[int]] = {}
-        for place, (name, tensor) in enumerate(zip(self._names, tensors, strict=True)):
-            check_supported(name, tensor)
-            identity = identity_of(tensor)
-            shared.setdefault(identity, []).append((name, tensor))
-            places.setdefault(identity, []).append(place)
-        if not shared:
-            raise ValueError(
-                f"{model.__class__.__name__} has neither parameters nor persistent buffers: nothing to average"
-            )
-        check_overlap([group[0] for group in shared.values()])
+        groups = self._group(tensors)
+        if not groups:
+            what = "neither trained parameters" if trained_only else "neither parameters"
+            raise ValueError(f"{model.__class__.__name__} has {what} nor persistent buffers: nothing to average")
+        if states is not None:
+            self._names += states.names
+            groups += [[place] for place in range(len(tensors), len(self._names))]
+            tensors += [local_part(parameter) for parameter in states.parameters]
         sizes: dict[torch.dtype, int] = {}
         entries = []
-        for group in shared.values():
-            names, tensor = tuple(name for name, _ in group), group[0][1]
+        for places in groups:
+            names, tensor = tuple(self._names[place] for place in places), tensors[places[0]]
             offset = sizes.get(tensor.dtype, 0)
             sizes[tensor.dtype] = offset + tensor.numel()
             entries.append(Entry(names, tuple(tensor.shape), tensor.dtype, _is_averaged(tensor.dtype), offset))
         self.entries = tuple(entries)
-        self._firsts = [of_entry[0] for of_entry in places.values()]
-        self._tied = [(entry, tuple(own)) for entry, own in zip(entries, places.values(), strict=True) if len(own) > 1]
+        self._firsts = [places[0] for places in groups]
+        self._tied = [(entry, tuple(own)) for entry, own in zip(entries, groups, strict=True) if len(own) > 1]
         self._shapes = [tensors[place].shape for place in self._firsts]
-        self._dtypes = [tensors[place].dtype for place in self._firsts]
+        own_count = len(groups) - (0 if states is None else len(states.names))
+        self._dtypes = [tensors[place].dtype for place in self._firsts[:own_count]]  # a state may be finer
         self._sizes = {dtype: sizes[dtype] for dtype in sorted(sizes, key=_dtype_name)}
-        self._devices = {group[0][1].device for group in shared.values() if group[0][1].is_cuda}
+        self._devices = {tensors[place].device for place in self._firsts if tensors[place].is_cuda}
         self.fingerprint = Fingerprint(
             tuple((e.names, e.shape, _dtype_name(e.dtype) + shardings.get(e.names[0], "")) for e in self.entries)
         )
+
+    def _group(self, tensors: Sequence[Tensor]) -> list[list[int]]:
+        """Check the model's tensors, and return the places of each entry: several where names share their memory."""
+        left_out = set(self._left_out)
+        shared: dict[tuple[Any, ...], list[int]] = {}
+        for place, (name, tensor) in enumerate(zip(self._names, tensors, strict=True)):
+            if place not in left_out:
+                check_supported(name, tensor)
+                shared.setdefault(identity_of(tensor), []).append(place)
+        check_overlap([(self._names[places[0]], tensors[places[0]]) for places in shared.values()])
+        return list(shared.values())
 
     @property
     def nbytes(self) -> int:
@@ -357,7 +382,8 @@ class FlatState:
                 if id(parameter) not in known:
                     raise ValueError(
                         f"parameter {index} of the optimizer's group {group_index}, of shape {tuple(parameter.shape)}, "
-                        f"is not in this {type(self._model).__name__}; allowed: parameters of this model only"
+                        f"is not in this {type(self._model).__name__}; allowed: parameters of this model only, and no "
+                        "copies of them, as float32 masters are"
                     )
 
     def pairs(self, buffers: FlatBuffers) -> list[tuple[Tensor, Tensor]]:
@@ -381,17 +407,23 @@ class FlatState:
         keys: list[str | None] = []
         found: list[Tensor] = []
         gather(self._model, keys, found)
+        if keys != self._keys:
+            found = self._in_order(dict(zip(names_of(keys), found, strict=True)))
+        for place in self._left_out:
+            if found[place].requires_grad:
+                raise ValueError(
+                    f"{self._names[place]!r} is trained now and was not when the policy was made with "
+                    "parameters='trainable'; allowed: the same parameters throughout. Leave the policy, and enter a "
+                    "new one"
+                )
         if self.mesh_ranks:
             found = [local_part(tensor) for tensor in found]
-        if keys != self._keys:
-            now = dict(zip(names_of(keys), found, strict=True))
-            changed = sorted(now.keys() ^ set(self._names))
-            if changed:
-                raise ValueError(f"{changed[0]!r} {'is new' if changed[0] in now else 'is gone'}: {_CHANGED}")
-            found = [now[name] for name in self._names]  # in another order
+        if self._states is not None:
+            found += self._states.tensors()
         tensors = [found[place] for place in self._firsts]
         # All at once: one entry after the other they took a third of a small model's snapshot.
-        if [tensor.shape for tensor in tensors] != self._shapes or [tensor.dtype for tensor in tensors] != self._dtypes:
+        dtypes = [tensor.dtype for tensor in tensors[: len(self._dtypes)]]
+        if [tensor.shape for tensor in tensors] != self._shapes or dtypes != self._dtypes:
             self._refuse_changed(tensors)
         for entry, places in self._tied:
             tensor = found[places[0]]
@@ -400,6 +432,21 @@ class FlatState:
                 if tensor.numel() and other is not tensor and identity_of(other) != identity_of(tensor):
                     raise ValueError(f"{name!r} and {entry.names[0]!r} no longer share their memory: {_CHANGED}")
         return tensors
+
+    def _in_order(self, now: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return the model's tensors in the order of the first look. Raises ValueError if there are others now."""
+        names = self._names[: len(self._names) - len(self._states.names)] if self._states else self._names
+        changed = sorted(now.keys() ^ set(names))
+        if changed:
+            raise ValueError(f"{changed[0]!r} {'is new' if changed[0] in now else 'is gone'}: {_CHANGED}")
+        return [now[name] for name in names]
+
+    def left_out_digest(self) -> str:
+        """Return a hash over the names, shapes, dtypes and values of the parameters that are left out."""
+        keys: list[str | None] = []
+        tensors: list[Tensor] = []
+        gather(self._model, keys, tensors)
+        return digest_of((self._names[place], tensors[place]) for place in self._left_out)
 
     def trained(self) -> set[str]:
         """Return the names of the entries that require a gradient now."""

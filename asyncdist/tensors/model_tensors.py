@@ -6,13 +6,17 @@ What :mod:`asyncdist.tensors.flat_state` copies between, found by one walk over 
 from __future__ import annotations
 
 import functools
+import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from asyncdist.tensors.byte_views import byte_view, to_host
 
 _ALLOWED: Final = "allowed: dense tensors that own their memory, or share exactly the same view of it"
 
@@ -102,6 +106,42 @@ def take_local_parts(names: Sequence[str], tensors: list[Tensor]) -> tuple[dict[
 def trained_names(module: nn.Module) -> set[str]:
     """Return all names of the parameters that require a gradient now."""
     return {name for name, each in module.named_parameters(remove_duplicate=False) if each.requires_grad}
+
+
+def frozen_places(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the places of the parameters that require no gradient and share their memory with none that does."""
+    frozen = [isinstance(tensor, nn.Parameter) and not tensor.requires_grad for tensor in tensors]
+    plain = (nn.Parameter, Tensor)  # another kind may have no memory of its own, and shares none
+    trained = {
+        identity_of(each)
+        for each, is_frozen in zip(tensors, frozen, strict=True)
+        if not is_frozen and type(each) in plain
+    }
+    return [
+        place
+        for place, tensor in enumerate(tensors)
+        if frozen[place] and not (type(tensor) in plain and identity_of(tensor) in trained)
+    ]
+
+
+def digest_of(named: Iterable[tuple[str, Tensor]]) -> str:
+    """Return a hash over names, shapes, dtypes and values; of a tensor that wraps others, over those."""
+    found = hashlib.sha256()
+    for name, tensor in named:
+        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        for part in _dense_parts(tensor):
+            found.update(byte_view(to_host(part)))
+    return found.hexdigest()
+
+
+def _dense_parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the dense tensors that a tensor consists of: this rank's part of a DTensor, what a quantised one wraps."""
+    own = local_part(tensor)
+    if is_traceable_wrapper_subclass(own):
+        for name in own.__tensor_flatten__()[0]:
+            yield from _dense_parts(getattr(own, name))
+    else:
+        yield own.data
 
 
 def _sharding_of(name: str, tensor: Any) -> str:

@@ -41,6 +41,7 @@ from asyncdist.protocols.options import (
     MetricMode,
     ModelBuilder,
     OptimizerState,
+    Parameters,
     Timing,
 )
 from asyncdist.protocols.own_state import OwnState
@@ -95,6 +96,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         metric_mode: ``"max"`` if larger is better, ``"min"`` if smaller is.
         optimizer_state: ``"keep"``, or ``"reset"``: cleared in place whenever weights are replaced. ``reset_weights``
             always clears it.
+        parameters: ``"all"``; or ``"trainable"``, which leaves frozen ones out: see :class:`SpawnPolicy`.
         read_timeout_s: bound on reading all donors, where they have to answer.
         drain_timeout_s: how long leaving waits for readers that are being answered.
         start_timeout_s: how long the start waits for the last member.
@@ -127,6 +129,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         metric: Callable[[], Metric] | None = None,
         metric_mode: MetricMode = "max",
         optimizer_state: OptimizerState = "keep",
+        parameters: Parameters = "all",
         read_timeout_s: float = 30.0,
         drain_timeout_s: float = 10.0,
         start_timeout_s: float = 60.0,
@@ -136,6 +139,15 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         group: Group | None = None,
         world: World | None = None,
     ) -> None:
+        self._averaging = AveragingOptions(
+            averaging_strategy=averaging_strategy,
+            momentum=momentum,
+            optimizer_state=optimizer_state,
+            model_builder=model_builder,
+            on_event=on_event,
+            timing=timing,
+            drain_timeout_s=drain_timeout_s,
+        )
         super().__init__(
             model,
             optimizer,
@@ -146,6 +158,8 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
             group=group,
             world=world,
             start_timeout_s=start_timeout_s,
+            parameters=parameters,
+            resets_optimizer=self._averaging.resets_optimizer,
         )
         self._rules = OneSidedRules(
             replacement_mode=replacement_mode,
@@ -158,16 +172,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
             donor_ratio=donor_ratio,
         )
         self._limit = "threshold_metric", threshold_metric if replacement_mode == "threshold" else None
-        self._averaging = AveragingOptions(
-            averaging_strategy=averaging_strategy,
-            momentum=momentum,
-            optimizer_state=optimizer_state,
-            model_builder=model_builder,
-            on_event=on_event,
-            timing=timing,
-            drain_timeout_s=drain_timeout_s,
-        )
-        self._own = OwnState(self._flat, optimizer, self._averaging)
+        self._own = OwnState(self._flat, self._weights, self._averaging)
         self._read_timeout_s = validation.seconds("read_timeout_s", read_timeout_s)
         self._timing = Timing(timing)
         self._durations: dict[str, Durations] = {}

@@ -25,14 +25,14 @@ from torch.nn.parallel import DistributedDataParallel
 from asyncdist import Group, World, compute_and_broadcast, reduce_and_broadcast, validation
 from asyncdist.collectives.groups import free_all
 from asyncdist.protocols.metrics import Metric, MetricSource
-from asyncdist.protocols.options import PopulationOptions, ReplicaOptions
-from asyncdist.protocols.policy import SpawnPolicy
+from asyncdist.protocols.options import Parameters, PopulationOptions, ReplicaOptions
+from asyncdist.protocols.policy import LEFT_OUT, SpawnPolicy
 from asyncdist.protocols.replicas.shards import ShardAveraging
 from asyncdist.protocols.selective.policy import AsyncSelectiveAveragingPolicy
 from asyncdist.protocols.selective.statistics import SelectiveStatistics
 from asyncdist.protocols.step_info import NOTHING, StepInfo
 from asyncdist.protocols.wrappers import check_replica_group
-from asyncdist.tensors.optimizer_state import reset_optimizer_state
+from asyncdist.tensors.optimizers.reset import reset_optimizer_state
 
 logger = logging.getLogger("protocols.replicas.policy")
 
@@ -83,7 +83,7 @@ class ReplicaAveragingPolicy(SpawnPolicy):
             one up to a tenth of it.
         options: others of :class:`AsyncSelectiveAveragingPolicy`, but those that name ranks or divide the population.
             A sharded replica takes no fresh weights (``"reset_weights"``).
-        metric, name, group, world, start_timeout_s: see :class:`SpawnPolicy`.
+        metric, name, group, world, start_timeout_s, parameters: see :class:`SpawnPolicy`.
 
     Attributes:
         is_sharded: whether each rank holds a part of its replica's model.
@@ -109,9 +109,11 @@ class ReplicaAveragingPolicy(SpawnPolicy):
         group: Group | None = None,
         world: World | None = None,
         start_timeout_s: float = 60.0,
+        parameters: Parameters = "all",
         **options: Unpack[ReplicaOptions],
     ) -> None:
         model = model.module if isinstance(model, DistributedDataParallel) else model
+        resets = options.get("optimizer_state") == "reset" or options.get("averaging_strategy") == "reset_weights"
         super().__init__(
             model,
             optimizer,
@@ -122,6 +124,8 @@ class ReplicaAveragingPolicy(SpawnPolicy):
             group=group,
             world=world,
             start_timeout_s=start_timeout_s,
+            parameters=parameters,
+            resets_optimizer=resets,
         )
         self.replica_size = validation.count("replica_size", replica_size, least=2)
         self.swap_every = _largest_divisor(average_every) if swap_every is None else swap_every
@@ -136,6 +140,7 @@ class ReplicaAveragingPolicy(SpawnPolicy):
             optimizer,
             average_every=average_every // self.swap_every,
             start_timeout_s=start_timeout_s,
+            parameters=parameters,
             name=f"leaders of {name}"[:200],
             **options,
         )
@@ -164,7 +169,15 @@ class ReplicaAveragingPolicy(SpawnPolicy):
         return given
 
     def _agreed_values(self) -> dict[str, str]:
-        return {**super()._agreed_values(), **({"model": "sharded"} if self.is_sharded else {})}
+        values = super()._agreed_values()
+        if self.is_sharded:  # the parts of a replica differ; counterparts compare theirs
+            values["model"] = "sharded"
+            values.pop(LEFT_OUT, None)
+        return values
+
+    def _change_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        super()._change_optimizer(optimizer)
+        self._inner.optimizer = optimizer
 
     def _own_state(self) -> dict[str, Any]:
         return {"leader_iteration": self._inner.iteration}
@@ -278,7 +291,8 @@ class ReplicaAveragingPolicy(SpawnPolicy):
         for tensor in self._buffers.tensors.values():
             await self._world.collectives.broadcast(tensor, self._replica, self._replica.ranks[0])
         if not is_leader:
-            self._flat.load(self._buffers)
+            with self._weights.following():
+                self._flat.load(self._buffers)
 
 
 def _largest_divisor(average_every: int) -> int:

@@ -38,6 +38,7 @@ from asyncdist.protocols.options import (
     MigrationRoute,
     ModelBuilder,
     OptimizerState,
+    Parameters,
     Route,
     Timing,
 )
@@ -105,6 +106,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         metric_mode: ``"max"`` if larger is better, ``"min"`` if smaller is. NaN and infinities never donate.
         optimizer_state: ``"keep"``, or ``"reset"``: cleared in place whenever weights are replaced. ``reset_weights``
             always clears it.
+        parameters: ``"all"``; or ``"trainable"``, which leaves frozen ones out: see :class:`SpawnPolicy`.
         quorum: fraction of live members that must have reported before ``grace_s`` begins to run.
         grace_s: seconds that the others get to report; by default as long as that delays no later round.
         max_report_age_s: older reports do not count.
@@ -150,6 +152,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         metric: Callable[[], Metric] | None = None,
         metric_mode: MetricMode = "max",
         optimizer_state: OptimizerState = "keep",
+        parameters: Parameters = "all",
         quorum: float = 0.5,
         grace_s: float | None = None,
         max_report_age_s: float = 600.0,
@@ -169,6 +172,15 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         group: Group | None = None,
         world: World | None = None,
     ) -> None:
+        self._averaging = AveragingOptions(
+            averaging_strategy=averaging_strategy,
+            momentum=momentum,
+            optimizer_state=optimizer_state,
+            model_builder=model_builder,
+            on_event=on_event,
+            timing=timing,
+            drain_timeout_s=drain_timeout_s,
+        )
         super().__init__(
             model,
             optimizer,
@@ -179,6 +191,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             group=group,
             world=world,
             start_timeout_s=start_timeout_s,
+            parameters=parameters,
+            resets_optimizer=self._averaging.resets_optimizer,
         )
         self._islands = IslandOptions(islands, island_size, migrate_every, migration)
         self._islands.check_beside(averaging_strategy, coordinator=coordinator, successors=successors)
@@ -196,16 +210,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
             migrate_every=self._islands.migrate_every or 0,
         )
         self._limit = "threshold", threshold
-        self._averaging = AveragingOptions(
-            averaging_strategy=averaging_strategy,
-            momentum=momentum,
-            optimizer_state=optimizer_state,
-            model_builder=model_builder,
-            on_event=on_event,
-            timing=timing,
-            drain_timeout_s=drain_timeout_s,
-        )
-        self._own = OwnState(self._flat, optimizer, self._averaging)
+        self._own = OwnState(self._flat, self._weights, self._averaging)
         self._coordinator_rank = (
             None if coordinator is None else validation.count("coordinator", coordinator, least=0, besides=", or None")
         )

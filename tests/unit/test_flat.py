@@ -21,7 +21,7 @@ from asyncdist.tensors.flat_state import (
 )
 from asyncdist.tensors.means import WeightedMean
 from asyncdist.tensors.model_tensors import check_gradient
-from asyncdist.tensors.optimizer_state import reset_optimizer_state
+from asyncdist.tensors.optimizers.reset import reset_optimizer_state
 
 LAWS = settings(deadline=None, derandomize=True, max_examples=100)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from asyncdist.tensors.optimizer_state import reset_optimizer_state
+from asyncdist.tensors.optimizers.reset import reset_optimizer_state
 
 
 def test_an_optimizer_whose_constructor_makes_its_state_has_the_first_one_again() -> None:

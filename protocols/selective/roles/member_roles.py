@@ -113,7 +113,6 @@ class MemberRoles:
             buffers=buffers,
             reducer=self.reducer,
             relay=self.relay,
-            flat=flat,
             own=own,
             applier=applier,
             timing=timing,

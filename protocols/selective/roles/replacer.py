@@ -18,7 +18,6 @@ from asyncdist.protocols.selective.roles.exchange_buffers import ExchangeBuffers
 from asyncdist.protocols.selective.roles.reducer import Reducer
 from asyncdist.protocols.selective.roles.relay import Relay
 from asyncdist.protocols.step_info import NOTHING, StepInfo
-from asyncdist.tensors.flat_state import FlatState
 
 logger = logging.getLogger("protocols.selective.roles.replacer")
 
@@ -34,7 +33,7 @@ class Replacer:
         buffers: the memory of exchanges.
         reducer: makes this rank's part of a mean, where it reduces.
         relay: shares what this rank fetches for its host.
-        flat, own: the model's state, and what of it is kept.
+        own: the model and its optimizer, and what of them is kept.
         applier: changes the weights.
         timing: collects the seconds that an application takes.
 
@@ -53,7 +52,6 @@ class Replacer:
         buffers: ExchangeBuffers,
         reducer: Reducer,
         relay: Relay,
-        flat: FlatState,
         own: OwnState,
         applier: Applier,
         timing: Timing,
@@ -65,7 +63,6 @@ class Replacer:
         self._buffers = buffers
         self._reducer = reducer
         self._relay = relay
-        self._flat = flat
         self._own = own
         self._applier = applier
         self._timing = timing
@@ -170,6 +167,6 @@ class Replacer:
     def load(self, exchange: Exchange) -> None:
         """Put all that the only donor of ``exchange`` has given in place, and nothing of this rank's own remains."""
         assert exchange.average is not None, f"round {exchange.round} has brought no weights"
-        self._flat.load(exchange.average.buffers)
+        self._own.load(exchange.average.buffers)
         exchange.average.release()
         self.exchange = None

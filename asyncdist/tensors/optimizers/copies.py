@@ -1,0 +1,228 @@
+"""Recognises weights among the tensors that an optimizer keeps.
+
+Names and values decide. A mirror is equal to the weights after each step of the optimizer, whatever its name: no moment
+is. Slow weights, origins and compensations are known by their names. Anything else with the pattern and the size of
+the weights follows them, but it is not known how. Nothing here changes a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from asyncdist.tensors.model_tensors import local_part
+from asyncdist.tensors.optimizers.wrapped import attributes_of, items_of, wrapped_optimizers
+
+Kind: TypeAlias = Literal["mirror", "slow", "origin", "compensation"]
+
+#: Names of slow weights in an optimizer's state: Lookahead as of pytorch-optimizer, torch_optimizer, timm and
+#: lookahead-pytorch, and Ranger.
+SLOW: Final = frozenset(
+    (
+        "slow_params",
+        "slow_param",
+        "slow_weights",
+        "slow_buffer",
+        "slow_buff",
+        "slow",
+        "cached_params",
+        "shadow",
+        "lookahead_params",
+        "lookahead_slow_buff",
+        "prev_param",
+    )
+)
+#: Masters, which are mirrors whatever their values.
+_MASTERS: Final = frozenset(
+    (
+        "master",
+        "master_param",
+        "master_params",
+        "master_weight",
+        "master_weights",
+        "params_master",
+        "fp32_param",
+        "fp32_params",
+        "fp32_master",
+        "param_fp32",
+    )
+)
+_ORIGINS: Final = frozenset(("x0",))
+#: What rounding has taken from the weights (Kahan summation).
+_COMPENSATIONS: Final = frozenset(("kahan_comp", "kahan_compensation", "compensation"))
+#: Averages over time that are corrected for their start, so that their values do not show what they are.
+_LAGGING: Final = frozenset(("ema", "param_ema", "pbar"))
+#: Weights that stay: the first ones, to which Prodigy measures the distance, and copies that live within one step.
+_KEPT: Final = frozenset(("p0", "param_init", "old_p", "backup_params", "param_buffer"))
+#: Moments and gradients: of a loss whose gradient is the weights they are equal to these.
+_MOMENTS: Final = frozenset(
+    ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "prev", "prev_grad", "previous_grad", "last_grad", "grad")
+)
+_SAMPLE_COUNT: Final = 2048
+_SAMPLE_TENSORS: Final = 64
+#: Fewer values prove nothing: two of a handful are alike by accident.
+PROOF_COUNT: Final = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """A floating tensor of an optimizer with as many elements as a parameter; ``tensor`` has the parameter's shape."""
+
+    parameter: Tensor
+    tensor: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copy:
+    """A tensor that has to follow a parameter, and how."""
+
+    parameter: Tensor
+    tensor: Tensor
+    kind: Kind
+
+
+def kind_of(key: str, held: Sequence[Held]) -> Kind | None:
+    """Say how the tensors of one name are to follow; None if they are no weights that are known."""
+    if key in _MASTERS or (key not in _MOMENTS and _is_mirror(held)):
+        return "mirror"
+    if key in SLOW:
+        return "slow"
+    if key in _COMPENSATIONS:
+        return "compensation"
+    return "origin" if key in _ORIGINS else None
+
+
+def follows_unknown(key: str, held: Sequence[Held]) -> bool:
+    """Tell whether tensors of one name, which are of no kind that is known, follow the weights nevertheless."""
+    return key in _LAGGING or (key not in _KEPT | _MOMENTS and _tracks(held))
+
+
+def _is_mirror(held: Sequence[Held]) -> bool:
+    """Tell whether all tensors are equal to their parameters, and some of them not by accident, as zeros are."""
+    return all(_are_equal(each.tensor, local_part(each.parameter)) for each in held) and any(
+        _varies(local_part(each.parameter)) for each in held
+    )
+
+
+def _are_equal(tensor: Tensor, parameter: Tensor) -> bool:
+    few = parameter.detach().reshape(-1)[:8]
+    if not torch.equal(tensor.reshape(-1)[:8].to(few), few):  # nearly all that are no mirrors
+        return False
+    return torch.equal(tensor.to(parameter), parameter.detach())
+
+
+def _varies(parameter: Tensor) -> bool:
+    values = parameter.detach().reshape(-1)
+    return values.numel() >= 2 and bool((values != values[0]).any())
+
+
+def _tracks(held: Sequence[Held]) -> bool:
+    """Tell whether tensors are near their parameters: as a whole, in the pattern of the values and in their size."""
+    own = sample_of([local_part(each.parameter) for each in held])
+    other = sample_of([each.tensor for each in held])
+    if own.numel() < PROOF_COUNT or not (own.isfinite().all() and other.isfinite().all()):
+        return False
+    spread, distance = float(own.std()), float((own - other).square().mean().sqrt())
+    return spread > 0.0 and distance < 0.5 * spread
+
+
+def held_by(optimizer: Any, model: nn.Module) -> Iterator[tuple[str, str, list[Held]]]:
+    """Yield what an optimizer and all that it wraps hold beside parameters: a description, a name, the tensors."""
+    parameters = {id(parameter): parameter for parameter in model.parameters()}
+    seen = set(parameters)
+    for each in wrapped_optimizers(optimizer):
+        kind = type(each).__name__
+        by_key: dict[str, list[Held]] = {}
+        for parameter, state in each.state.items():
+            if id(parameter) not in parameters or not isinstance(state, Mapping):
+                continue
+            for key, value in state.items():
+                shaped = _shaped_as(value, local_part(parameter))
+                if shaped is not None and id(value) not in seen:
+                    seen.add(id(value))
+                    by_key.setdefault(key, []).append(Held(parameter, shaped))
+        for key, held in by_key.items():
+            yield f"{key!r} in the state of {kind}", key, held
+        for name, tensors in _tensor_attributes(each):
+            found = _matched([tensor for tensor in tensors if id(tensor) not in seen], list(parameters.values()))
+            if found:
+                yield f"{name!r} of {kind}", "", found
+
+
+def _tensor_attributes(optimizer: Any) -> Iterator[tuple[str, list[Tensor]]]:
+    """Yield the tensors that an optimizer keeps outside of its state, by attribute, and its own parameters."""
+    for name, value in attributes_of(optimizer).items():
+        tensors = [each for each in _leaves(value, 3) if each.is_floating_point() and each.numel()]
+        if tensors:
+            yield name, tensors
+    yield "param_groups", [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def _matched(tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Held]:
+    """Pair tensors with the parameters that they are equal to; a flat tensor with all parameters in turn."""
+    left = [parameter for parameter in parameters if parameter.is_floating_point()]
+    found: list[Held] = []
+    for tensor in tensors:
+        for parameter in left:
+            shaped = _shaped_as(tensor, local_part(parameter))
+            if shaped is not None and _are_equal(shaped, local_part(parameter)):
+                found.append(Held(parameter, shaped))
+                left = [other for other in left if other is not parameter]
+                break
+        else:
+            found += _parts_of(tensor, [each for each in parameters if each.requires_grad])
+    return found
+
+
+def _parts_of(flat: Tensor, parameters: Sequence[Tensor]) -> list[Held]:
+    """Return the views of a flat tensor that holds all parameters in turn; none if it does not."""
+    locals_ = [local_part(parameter) for parameter in parameters]
+    if flat.ndim != 1 or len(locals_) < 2 or flat.numel() != sum(each.numel() for each in locals_):
+        return []
+    views = torch.split(flat.detach(), [each.numel() for each in locals_])
+    held = [Held(p, view.view(each.shape)) for p, each, view in zip(parameters, locals_, views, strict=True)]
+    return held if _is_mirror(held) else []
+
+
+def _shaped_as(value: Any, parameter: Tensor) -> Tensor | None:
+    """Return a dense floating tensor in the shape of a parameter; None for anything else."""
+    if not isinstance(value, Tensor):
+        return None
+    tensor: Tensor = local_part(value).detach()
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_meta
+    if not is_plain or tensor.dtype.is_complex != parameter.dtype.is_complex or not _is_floating(tensor):
+        return None
+    if tensor.shape == parameter.shape:
+        return tensor
+    has_room = tensor.ndim == 1 and tensor.numel() == parameter.numel() > 1 and tensor.is_contiguous()
+    return tensor.view(parameter.shape) if has_room else None
+
+
+def _is_floating(tensor: Tensor) -> bool:
+    return tensor.is_complex() or (tensor.is_floating_point() and tensor.itemsize > 1)
+
+
+def _leaves(value: Any, depth: int) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and isinstance(value, (list, tuple, Mapping)):
+        for each in items_of(value):
+            yield from _leaves(each, depth - 1)
+
+
+@torch.no_grad()
+def sample_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Return evenly spaced values of evenly spaced tensors, as float32 on the host; one transfer per device."""
+    chosen = tensors[:: max(1, len(tensors) // _SAMPLE_TENSORS)]
+    count = max(1, _SAMPLE_COUNT // max(1, len(chosen)))
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in chosen:
+        values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+        values = values.reshape(-1)
+        few = values[:: max(1, values.numel() // count)][:count].to(torch.float32)
+        by_device.setdefault(tensor.device, []).append(few)
+    return torch.cat([torch.zeros(0, device="cpu"), *(torch.cat(few).cpu() for few in by_device.values())])

@@ -1,0 +1,49 @@
+"""Resets the state of an optimizer, for a rank that replaced its weights and keeps its optimizer.
+
+Moments and step counts describe the weights that were replaced, so they start again.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asyncdist.tensors.optimizers.copies import SLOW
+from asyncdist.tensors.optimizers.wrapped import wrapped_optimizers
+
+
+def reset_optimizer_state(optimizer: Any) -> None:
+    """Clear moments and step counts in place; parameter groups and hyperparameters stay, and so does the object.
+
+    The optimizers that it wraps are reset, too. Slow weights of a wrapper stay: its constructor makes them.
+    """
+    states: list[Any] = []
+    for each in reversed(wrapped_optimizers(optimizer)):  # a wrapper comes last
+        if any(each.state is state for state in states):
+            continue
+        if isinstance(each, torch.optim.Adagrad):
+            _reset_adagrad(each)
+        elif states and _has_slow_weights(each):
+            for state in each.state.values():
+                for key, value in state.items():
+                    if key not in SLOW and isinstance(value, Tensor):
+                        value.zero_()
+        else:  # some keep numbers of their own there, under names
+            for parameter in [key for key in each.state if isinstance(key, Tensor)]:
+                del each.state[parameter]
+        states.append(each.state)
+
+
+def _has_slow_weights(optimizer: Any) -> bool:
+    return any(isinstance(state, Mapping) and SLOW.intersection(state) for state in optimizer.state.values())
+
+
+def _reset_adagrad(optimizer: torch.optim.Adagrad) -> None:
+    """Make the state that the constructor made: up to torch 2.12 its step needs it."""
+    for group in optimizer.param_groups:
+        start = group["initial_accumulator_value"]
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            state["step"] = torch.zeros_like(state["step"])
+            state["sum"] = torch.full_like(state["sum"], complex(start, start) if parameter.is_complex() else start)

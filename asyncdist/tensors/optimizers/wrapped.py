@@ -1,0 +1,45 @@
+"""Finds the optimizers that an optimizer wraps, as those of Accelerate, Lookahead and mixed precision do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+#: Attributes that are looked at elsewhere.
+_OWN_ATTRIBUTES: Final = frozenset(("state", "param_groups", "defaults"))
+
+
+def wrapped_optimizers(optimizer: Any) -> tuple[Any, ...]:
+    """Return an optimizer, and all optimizers that it holds as attributes, each once."""
+    found: list[Any] = []
+    waiting = [optimizer]
+    while waiting:
+        each = waiting.pop()
+        if not any(each is other for other in found):
+            found.append(each)
+            for value in attributes_of(each).values():
+                waiting += filter(_is_optimizer, items_of(value))
+    return tuple(found)
+
+
+def _is_optimizer(value: Any) -> bool:
+    return isinstance(value, torch.optim.Optimizer) or (
+        not isinstance(value, (Tensor, type))
+        and all(hasattr(value, name) for name in ("param_groups", "state", "step"))
+    )
+
+
+def attributes_of(optimizer: Any) -> dict[str, Any]:
+    """Return an optimizer's attributes besides its state and parameter groups."""
+    own: dict[str, Any] = getattr(optimizer, "__dict__", {})
+    return {name: value for name, value in own.items() if name not in _OWN_ATTRIBUTES and "hooks" not in name}
+
+
+def items_of(value: Any) -> Iterable[Any]:
+    """Return a value, or the values in a list, tuple or mapping."""
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return value if isinstance(value, (list, tuple)) else (value,)

@@ -1,0 +1,296 @@
+"""Under each policy an optimizer that keeps weights of its own is left with those of the average.
+
+Regression: with rank 2 at 100 and its donors at 1, fp32 masters in a state had no average take effect, Lookahead ended
+at 50.5, and schedule-free optimizers at 31.4, with -10 shown by their `eval()`.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.weight_keepers import FlatMaster, Hidden, Lookahead, MasterList, Masters
+from torch import Tensor, nn
+
+import asyncdist as ad
+from protocols import (
+    AsyncSelectiveAveragingPolicy,
+    AverageAllPolicy,
+    OneSidedSelectiveAveragingPolicy,
+    ReplicaAveragingPolicy,
+)
+
+schedulefree = pytest.importorskip("schedulefree", reason="the test extra brings schedulefree")
+pytorch_optimizer = pytest.importorskip("pytorch_optimizer", reason="the test extra brings pytorch-optimizer")
+
+EVERY = 5
+
+
+def selective(model: nn.Module, optimizer: Any, **options: Any) -> Any:
+    return AsyncSelectiveAveragingPolicy(
+        model,
+        optimizer,
+        average_every=EVERY,
+        replacement_ratio=0.34,
+        quorum=1.0,
+        cooldown=10**9,
+        threshold=0.0,
+        **options,
+    )
+
+
+def one_sided(model: nn.Module, optimizer: Any, **options: Any) -> Any:
+    return OneSidedSelectiveAveragingPolicy(
+        model,
+        optimizer,
+        average_every=EVERY,
+        replacement_mode="threshold",
+        threshold_metric=-2.5,
+        donor_count=2,
+        **options,
+    )
+
+
+def of_all(model: nn.Module, optimizer: Any, **options: Any) -> Any:
+    return AverageAllPolicy(model, optimizer, average_every=EVERY, **options)
+
+
+def of_replicas(model: nn.Module, optimizer: Any, **options: Any) -> Any:
+    return ReplicaAveragingPolicy(
+        model,
+        optimizer,
+        replica_size=2,
+        average_every=EVERY,
+        replacement_ratio=0.34,
+        quorum=1.0,
+        cooldown=10**9,
+        threshold=0.0,
+        **options,
+    )
+
+
+#: Each with the number of ranks that share weights, and the donors of the last of three such ranks.
+POLICIES: dict[str, tuple[Callable[..., Any], int, tuple[int, ...]]] = {
+    "selective": (selective, 1, (0, 1)),
+    "one-sided": (one_sided, 1, (0, 1)),
+    "all": (of_all, 1, (0, 1, 2)),
+    "replicas": (of_replicas, 2, (0, 1)),
+}
+
+
+def build(number: int) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_((1.0, 3.0, 100.0)[number])
+    return model
+
+
+def train(model: nn.Module, optimizer: Any, number: int) -> None:
+    generator = torch.Generator().manual_seed(number)
+    for _ in range(7):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        optimizer.step()
+
+
+def values(model: nn.Module) -> Tensor:
+    return torch.cat([each.detach().float().reshape(-1) for each in model.parameters()])
+
+
+async def replaced(world: ad.World, make: Callable[[nn.Module], Any], policy: str, **options: Any) -> Any:
+    """Train apart, then step until the last rank has taken averages; return the optimizer and weights before that."""
+    enter, size, _ = POLICIES[policy]
+    number = world.rank // size
+    model = build(number)
+    optimizer = make(model)
+    train(model, optimizer, number)
+    before = values(model), copy.deepcopy(optimizer.state)
+    for parameter in model.parameters():
+        parameter.grad = None
+    async with enter(model, optimizer, **options) as entered:
+        for _ in range(60):
+            await entered.step(-1.0 - number)
+    return model, optimizer, before
+
+
+def run(make: Callable[[nn.Module], Any], policy: str, **options: Any) -> tuple[list[Any], tuple[int, ...]]:
+    async def main(world: ad.World) -> Any:
+        return await replaced(world, make, policy, **options)
+
+    _, size, donors = POLICIES[policy]
+    results = ad.simulate(main, ranks=3 * size, seed=1).results
+    if size > 1:
+        assert torch.equal(values(results[-1][0]), values(results[-2][0])), "the ranks of a replica are equal"
+    return results[size - 1 :: size], donors
+
+
+SCHEDULE_FREE: dict[str, Callable[[nn.Module], Any]] = {
+    "schedulefree AdamW": lambda model: schedulefree.AdamWScheduleFree(model.parameters(), lr=0.1),
+    "schedulefree SGD": lambda model: schedulefree.SGDScheduleFree(model.parameters(), lr=0.1),
+    "schedulefree RAdam": lambda model: schedulefree.RAdamScheduleFree(model.parameters(), lr=0.1),
+    "schedulefree wrapper": lambda model: schedulefree.ScheduleFreeWrapper(torch.optim.SGD(model.parameters(), lr=0.1)),
+    "pytorch-optimizer": lambda model: pytorch_optimizer.ScheduleFreeAdamW(model.parameters(), lr=0.1),
+}
+
+
+def training(make: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
+    def make_training(model: nn.Module) -> Any:
+        optimizer = make(model)
+        optimizer.train()
+        return optimizer
+
+    return make_training
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy"),
+    [*((kind, "selective") for kind in SCHEDULE_FREE), *(("schedulefree AdamW", policy) for policy in POLICIES)],
+)
+def test_schedule_free_iterates_are_averaged_with_the_weights(kind: str, policy: str) -> None:
+    """Weights and z are means of the donors', and so is what `eval()` shows: x is linear in both."""
+    results, donors = run(training(SCHEDULE_FREE[kind]), policy)
+    model, optimizer, _ = results[-1]
+    zs = [torch.cat([state["z"].reshape(-1) for state in before[1].values()]) for *_, before in results]
+    ys = [before[0] for *_, before in results]
+    assert torch.allclose(values(model), sum(ys[rank] for rank in donors) / len(donors), rtol=1e-6)
+    own = torch.cat([optimizer.state[each]["z"].reshape(-1) for each in model.parameters()])
+    assert torch.allclose(own, sum(zs[rank] for rank in donors) / len(donors), rtol=1e-6)
+    optimizer.eval()
+    evaluated = values(model)
+    optimizer.train()
+    for own_model, own_optimizer, _ in results[:-1]:
+        own_optimizer.eval()
+        ys[results.index((own_model, own_optimizer, _))] = values(own_model)
+    if policy != "all":  # there the donors have the average, too
+        assert torch.allclose(evaluated, sum(ys[rank] for rank in donors) / len(donors), rtol=1e-5)
+
+
+KEEPERS: dict[str, Callable[[nn.Module], Any]] = {
+    "masters": lambda model: Masters(model.bfloat16().parameters(), lr=0.1),
+    "masters in a list": lambda model: MasterList(model.bfloat16().parameters(), lr=0.1),
+    "a flat master": lambda model: FlatMaster(model.bfloat16().parameters(), lr=0.1),
+    "lookahead": lambda model: Lookahead(torch.optim.SGD(model.parameters(), lr=0.1)),
+    "pytorch-optimizer's lookahead": lambda model: pytorch_optimizer.Lookahead(
+        torch.optim.SGD(model.parameters(), lr=0.1)
+    ),
+    "pytorch-optimizer's Ranger": lambda model: pytorch_optimizer.Ranger(model.parameters(), lr=0.1),
+}
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("kind", "policy"), [*((kind, "selective") for kind in KEEPERS), *(("masters", policy) for policy in POLICIES)]
+)
+def test_masters_and_slow_weights_become_the_average(kind: str, policy: str, momentum: float) -> None:
+    if momentum and policy in ("all", "one-sided"):
+        pytest.skip("no such option, or applied many times")
+    results, donors = run(KEEPERS[kind], policy, **({"momentum": momentum} if momentum else {}))
+    model, optimizer, (own, _) = results[-1]
+    mean = sum(results[rank][2][0] for rank in donors) / len(donors)
+    expected = momentum * own + (1 - momentum) * mean
+    is_coarse = next(model.parameters()).dtype == torch.bfloat16
+    tolerance = 2.0**-8 if is_coarse else 1e-6
+    assert torch.allclose(values(model), expected, rtol=tolerance)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    if isinstance(optimizer, MasterList):
+        optimizer.inner.param_groups[0]["lr"] = 0.0
+    for _ in range(12):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    assert torch.allclose(values(model), expected, rtol=tolerance), "the optimizer keeps the average"
+
+
+@pytest.mark.parametrize(
+    "make", [training(SCHEDULE_FREE["schedulefree SGD"]), KEEPERS["pytorch-optimizer's lookahead"]]
+)
+def test_a_reset_leaves_the_average_in_place(make: Callable[[nn.Module], Any]) -> None:
+    results, _ = run(make, "selective", optimizer_state="reset")
+    model, optimizer, _ = results[-1]
+    mean = (results[0][2][0] + results[1][2][0]) / 2
+    assert torch.allclose(values(model), mean, rtol=1e-6)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for _ in range(12):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    assert torch.allclose(values(model), mean, rtol=1e-6)
+
+
+def test_ranks_of_which_one_is_schedule_free_do_not_start() -> None:
+    async def main(world: ad.World) -> str:
+        model = build(0)
+        kind = schedulefree.SGDScheduleFree if world.rank else torch.optim.SGD
+        with pytest.raises(ad.DisagreementError) as caught:
+            await selective(model, kind(model.parameters(), lr=0.1)).__aenter__()
+        return str(caught.value)
+
+    for text in ad.simulate(main, ranks=3, seed=1).results:
+        assert text.startswith('the models differ: "optimizer\'s z of 0.weight" exists here and not there')
+
+
+def test_evaluating_in_a_step_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    async def main(world: ad.World) -> None:
+        model = build(world.rank)
+        optimizer = training(SCHEDULE_FREE["schedulefree SGD"])(model)
+        train(model, optimizer, world.rank)
+        optimizer.eval()
+        async with selective(model, optimizer) as policy:
+            for _ in range(40):
+                await policy.step(-1.0 - world.rank)
+
+    with caplog.at_level(logging.WARNING):
+        ad.simulate(main, ranks=3, seed=1)
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == 3 and all("Call optimizer.train() before step()" in text for text in texts)
+
+
+def test_a_hidden_copy_is_reported_at_the_next_step(caplog: pytest.LogCaptureFixture) -> None:
+    async def main(world: ad.World) -> None:
+        model = build(world.rank)
+        optimizer = Hidden(model.parameters(), lr=0.1)
+        async with selective(model, optimizer) as policy:
+            for _ in range(40):
+                optimizer.step()
+                await policy.step(-1.0 - world.rank)
+
+    with caplog.at_level(logging.WARNING):
+        ad.simulate(main, ranks=3, seed=1)
+    assert [record.getMessage().partition(" put ")[0] for record in caplog.records] == [
+        "the step of Hidden after an average"
+    ]
+
+
+def test_another_optimizer_can_be_assigned() -> None:
+    """The reset is that of the optimizer that trains."""
+
+    async def main(world: ad.World) -> Any:
+        model = build(world.rank)
+        first, second = (torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9) for _ in range(2))
+        train(model, first, world.rank)
+        train(model, second, world.rank)
+        async with selective(model, first, optimizer_state="reset") as policy:
+            policy.optimizer = second
+            with pytest.raises(ValueError, match="is not in this Sequential"):
+                policy.optimizer = torch.optim.SGD(build(0).parameters(), lr=0.1)
+            for _ in range(40):
+                await policy.step(-1.0 - world.rank)
+            assert policy.optimizer is second
+        return len(first.state), len(second.state)
+
+    assert ad.simulate(main, ranks=3, seed=1).results == ((4, 4), (4, 4), (4, 0))
+
+
+def test_a_schedule_free_optimizer_cannot_take_a_plain_ones_place() -> None:
+    model = build(0)
+    policy = selective(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="schedule-free"):
+        policy.optimizer = schedulefree.SGDScheduleFree(model.parameters(), lr=0.1)
