@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, NoReturn, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -129,6 +129,14 @@ def _warning_of_monitor(monitor: str, mode: MetricMode) -> str:
     )
 
 
+def refuse_copy(*_: object) -> NoReturn:
+    """Refuse to copy what holds the policy of a training."""
+    raise TypeError(
+        "SelectiveAveraging cannot be copied: it holds the policy of this rank's training; make another one, with the "
+        "same options"
+    )
+
+
 class Training(Generic[PolicyT]):
     """Is a policy for the length of one training.
 
@@ -147,6 +155,8 @@ class Training(Generic[PolicyT]):
         self.policy: Policy[PolicyT] | None = None
         self.replacement_count = 0
         self._caller: Caller
+
+    __copy__ = __deepcopy__ = refuse_copy
 
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Start, together with all ranks, and let this rank draw random numbers of its own from here on.

@@ -24,7 +24,7 @@ import torch
 
 from asyncdist import environment, validation
 from asyncdist.blocking.policies import Policy
-from asyncdist.integrations.joining import Selective, hide_ranks, join, selective_averaging
+from asyncdist.integrations.joining import Selective, hide_ranks, join, refuse_copy, selective_averaging
 from asyncdist.integrations.metrics import RunningLoss
 from asyncdist.integrations.random_numbers import draw, shuffle_apart
 from asyncdist.integrations.replicas import show_replica
@@ -176,6 +176,8 @@ class SelectiveAveraging(Callback):
             f"this Trainer has {count} devices, which make one replica: pass devices=1, and start more ranks; or "
             f"strategy='ddp' to it, and replica_size={count} to SelectiveAveraging"
         )
+
+    __copy__ = __deepcopy__ = refuse_copy
 
     def __getstate__(self) -> NoReturn:
         raise ValueError(
@@ -344,6 +346,10 @@ def _write_below(trainer: pl.Trainer, folder: str) -> None:
         for name in ("_root_dir", "_save_dir"):
             if isinstance(given := getattr(logger, name, None), str | os.PathLike):
                 setattr(logger, name, below(given))
+        options = getattr(logger, "_wandb_init", {})  # wandb is given its folder apart from the logger's own
+        if options.get("dir") is not None:
+            options["dir"] = below(options["dir"])
+            os.makedirs(options["dir"], exist_ok=True)  # or wandb would write to the folder for temporary files
     writers: list[Any] = [trainer.profiler, *trainer.checkpoint_callbacks]  # type: ignore[attr-defined]
     for writer in writers:
         if getattr(writer, "dirpath", None) is not None:

@@ -121,12 +121,16 @@ class SelectiveAveraging(TrainerCallback):
 
     @contextlib.contextmanager
     def _attached(self, trainer: Trainer) -> Iterator[None]:
-        """Take part in one call of the trainer's ``train``."""
+        """Take part in one call of the trainer's ``train``, and leave the policy if that raises."""
         self._prepare(trainer.args)  # a callback that was added later has not been notified of the trainer's creation
         if getattr(trainer, "hp_search_backend", None) is not None and self._seed is not None:
             trainer.args.seed = self._seed  # model_init draws by it, and each rank's trial has chosen another seed
         with _replaced(trainer, training_step=self._adding_losses, log=self._adding_replacements):
-            yield
+            try:
+                yield
+            except BaseException as error:
+                self._training.end(error)
+                raise
 
     def _adding_losses(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
         def step(*args: Any, **options: Any) -> Any:

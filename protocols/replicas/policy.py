@@ -11,6 +11,7 @@ part: :mod:`protocols.replicas.shards`.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import math
@@ -22,7 +23,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from asyncdist import Group, World, compute_and_broadcast, reduce_and_broadcast, validation
+from asyncdist import AsyncdistError, Group, World, compute_and_broadcast, reduce_and_broadcast, validation
 from asyncdist.collectives.groups import free_all
 from asyncdist.protocols.metrics import Metric, MetricSource
 from asyncdist.protocols.options import Parameters, PopulationOptions, ReplicaOptions
@@ -36,6 +37,8 @@ from asyncdist.tensors.optimizers.reset import reset_optimizer_state
 
 logger = logging.getLogger("protocols.replicas.policy")
 
+#: Ranks of a replica leave within one step of each other, which may take seconds.
+_LEAVING_TOLD_AFTER_S: Final = 20.0
 _NO_POPULATION: Final = "replicas are one population, whose first leader coordinates it"
 
 
@@ -65,8 +68,9 @@ class ReplicaAveragingPolicy(SpawnPolicy):
                 info = await policy.step(loss=loss)
 
     All ranks of a replica must call ``step`` equally often, as the synchronisation of their gradients makes them do
-    anyway. A replica that loses a rank is lost: its others get RankLostError in ``step``, and with that, unless they
-    leave the policy, the job ends.
+    anyway. They leave together: a rank that leaves waits for the others, and warns if they do not come. A replica that
+    loses a rank is lost: its others get RankLostError in ``step``, and with that, unless they leave the policy, the job
+    ends.
 
     A model that ``fully_shard`` has sharded over the ranks of its replica stays so: each rank exchanges its shards with
     the ranks of the other replicas that hold the same ones, and no rank receives more of the model than its own part.
@@ -245,10 +249,38 @@ class ReplicaAveragingPolicy(SpawnPolicy):
 
     async def _stop(self, error: BaseException | None) -> None:
         try:
-            if self._others is not None:
-                await self._inner.__aexit__(None if error is None else type(error), error, None)
+            if error is None:
+                await self._wait_for_replica()
         finally:
-            await self._free_groups()
+            try:
+                if self._others is not None:
+                    await self._inner.__aexit__(None if error is None else type(error), error, None)
+            finally:
+                await self._free_groups()
+
+    async def _wait_for_replica(self) -> None:
+        """Wait until all ranks of the replica leave, and warn where they do not come.
+
+        A rank that has ended its loop early leaves the others in DDP's all-reduce, where no message reaches them.
+        """
+        timer = asyncio.get_running_loop().call_later(_LEAVING_TOLD_AFTER_S, self._warn_of_leaving_alone)
+        try:
+            await reduce_and_broadcast(lambda: 0, sum, group=self._replica, world=self._world)
+        except AsyncdistError:  # a rank of the replica has left because of an error, which is told, or is lost
+            return
+        finally:
+            timer.cancel()
+
+    def _warn_of_leaving_alone(self) -> None:
+        others = [rank for rank in self._replica.ranks if rank != self._world.rank]
+        logger.warning(
+            "rank %d has left its policy after %d steps, and waits for rank%s %s of its replica; if they wait for its "
+            "gradients, in DDP for example, they wait forever: all ranks of a replica must do equally many steps",
+            self._world.rank,
+            self.iteration,
+            "s" * (len(others) > 1),
+            ", ".join(map(str, others)),
+        )
 
     async def _free_groups(self) -> None:
         groups, self._groups = self._groups[::-1], []

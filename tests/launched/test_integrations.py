@@ -217,7 +217,8 @@ def test_a_metric_that_lightning_never_has_is_warned_of_once(tmp_path: Path) -> 
 
 
 LIGHTNING_FOLDERS = """
-    import os, sys
+    import copy, os, sys
+    import wandb
     from importlib import import_module
     from pathlib import Path
     from asyncdist.integrations.lightning import SelectiveAveraging
@@ -262,6 +263,17 @@ LIGHTNING_FOLDERS = """
     except ZeroDivisionError:
         pass
     folder = Path(saving.dirpath).name
+    asked, wandb.init = [], lambda **options: asked.append(options["dir"])
+    logger = import_module(sys.argv[1] + ".loggers").WandbLogger(save_dir="runs", offline=True)
+    pl.Trainer(callbacks=[SelectiveAveraging(100)], logger=logger, accelerator="cpu", devices=1)
+    assert logger.experiment is None and os.path.isdir(asked[0])
+    assert (asked[0], logger.save_dir) == (f"runs/{folder}",) * 2, "wandb writes for each rank"
+    try:
+        copy.deepcopy(SelectiveAveraging(100))
+    except TypeError as error:
+        assert "cannot be copied" in str(error)
+    else:
+        raise AssertionError("a policy is of one training")
     mine = [str(path) for path in Path().rglob("*") if path.is_file() and folder in path.parts]
     report(int(folder[-1]), [module.batches, sorted(mine)])
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import copy
 import inspect
 import os
 import signal
@@ -285,6 +286,8 @@ def test_an_integration_that_is_left_open_ends_with_its_rank() -> None:
 
     left: list[SelectiveAveraging] = []
     ad.run_local(ad.blocking.hosted(main), ranks=2, strict=True)
+    with pytest.raises(TypeError, match="cannot be copied: it holds the policy"):
+        copy.deepcopy(left[0])
     ad.simulate(ad.blocking.hosted(main), ranks=2, seed=3, strict=True).value()
     assert [averaging.policy for averaging in left] == [None] * 4
     with pytest.raises(ad.ClosedError, match="has ended here"):  # an assertion told nothing

@@ -182,6 +182,17 @@ def transformers(folder: Path) -> None:
     assert averaging.policy is None, "it is left when the training ends"
     assert trainer.state.log_history[-1].get("replacements") == told.get("replacements")
     trainer.save_model()
+
+    class Fails(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            raise ZeroDivisionError
+
+    averaging = SelectiveAveraging(EVERY, **OPTIONS)
+    trainer = Trainer(model, arguments, train_dataset=[{"inputs": torch.ones(4)}] * 64, callbacks=[averaging, Fails()])
+    try:
+        trainer.train()
+    except ZeroDivisionError:
+        assert averaging.policy is None, "it is left when the training raises"
     Trainer(model, arguments, callbacks=[SelectiveAveraging(EVERY, **OPTIONS)])  # another one, of the same arguments
     arguments._n_gpu = 2
     try:

@@ -190,3 +190,20 @@ def test_each_rank_tells_of_one_policy_whose_role_is_that_of_its_replica() -> No
     for rank, policies in told.items():
         assert [(each.policy, each.step) for each in policies] == [("mine", 10)] * 2
         assert all(bool(each.role) == (rank % 2 == 0) for each in policies)
+
+
+def test_a_rank_that_leaves_its_replica_early_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: the others waited in DDP for its gradients forever, and no rank said a word."""
+
+    async def main(world: ad.World) -> None:
+        async with ReplicaAveragingPolicy(*build(0), replica_size=2, average_every=10, swap_every=10) as policy:
+            for _ in range(5):
+                await policy.step(1.0)
+            if world.rank == 1:
+                return
+            await world.sleep(60.0)  # rank 0 waits for the gradients of rank 1
+
+    ad.simulate(main, ranks=4, seed=1, strict=True)
+    told = [record.message for record in caplog.records if "has left its policy" in record.message]
+    assert len(told) == 1, told
+    assert "rank 1 has left its policy after 5 steps, and waits for rank 0 of its replica" in told[0]
