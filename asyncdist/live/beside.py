@@ -81,6 +81,8 @@ def _show(child: subprocess.Popen[bytes], *, is_on_stderr: bool) -> None:
             came = signal.sigtimedwait({*_PASSED_ON, signal.SIGCHLD}, top.PERIOD_S)
             if came is not None and came.si_signo in _PASSED_ON and local_host.is_for_child(came):
                 child.send_signal(came.si_signo)
+        if not is_gone:
+            live.update(view.drawn(console, has_ended=True), refresh=True)
         for copier in copiers:
             copier.join(1.0)  # a process that lives on may hold the other end
 

@@ -69,7 +69,7 @@ class Readings:
         return [self.row(rank) for rank in sorted(self._said)]
 
 
-def screen(rows: Sequence[Row], width: int, height: int | None = None) -> Table:
+def screen(rows: Sequence[Row], width: int, height: int | None = None, *, before_end_s: float | None = None) -> Table:
     """Return what the ranks do together, in a line, below it the table of all of them, and notes on some.
 
     Args:
@@ -77,12 +77,15 @@ def screen(rows: Sequence[Row], width: int, height: int | None = None) -> Table:
         width: of the terminal, in characters; columns that matter less are left out where there is no place for them.
         height: of the terminal, in lines; where there are more ranks, those that have done fewest steps are shown.
             None for all.
+        before_end_s: Seconds from the ranks' last answer to the end of the job; None while the job lives.
     """
     from rich.table import Table
     from rich.text import Text
 
     shown = list(rows)
     head = _together(rows)
+    if before_end_s is not None:
+        head = f"{before_end_s:.1f} s before the end: {head}"
     notes = [f"rank {row.rank} {row.note}" for row in rows if row.note]
     if len(notes) > _NOTE_COUNT_MAX:
         notes[_NOTE_COUNT_MAX - 1 :] = [f"and {len(notes) - _NOTE_COUNT_MAX + 1} more; asyncdist story tells of all"]

@@ -52,10 +52,13 @@ class JobView:
         self._readings = Readings()
         self._rows: list[Row] = []
         self._moved: dict[int, tuple[int, float]] = {}  # for each rank its steps, and when they were fewer
+        self._asked_at_s = 0.0
 
     def ask(self, places: Sequence[Place]) -> None:
         """Ask all ranks at once. Those that do no steps are asked for their story, too."""
         answers = sockets.exchange(places, sockets.COUNTERS)
+        if answers:
+            self._asked_at_s = time.monotonic()
         for data in answers.values():
             with contextlib.suppress(ValueError):  # it has ended while it answered
                 self._readings.add(from_bytes(data))
@@ -75,9 +78,13 @@ class JobView:
             self._moved[rank] = step, now
         return now - self._moved[rank][1] >= _STILL_S
 
-    def drawn(self, console: Console) -> Table:
-        """Return what they have said last, in the size of the terminal."""
-        return screen(self._rows, console.width, console.height if console.is_terminal else None)
+    def drawn(self, console: Console, *, has_ended: bool = False) -> Table:
+        """Return what they have said last, in the size of the terminal; of a job that has ended with the age of that.
+
+        A rank that ends takes its last counts with it: nobody can ask it any more.
+        """
+        age_s = time.monotonic() - self._asked_at_s if has_ended and self._asked_at_s else None
+        return screen(self._rows, console.width, console.height if console.is_terminal else None, before_end_s=age_s)
 
 
 def run(name: str | None) -> int:
@@ -115,6 +122,6 @@ def run(name: str | None) -> int:
                 view.ask(places)
                 live.update(view.drawn(console), refresh=True)
                 time.sleep(PERIOD_S)
-        console.print(view.drawn(console))
+        console.print(view.drawn(console, has_ended=True))
         console.print(f"job {job} has ended")
     return 0

@@ -14,6 +14,7 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from asyncdist.recording.reader import Recording
+from asyncdist.report.conclusions import conclusions
 from asyncdist.report.summary import Round, Summary, summarise
 
 #: Ranks that have a line of their own; of more, quantiles are drawn.
@@ -23,7 +24,14 @@ ROUND_COUNT_MAX: Final = 400
 MARK_COUNT_MAX: Final = 1500
 #: Columns of what is drawn over time.
 COLUMN_COUNT: Final = 200
+#: The scale of the metric shows values between the first and the last of these, and at most so many times the distance
+#: of the quartiles beyond those; if all values spread over more than so many times as much.
+_SCALE_QUANTILES: Final = (0.02, 0.25, 0.75, 0.98)
+_SCALE_SPREADS: Final = 8.0
+_SCALE_FACTOR: Final = 2.0
 _QUANTILES: Final = (0.05, 0.25, 0.5, 0.75, 0.95)
+#: A part of a step by which ranks differ anyway: no colours are spread over less.
+_NOISE: Final = 0.05
 #: Losses and ends that are listed.
 _NEWS_COUNT_MAX: Final = 200
 
@@ -33,7 +41,10 @@ _PAGE: Final = """<!doctype html>
 <style>
 body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 1100px; padding: 0 1em; color: #1c1e21; }}
 h1 {{ font-size: 1.6em; }} h2 {{ font-size: 1.2em; margin: 2em 0 0.2em; }} p {{ margin: 0.2em 0 0.6em; color: #555; }}
-table {{ border-collapse: collapse; }} td, th {{ padding: 0.15em 0.8em 0.15em 0; text-align: left; }}
+table {{ border-collapse: collapse; }}
+td, th {{ padding: 0.15em 0.8em 0.15em 0; text-align: left; vertical-align: top; overflow-wrap: anywhere; }}
+th {{ white-space: nowrap; }} .conclusions {{ padding-left: 1.2em; }} .conclusions li {{ margin: 0.3em 0; }}
+.figure {{ width: 100%; overflow: hidden; }}
 </style>
 <script>{plotly}</script></head><body>
 <h1>{title}</h1>
@@ -70,8 +81,13 @@ def render(recording: Recording) -> str:
             data = str(figure.to_json()).replace("<", "\\u003c")  # which might end the script, or begin a comment
             drawn = f'<script type="application/json">{data}</script>'
             sections.append(f'<div class="figure" style="height: {figure.layout.height}px">{drawn}</div>')
-    body = "\n".join([_facts(recording, summary), *sections, _news(summary)])
+    body = "\n".join([_conclusions(summary), _facts(recording, summary), *sections, _news(summary)])
     return _PAGE.format(title=f"Job {html.escape(recording.job)}", plotly=get_plotlyjs(), body=body, drawing=_DRAWING)
+
+
+def _conclusions(summary: Summary) -> str:
+    lines = "\n".join(f"<li>{html.escape(line)}</li>" for line in conclusions(summary))
+    return f'<ul class="conclusions">\n{lines}\n</ul>'
 
 
 def _facts(recording: Recording, summary: Summary) -> str:
@@ -107,8 +123,13 @@ def _sections(summary: Summary, is_simulated: bool) -> Iterator[tuple[str, str, 
     yield from _of_populations(summary)
     yield "Rounds", *_rounds(summary)
     yield "Step times", *_step_times(summary, is_simulated)
-    yield "Step times over time", *_over_time(summary, "interval_bins", "seconds between two steps, mean")
-    yield "Stragglers", *_over_time(summary, "lag_bins", "seconds after the first rank at the same iteration, mean")
+    what = "The mean of the seconds between two steps. Look for a bright row, a slow rank, and for bright columns: at"
+    yield "Step times over time", *_over_time(summary, "interval_bins", f"{what} that time all ranks waited.")
+    what = "The mean of the seconds by which a rank came to an iteration after the first rank. Look for a row that gets"
+    yield (
+        "Stragglers",
+        *_over_time(summary, "lag_bins", f"{what} brighter: that rank falls behind, further and further."),
+    )
     yield "Bytes between ranks", *_bytes(summary)
 
 
@@ -132,11 +153,18 @@ def _figure(height: int, x: str, y: str) -> go.Figure:
     figure.update_layout(
         template="plotly_white",
         height=height,
-        margin={"l": 60, "r": 20, "t": 20, "b": 50},
+        margin={"l": 60, "r": 20, "t": 36, "b": 50},
         xaxis_title=x,
         yaxis_title=y,
+        legend={"orientation": "h", "x": 0, "xanchor": "left", "y": -0.22, "yanchor": "top"},
     )
     return figure
+
+
+def _scale(title: str, **more: Any) -> dict[str, Any]:
+    """Return the scale of a heat map's colours: below it, since a narrow window has no place beside it."""
+    place = {"orientation": "h", "x": 0.5, "y": -0.22, "yanchor": "top", "thickness": 12, "len": 0.9}
+    return {"title": {"text": title, "side": "bottom"}, **place, **more}
 
 
 def _evenly(values: Sequence[Any], count: int) -> list[Any]:
@@ -158,15 +186,19 @@ def _metric(summary: Summary, place: int) -> tuple[str, go.Figure | None]:
                 x=_times(rows[:, 0]), y=rows[:, 1].astype(np.float32), mode="lines", name=f"rank {rank}", line_width=1
             )
         note = (
-            "One line for each rank. A dot is a replacement: the rank took the weights of others; it lies at the bottom"
-            " where the rank's metric was no finite number."
+            "One line for each rank. A circle is a replacement: the rank took the weights of others. Look for a rank"
+            " that stays away from the others although it is replaced. A circle at the bottom belongs to a rank whose"
+            " metric was not a finite number."
         )
     else:
         columns = np.linspace(0, summary.duration_s, COLUMN_COUNT)
         values = np.array([_held(rows, columns) for rows in series])
         for name, row in zip(("least", "quarter", "median", "three quarters", "most"), _spread(values), strict=True):
             figure.add_scatter(x=_times(columns), y=row.astype(np.float32), mode="lines", name=name)
-        note = f"Of {summary.size} ranks: least, quartiles, most. A dot is a replacement."
+        note = (
+            f"Of {summary.size} ranks: least, quartiles, most. A circle is a replacement. Look for a least or a most"
+            " that leaves the quartiles behind: it is of one rank, or a few."
+        )
     marks = _evenly([each for each in summary.applied if each.population == place], MARK_COUNT_MAX)
     heights = np.array([_held(series[each.rank], np.array([each.time_s]))[0] for each in marks])
     finite = np.concatenate([rows[:, 1] for rows in series])
@@ -181,8 +213,39 @@ def _metric(summary: Summary, place: int) -> tuple[str, go.Figure | None]:
         text=texts,
         marker={"size": 5, "color": "black", "symbol": "circle-open"},
     )
+    note += _set_metric_range(figure, series, summary)
     thinned = any(metric.count > len(rows) for metric, rows in zip(metrics, series, strict=True))
     return note + (" Long series are thinned: every n-th value is drawn." if thinned else ""), figure
+
+
+def _set_metric_range(figure: go.Figure, series: Sequence[Any], summary: Summary) -> str:
+    """Let the scale of the metric leave out what is rare and far away, if anything is; return a sentence that says so.
+
+    Values count for as long as they hold: a rank that reports often counts as much as another one.
+    """
+    if math.isfinite(summary.first_step_s) and summary.first_step_s > 0.03 * summary.duration_s:
+        figure.add_vrect(x0=0, x1=summary.first_step_s, fillcolor="#eee", line_width=0, layer="below")
+        started = f" The grey part, {summary.first_step_s:.3g} s, is before the first step of any rank."
+    else:
+        started = ""
+    columns = np.linspace(0, summary.duration_s, 4 * COLUMN_COUNT)
+    values = np.concatenate([_held(rows, columns) for rows in series])
+    values = values[np.isfinite(values)]
+    if not len(values):
+        return started
+    low, quarter, three_quarters, high = np.quantile(values, _SCALE_QUANTILES)
+    spread = three_quarters - quarter
+    low, high = max(low, quarter - _SCALE_SPREADS * spread), min(high, three_quarters + _SCALE_SPREADS * spread)
+    everything = [rows[:, 1][np.isfinite(rows[:, 1])] for rows in series]
+    least, most = min(row.min() for row in everything if len(row)), max(row.max() for row in everything if len(row))
+    margin = 0.08 * (high - low)
+    if not 0 < _SCALE_FACTOR * (high - low) < most - least:
+        return started
+    figure.update_yaxes(range=[max(low - margin, least - margin), min(high + margin, most + margin)])
+    return (
+        f"{started} The scale leaves out the rarest values, of which there are some between {least:.3g} and {most:.3g}:"
+        " a double click shows all."
+    )
 
 
 def _spread(values: Any) -> Any:
@@ -213,14 +276,16 @@ def _lineage(summary: Summary, place: int) -> tuple[str, go.Figure | None]:
         return "No weights were replaced.", None
     shares = summary.populations[place].shares
     figure = _figure(460, "rank at first", "rank at the end")
-    figure.add_heatmap(z=shares, zmin=0, zmax=float(shares.max()), colorscale="Viridis", colorbar_title="share")
+    figure.add_heatmap(z=shares, zmin=0, zmax=float(shares.max()), colorscale="Viridis", colorbar=_scale("share"))
     figure.update_yaxes(autorange="reversed")
     _name_ranks(figure, summary.size, "xy")
     mean = shares.astype(np.float64).mean(axis=0)
     effective = 1 / float(np.square(mean).sum())
     note = (
-        "Each row is what the last weights of a rank go back to, as shares of what the ranks had at first; training "
-        f"itself counts as nobody's. The population goes back to {effective:.1f} ranks (1 / the sum of squared shares)."
+        "Each row is a rank at the end, each column a rank at first: the brighter a field, the more of the row's last"
+        " weights goes back to the column's first weights; what training adds counts for no rank. Look for a column"
+        " that is bright in all rows: the whole population descends from that rank. A bright diagonal is a population"
+        f" that exchanged little. This one goes back to {effective:.1f} ranks (1 / the sum of squared shares)."
     )
     return note, figure
 
@@ -239,7 +304,10 @@ def _rounds(summary: Summary) -> tuple[str, go.Figure | None]:
         took = 1e3 * (np.array([getattr(each, field) for each in shown], dtype=float) - began)
         figure.add_scattergl(x=_times(began), y=took.astype(np.float32), mode="markers", name=name, text=texts)
     note = (
-        f"{len(shown)} of {len(summary.rounds)} rounds, by the time of their decision; what has not come is not drawn."
+        "Each round is a column of three points, at the time of its decision: when its donors were fixed, when the last"
+        " replaced rank had the average, and when it was over."
+        f" {len(shown)} of {len(summary.rounds)} rounds are shown. Look for points that rise: rounds wait for a rank"
+        " that got slower; and for columns that lack a point: that part of the round did not happen."
     )
     return note, figure
 
@@ -258,7 +326,11 @@ def _step_times(summary: Summary, is_simulated: bool) -> tuple[str, go.Figure | 
     told = f" policy.step itself took {np.median(known):.0f} us in the median." if known and not is_simulated else ""
     figure.update_yaxes(type="log")
     _name_ranks(figure, summary.size, "x")
-    return f"From the end of one step to that of the next.{told}", figure
+    note = (
+        "From the end of one step to the end of the next. Look for a rank whose points lie above those of the others:"
+        f" it is slow; and for points that are far apart: its steps differ much.{told}"
+    )
+    return note, figure
 
 
 def _over_time(summary: Summary, bins: str, what: str) -> tuple[str, go.Figure | None]:
@@ -276,11 +348,19 @@ def _over_time(summary: Summary, bins: str, what: str) -> tuple[str, go.Figure |
     if not np.isfinite(values).any():
         return "Nothing to be compared was recorded.", None
     highest = float(np.nanquantile(values, 0.99)) or float(np.nanmax(values)) or 1.0  # of a scale that begins with 0
+    steps_s = [rank.intervals.quantile(0.5) for rank in summary.ranks if rank.intervals.count]
+    highest = max(highest, _NOISE * min(steps_s, default=0.0))
     figure.add_heatmap(
-        x=_times(middles), z=values.astype(np.float32), zmin=0, zmax=highest, colorscale="Magma", colorbar_title="s"
+        x=_times(middles),
+        z=values.astype(np.float32),
+        zmin=0,
+        zmax=highest,
+        colorscale="Magma",
+        colorbar=_scale("seconds"),
     )
+    figure.update_yaxes(autorange="reversed")  # rank 0 is on top, as in the other heat maps
     _name_ranks(figure, summary.size, "y")
-    return f"{what[0].upper()}{what[1:]}, in {columns} columns. The brightest hundredth has one colour.", figure
+    return f"{what} There are {columns} columns; the brightest hundredth of the fields has one colour.", figure
 
 
 def _bytes(summary: Summary) -> tuple[str, go.Figure | None]:
@@ -298,11 +378,15 @@ def _bytes(summary: Summary) -> tuple[str, go.Figure | None]:
         text=[[_size(nbytes) for nbytes in row] for row in summary.nbytes] if summary.size <= LINE_COUNT_MAX else None,
         hovertemplate="from %{y} to %{x}: %{text}<extra></extra>" if summary.size <= LINE_COUNT_MAX else None,
         colorscale="Viridis",
-        colorbar={"title": "bytes", "tickvals": powers, "ticktext": [_size(10.0**power) for power in powers]},
+        colorbar=_scale("bytes", tickvals=powers, ticktext=[_size(10.0**power) for power in powers]),
     )
     figure.update_yaxes(autorange="reversed")
     _name_ranks(figure, summary.size, "xy")
-    return "All messages, those of coordination included.", figure
+    note = (
+        "All messages, those of coordination included. Look for a bright row or column: this rank sends, or receives,"
+        " much more than the others, as the coordinator of a large population does."
+    )
+    return note, figure
 
 
 def _size(nbytes: float) -> str:

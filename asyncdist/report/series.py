@@ -21,10 +21,11 @@ class LogHistogram:
         count: of values.
     """
 
-    __slots__ = ("_counts", "_largest", "count")
+    __slots__ = ("_counts", "_largest", "_sums", "count")
 
     def __init__(self) -> None:
         self._counts = [0] * _BIN_COUNT
+        self._sums = [0.0] * _BIN_COUNT
         self._largest = 0.0
         self.count = 0
 
@@ -33,7 +34,16 @@ class LogHistogram:
         self.count += 1
         self._largest = max(self._largest, value)
         place = int((math.log10(value) - _LOWEST_DECADE) * _PER_DECADE) if value > 0 else 0
-        self._counts[min(max(place, 0), _BIN_COUNT - 1)] += 1
+        place = min(max(place, 0), _BIN_COUNT - 1)
+        self._counts[place] += 1
+        self._sums[place] += value
+
+    def middle(self) -> float:
+        """Return the mean of the values in the median's bin: it is exact if they are equal. NaN without values."""
+        if not self.count:
+            return math.nan
+        place = int(np.searchsorted(np.cumsum(self._counts), max(self.count / 2, 1)))
+        return self._sums[place] / self._counts[place]
 
     def quantile(self, fraction: float) -> float:
         """Return the value below which that fraction lies; NaN where there are no values."""
@@ -124,6 +134,11 @@ class Thinned:
                 self._every *= 2
         self._last = row
         self.count += 1
+
+    @property
+    def last(self) -> tuple[float, ...] | None:
+        """The last row; None where there is none."""
+        return self._last
 
     def rows(self) -> list[tuple[float, ...]]:
         """Return what is kept, oldest first."""

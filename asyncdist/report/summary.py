@@ -10,9 +10,10 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncdist import tags
 from asyncdist.recording.events import Event
 from asyncdist.recording.reader import Recording, RecordingError
-from asyncdist.report.clocks import Clocks
+from asyncdist.report.clocks import Clocks, Line
 from asyncdist.report.series import LogHistogram, Thinned, TimeBins
 
 #: Rows of a rank's metric that are kept. Where there are many ranks, fewer.
@@ -67,6 +68,7 @@ class Round:
         ended_s: the coordinator knew that.
         donors, replacers, route: as decided.
         reason: why it ended.
+        applied_count: replacers that had its average.
     """
 
     number: RoundNumber
@@ -78,6 +80,7 @@ class Round:
     applied_s: float = np.nan
     ended_s: float = np.nan
     reason: str = ""
+    applied_count: int = 0
 
 
 @dataclass(slots=True)
@@ -129,6 +132,11 @@ class Summary:
         nbytes: bytes of messages, from row to column.
         news: losses, failovers, ends with an error, and files without an end: the time, the rank that tells, and the
             text.
+        first_step_s: when the first step of any rank ended; infinity where there is none.
+        ends: the error that ended main of each rank that has a recording, "" where it returned, None where nothing says
+            how it ended; of a rank that was started again that of its last process.
+        message_count: messages of all ranks, those of policies and of the runtime included.
+        sent_counts, received_counts: messages of the program's own channels.
         told: those of the news that are the beginnings of stories.
         populations: one, or more where several policies are open at once.
     """
@@ -144,6 +152,19 @@ class Summary:
     rounds: list[Round] = field(default_factory=list)
     news: list[tuple[float, int, str]] = field(default_factory=list)
     told: set[str] = field(default_factory=set)
+    first_step_s: float = np.inf
+    ends: dict[int, str | None] = field(default_factory=dict)
+    message_count: int = 0
+    sent_counts: Counter[Line] = field(default_factory=Counter)
+    received_counts: Counter[Line] = field(default_factory=Counter)
+
+    def lost_messages(self) -> dict[Line, int]:
+        """Return how many messages on each line were sent and never received, by ranks that have a recording."""
+        return {
+            line: count - self.received_counts[line]
+            for line, count in self.sent_counts.items()
+            if line[1] in self.ends and count > self.received_counts[line]
+        }
 
 
 def summarise(recording: Recording) -> Summary:
@@ -167,16 +188,19 @@ def summarise(recording: Recording) -> Summary:
     for each in recording.ranks:
         offset = clocks.offset(each)
         policies, last_step_s = policies_of[each.path], dict[int, float]()
-        time_s, tells_end = each.header.clock_s + offset, False
+        time_s, tells_end, over = each.header.clock_s + offset, False, None
         for event in each.events():
             time_s = event.time_s + offset
             summary.duration_s = max(summary.duration_s, time_s)
             _add(summary, rounds, policies, last_step_s, each.rank, time_s, event)
             tells_end = tells_end or event.kind in ("over", "cut")
+            if event.kind == "over":
+                over = str(event.get("error"))
             if event.kind == "metric":
                 place = *policies.place(int(event.get("policy"))), int(event.get("iteration"))
                 first_at[place] = min(time_s, first_at.get(place, time_s))
         policies.end_all(time_s)
+        summary.ends[each.rank] = over
         if not tells_end:
             summary.news.append((time_s, each.rank, _WITHOUT_END))
     for each in recording.ranks:
@@ -331,13 +355,24 @@ def _add(
                 of_rank.intervals.add(interval_s)
                 of_rank.interval_bins.add(time_s, interval_s)
             last_step_s[policy] = time_s
+            summary.first_step_s = min(summary.first_step_s, time_s)
             of_rank.step_seconds.add(float(event.get("seconds")))
         case "metric":
             population = _population(summary, policies.population(int(event.get("policy"))))
             if population is not None:
                 population.metrics[rank].add(time_s, float(event.get("value")))
         case "sent":
-            summary.nbytes[rank, int(event.get("dest"))] += int(event.get("nbytes"))
+            dest, tag, nbytes = (int(event.get(name)) for name in ("dest", "tag", "nbytes"))
+            summary.nbytes[rank, dest] += nbytes
+            summary.message_count += 1
+            if tags.is_for_users(tag):
+                summary.sent_counts[rank, dest, tag] += 1
+        case "received":
+            source, tag = int(event.get("source")), int(event.get("tag"))
+            if tags.is_for_users(tag):
+                summary.received_counts[source, rank, tag] += 1
+        case "safe_point" | "clock" | "heard" | "timer" | "deadline" | "waited":
+            pass
         case "applied":
             policy, number, iteration = (int(event.get(name)) for name in ("policy", "round", "iteration"))
             donors, weights = tuple(event.get("donors") or ()), tuple(event.get("weights") or ())
@@ -402,6 +437,7 @@ def _follow(summary: Summary) -> None:
         found = _round_of(applied, decided.get((applied.coordinator, applied.round), ()))
         if found is not None:
             found.applied_s = np.fmax(found.applied_s, applied.time_s)
+            found.applied_count += 1
         population = _population(summary, applied.population)
         if population is None:
             continue

@@ -94,6 +94,46 @@ def test_a_report_is_one_page_whose_numbers_are_those_of_the_run(recording: Reco
     assert not re.search(r"<(script|link|img)[^>]*(src|href)=", page), "it needs no network"
 
 
+def test_a_report_begins_with_what_happened_and_says_what_to_look_for(recording: Recording) -> None:
+    page = render(recording)
+    told = re.findall("<li>(.*?)</li>", page)
+    assert told[0] == "Every rank returned from main." and page.index("<li>") < page.index("<table>")
+    count = counted(recording)["applied"]
+    assert any(
+        line.endswith(f"were applied by all ranks that they replaced, with {count} replacements in all.")
+        for line in told
+    )
+    notes = re.findall("</h2>\n<p>(.*?)</p>", page)
+    assert len(notes) == 8 and all("Look for " in note for note in notes[:-1]), notes
+
+
+def test_all_heat_maps_have_rank_0_on_top_and_all_legends_have_place(recording: Recording) -> None:
+    """Regression: two of four had it at the bottom, and legends were cut off in a narrow window."""
+    drawn = figures(render(recording))
+    heatmaps = [figure for figure in drawn if figure["data"][0]["type"] == "heatmap"]
+    assert [figure["layout"]["yaxis"]["autorange"] for figure in heatmaps] == ["reversed"] * 4
+    assert {figure["data"][0]["colorbar"]["orientation"] for figure in heatmaps} == {"h"}
+    assert {figure["layout"]["legend"]["orientation"] for figure in drawn} == {"h"}
+
+
+@pytest.mark.parametrize("last", [-0.5, 1e30, math.nan])
+def test_the_scale_of_the_metric_shows_most_of_the_run(tmp_path: Path, last: float) -> None:
+    """Regression: values of the first steps, or of a run that diverges at its end, hid all others."""
+
+    async def train_with_outliers(world: ad.World) -> None:
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=1) as policy:
+            for step in range(200):
+                await policy.step(-1e6 if step < 2 else last if step > 190 and world.rank else -1.0 + 0.002 * step)
+
+    ad.simulate(train_with_outliers, ranks=2, seed=1, record=tmp_path)
+    page = render(read_recording(tmp_path))
+    low, high = figures(page)[0]["layout"]["yaxis"]["range"]
+    assert -6.0 < low < -0.9 and -0.7 < high < 6.0
+    assert "The scale leaves out the rarest values, of which there are some between -1e+06 and " in page
+
+
 def test_a_report_of_many_ranks_has_quantiles_and_names_losses(tmp_path: Path) -> None:
     faults = (ad.Kill(rank=0, at_s=0.015),)
     ad.simulate(train, ranks=70, seed=1, record=tmp_path, faults=faults)

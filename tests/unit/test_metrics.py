@@ -224,6 +224,16 @@ def test_the_table_says_what_each_rank_does_and_what_all_do() -> None:
     assert (silent.strip(), note) == ("2", "rank 2 does not answer")
 
 
+def test_the_table_of_a_job_that_has_ended_says_how_old_it_is() -> None:
+    """Regression: --live ended with a table of fewer steps than were made, and did not say so."""
+    console = pytest.importorskip("rich.console").Console(width=120)
+    readings = Readings()
+    readings.add(COUNTERS)
+    with console.capture() as capture:
+        console.print(screen(readings.rows(), 120, None, before_end_s=0.71))
+    assert capture.get().startswith("0.7 s before the end: job 0000abcd: 1 of 4 ranks")
+
+
 def test_the_table_shows_names_without_obeying_them() -> None:
     """Regression: rich took "[red]" in a policy's name for a colour, and a terminal its escape sequences."""
     readings = Readings()
