@@ -114,6 +114,7 @@ def test_a_world_has_what_is_awaited_of_the_other_one() -> None:
     awaited = {name for name, value in vars(ad.World).items() if inspect.iscoroutinefunction(value)} | {"progress"}
     facts = {name for name, value in vars(ad.World).items() if isinstance(value, property)} - {
         "is_computing",
+        "is_in_main",
         "is_open",
     }
     found = {name for name in awaited | facts if not hasattr(ad.blocking.World, name)}

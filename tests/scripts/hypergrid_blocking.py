@@ -10,7 +10,6 @@ termination signals; ``cleanup``. Each rank reports its averages, and what the b
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
 from typing import Any
 
@@ -21,6 +20,7 @@ from gfn.gym import HyperGrid
 from gfn.preprocessors import KHotPreprocessor
 from gfn.utils.common import set_seed
 from gfn.utils.modules import MLP
+from mpi4py import MPI  # which that script imports, too: it initialises MPI before asyncdist does
 from support.mpi import report
 
 from asyncdist.integrations.torchgfn import (
@@ -104,10 +104,7 @@ def main(args: argparse.Namespace) -> None:
     policy = averaging(args, context, model, lambda: built(env))
     averages = best_score = 0.0
     metadata: dict[str, int] = {}
-    for iteration in itertools.count():
-        # Until an average has been applied somewhere, if the number of iterations does not end the training.
-        if iteration >= args.iterations:
-            break
+    for iteration in range(args.iterations):
         trajectories = model.sample_trajectories(env, n=8, save_logprobs=False, save_estimator_outputs=True)
         with torch.no_grad():
             score = replay_buffer.add(model.to_training_samples(trajectories))
@@ -140,6 +137,8 @@ def main(args: argparse.Namespace) -> None:
         ReplayBufferManager.send_termination_signal(context.assigned_buffer)
     barrier(group=context.train_global_group)
     context.cleanup()
+    if not MPI.Is_finalized():  # torchgfn's own cleanup ends MPI; ranks of a simulation share it
+        MPI.Finalize()
 
 
 if __name__ == "__main__":
