@@ -1,4 +1,4 @@
-"""Finds out that a selection is upside down: that the best rank's metric becomes worse as training proceeds.
+"""Finds out that a selection is upside down, since the best rank's metric becomes worse, or that no metric is finite.
 
 Training improves what it optimises. A loss that is reported where a larger metric is better therefore shows: the value
 of the best rank falls. Pure: numbers in, a verdict out, the same for the same numbers.
@@ -12,6 +12,8 @@ import statistics
 from collections.abc import Iterable
 from typing import Final
 
+#: So many decisions in a row without a finite metric are no accident of one batch.
+_BLANK_COUNT: Final = 3
 #: Medians of this many blocks of equal length are compared, so noise and single outliers count little.
 _BLOCK_COUNT: Final = 16
 #: After so many values, doubled each time, the blocks are compared; after the last time no more values are kept.
@@ -60,6 +62,38 @@ class MetricTrend:
             self._wrong = self._sign * blocks[0], self._sign * blocks[-1]
         if self._wrong is not None or count >= _COUNT_MAX:
             self._values = None
+
+
+class BlankMetrics:
+    """Watches whether any rank has a metric by which it can be judged: a finite one.
+
+    While none has, no rank is replaced and none donates.
+    """
+
+    def __init__(self) -> None:
+        self._count: int | None = 0  # decisions in a row without a finite metric; None when it is decided
+        self._is_found = False
+
+    def add(self, metrics: Iterable[float]) -> None:
+        """Take the metrics of one decision."""
+        values = tuple(metrics)
+        if self._count is not None and values:
+            self._count = 0 if any(map(math.isfinite, values)) else self._count + 1
+            if self._count == _BLANK_COUNT:
+                self._count, self._is_found = None, True
+
+    def take_found(self) -> bool:
+        """Return true once, when several decisions in a row had no finite metric."""
+        is_found, self._is_found = self._is_found, False
+        return is_found
+
+
+def blank_warning(policy: str, whose: str) -> str:
+    """Return the warning of what :meth:`BlankMetrics.take_found` has found; ``whose`` names the ranks."""
+    return (
+        f"{policy}: {whose} has been NaN or infinite {_BLANK_COUNT} times in a row. Such a metric ranks worst and its "
+        "rank never donates, so nothing is averaged while all are like that. Look at the value that step() is given"
+    )
 
 
 def trend_warning(policy: str, metric_mode: str, wrong: tuple[float, float]) -> str:

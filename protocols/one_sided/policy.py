@@ -30,7 +30,7 @@ from asyncdist.collectives.one_sided import VersionedWindow, open_versioned_wind
 from asyncdist.messaging import wire
 from asyncdist.messaging.streams import CHUNK_NBYTES
 from asyncdist.protocols.applier import Applier, NewWeights
-from asyncdist.protocols.metric_trend import MetricTrend, trend_warning
+from asyncdist.protocols.metric_trend import BlankMetrics, MetricTrend, blank_warning, trend_warning
 from asyncdist.protocols.metrics import Metric, MetricSource
 from asyncdist.protocols.one_sided.reader import DonorReader, Replacement, UnreadableError
 from asyncdist.protocols.one_sided.rules import OneSidedRules, choose, is_dying, sample_count
@@ -186,6 +186,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         self._is_publishing = False
         self._own_metric: float | None = None
         self._trend = MetricTrend(metric_mode)
+        self._blanks = BlankMetrics()
         self._replacement: Replacement | None = None
         self._task: asyncio.Task[None] | None = None
         self._draws: tuple[Any, ...] | None = None  # the random state to go on from
@@ -344,8 +345,11 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         self._needs_step = False  # only now: `model_builder` may raise, and the next step tries again
         return info
 
-    def _watch_trend(self, metric: float) -> None:
-        """Warn on the first member, once, if its metric becomes worse as it trains."""
+    def _watch_metric(self, metric: float) -> None:
+        """Warn once if the metric is not finite; on the first member, once, if it becomes worse as it trains."""
+        self._blanks.add((metric,))
+        if self._blanks.take_found():
+            logger.warning("%s", blank_warning(self._journal.title(), "this rank's metric"))
         if self._group.index == 0:
             self._trend.add((metric,))
             if (wrong := self._trend.take_wrong()) is not None:
@@ -355,7 +359,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         """Expose the weights of this moment, and their metric."""
         assert self._exposure is not None, "a step outside the policy"
         self._own_metric = metric
-        self._watch_trend(metric)
+        self._watch_metric(metric)
         self._counts["nonfinite"] += not abs(metric) < float("inf")
         if self._is_publishing:
             self._unpublished["a device is still copying the last one"] += 1

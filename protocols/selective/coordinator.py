@@ -22,7 +22,7 @@ from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
 from asyncdist.protocols.journal import Journal
-from asyncdist.protocols.metric_trend import trend_warning
+from asyncdist.protocols.metric_trend import blank_warning, trend_warning
 from asyncdist.protocols.parameter_stream.messages import safe_point_count
 from asyncdist.protocols.selective.islands.migration import Migration
 from asyncdist.protocols.selective.joining.admission import Welcome
@@ -180,6 +180,8 @@ class Coordinator:
                     self._hear_guest(*self._guests.popitem())
                 if (wrong := core.trend.take_wrong()) is not None and self._tells_trend:
                     logger.warning("%s", trend_warning(self._journal.title(), self._metric_mode, wrong))
+                if core.blanks.take_found():
+                    logger.warning("%s", blank_warning(self._journal.title(), "the metric of every rank"))
                 deadline = core.next_deadline()
                 if deadline is not None and services.time() >= deadline:
                     self._send(core.on_time(services.time()))

@@ -11,7 +11,7 @@ always has a deadline. Nothing that a peer sends can raise here: what does not f
 import math
 from collections.abc import Collection, Iterable, Mapping
 
-from asyncdist.protocols.metric_trend import MetricTrend
+from asyncdist.protocols.metric_trend import BlankMetrics, MetricTrend
 from asyncdist.protocols.selective.islands.migrants import Migrants
 from asyncdist.protocols.selective.joining.newcomers import Newcomers
 from asyncdist.protocols.selective.messages import Admitted, Joined, Leave, Rejoin
@@ -33,6 +33,7 @@ class RoundCoordinator:
     Attributes:
         migrants: The member that is to give to another island, and the ranks of others that are to give here.
         trend: Whether the best metric becomes worse.
+        blanks: Whether any metric is finite.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class RoundCoordinator:
         self._newcomers = Newcomers(self._members, rules)
         self.migrants = Migrants(self._members, rules.migrate_every, rules.metric_mode)
         self.trend = MetricTrend(rules.metric_mode)
+        self.blanks = BlankMetrics()
         self._window_start: float | None = None  # first report since the last decision
         self._patience = Patience(rules.grace_s, stream_safe_points)
         self._largest_iteration = -1
@@ -361,6 +363,7 @@ class RoundCoordinator:
         judged = {rank: report for rank, report in usable.items() if rank not in slow} if slow else usable
         self.migrants.on_decision(self._decision_count, judged)
         self.trend.add(report.value for report in judged.values())
+        self.blanks.add(report.value for report in judged.values())
         guests = self.migrants.usable(judged, now - self._rules.max_report_age_s)
         decision = decide(values_of(judged), self._rules, values_of(guests))
         if decision is None or self._is_cooling_down():

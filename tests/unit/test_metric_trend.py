@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
-from protocols.metric_trend import MetricTrend, trend_warning
+from protocols.metric_trend import BlankMetrics, MetricTrend, trend_warning
 from protocols.misuse import is_larger_better
 from protocols.selective.rounds import RoundCoordinator
 from protocols.selective.rules import SelectiveRules
@@ -128,3 +128,22 @@ def test_the_coordinator_watches_the_best_of_each_decision() -> None:
 )
 def test_a_name_says_which_direction_is_better(name: str, direction: bool | None) -> None:
     assert is_larger_better(name) is direction
+
+
+@pytest.mark.parametrize(
+    ("decisions", "found_at"),
+    [
+        ([(math.nan, math.inf), (math.nan, -math.inf), (math.nan,)], [2]),
+        ([(math.nan,)] * 9, [2]),
+        ([(math.nan,), (math.nan,), (math.nan, 1.0), (math.nan,), (math.nan,)], []),
+        ([(), (), (), ()], []),
+    ],
+    ids=["three in a row", "once", "one finite metric", "no metric"],
+)
+def test_metrics_that_are_never_finite_are_found_once(decisions: list[tuple[float, ...]], found_at: list[int]) -> None:
+    blanks = BlankMetrics()
+    found = []
+    for place, metrics in enumerate(decisions):
+        blanks.add(metrics)
+        found += [place] if blanks.take_found() else []
+    assert found == found_at
