@@ -21,6 +21,7 @@ from support.mpi import REPORTS, ROOT, base_environment
 from torch.distributed import TCPStore
 
 from asyncdist import environment
+from asyncdist.launch import local_ranks
 from asyncdist.trust import secret_files
 from asyncdist.trust.job_secret import SEAL_NBYTES
 
@@ -102,6 +103,20 @@ def command_lines() -> str:
     return "\n".join(found)
 
 
+def second_process_of_rank_1(port: int, job: str, secret: str) -> str:
+    """Run a process with the variables of rank 1, which lives; return what it says."""
+    variables = {
+        **local_ranks.rank_variables(1, 3, local_rank=1, local_size=2, address="127.0.0.1", port=port, run_id=job),
+        **local_ranks.newcomer_variables(0, 1),
+        environment.SECRET_VARIABLE: secret,
+    }
+    words = [sys.executable, "-c", "import asyncdist as ad\nasync def main(world): pass\nad.run(main)"]
+    environ = {**base_environment(), **variables}
+    ended = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert ended.returncode == 1
+    return ended.stderr
+
+
 @pytest.mark.timeout(300)
 def test_an_outsider_is_refused_and_disturbs_no_rank(tmp_path: Path) -> None:
     """Regression: any local user joined by the address, and a garbage value ended the thread that admits newcomers."""
@@ -109,11 +124,11 @@ def test_an_outsider_is_refused_and_disturbs_no_rank(tmp_path: Path) -> None:
         first = told.launch("first", ROOT, "--transport", "torch", "-n", "2", "--places", "3")
         address = told.address("first")
         port = int(address.partition(":")[2])
-        for rank in range(2):
-            told.until(f"{rank}.0")
+        pids = [told.until(f"{rank}.0")["pid"] for rank in range(2)]
         assert listens_at(port) == {"0100007F"}, "the loopback interface alone"
         store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=10), wait_for_workers=False)
-        world = json.loads(store.get("asyncdist/running")[SEAL_NBYTES:])["world"]
+        running = json.loads(store.get("asyncdist/running")[SEAL_NBYTES:])
+        world = running["world"]
         for key, value in (("newcomer/1", "no numbers"), ("newcomer/2", "1 1 deadbeef"), ("closed/0.0", "")):
             assert store.compare_set(f"asyncdist/{world}/{key}", "", value) == value.encode()
         store.set("asyncdist/over", "")
@@ -124,6 +139,8 @@ def test_an_outsider_is_refused_and_disturbs_no_rank(tmp_path: Path) -> None:
         assert told.until("2.1")["admitted_at"] > 0
         secret = secret_files.find(secret_files.name_of(port), environment.shared_directories())
         assert secret is not None and secret not in command_lines()
+        double = second_process_of_rank_1(port, running["job"], secret)
+        assert f"rank 1 is there already: process {pids[1]} of this host runs as that rank" in double
         told.folder.joinpath("enough").touch()
         assert (told.code(joins), told.code(first)) == (0, 0)
         assert secret not in told.everything()

@@ -311,6 +311,15 @@ def test_a_rank_begins_a_world_alone_and_those_that_come_find_it_and_each_other(
             thread.join()
 
 
+def test_a_second_process_with_the_rank_of_a_living_one_is_refused_at_once(store: SealedStore) -> None:
+    """Regression: it waited for the others until the start was given up; they had begun long before."""
+    begun = Process(place(0))
+    newcomers._entered.clear()  # those of this process: the second one is another process
+    with pytest.raises(TransportError, match="rank 0 is there already: the world of this job has begun"):
+        Entrance(place(0), TIMEOUT_S)
+    begun.mesh.close()
+
+
 def test_a_process_at_an_empty_place_begins_no_world_but_waits_for_the_next_one(store: SealedStore) -> None:
     """All have left the world that runs; the rank that begins the next one finds it waiting."""
     left = Process(place(0))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,6 +22,7 @@ from asyncdist.transports.torch_distributed import backends
 from asyncdist.transports.torch_distributed.meeting.sealed_store import Refusals, SealedStore
 from asyncdist.trust import job_secret, secret_files
 from asyncdist.trust.job_secret import JobSecret
+from asyncdist.trust.living_ranks import LivingRank
 
 OURS, OTHER = JobSecret(b"the secret of this job"), JobSecret(b"the secret of another one")
 
@@ -230,3 +233,41 @@ def test_the_secret_of_a_job_is_kept_and_removed(tmp_path: Path) -> None:
     assert secret_files.find("secret-1", [str(tmp_path)]) is None, "another user may have read it"
     secret_files.remove(path)
     assert not path.exists()
+
+
+# -- living ranks -----------------------------------------------------------------------------------------------------
+
+
+HOLD = """
+import os, sys
+from asyncdist.trust.living_ranks import LivingRank
+living = LivingRank("a job", 1, [sys.argv[1]])
+assert living.other() is None
+living.begin()
+print(os.getpid(), flush=True)
+if os.fork() == 0:
+    sys.stdin.read()
+    os._exit(0)
+sys.stdin.read() if sys.argv[2] == "lives" else os._exit(9)
+"""
+
+
+@pytest.mark.workers
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_living_rank_is_found_and_a_child_that_outlives_it_is_none(lives: bool, tmp_path: Path) -> None:
+    """Regression: a process with the RANK of a living rank waited for its answer until the start was given up."""
+    words = [sys.executable, "-c", HOLD, str(tmp_path), "lives" if lives else "ends"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        pid = int(holder.stdout.readline())
+        if not lives:
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        second = LivingRank("a job", 1, [str(tmp_path)])
+        assert second.other() == (pid if lives else None)
+        assert LivingRank("a job", 2, [str(tmp_path)]).other() is None
+        assert LivingRank("another job", 1, [str(tmp_path)]).other() is None
+        if not lives:
+            second.begin()
+            second.end()
+            assert not list(tmp_path.iterdir())
+        holder.communicate()

@@ -20,6 +20,7 @@ from typing import Final
 import torch
 from torch import distributed as dist
 
+from asyncdist import environment
 from asyncdist.errors import TransportError
 from asyncdist.transports.base import Buffer, Capabilities, Request, Transport
 from asyncdist.transports.matching import CallbackQueue, MatchedTransport, Receive, Send
@@ -28,6 +29,7 @@ from asyncdist.transports.torch_distributed.meeting.newcomers import Entrance, R
 from asyncdist.transports.torch_distributed.meeting.rendezvous import Rendezvous, join_store
 from asyncdist.transports.torch_distributed.pollable_backends import PolledBulk, PolledTransport
 from asyncdist.transports.torch_distributed.pollable_pairs import Pairs
+from asyncdist.trust.living_ranks import LivingRank
 
 #: How long the ranks wait for each other at the start.
 START_TIMEOUT_S = 300.0
@@ -88,6 +90,26 @@ def _place(rendezvous: Rendezvous | None) -> tuple[int, int]:
     return rendezvous.rank, rendezvous.size
 
 
+def _claim(rendezvous: Rendezvous | None) -> LivingRank | None:
+    """Return the claim of this process to be its rank.
+
+    Raises:
+        TransportError: Another process of this user on this host runs as that rank.
+    """
+    if rendezvous is None or rendezvous.size == 1:
+        return None
+    job = f"{rendezvous.address} {rendezvous.port} {rendezvous.job}"
+    claim = LivingRank(job, rendezvous.rank, environment.shared_directories())
+    pid = claim.other()
+    if pid is not None:
+        raise TransportError(
+            f"rank {rendezvous.rank} is there already: process {pid} of this host runs as that rank of the job (RANK, "
+            "MASTER_PORT), and this process is refused. Start it with a launcher of its own, or without RANK",
+            rank=rendezvous.rank,
+        )
+    return claim
+
+
 def _make_pairs(
     names: Sequence[str], rendezvous: Rendezvous | None, backend: str, local_rank: int | None
 ) -> list[Pairs]:
@@ -140,6 +162,7 @@ class TorchTransport(MatchedTransport):
         callbacks = CallbackQueue()
         groups: Sequence[object] = ()
         trusts_network = False
+        self._living = _claim(rendezvous)
         if size > 1 and rendezvous is not None and rendezvous.admits_restarted:
             entrance = Entrance(rendezvous, timeout_s)
             self.incarnation, self.job_nonce, groups = entrance.incarnation, entrance.nonce, entrance.groups
@@ -171,6 +194,8 @@ class TorchTransport(MatchedTransport):
             written_share=1.0,
         )
         super().__init__(rank, size, callbacks, capabilities)
+        if self._living is not None:
+            self._living.begin()
         self.trusts_network = trusts_network
         self.may_return = reception is not None
         self._granted_tags = granted_tags
@@ -215,6 +240,8 @@ class TorchTransport(MatchedTransport):
             self._is_closed = True
             atexit.unregister(self.close_failed)
             self._mesh.close(join_s)
+            if self._living is not None:
+                self._living.end()
 
     def set_doorbell(self, ring: Callable[[], None]) -> None:
         self._callbacks.set_bell(ring)

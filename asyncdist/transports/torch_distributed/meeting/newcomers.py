@@ -98,6 +98,12 @@ class Entrance:
                 token = self._join(is_late=is_late)
             except RuntimeError as error:
                 raise self._late("the store of the job has closed") from error
+        if not rendezvous.incarnation and rendezvous not in _entered and self.common.check([_RUNNING]):
+            raise TransportError(
+                f"rank {rendezvous.rank} is there already: the world of this job has begun with another process as "
+                "that rank (RANK), and this process is refused",
+                rank=rendezvous.rank,
+            )
         if not token:
             token = self._begin()
             self.common.set(_RUNNING, json.dumps({"world": token, **_identity(rendezvous)}))

@@ -1,0 +1,81 @@
+"""Lets a process find another one of this user on this host that runs as the same rank of the same job.
+
+A rank holds a lock of the kernel (fcntl(2), F_SETLK) on a file in its user's folder while its world is open. Such a
+lock ends with its process, and a child that was forked does not hold it: one that outlives its rank keeps no later
+process of that rank out, as it would with flock(2).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import struct
+import sys
+from collections.abc import Iterable
+from typing import Final
+
+from asyncdist.trust import private_folders
+
+#: The kernel's struct flock on 64-bit Linux: type, whence, start, length, pid.
+_FLOCK: Final = struct.Struct("hhqqi4x")
+
+
+class LivingRank:
+    """A process's claim to be a rank of a job.
+
+    Args:
+        job: What tells the job from all others of this host.
+        rank: The rank.
+        bases: Folders of this host, as for :func:`private_folders.candidates`.
+    """
+
+    def __init__(self, job: str, rank: int, bases: Iterable[str]) -> None:
+        network = ""
+        with contextlib.suppress(OSError):  # equal ports of two namespaces belong to two jobs
+            network = os.readlink("/proc/self/ns/net")
+        digest = hashlib.sha256(f"{network} {job}".encode("utf-8", "surrogateescape")).hexdigest()[:16]
+        self._name = f"rank-{digest}.{rank}"
+        self._bases = tuple(bases)
+        self._descriptor: int | None = None
+
+    def other(self) -> int | None:
+        """Return the process that runs as this rank; None if there is none, or this system does not say."""
+        if not sys.platform.startswith("linux") or self._descriptor is not None:
+            return None
+        for folder in private_folders.candidates(self._bases):
+            with contextlib.suppress(OSError), private_folders.opened(folder) as parent:
+                descriptor = os.open(self._name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+                try:
+                    asked = fcntl.fcntl(descriptor, fcntl.F_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+                finally:
+                    os.close(descriptor)
+                kind, _, _, _, pid = _FLOCK.unpack(asked)
+                return None if kind == fcntl.F_UNLCK else pid
+        return None
+
+    def begin(self) -> None:
+        """Let other processes find this one. Does nothing where no folder can hold the file."""
+        for folder in private_folders.candidates(self._bases) if self._descriptor is None else ():
+            with contextlib.suppress(OSError), private_folders.opened(folder, makes=True) as parent:
+                flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+                descriptor = os.open(self._name, flags, 0o600, dir_fd=parent)
+                try:
+                    fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    os.close(descriptor)
+                    raise
+                self._descriptor, self._folder = descriptor, folder
+                return
+
+    def end(self) -> None:
+        """Let this process be found no longer."""
+        if self._descriptor is None:
+            return
+        with contextlib.suppress(OSError), private_folders.opened(self._folder) as parent:
+            os.unlink(self._name, dir_fd=parent)
+        os.close(self._descriptor)
+        self._descriptor = None
+        with contextlib.suppress(OSError):
+            self._folder.rmdir()
