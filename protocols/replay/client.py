@@ -97,6 +97,7 @@ class ReplayBuffer:
         RemoteError: an exception ended it, of its scoring hook, say; from every method.
     """
 
+    @validation.names_options()
     def __init__(
         self, server: int, *, name: str = "replay", start_timeout_s: float = 60.0, world: World | None = None
     ) -> None:

@@ -20,6 +20,7 @@ from protocols import (
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
     OneSidedSelectiveAveragingPolicy,
+    ReplayBuffer,
     ReplicaAveragingPolicy,
     SpawnPolicy,
 )
@@ -75,6 +76,11 @@ def test_a_policy_names_the_option_that_was_meant(policy: Any) -> None:
         policy(model, optimizer, avg_every=5)
     with pytest.raises(TypeError, match=r"no option 'zzz'; allowed: .*average_every, .*start_timeout_s, .*world$"):
         policy(model, optimizer, average_every=5, zzz=5)
+
+
+def test_a_replay_buffer_names_the_option_that_was_meant() -> None:
+    with pytest.raises(TypeError, match=r"ReplayBuffer has no option 'nam'; did you mean name\?$"):
+        ReplayBuffer(0, nam="x")  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(
