@@ -1,5 +1,7 @@
 """Checks and prepares what a job needs of this host: ports, the loopback interface, memory, files and signals.
 
+All launchers use the one table of signals that is here.
+
 Only the standard library is imported, since starting ranks should cost no import of torch.
 """
 
@@ -13,9 +15,11 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
+
+from asyncdist import rank_program
 
 #: What Python takes in a rank and the processes that start it, pages that they share not counted.
 _RANK_NBYTES: Final = 16 << 20
@@ -28,6 +32,21 @@ _PORT_COUNT_MIN: Final = 16384
 _BACKLOG: Final = 4096
 #: How many ports are tried.
 _DRAW_COUNT: Final = 64
+#: The job ends at these: ranks that have not ended some seconds later are killed.
+ENDING_SIGNALS: Final = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
+#: Asks each rank what it does.
+STORY_SIGNAL: Final = signal.SIGUSR1
+#: A launcher keeps these to itself: nothing can catch the first two, and the others report something about the launcher
+#: itself, such as a defect, a child's end or its terminal. The guardians of ranks end at SIGRTMIN.
+_KEPT_SIGNALS: Final = frozenset(
+    int(getattr(signal, name, 0))
+    for name in (
+        *("SIGKILL", "SIGSTOP", "SIGCHLD", "SIGPIPE", "SIGTTIN", "SIGTTOU"),
+        *("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP", "SIGEMT", "SIGRTMIN"),
+    )
+)
+#: All others: a handler in a script may wait for any of them, such as SIGUSR2, SIGXCPU or SIGCONT.
+PASSED_ON_SIGNALS: Final = frozenset(int(number) for number in signal.valid_signals()) - _KEPT_SIGNALS
 
 
 class LaunchError(Exception):
@@ -35,7 +54,7 @@ class LaunchError(Exception):
 
 
 def check_script(script: str) -> None:
-    """Raise ``LaunchError`` unless ``script`` is a file that can be read."""
+    """Raise ``LaunchError`` unless ``script`` is a file with a Python program."""
     path = Path(script)
     if not path.exists():
         try:
@@ -47,6 +66,25 @@ def check_script(script: str) -> None:
         raise LaunchError(f"{script!r} is a directory; name a Python script")
     if not os.access(path, os.R_OK):
         raise LaunchError(f"the script {script!r} may not be read")
+    error = rank_program.find_syntax_error(script)
+    if error is not None:
+        raise LaunchError(f"the script {script!r} is not valid Python: {error}")
+
+
+@contextlib.contextmanager
+def told_variables() -> Iterator[dict[str, str]]:
+    """Return the variables by which ranks that fail alike find out that the error is told; for a ``with``.
+
+    They note the errors in a file that ends with this process, if the system has such files.
+    """
+    if not hasattr(os, "memfd_create"):
+        yield {}
+        return
+    told = os.memfd_create("asyncdist-told")
+    try:
+        yield {rank_program.TOLD_VARIABLE: f"{os.getpid()} {told}"}
+    finally:
+        os.close(told)
 
 
 def check_ranks(ranks: int) -> None:
@@ -133,14 +171,70 @@ def heeding_children() -> Iterator[None]:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
 
-def is_for_child(came: signal.struct_siginfo) -> bool:
-    """Return whether a signal, which this process has got, is to be passed on to the child that does its work.
+@contextlib.contextmanager
+def signals_received(put: Callable[[int, bool], object]) -> Iterator[None]:
+    """Call ``put`` for each signal of :data:`PASSED_ON_SIGNALS` that this process receives while the context lasts.
 
-    What keys of a terminal send reaches both. That the terminal is closed the kernel says to the session's leader
-    alone, which is this process where no shell has started it, as by ``ssh -t HOST asyncdist run``.
+    Signals that are ignored at the beginning, as SIGHUP under ``nohup``, stay ignored. On Linux they are blocked in
+    this thread and its later children: what starts a child resets the child's mask.
+
+    Args:
+        put: Called in another thread, or by a signal handler where the system has no ``sigwaitinfo``, with the signal's
+            number and whether the kernel has sent it to the foreground processes of the terminal too.
+    """
+    numbers = {number for number in PASSED_ON_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN}
+    if not hasattr(signal, "sigwaitinfo"):
+        previous = {number: signal.signal(number, lambda caught, _: put(caught, False)) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+        return
+    is_over = threading.Event()
+
+    def receive() -> None:
+        while True:
+            came = signal.sigwaitinfo(numbers)
+            if is_over.is_set() and came.si_pid == os.getpid():
+                return
+            put(came.si_signo, has_reached_foreground(came))
+
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    receiver = threading.Thread(target=receive, name="signals", daemon=True)
+    receiver.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        assert receiver.ident is not None, "it has been started"
+        signal.pthread_kill(receiver.ident, min(numbers))
+        receiver.join()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def has_reached_foreground(came: signal.struct_siginfo) -> bool:
+    """Return whether a signal that this process has received went to all foreground processes of its terminal.
+
+    The keys of a terminal send such signals. The kernel reports the end of the terminal to the leader of the session
+    alone. That is this process if no shell has started it, as with ``ssh -t HOST asyncdist run``.
     """
     is_from_kernel = came.si_code > 0
-    return not is_from_kernel or (came.si_signo == signal.SIGHUP and os.getsid(0) == os.getpid())
+    return is_from_kernel and not (came.si_signo == signal.SIGHUP and os.getsid(0) == os.getpid())
+
+
+def stop_with_ranks(number: int) -> None:
+    """Stop this process, as its ranks were asked to, if the signal is SIGTSTP: its shell then notices."""
+    if number == signal.SIGTSTP:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def open_standard_files() -> None:

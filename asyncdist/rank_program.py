@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import importlib.util
 import io
+import json
 import os
 import signal
 import stat
@@ -20,6 +21,7 @@ import sys
 import termios
 import time
 import types
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, TextIO
@@ -42,7 +44,20 @@ MODULE_VARIABLE: Final = "ASYNCDIST_MODULE"
 PREFIX_VARIABLE: Final = "ASYNCDIST_PREFIX"
 #: Names the process whose output is that of the job, where its mpirun passes nothing on while it stops the ranks.
 LAUNCHER_VARIABLE: Final = "ASYNCDIST_LAUNCHER"
+#: Says where rank 0 finds the standard input of its launcher: a path, or the word for the one that it has inherited.
+STDIN_VARIABLE: Final = "ASYNCDIST_STDIN"
+INHERITED: Final = "inherited"
+#: The path if that is the terminal of the session; digits after a blank name the files of rank 0 that are to be it too.
+TERMINAL: Final = "/dev/tty"
 _RANK_VARIABLES: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+#: Names the file in which ranks of this host note the errors that they have reported: the launcher's pid, a descriptor.
+TOLD_VARIABLE: Final = "ASYNCDIST_TOLD"
+#: What a rank without input adds to the end of a debugger.
+_NO_INPUT: Final = (
+    "This rank has an empty standard input, which a debugger cannot read. asyncdist run gives its own to rank 0 of a "
+    "job on this host: if world.rank == 0: breakpoint(). For any rank of a recorded job there is asyncdist replay DIR "
+    "--rank RANK --pdb"
+)
 _guardian: int | None = None
 #: Is 1 in the ranks of a job that goes on when ranks die: Open MPI's ``mpirun --with-ft ulfm`` sets it.
 SURVIVAL_VARIABLE: Final = "OMPI_MCA_mpi_ft_enable"
@@ -62,6 +77,20 @@ def rank_command(script: str, arguments: Sequence[str]) -> list[str]:
     return [sys.executable, PROGRAM, *escaped]
 
 
+def find_syntax_error(script: str) -> str | None:
+    """Say why no rank could compile a script, for a launcher; return None for one that is valid."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # ranks warn
+        try:
+            compile(Path(script).read_bytes(), script, "exec", dont_inherit=True)
+        except SyntaxError as error:
+            line = f"line {error.lineno}: " if error.lineno else ""
+            return f"{line}{error.msg}{f': {error.text.strip()}' if error.text else ''}"
+        except ValueError as error:  # null bytes, before Python 3.12
+            return str(error)
+    return None
+
+
 def _unescape(words: Sequence[str]) -> list[str]:
     return [word[1:] if set(word) == {":"} else word for word in words]
 
@@ -69,18 +98,18 @@ def _unescape(words: Sequence[str]) -> list[str]:
 def run_script(script: str, arguments: Sequence[str]) -> None:
     """Run this process as ``python script arguments``, with what a rank needs besides.
 
-    - Standard input is empty on every rank. Open MPI never closes the one it forwards, MPICH leaves it open on
-      all ranks but the first, and a read there hangs.
+    - Standard input is that of the launcher on rank 0, where both are on one host, and empty on the others. It does not
+      come through mpirun: Open MPI never closes the one it forwards, MPICH leaves it open on all ranks but the first,
+      and a read there hangs.
     - Output leaves line by line: mpirun hands Python a pipe, which would hold it back; unbuffered output would mix the
       words of several ranks in a line.
-    - A failure ends the job (see ``_end_job``).
+    - A failure ends the job (see ``_end_job``). Of ranks that fail alike, one prints the traceback (see ``_ToldOnce``).
     """
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
+    _open_input()
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     _prefix_output()
+    sys.excepthook = _ToldOnce(os.environ.pop(TOLD_VARIABLE, ""))
     heed_story_requests()
     sys.argv = [script, *arguments]
     module = os.environ.pop(MODULE_VARIABLE, "")
@@ -115,6 +144,71 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
         if os.getpid() == process_id:
             _end_job(code)
         sys.exit(code)
+
+
+def _open_input() -> None:
+    """Open the standard input of this rank; if that is a terminal, open the output there too.
+
+    Output that comes through mpirun would show a prompt, which ends without a newline, too late.
+    """
+    source = os.environ.pop(STDIN_VARIABLE, "")  # it is not for programs that this rank starts
+    if source == INHERITED:
+        return
+    is_first = next((os.environ[name] for name in _RANK_VARIABLES if os.environ.get(name)), "") == "0"
+    source, _, others = (source if is_first else os.devnull).partition(" ")
+    for path in (source or os.devnull, os.devnull):
+        with contextlib.suppress(OSError):  # a socket, which has no path, or the launcher has ended
+            opened = os.open(path, (os.O_RDWR if others else os.O_RDONLY) | os.O_NOCTTY)
+            for number in (0, *map(int, others)):
+                os.dup2(opened, number)
+            os.close(opened)
+            return
+
+
+class _ToldOnce:
+    """Prints the traceback of an error that ends a script, once for all ranks of this host; a hook of :mod:`sys`.
+
+    The error of a rank that has opened a world is known to the other ranks, and does not come here. This is for errors
+    before that, such as a failed import, which the ranks make alike. A rank that fails like an earlier one prints a
+    line. The lock on the file keeps that line below the traceback.
+
+    Args:
+        told: The value of ``TOLD_VARIABLE``; "" if the rank is to print the error as Python does.
+    """
+
+    def __init__(self, told: str) -> None:
+        pid, _, descriptor = told.partition(" ")
+        self._path = f"/proc/{pid}/fd/{descriptor}" if pid.isdecimal() and int(pid) in ancestors() else ""
+        self._process_id = os.getpid()
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        explain_import(error)
+        explain_input(error)
+        with contextlib.suppress(OSError):  # the launcher has just ended
+            if self._path and os.getpid() == self._process_id:  # no child that the rank has forked
+                with open(self._path, "r+b", buffering=0) as file:
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                    self._tell(file, kind, error, trace)
+                return
+        sys.__excepthook__(kind, error, trace)
+
+    @staticmethod
+    def _tell(
+        file: io.FileIO, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
+    ) -> None:
+        with contextlib.redirect_stderr(io.StringIO()) as shown:
+            sys.__excepthook__(kind, error, trace)
+        text = shown.getvalue()
+        told: dict[str, str] = json.loads(file.read() or b"{}")
+        teller = told.setdefault(text, _own_name())
+        if teller != _own_name():
+            first_line = str(error).partition("\n")[0]
+            sys.stderr.write(f"asyncdist: {_own_name()} failed as {teller} did: {kind.__name__}: {first_line}\n")
+            return
+        sys.stderr.write(f"asyncdist: {teller} failed:\n{text}")
+        sys.stderr.flush()
+        file.seek(0)
+        file.write(json.dumps(told).encode())
 
 
 def _tell_error(error: BaseException) -> None:
@@ -359,8 +453,20 @@ def explain_import(error: BaseException) -> None:
     """Add to an ImportError of ``protocols`` what hides the package of that name, or has overwritten it."""
     if isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "protocols":
         note = find_shadowing()
-        if note is not None and note not in getattr(error, "__notes__", ()):
+        if note is not None and note not in _notes_of(error):
             error.add_note(note)
+
+
+def explain_input(error: BaseException) -> None:
+    """Add to the end of a debugger, or of a read, why there was no input, if this rank has none."""
+    is_end = isinstance(error, EOFError) or (type(error).__module__, type(error).__name__) == ("bdb", "BdbQuit")
+    with contextlib.suppress(OSError):  # it is closed
+        if is_end and os.path.samestat(os.fstat(0), os.stat(os.devnull)) and _NO_INPUT not in _notes_of(error):
+            error.add_note(_NO_INPUT)
+
+
+def _notes_of(error: BaseException) -> list[str]:
+    return getattr(error, "__notes__", [])
 
 
 def find_shadowing() -> str | None:

@@ -23,8 +23,12 @@ A rank of ``asyncdist run`` has two guardians above it, small processes that do 
   and the others would wait for it for ever: the outer guardian asks mpirun to end the job, as it does for a rank that
   aborts it, once for all ranks of the host. Nor does it tell the others
   of one that ends in between with an exit code: the outer guardian ends by SIGKILL then, of which they hear.
+- Under ``asyncdist run`` the outer guardian of a rank on MPI reports to the launcher when it guards that rank, and how
+  the rank has ended, before mpirun notices: mpirun's own words name the rank that ended first, and not the cause.
+- Rank 0 joins the launcher's process group (``GROUP_VARIABLE``), if that has a terminal, so that rank 0 may read it.
 
-It reads from the environment by itself where mpirun keeps the files of its job, since it is a program of its own.
+It reads from the environment on its own which rank it guards, where the launcher is and where mpirun keeps the files of
+its job, since it is a program of its own.
 Only the standard library is imported, as in :mod:`asyncdist.environment`, and little of it: the guardians delay the
 start of a rank by 20 ms.
 """
@@ -46,6 +50,14 @@ PROGRAM: Final = os.path.abspath(__file__)
 ARE_HERE: Final = sys.platform.startswith("linux")
 #: What a guardian begins with under mpirun, which may pass SIGUSR1 on to it at once.
 _IGNORING_SIGUSR1: Final = ("/bin/sh", "-c", "trap '' USR1; exec \"$@\"", "sh")
+#: Names the process group that has the launcher's terminal in its foreground: rank 0 joins it.
+GROUP_VARIABLE: Final = "ASYNCDIST_TERMINAL_GROUP"
+#: Has the launcher's pid, the number of its descriptor for reports, and the token that marks
+#: a report on standard error.
+REPORTS_VARIABLE: Final = "ASYNCDIST_REPORTS"
+_RANK_VARIABLES: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+#: How long a guardian waits for the launcher to read how its rank has ended.
+_READ_S: Final = 1.0
 #: How long processes that a rank has left may take to end by themselves.
 GRACE_S: Final = 0.5
 #: How long processes that were killed may take to be gone; only the kernel can hold them.
@@ -76,6 +88,16 @@ def guarded(command: list[str], *, parent: int = 0, started: int = 0) -> list[st
 def end_signal() -> int:
     """Return the signal at which a guardian kills the rank and all that it has started, and ends."""
     return int(signal.SIGRTMIN)
+
+
+def foreground_variables() -> dict[str, str]:
+    """Return the variables that put rank 0 into the foreground of this process's terminal, from which it may read."""
+    return {GROUP_VARIABLE: str(os.getpgrp())} if os.isatty(0) else {}
+
+
+def report_mark(token: str) -> bytes:
+    """Return the bytes with which a report begins where it travels among the lines of ranks."""
+    return f"\x1easyncdist {token} ".encode()
 
 
 def die_with_parent(parent: int) -> None:
@@ -138,19 +160,85 @@ def kill_all(pidfds: list[int]) -> None:
 def main(parent: int, started: int, command: list[str]) -> NoReturn:
     """Become the outer guardian of ``command``; see the module's text."""
     heard = _open_pipe(started) if started else None
+    reports = _Reports()
     group = os.getpgrp()
+    terminal_group = os.environ.pop(GROUP_VARIABLE, "")
+    is_at_terminal = terminal_group.isdecimal() and reports.rank == "0"
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     if parent == 0:
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # it was ignored until here
-    outer = _stand_guard(parent or os.getppid(), signals_group=parent == 0, heard=heard)
+    signals_group = parent == 0 and not is_at_terminal
+    outer = _stand_guard(parent or os.getppid(), signals_group=signals_group, heard=heard, reports=reports)
     os.setpgid(0, 0)
     inner = _stand_guard(outer, signals_group=False)
+    reports.close()
     with contextlib.suppress(OSError):  # the outer one has been killed, and so will this process be
-        os.setpgid(0, group)
+        os.setpgid(0, int(terminal_group) if is_at_terminal else group)
     die_with_parent(inner)
-    signal.pthread_sigmask(signal.SIG_SETMASK, {*mask, signal.SIGUSR1})
+    signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGUSR1})
     os.execv(command[0], command)
+
+
+class _Reports:
+    """Reports to the launcher: in its pipe if it runs on this host, else in a marked line on standard error.
+
+    mpirun reads nothing more of its ranks once it stops them, so a line may be lost where a report in the pipe is not.
+
+    Attributes:
+        rank: The rank's number, as the launcher's variables say it.
+    """
+
+    def __init__(self) -> None:
+        self.rank = next((os.environ[name] for name in _RANK_VARIABLES if os.environ.get(name)), "")
+        pid, descriptor, self._token = (os.environ.pop(REPORTS_VARIABLE, "") or "- - ").split(" ")
+        self._pipe: int | None = None
+        if pid.isdecimal() and int(pid) in _ancestors():
+            with contextlib.suppress(OSError):  # it has just ended
+                self._pipe = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_WRONLY | os.O_CLOEXEC)
+
+    def write(self, what: str, number: int) -> None:
+        """Write one report; of the end of a rank that has failed, wait a moment until the launcher has read it."""
+        report = f"{self.rank} {what} {number}\n".encode()
+        with contextlib.suppress(OSError):  # nobody reads there any longer
+            if self._pipe is not None:
+                os.write(self._pipe, report)
+                if what == "ended" and number:
+                    _await_reader(self._pipe)
+            elif self._token and what == "ended":
+                os.write(2, report_mark(self._token) + report)
+
+    def close(self) -> None:
+        """Close the pipe in a process that reports nothing."""
+        if self._pipe is not None:
+            os.close(self._pipe)
+
+
+def _await_reader(pipe: int) -> None:
+    """Wait until what is in the pipe has been read; a while at most."""
+    import array  # takes time, which only a failure should cost
+    import fcntl
+    import termios
+
+    deadline = time.monotonic() + _READ_S
+    unread = array.array("i", [1])
+    while unread[0] and time.monotonic() < deadline:
+        fcntl.ioctl(pipe, termios.FIONREAD, unread)
+        time.sleep(0.001)
+
+
+def _ancestors() -> list[int]:
+    """Return the process that has started this one, the one that has started that, and so on."""
+    found = [os.getppid()]
+    with contextlib.suppress(OSError, ValueError):
+        while found[-1] > 1:
+            found.append(_parent_of(found[-1]))
+    return found
+
+
+def _parent_of(pid: int) -> int:
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        return int(file.read().rpartition(b")")[2].split()[1])  # a name may hold anything
 
 
 def _open_pipe(started: int) -> int:
@@ -162,28 +250,33 @@ def _open_pipe(started: int) -> int:
     return heard
 
 
-def _stand_guard(parent: int, *, signals_group: bool, heard: int | None = None) -> int:
+def _stand_guard(parent: int, *, signals_group: bool, heard: int | None = None, reports: _Reports | None = None) -> int:
     """Fork; this process stays behind as a guardian and never returns. Returns the guardian's pid in the child.
 
     Args:
         parent: the process that started this one; the guardian acts when it is gone.
         signals_group: whether the parent sends its signals to the group of guardian and rank.
         heard: where the rank says that MPI has started, if the parent is to end the job of one that has not.
+        reports: tells the launcher of the rank.
     """
     own = os.getpid()
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGCHLD)  # wakes the guardian, which then looks
     child = os.fork()
     if child != 0:
-        _guard(child, parent, signals_group=signals_group, heard=heard)
+        _guard(child, parent, signals_group=signals_group, heard=heard, reports=reports)
     return own
 
 
-def _guard(child: int, parent: int, *, signals_group: bool, heard: int | None) -> NoReturn:
+def _guard(child: int, parent: int, *, signals_group: bool, heard: int | None, reports: _Reports | None) -> NoReturn:
+    if reports is not None:
+        reports.write("guarded", os.getpid())
     status = _wait(child, parent, signals_group=signals_group)
     if status is None:
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
+    if reports is not None:
+        reports.write("ended", os.waitstatus_to_exitcode(status))
     end_children()
     code = os.waitstatus_to_exitcode(status)
     if code and heard is not None and os.getppid() == parent:
@@ -248,8 +341,8 @@ def _parents() -> dict[int, int]:
     """Return the parent of every process."""
     found = {}
     for entry in filter(str.isdecimal, os.listdir("/proc")):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{entry}/stat", "rb") as file:
-            found[int(entry)] = int(file.read().rpartition(b")")[2].split()[1])  # a name may hold anything
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found[int(entry)] = _parent_of(int(entry))
     return found
 
 

@@ -54,10 +54,15 @@ class _Agent:
         self._mark = mark(token)
         self._events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._ranks: dict[int, local_ranks.RankProcess] = {}
+        self._told: dict[str, str] = {}
 
     def run(self) -> None:
         """Do as told until standard input ends."""
         threading.Thread(target=self._read, name="launcher", daemon=True).start()
+        with local_host.told_variables() as self._told:
+            self._carry_out()
+
+    def _carry_out(self) -> None:
         try:
             while True:
                 what, news = self._events.get()
@@ -107,7 +112,7 @@ class _Agent:
         try:
             self._ranks[rank] = local_ranks.start(
                 command,
-                {**environment.environment(), **environ},
+                {**environment.environment(), **environ, **self._told},
                 rank=rank,
                 ended=lambda: events.put(("ended", rank)),
             )

@@ -3,7 +3,10 @@
 The launcher keeps to these rules:
 
 - A rank is in a process group of its own. So Ctrl-C in a terminal reaches the launcher alone, which passes it on, once.
-  Processes that a rank has started (the workers of a data loader) end when the rank does, on Linux also those in a
+  Only rank 0 is in the launcher's group if that has a terminal: rank 0 alone may read from it, and its keys reach rank
+  0 without the launcher.
+- All signals of :data:`asyncdist.local_host.PASSED_ON_SIGNALS` are passed on to the ranks.
+- Processes that a rank has started (the workers of a data loader) end when the rank does, on Linux also those in a
   session of their own (:mod:`asyncdist.launch.guardians`).
 - The first rank to fail decides the exit code, as with mpirun. But exit code 1, with which Python ends after any
   exception, says little: ranks that stop because another one fails often end so before that one does. So a rank that
@@ -29,13 +32,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 from asyncdist import environment, local_host, rank_program
 from asyncdist._version import __version__
 from asyncdist.launch import guardians, place_claims, store_server
+from asyncdist.launch.supervision import endings
 from asyncdist.trust import job_secret, secret_files
 
 #: How long ranks that were asked to stop may take.
@@ -45,9 +49,9 @@ SETTLE_S: Final = 2.0
 #: How long the store serves on when all ranks have ended, so that those of other launchers hear of it.
 OVER_S: Final = 0.5
 
-_FORWARDED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-#: What happened: a signal came, by its number; a rank ended, by its rank; or time was up, for all.
-Event: TypeAlias = tuple[Literal["signal", "ended", "late"], int]
+#: What happened, with a number: a signal arrived; one that went to the foreground processes of the terminal as well
+#: arrived; a rank ended, by its rank; or the time is over, for all ranks.
+Event: TypeAlias = tuple[Literal["signal", "key", "ended", "late"], int]
 
 
 class Process(Protocol):
@@ -134,11 +138,13 @@ def run(
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()  # the one queue whose put may interrupt its own get
     processes: dict[int, RankProcess] = {}
     server: RankProcess | None = None
+    first = {rank_program.STDIN_VARIABLE: rank_program.INHERITED, **guardians.foreground_variables()}
 
     def start_rank(rank: int, variables: Mapping[str, str]) -> RankProcess:
-        return start(command, variables, rank=rank, ended=lambda: events.put(("ended", rank)))
+        own = {**variables, **told, **(first if rank == 0 else {})}
+        return start(command, own, rank=rank, ended=lambda: events.put(("ended", rank)))
 
-    with signals_as_events(events):
+    with local_host.told_variables() as told, signals_as_events(events):
         try:
             if restarts or places is not None:
                 server = _start_store(environments[0], is_open=is_open)
@@ -149,7 +155,7 @@ def run(
             for rank, variables in environments.items():
                 processes[rank] = start_rank(rank, variables)
             again = Restarts(start_rank, environments, restarts, server, is_open=places is not None)
-            return supervise(processes, events, again)
+            return supervise(processes, events, again, at_terminal=(0,) if os.isatty(0) else ())
         finally:
             for process in processes.values():
                 process.end()
@@ -199,15 +205,18 @@ class Restarts(Generic[P]):
 
     def start(self, rank: int, returncode: int, others: int) -> P | None:
         """Start a rank again that was killed, unless it has been so too often, or no rank is left; say which."""
-        why = _how_ended(returncode)
+        why = endings.how_ended(returncode)
         number = self._newest[rank] - self._first[rank]
         has_others = others > 0 or self.have_joined
-        if not has_others or number == self._count:
+        is_only_one = len(self._environments) == 1  # which begins the next world alone
+        if not (has_others or is_only_one) or number == self._count:
             left = "the others go on without it" if has_others else "no other rank is left to take it in"
             again = f"; it is not started again ({number} of {self._count})" if self._count else ""
             self.say(f"rank {rank} {why}{again}: {left}")
             if self._is_open:
                 self.note(f"place/{rank}", f"free {self._newest[rank] + 1}")
+            else:
+                self.note("gone", str(rank))
             return None
         self._newest[rank] += 1
         self.say(f"rank {rank} {why}; starting it again ({number + 1} of {self._count})")
@@ -348,7 +357,8 @@ def start(
     command: Sequence[str], variables: Mapping[str, str], *, rank: int, ended: Callable[[], object]
 ) -> RankProcess:
     """Start a rank under guardians; ``ended`` is called when it has ended, in a thread."""
-    process = _popen(command, variables, f"rank {rank}")
+    stdin = None if rank_program.STDIN_VARIABLE in variables else subprocess.DEVNULL
+    process = _popen(command, variables, f"rank {rank}", stdin=stdin)
 
     def await_end() -> None:
         process.wait()
@@ -358,9 +368,7 @@ def start(
     return process
 
 
-def _popen(
-    command: Sequence[str], variables: Mapping[str, str], what: str, *, stdin: int = subprocess.DEVNULL
-) -> RankProcess:
+def _popen(command: Sequence[str], variables: Mapping[str, str], what: str, *, stdin: int | None) -> RankProcess:
     guarded = guardians.guarded(list(command), parent=os.getpid())
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # it answers that one when it can
     try:
@@ -373,85 +381,127 @@ def _popen(
 
 @contextlib.contextmanager
 def signals_as_events(events: queue.SimpleQueue[Event]) -> Iterator[None]:
-    """Turn signals into events while the context lasts; signals that are ignored (nohup) stay so."""
-    previous = {number: signal.getsignal(number) for number in _FORWARDED}
-    for number, handler in previous.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(number, lambda caught, _: events.put(("signal", caught)))
-    before = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
-    try:
+    """Turn signals into events while the context lasts."""
+    with local_host.signals_received(lambda number, is_key: events.put(("key" if is_key else "signal", number))):
         yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
-def supervise(processes: dict[int, P], events: queue.SimpleQueue[Event], again: Restarts[P]) -> int:
-    """Wait for all ranks, and stop those that are left when one fails or a signal comes. Returns the exit code.
+def supervise(
+    processes: dict[int, P], events: queue.SimpleQueue[Event], again: Restarts[P], at_terminal: Collection[int] = ()
+) -> int:
+    """Wait for all ranks, and stop the remaining ones when one fails or a signal asks for that.
 
-    A rank that is started again has a new process in ``processes``. Ranks that have joined others are killed at a
-    signal: one that stops by itself would tell the others that it has failed, and end the job.
+    Args:
+        processes: The process of each rank; a rank that is started again gets a new one in it.
+        events: Brings signals and the ends of ranks.
+        again: Starts ranks again, and tells the store how they have ended.
+        at_terminal: Ranks that are in the foreground of the terminal with this process.
+
+    Returns:
+        The job's exit code.
     """
-    living = set(processes)
-    victims: list[int] = []  # or causes: they ended as Python does after any exception
-    code = lost_code = 0
-    deadline: float | None = None
+    return _Supervision(processes, events, again, at_terminal).run()
 
-    def stop(number: int) -> None:
-        for rank in living:
-            processes[rank].send_signal(number)
 
-    while living:
-        match _next_event(events, deadline):
-            case ("late", _) if code:  # they were asked to stop
-                deadline = None
-                for rank in living:
-                    processes[rank].end()
-            case ("late", _):  # no rank ended in another way, so exit code 1 was the cause
-                code, deadline = _explain(victims, 1, others=True), time.monotonic() + STOP_S
-                stop(signal.SIGTERM)
-            case ("signal", signal.SIGUSR1):  # ranks tell what they do, and go on
-                stop(signal.SIGUSR1)
-            case ("signal", number):
-                if not code:
-                    if victims:  # ranks that are stopped now say nothing of what happened before
-                        _explain(victims, 1, others=True)
-                    code, deadline = 128 + number, None
-                deadline = deadline or time.monotonic() + STOP_S
-                if again.have_joined:
-                    for rank in living:
-                        processes[rank].end()
-                else:
-                    stop(number)
-            case ("ended", rank):
-                living.discard(rank)
-                processes[rank].end()  # what it left behind
-                returncode = processes[rank].returncode
-                assert returncode is not None, "it has ended"
-                again.note_exit(rank, returncode)
-                if code or not returncode:
-                    continue
-                newcomer = again.newcomer(rank)
-                if returncode > 0 and newcomer:  # the others know whether this is a failure of the job
-                    lost_code = lost_code or returncode
-                    again.say(f"rank {rank}, {newcomer}, {_how_ended(returncode)}")
-                    continue
-                if again.goes_on and returncode < 0 and not victims:
-                    started = again.start(rank, returncode, len(living))
-                    if started is None and not again.is_borne(len(living)):
-                        lost_code = lost_code or 128 - returncode
-                    elif started is not None:
-                        processes[rank] = started
-                        living.add(rank)
-                    continue
-                if returncode == 1:
-                    victims.append(rank)
-                    deadline = deadline or time.monotonic() + SETTLE_S
-                    continue
-                code, deadline = _explain([rank], returncode, others=bool(living)), time.monotonic() + STOP_S
-                stop(signal.SIGTERM)
-    return code or (_explain(victims, 1, others=False) if victims else lost_code)
+class _Supervision(Generic[P]):
+    """Carries out :func:`supervise`.
+
+    Ranks that have joined others are killed at a signal: one that stops on its own would tell the others that it has
+    failed, and so end their job.
+    """
+
+    def __init__(
+        self,
+        processes: dict[int, P],
+        events: queue.SimpleQueue[Event],
+        again: Restarts[P],
+        at_terminal: Collection[int],
+    ) -> None:
+        self._processes = processes
+        self._events = events
+        self._again = again
+        self._at_terminal = at_terminal
+        self._living = set(processes)
+        self._victims: list[int] = []  # or causes: they ended as Python does after any exception
+        self._passed_on: set[int] = set()
+        self._code = self._lost_code = 0
+        self._deadline: float | None = None
+
+    def run(self) -> int:
+        while self._living:
+            match _next_event(self._events, self._deadline):
+                case ("late", _):
+                    self._end_late()
+                case ("ended", rank):
+                    self._note_end(rank)
+                case (origin, number):
+                    self._take_signal(number, is_key=origin == "key")
+        return self._code or (_explain(self._victims, 1, others=False) if self._victims else self._lost_code)
+
+    def _end_late(self) -> None:
+        if self._code:  # the ranks were asked to stop
+            self._deadline = None
+            for rank in self._living:
+                self._processes[rank].end()
+        else:  # no rank ended in another way, so exit code 1 was the cause
+            self._stop_after(_explain(self._victims, 1, others=True))
+
+    def _take_signal(self, number: int, *, is_key: bool) -> None:
+        if number not in local_host.ENDING_SIGNALS:
+            self._passed_on.add(number)
+            self._send(number, is_key=is_key)
+            local_host.stop_with_ranks(number)
+            return
+        if not self._code:
+            if self._victims:  # ranks that are stopped now say nothing of what happened before
+                _explain(self._victims, 1, others=True)
+            self._code, self._deadline = 128 + number, None
+        self._deadline = self._deadline or time.monotonic() + STOP_S
+        if self._again.have_joined:
+            for rank in self._living:
+                self._processes[rank].end()
+        else:
+            self._send(number, is_key=is_key)
+
+    def _note_end(self, rank: int) -> None:
+        self._living.discard(rank)
+        self._processes[rank].end()  # what it left behind
+        returncode = self._processes[rank].returncode
+        assert returncode is not None, "it has ended"
+        self._again.note_exit(rank, returncode)
+        newcomer = self._again.newcomer(rank)
+        if self._code or not returncode:
+            return
+        if returncode > 0 and newcomer:  # the others know whether this is a failure of the job
+            self._lost_code = self._lost_code or returncode
+            self._again.say(f"rank {rank}, {newcomer}, {endings.how_ended(returncode)}")
+        elif self._again.goes_on and returncode < 0 and not self._victims and -returncode not in self._passed_on:
+            self._replace(rank, returncode)
+        elif returncode == 1:
+            self._victims.append(rank)
+            self._deadline = self._deadline or time.monotonic() + SETTLE_S
+        else:
+            others, was_passed_on = bool(self._living), -returncode in self._passed_on
+            self._stop_after(_explain([rank], returncode, others=others, was_passed_on=was_passed_on))
+
+    def _replace(self, rank: int, returncode: int) -> None:
+        """Start a rank again that was killed, if it may be."""
+        started = self._again.start(rank, returncode, len(self._living))
+        if started is not None:
+            self._processes[rank] = started
+            self._living.add(rank)
+        elif not self._again.is_borne(len(self._living)):
+            self._lost_code = self._lost_code or 128 - returncode
+
+    def _stop_after(self, code: int) -> None:
+        self._code, self._deadline = code, time.monotonic() + STOP_S
+        self._send(signal.SIGTERM)
+
+    def _send(self, number: int, *, is_key: bool = False) -> None:
+        """Send a signal to the ranks that live, unless it has reached them as it has this process."""
+        for rank in self._living:
+            if not (is_key and rank in self._at_terminal):
+                self._processes[rank].send_signal(number)
 
 
 def _next_event(events: queue.SimpleQueue[Event], deadline: float | None) -> Event:
@@ -461,27 +511,11 @@ def _next_event(events: queue.SimpleQueue[Event], deadline: float | None) -> Eve
         return ("late", 0)
 
 
-def _explain(ranks: Sequence[int], returncode: int, *, others: bool) -> int:
-    """Say which ranks failed, and how. Returns the job's exit code."""
-    who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
-    print(
-        f"asyncdist run: {who} {_how_ended(returncode)}{'; stopping the others' if others else ''}",
-        file=sys.stderr,
-        flush=True,
-    )
-    return returncode if returncode > 0 else 128 - returncode
-
-
-def _how_ended(returncode: int) -> str:
-    how = f"ended with exit code {returncode}" if returncode > 0 else f"was killed by {_signal_name(-returncode)}"
-    return how + " (the kernel does that where memory is short: see dmesg)" * (returncode == -signal.SIGKILL)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+def _explain(ranks: Sequence[int], returncode: int, *, others: bool, was_passed_on: bool = False) -> int:
+    """Report which ranks failed, and how. Returns the job's exit code."""
+    stopping = "; stopping the others" if others else ""
+    Restarts.say(f"{endings.name_ranks(ranks)} {endings.how_ended(returncode, was_passed_on=was_passed_on)}{stopping}")
+    return endings.exit_code(returncode)
 
 
 def rank_variables(

@@ -1,31 +1,28 @@
 """Starts N ranks of a script, here or on other hosts, with the mpirun of the MPI that mpi4py loads: ``asyncdist run``.
 
-It finds library and mpirun, sets what they need, and becomes mpirun, so signals and exit codes pass through unchanged.
-Of a job on other hosts it stays above mpirun, whose exit code is 0 where it has lost one.
+It finds library and mpirun, sets what they need, and runs mpirun (:mod:`asyncdist.launch.supervision.mpirun_process`).
 Nothing here imports torch or MPI: a child process finds out what mpi4py loads.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.metadata
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import tempfile
-import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 from asyncdist import environment, local_host, rank_program
 from asyncdist.launch import guardians, remote_hosts
 from asyncdist.launch.remote_hosts import Host
+from asyncdist.launch.supervision import mpirun_process
+from asyncdist.launch.supervision.endings import JobEnds
 from asyncdist.transports import mpi_launchers
 
 TITLES: Final[Mapping[str, str]] = {"openmpi": "Open MPI", "mpich": "MPICH"}
@@ -43,13 +40,6 @@ _BESIDE_SLURM: Final[Mapping[str, str]] = dict.fromkeys(
 _STARTED: Final = 199
 # Debian installs both side by side under the longer names.
 _MPIRUN_NAMES: Final = ("mpirun", "mpiexec", "mpirun.openmpi", "mpirun.mpich", "mpiexec.hydra")
-#: What mpirun 5 (PRRTE 3) says before it ends a job since a host does not answer, or has not since it was reached.
-_LOST_HOST: Final = (
-    b"PRTE has lost communication with a remote daemon",
-    b"A daemon failed to report back after being spawned",
-)
-#: How long the last lines of mpirun may take, where something that it has left still has its standard error.
-_LAST_WORDS_S: Final = 1.0
 _PROBE: Final = (
     "import mpi4py; mpi4py.rc.initialize = mpi4py.rc.finalize = False\n"
     "from mpi4py import MPI; print(MPI.Get_library_version())"
@@ -85,7 +75,7 @@ def run(
     survives: bool = False,
     environ: Mapping[str, str],
 ) -> int:
-    """Become mpirun with ``ranks`` ranks of a script on this host, or run it with those of ``hosts``.
+    """Run ``ranks`` ranks of a script on this host, or on ``hosts``, and return the job's exit code.
 
     Args:
         script: Path of a Python script.
@@ -99,7 +89,9 @@ def run(
         environ: The environment to start from; what another launcher has set in it does not reach the ranks.
 
     Returns:
-        The exit code, of a job on other hosts.
+        128 and the number of the signal that this process was given; else the exit code of the rank that ended the job,
+        or 128 and the number of the signal that killed it; else that of mpirun. It is never 0 where no rank has ended
+        well.
 
     Raises:
         local_host.LaunchError: The script is no file, there is not exactly one usable MPI, or that cannot do it, here
@@ -131,77 +123,9 @@ def run(
     command = build_command(
         flavour, mpirun, script, arguments, ranks=count, hosts=hosts, variables=travelling, survives=survives
     )
-    if not hosts:
-        _clear_remains()
-        _let_story_requests_through()
-        os.execve(mpirun, command, environ)
-    return _run_watched(mpirun, command, environ)
-
-
-def _clear_remains() -> None:
-    """Remove what an mpirun that was killed has left under the number of this process, which becomes mpirun.
-
-    Open MPI's keeps its files in a folder named by its process number, and does not start where it finds some there:
-    "The PMIx server's listener thread failed to start", exit code 213.
-    """
-    folder = Path(tempfile.gettempdir(), f"ompi.{os.getpid()}")
-    with contextlib.suppress(OSError):
-        if folder.lstat().st_uid == os.getuid():
-            shutil.rmtree(folder)
-
-
-def _let_story_requests_through() -> None:
-    """Let SIGUSR1 do nothing to this process until mpirun, which it becomes, passes it on; answer one that came."""
-    if signal.SIGUSR1 in signal.sigpending():
-        print("asyncdist run: no rank has begun yet", file=sys.stderr, flush=True)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
-
-
-def _run_watched(mpirun: str, command: list[str], environ: Mapping[str, str]) -> int:
-    """Run mpirun as a child that dies with this process; returns 1 where it has ended the job after losing a host.
-
-    It says so on its standard error alone, which is passed on: its exit code is that of the ranks that it has ended, 0.
-    """
-    own, passed_on = os.getpid(), {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*passed_on, signal.SIGCHLD})
-
-    def begin() -> None:
-        guardians.die_with_parent(own)
-        _clear_remains()
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until mpirun passes it on
-        signal.pthread_sigmask(signal.SIG_SETMASK, before - {signal.SIGUSR1})
-
-    # Not in a "with", which would close a pipe that the thread reads, and wait for it.
-    launcher = subprocess.Popen(command, executable=mpirun, env=dict(environ), stderr=subprocess.PIPE, preexec_fn=begin)
-    assert launcher.stderr is not None
-    has_lost_host = threading.Event()
-    lines: Iterable[bytes] = iter(launcher.stderr.readline, b"")
-    copier = threading.Thread(target=_copy, args=(lines, has_lost_host), daemon=True)
-    copier.start()
-    while launcher.poll() is None:
-        came = signal.sigwaitinfo({*passed_on, signal.SIGCHLD})
-        if came.si_signo in passed_on and local_host.is_for_child(came):
-            launcher.send_signal(came.si_signo)
-    copier.join(_LAST_WORDS_S)
-    code = launcher.returncode
-    if code == 0 and has_lost_host.is_set():
-        print("asyncdist run: mpirun has lost a host, and ended the job before its end", file=sys.stderr)
-        code = 1
-    if copier.is_alive():  # a command that reached a host may hold the other end for as long as that is unplugged
-        sys.stderr.flush()
-        os._exit(code if code >= 0 else 128 - code)
-    return code if code >= 0 else 128 - code
-
-
-def _copy(lines: Iterable[bytes], has_lost_host: threading.Event) -> None:
-    """Copy mpirun's standard error to that of this process, and look for its word that it has lost a host."""
-    for line in lines:
-        if any(words in line for words in _LOST_HOST):
-            has_lost_host.set()
-        with contextlib.suppress(OSError):
-            sys.stderr.buffer.write(line)
-            sys.stderr.buffer.flush()
+    cure = "--survive" if can_survive(installation) else ""
+    ends = JobEnds(count, goes_on_by=cure, survives=survives)
+    return mpirun_process.run(mpirun, command, environ, ends, is_on_this_host=not hosts)
 
 
 def find_installation(environ: Mapping[str, str]) -> Installation:

@@ -274,6 +274,7 @@ class Agent:
 
     @staticmethod
     def _reading(read: Callable[[IO[bytes]], None], pipe: IO[bytes]) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, local_host.PASSED_ON_SIGNALS)  # another thread waits for these
         with pipe:
             read(pipe)
 

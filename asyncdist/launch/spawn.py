@@ -33,7 +33,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final, NoReturn, ParamSpec, cast
+from typing import Any, Final, ParamSpec, cast
 
 from asyncdist import environment, local_host
 from asyncdist.launch import guardians, process_groups, rank_process
@@ -86,7 +86,8 @@ def launch_subprocesses(
             started.
         ValueError: the config does not allow it, or ``master_port`` is not free; nothing has been started.
         KeyboardInterrupt: at Ctrl-C, when all ranks have been stopped.
-        SystemExit: at SIGTERM likewise, with code 143, in the main thread of a program that has no handler for it.
+        SystemExit: at SIGTERM, SIGHUP and SIGQUIT likewise, with 128 and the signal's number as its code, in the main
+            thread of a program that has no handler for it. Other signals without a handler are passed on to the ranks.
     """
     cfg = MultiprocessConfig() if cfg is None else cfg
     resolved = _checked_config(func, cfg, setup, rank_offset)
@@ -98,7 +99,7 @@ def launch_subprocesses(
         for local_rank in range(size)
     ]
     ranks: list[_Child] = []
-    with local_host.heeding_children(), _sigterm_as_exit():
+    with local_host.heeding_children(), _passing_signals_on(ranks):
         try:
             _start_all(ranks, func, configs, args, kwargs)
             _wait_for_all(ranks)
@@ -107,24 +108,30 @@ def launch_subprocesses(
 
 
 @contextlib.contextmanager
-def _sigterm_as_exit() -> Iterator[None]:
-    """Turn SIGTERM into SystemExit where it would end this process at once: ranks could save nothing then.
+def _passing_signals_on(ranks: Sequence[_Child]) -> Iterator[None]:
+    """Pass signals on to the ranks for which this program has no handler; those that end the job raise SystemExit.
 
-    Nor would anything end the processes that they have started in sessions of their own.
+    Such a signal would otherwise end this process at once: ranks could save nothing, and nothing would end the
+    processes that they have started in sessions of their own.
     """
+
+    def take(number: int, _: FrameType | None) -> None:
+        if number in local_host.ENDING_SIGNALS:
+            raise interrupt_error(number)
+        for child in ranks:
+            child.send_signal(number)
+        local_host.stop_with_ranks(number)
+
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-
-    def leave(number: int, _: FrameType | None) -> NoReturn:
-        raise interrupt_error(number)
-
-    signal.signal(signal.SIGTERM, leave)
+    numbers = local_host.PASSED_ON_SIGNALS if is_main else ()
+    taken = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, take)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _checked_config(
@@ -263,6 +270,11 @@ class _Child:
         if self.process.pid is not None and self.process.exitcode is None:
             self.rest = guardians.open_descendants(self.process.pid)
             self.process.terminate()
+
+    def send_signal(self, number: int) -> None:
+        """Send the rank a signal, if it runs."""
+        if self.process.pid is not None and self.process.exitcode is None:
+            os.kill(self.process.pid, number)
 
     def end_rest(self) -> None:
         """End the processes that the rank, which has ended, has started."""

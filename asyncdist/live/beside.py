@@ -22,10 +22,6 @@ if TYPE_CHECKING:
 
 #: A longer line is shown in parts.
 _LINE_LENGTH_MAX: Final = 1 << 16
-#: Signals that may mean the child.
-_PASSED_ON: Final = frozenset(
-    {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
-)
 
 
 def run(words: Sequence[str]) -> int:
@@ -43,9 +39,10 @@ def run(words: Sequence[str]) -> int:
         why = top.NEEDS_RICH if shown else "no terminal to show it in"
         print(f"asyncdist run: --live: {why}; the job runs without it", file=sys.stderr, flush=True)
         os.execv(sys.executable, command)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_PASSED_ON, signal.SIGCHLD})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*local_host.PASSED_ON_SIGNALS, signal.SIGCHLD})
     child = subprocess.Popen(
         command,
+        stdin=subprocess.DEVNULL,  # no prompt could be shown
         stdout=subprocess.PIPE if 1 in shown else None,
         stderr=subprocess.PIPE if 2 in shown else None,
         preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before),
@@ -78,9 +75,11 @@ def _show(child: subprocess.Popen[bytes], *, is_on_stderr: bool) -> None:
                     live.update(view.drawn(console), refresh=True)
                 except OSError:  # the terminal is closed: the child ends by that, or means to go on
                     is_gone = True
-            came = signal.sigtimedwait({*_PASSED_ON, signal.SIGCHLD}, top.PERIOD_S)
-            if came is not None and came.si_signo in _PASSED_ON and local_host.is_for_child(came):
-                child.send_signal(came.si_signo)
+            came = signal.sigtimedwait({*local_host.PASSED_ON_SIGNALS, signal.SIGCHLD}, top.PERIOD_S)
+            if came is not None and came.si_signo != signal.SIGCHLD:
+                if not local_host.has_reached_foreground(came):
+                    child.send_signal(came.si_signo)
+                local_host.stop_with_ranks(came.si_signo)
         if not is_gone:
             live.update(view.drawn(console, has_ended=True), refresh=True)
         for copier in copiers:

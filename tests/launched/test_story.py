@@ -215,19 +215,19 @@ def test_a_launcher_that_is_asked_while_it_imports_goes_on(tmp_path: Path, optio
     assert ended.stderr.startswith(answer)
 
 
-BECOMES_MPIRUN = """
-import os
-from asyncdist.launch import mpirun
+RUNS_MPIRUN = """
+import os, sys
+from asyncdist.launch.supervision import endings, mpirun_process
 
-mpirun._let_story_requests_through()
-os.execv("/bin/sh", ["sh", "-c", "kill -USR1 $$; echo lives"])
+command = ["sh", "-c", "kill -USR1 $$; echo lives"]
+sys.exit(mpirun_process.run("/bin/sh", command, os.environ, endings.JobEnds(1), is_on_this_host=True))
 """
 
 
 def test_an_mpirun_that_is_asked_while_it_begins_goes_on() -> None:
     """It ended before it had a handler."""
     ended = subprocess.run(
-        [sys.executable, "-c", BECOMES_MPIRUN], env=mpi.base_environment(), capture_output=True, text=True, check=False
+        [sys.executable, "-c", RUNS_MPIRUN], env=mpi.base_environment(), capture_output=True, text=True, check=False
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "lives\n", "")
 

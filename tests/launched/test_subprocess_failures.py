@@ -270,6 +270,29 @@ def test_a_master_port_that_is_taken_is_named_before_a_rank_starts(monkeypatch: 
     local_host.probe_port(port)
 
 
+def await_signal(folder: str) -> None:
+    caught: list[int] = []
+    signal.signal(signal.SIGUSR2, lambda number, _: caught.append(number))
+    note_pid(folder)
+    while not caught:
+        time.sleep(0.01)
+
+
+def test_a_signal_that_the_program_does_not_handle_reaches_its_ranks(tmp_path: Path) -> None:
+    """Regression: SIGUSR2 killed the program, and the ranks with it."""
+
+    def send() -> None:
+        pids_in(tmp_path, 2)
+        os.kill(os.getpid(), signal.SIGUSR2)
+
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+    sender = threading.Thread(target=send)
+    sender.start()
+    launch_here(await_signal, config(), str(tmp_path))
+    sender.join()
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+
+
 def ignore_signals(folder: str) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)

@@ -14,8 +14,9 @@ from support import hosts
 #: Runs a program in place of mpirun.
 WATCH = """
 import os, sys
-from asyncdist.launch import mpirun
-sys.exit(mpirun._run_watched(sys.executable, [sys.executable, "-c", sys.argv[1]], os.environ))
+from asyncdist.launch.supervision import endings, mpirun_process
+command = [sys.executable, "-c", sys.argv[1]]
+sys.exit(mpirun_process.run(sys.executable, command, os.environ, endings.JobEnds(1), is_on_this_host=False))
 """
 ENDS = "asyncdist run: mpirun has lost a host, and ended the job before its end\n"
 
@@ -73,7 +74,7 @@ def test_a_watched_mpirun_gets_the_signals_and_dies_with_its_watcher(number: sig
         assert watcher.stdout is not None
         watcher.stdout.readline()
         os.kill(watcher.pid, number)
-        assert watcher.wait(30) == 9
+        assert watcher.wait(30) == 128 + number
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as watcher:
         assert watcher.stdout is not None
         watcher.stdout.readline()

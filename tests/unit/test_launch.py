@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bdb
 import itertools
 import os
 import socket
@@ -171,6 +172,23 @@ def test_wrong_input_is_one_line_and_exit_code_2(
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", ["run", "sim"])
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [(b"x = 1\ny = = 2\n", "is not valid Python: line 2: invalid syntax: y = = 2\n"), (b"\0", "null bytes")],
+)
+def test_a_script_that_is_no_python_starts_no_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, source: bytes, words: str
+) -> None:
+    """Regression: each rank printed the error."""
+    script = tmp_path / "script.py"
+    script.write_bytes(source)
+    with pytest.raises(SystemExit) as caught:
+        cli.main([command, str(script), "-n", "2"] if command == "sim" else [command, "-n", "2", str(script)])
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and words in error and error.count("\n") == 1, error
+
+
 def test_a_host_without_loopback_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks waited a minute for their store, and then told of C++ frames."""
 
@@ -253,3 +271,37 @@ def test_mpirun_of_mpich_is_asked_to_end_the_job_and_no_other_one(monkeypatch: p
         os.close(reader)
         os.close(writer)
     rank_program.abort_over_pmi(130)  # mpirun has closed it
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="there is no such file")
+def test_a_rank_that_fails_like_another_one_prints_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rank_program, "ancestors", lambda: [os.getpid()])
+    with local_host.told_variables() as variables:
+        tell = rank_program._ToldOnce(variables[rank_program.TOLD_VARIABLE])
+        for rank, error in ((2, ValueError("one\ntwo")), (0, ValueError("one\ntwo")), (1, ValueError("another"))):
+            monkeypatch.setenv("RANK", str(rank))
+            tell(type(error), error, None)
+    told = capsys.readouterr().err
+    assert told == (
+        "asyncdist: rank 2 failed:\nValueError: one\ntwo\n"
+        "asyncdist: rank 0 failed as rank 2 did: ValueError: one\n"
+        "asyncdist: rank 1 failed:\nValueError: another\n"
+    )
+    rank_program._ToldOnce("")(ValueError, ValueError("one"), None)
+    assert capsys.readouterr().err == "ValueError: one\n"
+
+
+def test_a_debugger_without_input_says_where_there_is_one() -> None:
+    error, before = bdb.BdbQuit(), os.dup(0)
+    try:
+        for path in (__file__, os.devnull, os.devnull):
+            with open(path) as file:
+                os.dup2(file.fileno(), 0)
+            rank_program.explain_input(error)
+            assert hasattr(error, "__notes__") == (path == os.devnull)
+    finally:
+        os.dup2(before, 0)
+        os.close(before)
+    assert len(error.__notes__) == 1 and "asyncdist replay DIR --rank RANK --pdb" in error.__notes__[0]

@@ -37,6 +37,7 @@ _REFUSAL: Final = ("asyncdist.validation", "main_function")
 def format_error(error: BaseException) -> str:
     """Return the traceback without the machinery around it, the exception, and what its text does not say."""
     rank_program.explain_import(error)
+    rank_program.explain_input(error)
     return format_from(error, user_traceback(error))
 
 

@@ -1,0 +1,104 @@
+"""Says how ranks have ended, and which of them has ended a job on MPI. Pure: it starts and reads nothing."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Final
+
+from asyncdist import local_host
+
+#: How ranks end that another one, or mpirun, has stopped: none of these ends is a cause.
+_STOPPED: Final = frozenset({-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGKILL})
+
+
+def name_ranks(ranks: Collection[int]) -> str:
+    """Return ``rank 1``, or ``ranks 0, 2``."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
+
+
+def exit_code(returncode: int) -> int:
+    """Return the exit code of a shell for a process that has ended so."""
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+def how_ended(returncode: int, *, was_passed_on: bool = False) -> str:
+    """Say how a process has ended.
+
+    Args:
+        returncode: Its exit code, or the negative number of the signal that killed it.
+        was_passed_on: Whether the launcher has passed that signal on to it.
+    """
+    if returncode > 0:
+        return f"ended with exit code {returncode}"
+    how = f"was killed by {local_host.signal_name(-returncode)}"
+    if was_passed_on:
+        return f"{how}, which asyncdist run passed on: the script has no handler for it"
+    return how + " (the kernel does that where memory is short: see dmesg)" * (returncode == -signal.SIGKILL)
+
+
+@dataclass(slots=True)
+class JobEnds:
+    """Collects the ends of a job's ranks under an mpirun, and decides what to report and the exit code.
+
+    Attributes:
+        ranks: How many there are.
+        goes_on_by: The option with which the others would have gone on after a kill; "" if there is none.
+        survives: Whether the job goes on when ranks die.
+        passed_on: The signals that the launcher has passed on to the ranks.
+        codes: How ranks have ended, in order; the negative number of a signal if that has killed them.
+        cause: The rank that has ended the job, if its exit code or signal tells that.
+    """
+
+    ranks: int
+    goes_on_by: str = ""
+    survives: bool = False
+    passed_on: set[int] = field(default_factory=set)
+    codes: dict[int, int] = field(default_factory=dict)
+    cause: int | None = None
+    asked_to_end: int | None = None
+
+    def note(self, rank: int, code: int) -> str | None:
+        """Take in how a rank has ended, and return the line that the user should see at once.
+
+        A rank that ends with 1, as Python does after any exception, is perhaps one that another failure has stopped.
+        """
+        is_first = not any(self.codes.values())
+        self.codes[rank] = code
+        is_known = self.survives or self.asked_to_end is not None or self.cause is not None
+        if is_known or code in (0, 1) or (code in _STOPPED and not (is_first and code == -signal.SIGKILL)):
+            return None
+        self.cause = rank
+        stopping = "; stopping the others" if is_first and len(self.codes) < self.ranks else ""
+        was_passed_on = -code in self.passed_on
+        cure = f" ({self.goes_on_by} lets them go on)" if code < 0 and stopping and not was_passed_on else ""
+        return f"rank {rank} {how_ended(code, was_passed_on=was_passed_on)}{stopping}{cure * bool(self.goes_on_by)}"
+
+    def conclude(self, mpirun_code: int) -> tuple[int, list[str]]:
+        """Return the job's exit code, and the lines that the user should see, when mpirun has ended.
+
+        Args:
+            mpirun_code: The exit code of mpirun, or the negative number of the signal that has killed it.
+        """
+        code = exit_code(mpirun_code)
+        if self.asked_to_end is not None:
+            return 128 + self.asked_to_end, []
+        if self.survives:
+            return self._conclude_survivors(code)
+        if self.cause is not None:
+            return exit_code(self.codes[self.cause]), []
+        first = next(filter(None, self.codes.values()), 0)
+        if not first:
+            return code, []
+        alike = [rank for rank, theirs in self.codes.items() if theirs == first]
+        return code or exit_code(first), [f"{name_ranks(alike)} {how_ended(first)}"]
+
+    def _conclude_survivors(self, code: int) -> tuple[int, list[str]]:
+        """Of a job in which ranks may be lost: it has failed if no rank has outlived the lost ones."""
+        last = list(self.codes.values())[-1] if len(self.codes) == self.ranks else 0
+        if code or not last:
+            return code, []
+        lost = [rank for rank, theirs in self.codes.items() if theirs]
+        lines = [f"rank {rank} {how_ended(self.codes[rank])}" for rank in sorted(lost)]
+        return exit_code(last), [*lines, "no rank is left"]

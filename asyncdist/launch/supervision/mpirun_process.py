@@ -1,0 +1,284 @@
+"""Runs an mpirun as a child: passes signals on to the ranks, reports which rank failed, and finds the exit code.
+
+- mpirun and its ranks are in process groups of their own, so the keys of a terminal reach this process alone. It passes
+  signals on to the guardians of ranks on this host itself: mpirun, which is asked to end, lets ranks live for a quarter
+  of a second, and reads nothing more of them. Before all ranks have guardians, and on other hosts, mpirun gets the
+  signals.
+- Guardians report how ranks have ended, through a pipe of this process, before mpirun notices. So the rank that is the
+  cause is named above the lines of the ranks that mpirun stops, and what mpirun says is kept back.
+- mpirun has no standard input. Rank 0 opens that of this process (:mod:`asyncdist.rank_program`).
+- mpirun dies with this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import secrets
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any, Final
+
+from asyncdist import local_host, rank_program
+from asyncdist.launch import guardians
+from asyncdist.launch.supervision.endings import JobEnds
+from asyncdist.launch.supervision.mpirun_words import MpirunWords
+
+#: How long ranks that were asked to end may take before mpirun ends them, and mpirun then before it is killed.
+STOP_S: Final = 10.0
+_MPIRUN_STOP_S: Final = 5.0
+#: How long the last words of mpirun may take, where something that it has left still has its standard error.
+_LAST_WORDS_S: Final = 1.0
+#: How long the beginning of a block of mpirun may be held before it is passed on without its end.
+_HOLD_S: Final = 0.2
+#: What Open MPI's mpirun takes; any other signal would end it.
+_FOR_MPIRUN: Final = frozenset(
+    {*local_host.ENDING_SIGNALS, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP, signal.SIGCONT, signal.SIGALRM}
+) - {signal.SIGQUIT}
+
+
+def run(mpirun: str, command: list[str], environ: Mapping[str, str], ends: JobEnds, *, is_on_this_host: bool) -> int:
+    """Run mpirun, and return the job's exit code when it has ended.
+
+    Args:
+        mpirun: The path of the program.
+        command: Its command line.
+        environ: Its environment.
+        ends: Decides what is reported.
+        is_on_this_host: Whether all ranks run on this host.
+    """
+    with (
+        local_host.told_variables() as told,
+        _Job(mpirun, command, {**environ, **told}, ends, is_on_this_host=is_on_this_host) as job,
+    ):
+        return job.supervise()
+
+
+class _Job:
+    """An mpirun and its ranks.
+
+    Args:
+        mpirun, command, environ, ends, is_on_this_host: See :func:`run`.
+    """
+
+    def __init__(
+        self, mpirun: str, command: list[str], environ: Mapping[str, str], ends: JobEnds, *, is_on_this_host: bool
+    ) -> None:
+        token = secrets.token_hex(8)
+        self._pid = os.getpid()
+        self._ends = ends
+        self._words = MpirunWords(guardians.report_mark(token))
+        self._is_on_this_host = is_on_this_host
+        self._events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._guarded: dict[int, int] = {}  # the pidfd of each living rank's outer guardian
+        self._guarded_count = 0
+        self._missed: set[int] = set()  # signals for ranks that have no guardian yet
+        self._stop_at: float | None = None
+        self._is_stopping = False
+        self._at_terminal = {0} if is_on_this_host and os.isatty(0) else set()
+        self._signals = local_host.signals_received(
+            lambda number, is_key: self._events.put(("signal", (number, is_key)))
+        )
+        self._reports, self._reported = os.pipe()
+        self._environ = {
+            **environ,
+            guardians.REPORTS_VARIABLE: f"{self._pid} {self._reported} {token}",
+            **(self._inputs() if is_on_this_host else {}),
+        }
+        self._mpirun, self._command = mpirun, command
+
+    def _inputs(self) -> dict[str, str]:
+        """Return the variables by which rank 0 finds the standard input of this process."""
+        if not guardians.ARE_HERE:
+            return {}
+        path = f"/proc/{self._pid}/fd/0"
+        if os.isatty(0):
+            path = f"{rank_program.TERMINAL} {''.join(str(number) for number in (1, 2) if os.isatty(number))}"
+        return {rank_program.STDIN_VARIABLE: path, **guardians.foreground_variables()}
+
+    def __enter__(self) -> _Job:
+        if signal.SIGUSR1 in signal.sigpending():  # it is blocked since this process began
+            signal.sigwait({signal.SIGUSR1})
+            _say("no rank has begun yet")
+        self._unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, ()) - {signal.SIGUSR1}
+        self._signals.__enter__()
+        self._process = subprocess.Popen(
+            self._command,
+            executable=self._mpirun,
+            env=self._environ,
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            process_group=0,
+            preexec_fn=self._begin,
+        )
+        assert self._process.stderr is not None
+        self._copier = threading.Thread(target=self._copy, args=(self._process.stderr,), daemon=True)
+        self._copier.start()
+        self._reader = threading.Thread(target=self._read_reports, args=(self._reports,), daemon=True)
+        self._reader.start()
+        threading.Thread(target=self._await_end, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._signals.__exit__(None, None, None)
+        for pidfd in self._guarded.values():
+            os.close(pidfd)
+
+    def _begin(self) -> None:
+        """Prepare the child that becomes mpirun."""
+        guardians.die_with_parent(self._pid)
+        _clear_remains()
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until mpirun passes it on
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._unblocked)
+
+    def supervise(self) -> int:
+        """Wait until mpirun has ended; return the job's exit code."""
+        while True:
+            match self._next_event():
+                case ("signal", (number, is_key)):
+                    self._take_signal(number, is_key=is_key)
+                case ("report", words):
+                    self._take_report(*words)
+                case ("late", _):
+                    self._end_late()
+                case ("ended", _):
+                    break
+        self._copier.join(_LAST_WORDS_S)  # a command that reached a host may hold the other end while that is unplugged
+        os.close(self._reported)
+        self._reader.join(_LAST_WORDS_S)  # guardians whose mpirun has been killed may hold it for a moment
+        while not self._events.empty():
+            what, words = self._events.get()
+            if what == "report":
+                self._take_report(*words)
+        return self._conclude()
+
+    def _conclude(self) -> int:
+        code, lines = self._ends.conclude(self._process.returncode)
+        if code == 0 and self._words.has_lost_host:
+            code, lines = 1, ["mpirun has lost a host, and ended the job before its end"]
+        for line in lines:
+            _say(line)
+        if code and not lines and self._ends.cause is None and self._ends.asked_to_end is None:
+            for blame in self._words.blames:
+                _write(blame)
+        return code
+
+    def _next_event(self) -> tuple[str, Any]:
+        try:
+            return self._events.get(timeout=None if self._stop_at is None else max(0, self._stop_at - time.monotonic()))
+        except queue.Empty:
+            return ("late", None)
+
+    def _take_signal(self, number: int, *, is_key: bool) -> None:
+        is_ending = number in local_host.ENDING_SIGNALS
+        if is_ending and self._ends.asked_to_end is None:
+            self._ends.asked_to_end = number
+            self._stop_at = time.monotonic() + STOP_S
+        if is_ending and self._guarded_count < self._ends.ranks:  # mpirun, or ranks that have not begun
+            self._process.send_signal(number if number in _FOR_MPIRUN else signal.SIGTERM)
+            return
+        self._ends.passed_on.add(number)
+        if not self._is_on_this_host:
+            if number in _FOR_MPIRUN:
+                self._process.send_signal(number)
+        elif number == local_host.STORY_SIGNAL and not self._guarded_count:
+            _say("no rank has begun yet")
+        else:
+            for rank in self._guarded:
+                if not (is_key and rank in self._at_terminal):
+                    self._send(rank, number)
+            if self._guarded_count < self._ends.ranks:
+                self._missed.add(number)
+        local_host.stop_with_ranks(number)
+
+    def _send(self, rank: int, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            signal.pidfd_send_signal(self._guarded[rank], number)
+
+    def _take_report(self, rank: int, what: str, number: int) -> None:
+        if what == "guarded":
+            self._guarded_count += 1
+            with contextlib.suppress(ProcessLookupError):
+                self._guarded[rank] = os.pidfd_open(number)
+                for missed in sorted(self._missed):
+                    self._send(rank, missed)
+            return
+        if rank in self._guarded:
+            os.close(self._guarded.pop(rank))
+        line = self._ends.note(rank, number)
+        if line is not None:
+            _say(line)
+
+    def _end_late(self) -> None:
+        """End mpirun, and with it the ranks, which have not ended in time."""
+        if self._is_stopping:
+            self._process.kill()
+            self._stop_at = None
+        else:
+            self._is_stopping = True
+            self._process.terminate()
+            self._stop_at = time.monotonic() + _MPIRUN_STOP_S
+
+    # -- threads -------------------------------------------------------------------------------------------------------
+
+    def _await_end(self) -> None:
+        self._process.wait()
+        self._events.put(("ended", None))
+
+    def _read_reports(self, pipe: int) -> None:
+        with open(pipe, "rb", buffering=0) as file:
+            rest = b""
+            while data := file.read(1 << 16):
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    self._put_report(line)
+
+    def _put_report(self, line: bytes) -> None:
+        rank, what, number = line.decode().split()
+        self._events.put(("report", (int(rank), what, int(number))))
+
+    def _copy(self, pipe: IO[bytes]) -> None:
+        """Copy the standard error of mpirun to that of this process, but for what is not for the user."""
+        while True:
+            if self._words.is_holding and not select.select([pipe], [], [], _HOLD_S)[0]:
+                _write(self._words.flush())
+                continue
+            data = os.read(pipe.fileno(), 1 << 16)
+            _write(self._words.feed(data) if data else self._words.flush())
+            for report in self._words.reports:
+                self._put_report(report)
+            self._words.reports.clear()
+            if not data:
+                return
+
+
+def _say(text: str) -> None:
+    """Print a line of the launcher."""
+    print(f"asyncdist run: {text}", file=sys.stderr, flush=True)
+
+
+def _write(data: bytes) -> None:
+    with contextlib.suppress(OSError):  # its reader has gone
+        while data:
+            data = data[os.write(2, data) :]
+
+
+def _clear_remains() -> None:
+    """Remove what an mpirun that was killed has left under the number of this process, which becomes mpirun.
+
+    Open MPI's keeps its files in a folder named by its process number, and does not start where it finds some there:
+    "The PMIx server's listener thread failed to start", exit code 213.
+    """
+    folder = Path(tempfile.gettempdir(), f"ompi.{os.getpid()}")
+    with contextlib.suppress(OSError):
+        if folder.lstat().st_uid == os.getuid():
+            shutil.rmtree(folder)

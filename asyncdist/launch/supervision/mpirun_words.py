@@ -1,0 +1,105 @@
+"""Reads what an mpirun, and the ranks below it, write to standard error. Pure: bytes go in, and those for the user out.
+
+Three things are looked for among the bytes, which pass through as they come otherwise:
+
+- Blocks in which mpirun names the rank that has ended first. That is often one that stops because another one has
+  failed, so the launcher reports the failure in their place.
+- Reports of guardians on other hosts, each in a line with a mark.
+- That mpirun has lost a host: its exit code does not say so.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+#: What mpirun 5 (PRRTE 3) says before it ends a job since a host does not answer, or has not since it was reached.
+_LOST_HOST: Final = (
+    b"PRTE has lost communication with a remote daemon",
+    b"A daemon failed to report back after being spawned",
+)
+_RULE: Final = b"-" * 74 + b"\n"
+#: The beginnings of blocks that blame a rank, of Open MPI 5 and of the versions before.
+_BLAMES: Final = tuple(
+    _RULE + who + what
+    for who in (b"prterun ", b"mpirun ", b"mpiexec ")
+    for what in (b"detected that one or more processes exited with non-zero status", b"noticed that process rank ")
+)
+_LONGEST: Final = max(map(len, _LOST_HOST))
+
+
+class MpirunWords:
+    """Takes in bytes as they arrive.
+
+    Args:
+        mark: The beginning of a report.
+
+    Attributes:
+        blames: The blocks that were kept back.
+        reports: The reports that were found, without their marks.
+        has_lost_host: Whether mpirun has lost a host.
+    """
+
+    def __init__(self, mark: bytes) -> None:
+        self._mark = mark
+        self._rest = b""
+        self._recent = b""
+        self._is_at_line_start = True
+        self.blames: list[bytes] = []
+        self.reports: list[bytes] = []
+        self.has_lost_host = False
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether bytes are held that may be the beginning of something; :meth:`flush` returns them."""
+        return bool(self._rest)
+
+    def feed(self, data: bytes) -> bytes:
+        """Return the bytes that are for the user by now."""
+        self._rest += data
+        passed = b""
+        while (part := self._next()) is not None:
+            passed += part
+        self._recent = (self._recent + passed)[-(len(passed) + _LONGEST) :]
+        self.has_lost_host = self.has_lost_host or any(words in self._recent for words in _LOST_HOST)
+        self._recent = self._recent[-_LONGEST:]
+        return passed
+
+    def flush(self) -> bytes:
+        """Return the bytes that are held: nothing more has arrived for a while, or will."""
+        held, self._rest = self._rest, b""
+        self._is_at_line_start = held.endswith(b"\n")
+        return held
+
+    def _next(self) -> bytes | None:
+        """Take the next line, or a part of it, from the held bytes; return None where more have to arrive before."""
+        if self._is_at_line_start:
+            if self._rest.startswith(_BLAMES):
+                end = self._rest.find(b"\n" + _RULE, len(_RULE)) + 1
+                if not end:
+                    return None
+                end += len(_RULE)
+                self.blames.append(self._rest[:end])
+                self._rest = self._rest[end:]
+                return b""
+            if any(blame.startswith(self._rest) for blame in _BLAMES):  # also nothing at all
+                return None
+        return self._take_line()
+
+    def _take_line(self) -> bytes | None:
+        line, newline, rest = self._rest.partition(b"\n")
+        place = line.find(self._mark)
+        if place < 0 and not newline:
+            place = line.rfind(self._mark[:1])
+            if place >= 0 and not self._mark.startswith(line[place:]):
+                place = -1
+        if place >= 0 and not newline:
+            self._rest, line = line[place:], line[:place]
+            self._is_at_line_start = self._is_at_line_start and not line
+            return line or None
+        self._rest = rest
+        if place >= 0:
+            self.reports.append(line[place + len(self._mark) :])
+            self._is_at_line_start = self._is_at_line_start and not place
+            return line[:place]
+        self._is_at_line_start = bool(newline)
+        return line + newline if line or newline else None

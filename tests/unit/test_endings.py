@@ -1,0 +1,83 @@
+"""Which rank a job's end is blamed on, what the user reads of it, and the exit code of a job on MPI."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from asyncdist.launch.supervision.endings import JobEnds, exit_code, how_ended, name_ranks
+
+KILLED = "was killed by SIGKILL (the kernel does that where memory is short: see dmesg)"
+
+
+def test_an_end_is_named_by_its_code_or_signal() -> None:
+    assert [how_ended(code) for code in (7, -9)] == ["ended with exit code 7", KILLED]
+    assert how_ended(-63) == f"was killed by signal {63}" and exit_code(-9) == 137 and exit_code(3) == 3
+    assert name_ranks([2, 0]) == "ranks 0, 2" and name_ranks([1]) == "rank 1"
+
+
+def test_the_first_end_that_says_something_is_the_cause_and_told_at_once() -> None:
+    ends = JobEnds(3, goes_on_by="--survive")
+    assert ends.note(2, 7) == "rank 2 ended with exit code 7; stopping the others"
+    assert ends.note(0, 143) is None and ends.note(1, 5) is None
+    assert ends.conclude(143) == (7, [])
+
+
+def test_a_kill_names_the_option_with_which_the_others_go_on() -> None:
+    said = f"rank 1 {KILLED}; stopping the others"
+    assert JobEnds(3, goes_on_by="--survive").note(1, -9) == f"{said} (--survive lets them go on)"
+    assert JobEnds(3).note(1, -9) == said
+    assert JobEnds(1, goes_on_by="--survive").note(0, -9) == f"rank 0 {KILLED}"
+
+
+def test_a_signal_that_was_passed_on_is_named_as_such() -> None:
+    ends = JobEnds(2, goes_on_by="--survive", passed_on={signal.SIGUSR2})
+    how = "was killed by SIGUSR2, which asyncdist run passed on: the script has no handler for it"
+    assert ends.note(0, -signal.SIGUSR2) == f"rank 0 {how}; stopping the others"
+
+
+def test_ranks_that_fail_by_an_exception_are_named_together_at_the_end() -> None:
+    """Regression: mpirun blamed the rank that ended first, which had stopped because of another one."""
+    ends = JobEnds(3)
+    assert [ends.note(rank, 1) for rank in (1, 0, 2)] == [None] * 3
+    assert ends.conclude(1) == (1, ["ranks 0, 1, 2 ended with exit code 1"])
+
+
+def test_an_exit_code_after_the_victims_is_the_cause() -> None:
+    ends = JobEnds(2)
+    assert ends.note(0, 1) is None
+    assert ends.note(1, 3) == "rank 1 ended with exit code 3"
+    assert ends.conclude(1) == (3, [])
+
+
+@pytest.mark.parametrize("code", [-signal.SIGTERM, 143])
+def test_a_rank_that_was_terminated_is_no_cause_at_once(code: int) -> None:
+    ends = JobEnds(2)
+    assert ends.note(0, code) is None
+    assert ends.conclude(143) == (143, [f"rank 0 {how_ended(code)}"])
+
+
+def test_a_signal_to_the_launcher_decides_the_exit_code() -> None:
+    ends = JobEnds(2, asked_to_end=signal.SIGINT)
+    assert [ends.note(rank, code) for rank, code in ((0, 130), (1, -9))] == [None, None]
+    assert ends.conclude(1) == (130, [])
+
+
+def test_a_job_of_which_nothing_is_known_ends_as_its_mpirun() -> None:
+    assert JobEnds(2).conclude(213) == (213, [])
+    assert JobEnds(2).conclude(-9) == (137, [])
+
+
+def test_a_surviving_job_whose_last_rank_was_killed_has_failed() -> None:
+    """Regression: the exit code was 0 and nothing was printed."""
+    ends = JobEnds(2, survives=True)
+    assert [ends.note(rank, -9) for rank in (1, 0)] == [None, None]
+    assert ends.conclude(0) == (137, [f"rank 0 {KILLED}", f"rank 1 {KILLED}", "no rank is left"])
+
+
+@pytest.mark.parametrize("codes", [{0: -9, 1: 0}, {1: 3, 0: 0}, {1: -9}])
+def test_a_surviving_job_ends_well_if_a_rank_outlives_the_lost_ones(codes: dict[int, int]) -> None:
+    ends = JobEnds(2, survives=True)
+    assert [ends.note(rank, code) for rank, code in codes.items()] == [None] * len(codes)
+    assert ends.conclude(0) == (0, [])

@@ -1,0 +1,53 @@
+"""What is kept back, and what passes through, of the standard error of an mpirun."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncdist.launch.supervision.mpirun_words import MpirunWords
+
+RULE = b"-" * 74 + b"\n"
+MARK = b"\x1easyncdist 12ab "
+BLAME = (
+    RULE
+    + b"prterun detected that one or more processes exited with non-zero status,\n"
+    + b"thus causing the job to be terminated. The first process to do so was:\n\n"
+    + b"   Process name: [prterun-vm-1@1,0]\n   Exit code:    1\n"
+    + RULE
+)
+OTHER = RULE + b"MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD\n" + RULE
+
+
+def feed(data: bytes, step: int) -> tuple[MpirunWords, bytes]:
+    """Feed in pieces of so many bytes."""
+    words = MpirunWords(MARK)
+    passed = b"".join(words.feed(data[place : place + step]) for place in range(0, len(data), step))
+    return words, passed + words.flush()
+
+
+@pytest.mark.parametrize("step", [1, 7, 75, 10_000])
+def test_the_block_that_blames_a_rank_is_kept_back_alone(step: int) -> None:
+    words, passed = feed(b"before\n" + BLAME + b"between\n" + OTHER + RULE + b"\nlast", step)
+    assert passed == b"before\nbetween\n" + OTHER + RULE + b"\nlast"
+    assert words.blames == [BLAME] and not words.has_lost_host and not words.reports
+
+
+@pytest.mark.parametrize("step", [1, 5, 10_000])
+def test_reports_are_taken_out_also_in_the_midst_of_a_line(step: int) -> None:
+    words, passed = feed(b"a\n" + MARK + b"1 ended -9\n" + b"half" + MARK + b"0 ended 7\n" + b" a line\n\x1e[0m", step)
+    assert passed == b"a\nhalf a line\n\x1e[0m"
+    assert words.reports == [b"1 ended -9", b"0 ended 7"]
+
+
+def test_a_line_without_its_end_passes_through_at_once() -> None:
+    words = MpirunWords(MARK)
+    assert words.feed(b"\r 10%") == b"\r 10%" and not words.is_holding
+    assert words.feed(b"\r 20%\n--") == b"\r 20%\n" and words.is_holding
+    assert words.flush() == b"--" and words.feed(b"--\n") == b"--\n"
+
+
+@pytest.mark.parametrize("step", [1, 30, 10_000])
+def test_a_lost_host_is_noticed(step: int) -> None:
+    said = RULE + b"PRTE has lost communication with a remote daemon.\n" + RULE
+    words, passed = feed(said, step)
+    assert words.has_lost_host and passed == said
