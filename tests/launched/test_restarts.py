@@ -112,6 +112,46 @@ def test_newcomers_do_not_wait_for_each_other_when_the_last_rank_has_left() -> N
         newcomers.come(store, place, 0.0)
 
 
+def test_newcomers_begin_the_next_world_when_no_process_of_the_last_one_lives() -> None:
+    store, exited = HashStore(), {(0, 0), (2, 0)}
+
+    def come(incarnation: int) -> list[int] | None:
+        place = environment.TorchRendezvous(1, 3, "127.0.0.1", 29500, True, incarnation=incarnation)
+        return newcomers.come(store, place, 0.0, lambda *process: process in exited)
+
+    assert come(1) is None
+    store.set("newcomer/2", "2 1 b")
+    assert come(2) is None, "the newcomer of rank 2 waits for a welcome too"
+    store.set("welcome/2.1", "")
+    with pytest.raises(TransportError, match="rank 1 was started again, and within"):
+        come(3)
+    exited.add((2, 1))
+    assert come(4) is None
+
+
+ALL_KILLED = """
+import os, asyncdist as ad
+
+async def main(world):
+    await ad.barrier()
+    if os.environ["ASYNCDIST_INCARNATION"] == "0":
+        os.kill(os.getpid(), 9)
+    print(world.rank, world.incarnation, world.size, flush=True)
+
+ad.run(main)
+"""
+
+
+@pytest.mark.parametrize("ranks", [3, pytest.param(1, marks=pytest.mark.long)])
+def test_the_next_world_begins_when_all_ranks_were_killed_at_once(tmp_path: Path, ranks: int) -> None:
+    """Regression: after a minute of silence the job failed, with restarts left."""
+    script = tmp_path / "script.py"
+    script.write_text(ALL_KILLED)
+    result = torchrun.run_jobs([(command(ranks, 3, script), {})], TIMEOUT_S).check()
+    assert sorted(result.stdout.splitlines()) == [f"{rank} 0 {ranks}" for rank in range(ranks)]
+    assert result.stderr.count("starting it again (1 of 3)") == ranks and result.seconds < newcomers._WELCOME_S
+
+
 @pytest.mark.parametrize(
     "options, says",
     [

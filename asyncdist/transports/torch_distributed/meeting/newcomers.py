@@ -16,6 +16,7 @@ noted that they want to meet then make two gloo groups of two, each in a thread,
 - A rank that is started again before its world has begun takes part in the beginning, as a first process. So does one
   that comes when the others have left their world, and may begin the next one; it hears when they have ended. A world
   has begun when all ranks are connected; where one is killed before, all gather again.
+- When no process of the world lives, nobody is left to welcome a newcomer. The newcomers then begin the next world.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ _REACH_S: Final = 10.0
 _RUNNING: Final = "running"
 #: What the launcher says before it stops serving the store.
 _OVER: Final = "over"
+#: Names a rank that the launcher does not start again.
+_GONE: Final = "gone"
 
 
 class Entrance:
@@ -127,7 +130,7 @@ class Entrance:
         return LateError(f"rank {rank} {how}, and {why}", rank=rank)
 
     def _join(self, *, is_late: bool) -> str:
-        """Join the world that runs, and return its token; return "" where all have left it, and the next one may begin.
+        """Join the world that runs, and return its token; return "" if none of it is left, and the next one may begin.
 
         A process that comes to a place that was empty at the beginning begins no world: it waits for the next one.
         """
@@ -138,7 +141,8 @@ class Entrance:
                 token = _check_running(_text(self.common, _RUNNING), self._rendezvous)
             if token != left:
                 self.store = self.common.part(token)
-                newest = come(self.store, self._rendezvous, min(self._deadline - time.monotonic(), _WELCOME_S))
+                timeout_s = min(self._deadline - time.monotonic(), _WELCOME_S)
+                newest = come(self.store, self._rendezvous, timeout_s, self._has_exited)
                 if newest is not None:
                     self.incarnation = self._rendezvous.incarnation
                     self.vacant = frozenset(place for place in self.vacant if not newest[place])
@@ -160,6 +164,8 @@ class Entrance:
         attempt = 1
         while True:
             self.store, token = join_world(self._rendezvous, self._deadline - time.monotonic(), self._check_others)
+            if self._rendezvous.admits_restarted:
+                self.store.set(f"process/{self._rendezvous.rank}", self.process)
             try:
                 self.groups = self._make_groups()
                 return token
@@ -188,8 +194,22 @@ class Entrance:
             is_loopback=self._rendezvous.is_loopback,
         )
 
+    def _has_exited(self, rank: int, incarnation: int) -> bool:
+        """Return whether the launcher has noted the end of this process of the world that runs."""
+        process = f"{rank}.{incarnation}"
+        if not incarnation:  # it began the world, perhaps not the first one of the job
+            if not self.store.check([f"process/{rank}"]):
+                return False
+            process = _text(self.store, f"process/{rank}")
+        return bool(self.common.check([f"exited/{process}"]))
+
     def _check_others(self) -> None:
-        """Raise where this rank comes later, and one of the first has ended: no world begins without that one."""
+        """Raise if no world can begin: a rank is not started again, or one of the first has ended before this one."""
+        if self._rendezvous.admits_restarted and self.common.check([_GONE]):
+            gone = int(_text(self.common, _GONE))
+            raise TransportError(
+                f"rank {gone} was killed and is not started again, and without it no world can begin", rank=gone
+            )
         if self._rendezvous.incarnation:
             if any(self.common.check([f"ended/{other}"]) for other in range(self._first_count)):
                 raise self._late("other ranks have ended")
@@ -225,11 +245,23 @@ def _say_ended(common: Any, rank: int) -> None:
         common.set(f"ended/{rank}", "")
 
 
-def come(store: Any, rendezvous: Rendezvous, timeout_s: float) -> list[int] | None:
+def come(
+    store: Any,
+    rendezvous: Rendezvous,
+    timeout_s: float,
+    has_exited: Callable[[int, int], bool] = lambda rank, incarnation: False,
+) -> list[int] | None:
     """Add this process to the log, and wait until another one welcomes it.
 
+    Args:
+        store: The part of the store that belongs to the world.
+        rendezvous: Where the ranks meet.
+        timeout_s: Seconds to wait for the welcome.
+        has_exited: Tells whether the launcher has noted the end of a process, by its rank and incarnation.
+
     Returns:
-        The newest incarnation of each rank in the log, 0 where none has come; None where all have left the world.
+        The newest incarnation of each rank in the log, 0 if there is none; None if all processes of the world have left
+        it or have ended.
     """
     rank, size, incarnation = rendezvous.rank, rendezvous.size, rendezvous.incarnation
     first_count = size - rendezvous.empty_count
@@ -251,7 +283,7 @@ def come(store: Any, rendezvous: Rendezvous, timeout_s: float) -> list[int] | No
         if store.check([f"welcome/{rank}.{incarnation}"]):
             return newest
         number = _read(store, number, newest)
-        if _have_left(store, newest, rank, first_count):
+        if _have_left(store, newest, rank, first_count) or _have_died(store, newest, rank, first_count, has_exited):
             return None
         if time.monotonic() >= deadline:
             raise TransportError(
@@ -278,6 +310,18 @@ def _have_left(store: Any, newest: list[int], rank: int, first_count: int) -> bo
     closed = [process for process in others if store.check([f"closed/{process[0]}.{process[1]}"])]
     inside = [(other, n) for other, n in others if not n or store.check([f"welcome/{other}.{n}"])]
     return bool(closed) and set(inside) <= set(closed)
+
+
+def _have_died(
+    store: Any, newest: list[int], rank: int, first_count: int, has_exited: Callable[[int, int], bool]
+) -> bool:
+    """Return whether all processes that were in the world have ended, and newcomers alone are left.
+
+    Ends are looked up before welcomes: a process that has ended welcomes none afterwards.
+    """
+    others = [(other, n) for other, n in enumerate(newest) if other != rank and (n or other < first_count)]
+    living = [process for process in others if not has_exited(*process)]
+    return not any(not n or store.check([f"welcome/{other}.{n}"]) for other, n in living)
 
 
 def _parse(entry: str) -> tuple[int, int] | None:
