@@ -13,13 +13,15 @@ import asyncio
 import contextlib
 import functools
 import importlib.util
+import logging
 import os
+import re
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from types import FrameType
-from typing import Any, Final, Literal, TypeAlias, TypedDict, TypeVar, cast
+from typing import Any, Final, Literal, NoReturn, TypeAlias, TypedDict, TypeVar, cast
 
 from asyncdist import environment, validation
 from asyncdist.errors import AsyncdistError, LateError, is_consequence
@@ -38,6 +40,8 @@ from asyncdist.tensors import torch_modes
 from asyncdist.transports import select
 from asyncdist.transports.base import Transport
 from asyncdist.transports.local import LocalHub
+
+logger = logging.getLogger("asyncdist.runtime.run")
 
 T = TypeVar("T")
 #: ``"auto"``, ``"local"``, ``"mpi"``, ``"torch"``, or ``"torch:BACKEND"``, for which there is no type.
@@ -69,6 +73,8 @@ WATCHDOG_S: Final = 10.0
 STALL_S: Final = 60.0
 #: How long main may wait in one collective, while others go on, before a warning is logged, where it is not set.
 COLLECTIVE_STALL_S: Final = 300.0
+#: How launchers are asked for so many ranks.
+_RANKS_ASKED_FOR: Final = re.compile(r"(?<!\S)((?:-n|-np|--ranks|--nproc[-_]per[-_]node)[ =]?(\d+))(?!\S)")
 #: Takes the place of :func:`run` where something else hosts the ranks; is given main, its arguments and ``strict``.
 run_elsewhere: ContextVar[Callable[[Callable[..., Any], tuple[Any, ...], bool], Any] | None] = ContextVar(
     "run_elsewhere", default=None
@@ -175,6 +181,8 @@ def run(
     if elsewhere is not None:
         return cast(T, elsewhere(main, args, strict))
     if opened is None:
+        if transport == "auto" and ranks is None and getattr(main, "__module__", None) == "__main__":
+            _warn_if_alone(sys.argv)
         return _run_local(main, args, ranks or 1, loop, options)[0]
     with Interrupts() as interrupts, _loop_of(loop) as event_loop:
         task = event_loop.create_task(host_rank(main, args, opened, interrupts, options))
@@ -185,6 +193,23 @@ def run(
         if outcome.error is not None:  # inside: a Ctrl-C from here on has this error as its context
             raise outcome.error
     return cast(T, outcome.value)
+
+
+def _warn_if_alone(words: Sequence[str]) -> None:
+    """Warn if the command line of this process, which no launcher has started, asks for several ranks.
+
+    Args:
+        words: The script and its arguments.
+    """
+    found = _RANKS_ASKED_FOR.search(" ".join(words[1:]))
+    if found is not None and int(found[2]) > 1 and not environment.VARIABLES.get(environment.TRANSPORT_VARIABLE):
+        logger.warning(
+            "this process is the only rank: %s is an argument of the script; asyncdist run -n %s %s starts %s ranks",
+            found[1],
+            found[2],
+            words[0],
+            found[2],
+        )
 
 
 def _open_here(transport: TransportName, bulk: BulkName | None, ranks: int | None) -> Transport | None:
@@ -266,14 +291,23 @@ def _run_local(
         outcomes = call_beside_loop(
             functools.partial(_host_locally, main, args, ranks, loop, interrupts, options), meanwhile
         )
-    failures = [outcome.error for outcome in outcomes if outcome.error is not None]
+    failures = {rank: outcome.error for rank, outcome in enumerate(outcomes) if outcome.error is not None}
     if failures:
-        first = next((error for error in failures if not is_consequence(error)), failures[0])
-        for other in failures if interrupts.received is not None else ():
+        _raise_first(failures, ranks, interrupts)
+    return [outcome.value for outcome in outcomes]
+
+
+def _raise_first(failures: Mapping[int, BaseException], ranks: int, interrupts: Interrupts) -> NoReturn:
+    """Raise what the first rank to fail raised, with a note that names the rank, and the notes of all at a signal."""
+    rank = next((rank for rank, error in failures.items() if not is_consequence(error)), min(failures))
+    first = failures[rank]
+    if interrupts.received is not None:
+        for other in failures.values():
             for note in getattr(other, "__notes__", ()) if other is not first else ():
                 first.add_note(note)
-        raise first
-    return [outcome.value for outcome in outcomes]
+    elif ranks > 1:
+        first.add_note(f"rank {rank} of {ranks} raised it")
+    raise first
 
 
 def _host_locally(

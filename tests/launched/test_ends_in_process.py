@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from support import torchrun
+from support import mpi, torchrun
 
 import asyncdist as ad
+from asyncdist.runtime import run as runtime
 
 
 class Boom(Exception):
@@ -31,8 +34,9 @@ def test_local_ranks_raise_what_the_failing_one_raised(ranks: int) -> None:
             seen.append(error)
             raise
 
-    with pytest.raises(Boom, match="here"):
+    with pytest.raises(Boom, match="here") as caught:
         ad.run_local(main, ranks=ranks)
+    assert getattr(caught.value, "__notes__", []) == ["rank 2 of 3 raised it"] * (ranks > 1)
     assert len(seen) == ranks - 1
     assert all(error.rank == ranks - 1 and "Boom: here" in str(error) for error in seen)
 
@@ -205,3 +209,32 @@ def test_a_data_loaders_worker_that_is_terminated_with_its_rank_is_no_error() ->
     """Torch raised that it had been killed, in whatever the rank was doing until its end."""
     ended = torchrun.run_source(1, WITH_A_WORKER).check(128 + signal.SIGTERM)
     assert "DataLoader" not in ended.stderr and "Traceback" not in ended.stderr, ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["-n", "4"], "-n 4 is an argument of the script; asyncdist run -n 4 train.py starts 4 ranks"),
+        (
+            ["--lr", "1", "--nproc-per-node=2", "x"],
+            "--nproc-per-node=2 is an argument of the script; asyncdist run -n 2",
+        ),
+        (["-n", "1"], ""),
+        (["--own-n", "4"], ""),
+        (["-n", "many"], ""),
+    ],
+)
+def test_a_script_that_is_asked_for_ranks_says_that_it_is_one(
+    caplog: pytest.LogCaptureFixture, words: list[str], said: str
+) -> None:
+    runtime._warn_if_alone(["train.py", *words])
+    assert said in caplog.text and bool(said) == bool(caplog.text)
+
+
+def test_python_train_py_n_4_is_told(tmp_path: Path) -> None:
+    """Regression: it trained one rank without a word."""
+    script = tmp_path / "train.py"
+    script.write_text("import asyncdist as ad\nasync def main(world): print(world.size)\nad.run(main)\n")
+    command = [sys.executable, str(script), "-n", "4"]
+    ended = subprocess.run(command, env=mpi.base_environment(), capture_output=True, text=True, timeout=100, check=True)
+    assert ended.stdout == "1\n" and ended.stderr.startswith("this process is the only rank: -n 4 "), ended.stderr
