@@ -14,6 +14,7 @@ import functools
 import inspect
 import math
 import operator
+import re
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
@@ -21,6 +22,8 @@ from typing import Any, Final, NoReturn, ParamSpec
 
 P = ParamSpec("P")
 
+#: The oldest torch that works: stores of torch.distributed cannot be cloned before, for ranks that join later.
+TORCH_MIN: Final = (2, 8)
 #: The least and the greatest finite float above zero.
 SMALLEST: Final = math.ulp(0.0)
 LARGEST: Final = math.nextafter(math.inf, 0.0)
@@ -245,3 +248,12 @@ def _place_of(function: Any) -> str:
             return f"{function!r:.200}"
         return getattr(function, "__qualname__", None) or f"an object of type {type(function).__name__}"
     return f"{function.__qualname__} ({code.co_filename}:{code.co_firstlineno})"
+
+
+def torch_problem(version: str) -> str | None:
+    """Say what is wrong with a version of torch, and the cure; return None if it is new enough."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None or (int(found[1]), int(found[2])) >= TORCH_MIN:
+        return None
+    least = ".".join(map(str, TORCH_MIN))
+    return f"torch {version} is older than {least}, which asyncdist needs: pip install 'torch>={least}'"

