@@ -6,12 +6,14 @@ What cannot be compiled is left out, and runs interpreted: an installation never
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 import sys
 import tempfile
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
@@ -102,6 +104,33 @@ class BuildExtensions(build_ext):
                 shutil.rmtree(folder)
 
 
-Path("build").mkdir(exist_ok=True)
-with tempfile.TemporaryDirectory(dir="build") as scratch:  # setuptools takes relative paths alone
-    setup(ext_modules=extensions(scratch), cmdclass={"build": Build, "build_ext": BuildExtensions})
+class Wheel(bdist_wheel):
+    """Names a wheel in which nothing is compiled as one of Python alone, which each machine can use."""
+
+    def run(self) -> None:
+        """Build, look what was compiled, and pack it."""
+        self.run_command("build")
+        made = Path(self.get_finalized_command("build").build_lib)
+        if self.distribution.ext_modules and not any(made.rglob("*.so")):
+            self.distribution.ext_modules = []
+            self.root_is_pure = True
+        super().run()
+
+
+def long_description(readme: str) -> str:
+    """Return the readme for readers without the checkout: links into it become words, and pictures are left out."""
+    local = r"\((?![a-z]+://|#)[^()\s]+\)"
+    text = re.sub(rf"^!\[[^]]*\]{local}\n+", "", readme, flags=re.MULTILINE)
+    text = re.sub(rf"\[([^]]*)\]{local}", r"\1", text)
+    return f"{text.rstrip()}\n\nThe pages that are named here are in the source archive, in the folder `docs`.\n"
+
+
+if __name__ == "__main__":
+    Path("build").mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir="build") as scratch:  # setuptools takes relative paths alone
+        setup(
+            ext_modules=extensions(scratch),
+            cmdclass={"bdist_wheel": Wheel, "build": Build, "build_ext": BuildExtensions},
+            long_description=long_description((TOP / "README.md").read_text(encoding="utf-8")),
+            long_description_content_type="text/markdown",
+        )
