@@ -127,7 +127,7 @@ def test_a_ported_script_on_mpi(lib: str, policy: str) -> None:
 def test_a_ported_script_under_mpirun() -> None:
     launchers = mpirun.find_installation(os.environ).launchers
     flavour = mpi.flavour()
-    options = ("--host", "localhost:5") if flavour == "openmpi" else ()
+    options = ("--host", "localhost:5", "--bind-to", "none") if flavour == "openmpi" else ()
     command = [launchers[flavour], *options, "-n", "5", sys.executable, str(SCRIPT), "--lib", "mpi"]
     environ = {**warm_environment(), **dict.fromkeys(mpirun.ROOT_VARIABLES, "1")}
     check(torchrun.run_jobs([(command, environ)], 240.0).check().reports, 4)
