@@ -12,7 +12,6 @@ import dataclasses
 import multiprocessing
 import os
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Literal
 
@@ -380,10 +379,15 @@ def metrics(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def shared_directories(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the folders in which processes of this user on this host find each other, the best one first."""
-    path = environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}"
-    own = [path] if os.path.isdir(path) and os.access(path, os.W_OK) else []
-    return [*own, tempfile.gettempdir(), "/tmp"]
+    """Return the folders in which processes of this user on this host find each other, the best one first.
+
+    The ranks of a job may have different variables: schedulers give each a TMPDIR, and ``su`` keeps the caller's
+    XDG_RUNTIME_DIR. So ``/tmp`` comes before TMPDIR, and the folder of the user's session is always among them. The
+    list does not depend on whether a file can be written anywhere.
+    """
+    sessions = (environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{os.getuid()}")
+    own = [path for path in sessions if os.path.isdir(path) and os.access(path, os.W_OK)]
+    return list(dict.fromkeys([*own, "/tmp", environ.get("TMPDIR") or "/tmp"]))
 
 
 def given_secret(environ: Mapping[str, str] | None = None) -> str | None:

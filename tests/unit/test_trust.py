@@ -6,7 +6,9 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +21,7 @@ from torch.distributed import HashStore, PrefixStore
 from asyncdist import environment
 from asyncdist.errors import TransportError
 from asyncdist.transports.torch_distributed import backends
+from asyncdist.transports.torch_distributed.meeting import rendezvous, serving
 from asyncdist.transports.torch_distributed.meeting.sealed_store import Refusals, SealedStore
 from asyncdist.trust import job_secret, secret_files
 from asyncdist.trust.job_secret import JobSecret
@@ -111,6 +114,19 @@ def test_refused_values_are_reported_at_a_bounded_rate(caplog: pytest.LogCapture
     refusals.note("\x1b[2J", b"x")
     assert len(caplog.records) == 2
     assert "a value and 999 more" in caplog.text and "\x1b" not in caplog.text
+
+
+def test_a_rank_with_another_secret_than_rank_0_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: rank 1 of a host waited without a word, and its error did not name the secret."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    served = serving.serve("127.0.0.1", 0)
+    SealedStore(served, OTHER).set(rendezvous._PORT, "1")
+    place = environment.TorchRendezvous(1, 2, "127.0.0.1", served.port, False, secret=OURS)
+    with pytest.raises(TransportError, match=r"another secret than this rank: .* ASYNCDIST_JOB_SECRET_FILE"):
+        rendezvous._announced_port(place, time.monotonic() + 0.5)
+    assert "this rank has another secret than the others" in caplog.text
 
 
 # -- connections ------------------------------------------------------------------------------------------------------
@@ -214,6 +230,27 @@ def test_ranks_of_one_host_share_the_secret_of_their_user(
     assert found.secret == again.secret
     files = list(tmp_path.glob("*/*"))
     assert [(path.name, path.stat().st_mode & 0o777) for path in files] == [("secret", 0o600)] * shares
+
+
+@pytest.mark.parametrize("variable", ["TMPDIR", "XDG_RUNTIME_DIR"])
+def test_a_variable_of_one_rank_alone_leaves_the_secret_equal(
+    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: ranks of one host with a TMPDIR each, or one after ``su``, drew two secrets and never met."""
+    session = f"/run/user/{os.getuid()}"
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # as that rank's TMPDIR says
+    monkeypatch.setattr(os, "access", lambda path, _: path == session)
+    for has_session, first in ((True, session), (False, "/tmp")):
+        monkeypatch.setattr(os.path, "isdir", lambda path, has=has_session: has and path == session)
+        assert environment.shared_directories({variable: str(tmp_path)})[0] == first
+        assert environment.shared_directories({})[0] == first
+
+
+def test_a_host_without_a_writable_folder_has_folders_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: in a container whose file system is read-only no rank could start: FileNotFoundError."""
+    monkeypatch.setattr(tempfile, "_get_default_tempdir", lambda: os.stat("/no/usable/temporary/directory"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    assert environment.shared_directories({})[-1] == "/tmp"
 
 
 def test_processes_that_draw_the_users_secret_at_once_have_the_same(tmp_path: Path) -> None:

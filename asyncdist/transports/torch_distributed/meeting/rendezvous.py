@@ -39,7 +39,7 @@ from asyncdist import environment
 from asyncdist.errors import TransportError
 from asyncdist.transports.torch_distributed.failures import reason
 from asyncdist.transports.torch_distributed.meeting import serving
-from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
+from asyncdist.transports.torch_distributed.meeting.sealed_store import Refusals, SealedStore
 from asyncdist.trust.job_secret import JobSecret
 
 logger = logging.getLogger("asyncdist.transports.torch_distributed.meeting.rendezvous")
@@ -388,19 +388,22 @@ _place_of = functools.cache(_Place)
 
 def _announced_port(rendezvous: Rendezvous, deadline: float) -> int:
     """Return the port that rank 0 announces at MASTER_PORT, where a group being destroyed may still serve at first."""
+    refusals, cause = Refusals(), ""
     while True:
         _await_server(rendezvous, deadline, "rank 0")
         try:
-            announcement = SealedStore(_reach(rendezvous, rendezvous.port, deadline), rendezvous.secret)
+            reached = _reach(rendezvous, rendezvous.port, deadline)
+            announcement = SealedStore(reached, rendezvous.secret, refusals=refusals)
             while time.monotonic() < deadline:
                 if announcement.check([_PORT]):
                     return int(announcement.get(_PORT))
                 time.sleep(_PAUSE_S)
+            cause = announcement.why_absent(_PORT)
         except (RuntimeError, ValueError, TransportError) as error:
             if time.monotonic() >= deadline:
                 raise TransportError(f"{_who_waits(rendezvous)}: {error}", missing=[0]) from error
         if time.monotonic() >= deadline:
-            raise TransportError(f"{_who_waits(rendezvous)}, which has not come there", missing=[0])
+            raise TransportError(f"{_who_waits(rendezvous)}, which has not come there{cause}", missing=[0])
         time.sleep(_PAUSE_S)
 
 

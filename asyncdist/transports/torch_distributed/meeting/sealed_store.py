@@ -56,15 +56,17 @@ class Refusals:
             if now < self._quiet_until:
                 return
             count, self._count, self._quiet_until = self._count, 0, now + _REPORT_PERIOD_S
-        level = logging.WARNING if environment.local_rank() in (None, 0) else logging.INFO
+        # Rank 0 finds nothing refused where the others cannot read the port that it has announced.
+        level = logging.WARNING if environment.local_rank() in (None, 0, 1) else logging.INFO
         more = f" and {count - 1} more" if count > 1 else ""
         logger.log(
             level,
             "the store of this job has a value%s that no process with the job's secret has written, and it is ignored: "
-            "'%s'. Another program writes there, or this rank's %s is not that of the others",
+            "'%s'. Another program writes there, or this rank has another secret than the others: give all ranks the "
+            "same %s (docs/trust.md)",
             more,
             printable(key)[:80],
-            environment.SECRET_VARIABLE,
+            environment.SECRET_FILE_VARIABLE,
         )
 
 
@@ -154,6 +156,16 @@ class SealedStore(Store):
             if time.monotonic() >= give_up_at:
                 raise RuntimeError(f"the store has no values of this job for {', '.join(map(repr, keys)):.200}")
             time.sleep(_PAUSE_S)
+
+    def why_absent(self, key: str) -> str:
+        """Return a cause for an error about a key without a sound value; empty if nothing is written there."""
+        name = self.prefix + key
+        if not self._inner.check([name]) or self._unseal(key, bytes(self._inner.get(name))) is not None:
+            return ""
+        return (
+            f". What is written there has another secret than this rank: give all ranks the same "
+            f"{environment.SECRET_FILE_VARIABLE} (docs/trust.md)"
+        )
 
     def _seal(self, key: str, value: Any) -> bytes:
         return self.secret.seal(self.prefix + key, value.encode() if isinstance(value, str) else bytes(value))
