@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -62,7 +63,7 @@ def _load_mpi(check_library: Callable[[str], None] | None, *, finalizes: bool) -
         finalizes: whether the process calls MPI_Finalize at its end.
 
     Raises:
-        TransportError: mpi4py or the MPI library is not installed or does not load.
+        TransportError: mpi4py or the MPI library is not installed or does not load, or MPI does not start.
     """
     is_first = "mpi4py.MPI" not in sys.modules
     try:
@@ -86,8 +87,32 @@ def _load_mpi(check_library: Callable[[str], None] | None, *, finalizes: bool) -
     if not MPI.Is_initialized():
         if check_library is not None:
             check_library(MPI.Get_library_version())
-        MPI.Init_thread(MPI.THREAD_FUNNELED)
+        try:
+            MPI.Init_thread(MPI.THREAD_FUNNELED)
+        except MPI.Exception as error:
+            raise _failed_meeting(error, f"a rank on {socket.gethostname()}", "while MPI started") from error
     return MPI
+
+
+def _failed_meeting(error: Any, who: str, when: str) -> TransportError:
+    """Return the error of a rank that MPI could not connect to the others."""
+    return TransportError(
+        f"{who} failed {when}: MPI: {error.Get_error_string()}. A rank has ended, or two hosts of the job do not reach "
+        'each other: look above for the first rank that failed and for "Unable to connect to the peer", and on each '
+        "host ping the others and see that no firewall is between them. If hosts have several networks, name the one "
+        "that connects them: OMPI_MCA_btl_tcp_if_include=10.0.0.0/24, or the interface's name"
+    )
+
+
+@contextlib.contextmanager
+def _meeting(mpi: Any, awaited: str) -> Iterator[None]:
+    """Enter calls of MPI in which all ranks of the job meet. Raises TransportError, which says who waited for what."""
+    try:
+        yield
+    except mpi.Exception as error:
+        world = mpi.COMM_WORLD
+        who = f"rank {world.rank} on {socket.gethostname()}"
+        raise _failed_meeting(error, who, f"as it waited for all {world.size} ranks {awaited}") from error
 
 
 def _abort_alone() -> None:
@@ -123,7 +148,8 @@ def _warns_of_absent_ranks(everybody: Any) -> Iterator[None]:
         logger.warning,
         (
             "rank %d has waited %g s for the other ranks of this job to open their worlds: all %d ranks of a job open "
-            "one, also those that train under no policy (with asyncdist.blocking.process_world(), for example)",
+            "one, also those that train under no policy (with asyncdist.blocking.process_world(), for example). "
+            "If all do, see that the hosts of the job reach each other",
             everybody.rank,
             OPEN_PATIENCE_S,
             everybody.size,
@@ -146,7 +172,7 @@ class MpiMessages(Transport):
         finalizes: whether the process calls MPI_Finalize at its end.
 
     Raises:
-        TransportError: no usable MPI library.
+        TransportError: no usable MPI library, or the ranks of the job do not reach each other.
     """
 
     name = "mpi"
@@ -155,9 +181,9 @@ class MpiMessages(Transport):
         try:
             self._mpi = mpi = _load_mpi(check_library, finalizes=finalizes)
             self._check_world()
-            with _warns_of_absent_ranks(mpi.COMM_WORLD):
+            with _meeting(mpi, "to open their worlds"), _warns_of_absent_ranks(mpi.COMM_WORLD):
                 self._comm = mpi.COMM_WORLD.Dup()
-            self._end_comm = self._comm.Dup()
+                self._end_comm = self._comm.Dup()
             _unlink_shared_memory()  # who has come through Dup knows that all have mapped it
         except KeyboardInterrupt:
             _abort_alone()
@@ -200,13 +226,15 @@ class MpiMessages(Transport):
     def said_by_rank_0(self, text: str) -> str:
         """Return what rank 0 passed, at most 256 bytes. Blocks; all ranks enter it together, before the world."""
         message = bytearray(text.encode().ljust(256))
-        self._comm.Bcast(message, 0)
+        with _meeting(self._mpi, "to receive the address of rank 0"):
+            self._comm.Bcast(message, 0)
         return message.decode().rstrip()
 
     def own_address(self) -> str:
         """Return the address at which other ranks reach this host. Blocks, as :meth:`said_by_rank_0`."""
         mpi = self._mpi
-        neighbours = self._comm.Split_type(mpi.COMM_TYPE_SHARED)
+        with _meeting(mpi, "to compare their hosts"):
+            neighbours = self._comm.Split_type(mpi.COMM_TYPE_SHARED)
         is_one_host = neighbours.size == self.size
         neighbours.Free()
         return "127.0.0.1" if is_one_host else mpi.Get_processor_name()

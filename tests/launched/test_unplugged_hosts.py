@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from scripts import unplugged
@@ -41,6 +42,42 @@ def test_a_job_that_mpirun_ends_since_it_has_lost_a_host_has_failed() -> None:
     assert result.returncodes == (1,), result.output()
     assert "PRTE has lost communication with a remote daemon" in result.stderr
     assert result.stderr.count("asyncdist run: mpirun has lost a host, and ended the job before its end") == 1
+
+
+#: The card of host2 sends nothing to host1, while mpirun reaches both.
+SEPARATED = """
+import socket, subprocess
+import asyncdist as ad
+
+if socket.gethostname() == "host2":
+    subprocess.run(["ip", "route", "add", "unreachable", "10.213.77.1/32"], check=True)
+
+async def main(world):
+    print("in main")
+
+ad.run(main)
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("", "asyncdist run: rank 1 on host2 could not connect to host1 (10.213.77.1 on port 1024: No route"),
+        ("--survive", "TransportError: rank 1 on host2 failed as it waited for all 2 ranks to open their worlds: MPI"),
+    ],
+    ids=["ending", "surviving"],
+)
+def test_hosts_that_do_not_reach_each_other_are_named(option: str, message: str, tmp_path: Path) -> None:
+    """Regression: the first showed only lines of Open MPI's C code, the second mpi4py's traceback."""
+    script = tmp_path / "separated.py"
+    script.write_text(SEPARATED)
+    start = ["asyncdist", "run", "--transport", "mpi", "--hosts", "host1:1,host2:1", *option.split()]
+    result = hosts.run(2, [*start, script])
+    assert result.returncodes != (0,) and "in main" not in result.stdout
+    assert result.stderr.count(message) == 1, result.output()
+    assert "OMPI_MCA_btl_tcp_if_include" in result.stderr
 
 
 @pytest.mark.parametrize(

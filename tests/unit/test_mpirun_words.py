@@ -51,3 +51,37 @@ def test_a_lost_host_is_noticed(step: int) -> None:
     said = RULE + b"PRTE has lost communication with a remote daemon.\n" + RULE
     words, passed = feed(said, step)
     assert words.has_lost_host and passed == said
+
+
+FATAL = (
+    b"[host2][[24876,1],1][btl_tcp_endpoint.c:854:start_connect] [host2:00000] *** An error occurred in Socket closed\n"
+    b"[host2:00000] *** reported by process [1630273537,1]\n"
+)
+REFUSED = b" peer: host1 Unable to connect to the peer 10.213.77.1 on port 1024: No route to host\n"
+UNANSWERED = (
+    b"  Local host: host2\n  PID:        31\n"
+    b"  Message:    connect() to 10.213.77.1:1024 failed\n  Error:      Connection timed out (110)\n"
+)
+BROKEN = b"[host2:00000] *** An error occurred in MPI_Allreduce\n[host2:00000] *** reported by process [1630273537,1]\n"
+
+
+@pytest.mark.parametrize("step", [1, 30, 10_000])
+@pytest.mark.parametrize(
+    ("said", "what"),
+    [
+        (FATAL + REFUSED, "could not connect to host1 (10.213.77.1 on port 1024: No route to host)"),
+        (UNANSWERED + FATAL, "could not connect to 10.213.77.1 (Connection timed out)"),
+        (FATAL, "lost its connection to another rank"),
+    ],
+    ids=["refused", "unanswered", "lost"],
+)
+def test_a_connection_that_failed_names_rank_and_hosts(said: bytes, what: str, step: int) -> None:
+    words, passed = feed(said, step)
+    assert passed == said
+    assert (words.explain_connection() or "").startswith(f"rank 1 on host2 {what}, so MPI ended the job")
+
+
+@pytest.mark.parametrize("said", [REFUSED, UNANSWERED, BROKEN + REFUSED, BLAME])
+def test_a_connection_that_ended_no_job_gets_no_line(said: bytes) -> None:
+    words, _ = feed(said, 10_000)
+    assert words.explain_connection() is None

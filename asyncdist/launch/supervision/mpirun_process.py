@@ -165,6 +165,9 @@ class _Job:
         code, lines = self._ends.conclude(self._process.returncode)
         if code == 0 and self._words.has_lost_host:
             code, lines = 1, ["mpirun has lost a host, and ended the job before its end"]
+        connection = self._words.explain_connection("" if self._ends.survives else self._ends.goes_on_by)
+        if code and connection is not None and self._ends.asked_to_end is None and self._ends.cause is None:
+            lines = [*lines, connection]
         for line in lines:
             _say(line)
         if code and not lines and self._ends.cause is None and self._ends.asked_to_end is None:

@@ -6,10 +6,13 @@ Three things are looked for among the bytes, which pass through as they come oth
   failed, so the launcher reports the failure in their place.
 - Reports of guardians on other hosts, each in a line with a mark.
 - That mpirun has lost a host: its exit code does not say so.
+- That a rank has no connection to another host, at which Open MPI ends the job from within its C code: no rank can
+  raise an error.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 #: What mpirun 5 (PRRTE 3) says before it ends a job since a host does not answer, or has not since it was reached.
@@ -24,7 +27,17 @@ _BLAMES: Final = tuple(
     for who in (b"prterun ", b"mpirun ", b"mpiexec ")
     for what in (b"detected that one or more processes exited with non-zero status", b"noticed that process rank ")
 )
-_LONGEST: Final = max(map(len, _LOST_HOST))
+#: Open MPI's words for a connection that was refused, or got no answer: they name a host or an address, and the reason.
+_UNREACHED: Final = (
+    re.compile(rb"peer: (\S+) Unable to connect to the peer (\S+ on port \d+: [^\n]*)\n"),
+    re.compile(rb"Message: +connect\(\) to (\S+):\d+ failed\n +Error: +([^\n]*) \(\d+\)\n"),
+)
+#: Its words for the rank that ends the job since it has no connection to another one.
+_ENDER: Final = re.compile(
+    rb"An error occurred in Socket closed\s+\[([^]\s:]+):\d+\] \*\*\* reported by process \[\d+,(\d+)\]"
+)
+#: How many bytes are kept to recognise words that arrive in pieces.
+_LONGEST: Final = 1024
 
 
 class MpirunWords:
@@ -37,6 +50,8 @@ class MpirunWords:
         blames: The blocks that were kept back.
         reports: The reports that were found, without their marks.
         has_lost_host: Whether mpirun has lost a host.
+        unreached: The host that a rank could not reach, and the reason; None if there is none.
+        ender: The host and the number of the rank that lost a connection, at which MPI ended the job; or None.
     """
 
     def __init__(self, mark: bytes) -> None:
@@ -47,6 +62,8 @@ class MpirunWords:
         self.blames: list[bytes] = []
         self.reports: list[bytes] = []
         self.has_lost_host = False
+        self.unreached: tuple[str, ...] | None = None
+        self.ender: tuple[str, ...] | None = None
 
     @property
     def is_holding(self) -> bool:
@@ -61,8 +78,34 @@ class MpirunWords:
             passed += part
         self._recent = (self._recent + passed)[-(len(passed) + _LONGEST) :]
         self.has_lost_host = self.has_lost_host or any(words in self._recent for words in _LOST_HOST)
+        for words in _UNREACHED:
+            self.unreached = self.unreached or _groups_of(words.search(self._recent))
+        self.ender = self.ender or _groups_of(_ENDER.search(self._recent))
         self._recent = self._recent[-_LONGEST:]
         return passed
+
+    def explain_connection(self, goes_on_by: str = "") -> str | None:
+        """Return the line for the user about a failed connection that has ended the job; None if none has.
+
+        Args:
+            goes_on_by: The option with which the others would have gone on after a kill; "" if there is none.
+        """
+        if self.ender is None:  # MPI has found another way, or a rank raises the error
+            return None
+        host, rank = self.ender
+        if self.unreached is None:
+            return (
+                f"rank {rank} on {host} lost its connection to another rank, so MPI ended the job: the other rank was "
+                "killed (dmesg on its host says whether memory was short), or its host is gone"
+                + f" ({goes_on_by} lets the others go on)"
+                * bool(goes_on_by)
+            )
+        peer, reason = self.unreached
+        return (
+            f"rank {rank} on {host} could not connect to {peer} ({reason}), so MPI ended the job. See that the hosts "
+            "reach each other and that no firewall is between them; if they have several networks, name the one that "
+            "connects them: OMPI_MCA_btl_tcp_if_include=10.0.0.0/24, or the interface's name"
+        )
 
     def flush(self) -> bytes:
         """Return the bytes that are held: nothing more has arrived for a while, or will."""
@@ -103,3 +146,7 @@ class MpirunWords:
             return line[:place]
         self._is_at_line_start = bool(newline)
         return line + newline if line or newline else None
+
+
+def _groups_of(found: re.Match[bytes] | None) -> tuple[str, ...] | None:
+    return tuple(group.decode(errors="replace") for group in found.groups()) if found else None
