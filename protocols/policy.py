@@ -515,6 +515,19 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self._flat.check_optimizer(optimizer)
         self._weights.change(optimizer)
 
+    def take_model_of(self, other: SpawnPolicy) -> bool:
+        """Train the model and the optimizer of a policy that was not entered, if they are of this policy's layout.
+
+        Returns:
+            Whether they are; nothing has changed otherwise.
+        """
+        if self.keeps_replicas or other._flat.fingerprint != self._flat.fingerprint:
+            return False
+        self._weights.follow(other.model, other.optimizer)
+        self._flat.follow(other.model)
+        self.model = other.model
+        return True
+
     def _choose_members(self) -> tuple[int, ...]:
         """Return the ranks, this one among them, that start and agree: all of the group."""
         return self._group.ranks

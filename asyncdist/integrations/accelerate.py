@@ -29,7 +29,7 @@ from torch import nn
 from asyncdist import current_world, validation
 from asyncdist.blocking.callers import is_in_a_rank
 from asyncdist.integrations import pytorch
-from asyncdist.integrations.joining import hide_ranks, join
+from asyncdist.integrations.joining import hide_ranks, join, note_out_of_memory
 from asyncdist.integrations.random_numbers import shuffle_apart
 from asyncdist.protocols import StepInfo
 from asyncdist.protocols.options import MetricMode, SelectiveOptions
@@ -85,6 +85,21 @@ def _below(path: Any) -> str:
     return str(parent if world.size == 1 or folder in parent.parts else parent / folder)
 
 
+def _note_exhausted_memory(memory: Any) -> None:
+    """Let ``find_executable_batch_size`` say that it tries again, although the program makes its model anew."""
+    decide = memory.should_reduce_batch_size
+
+    @functools.wraps(decide)
+    def decide_for_rank(exception: Exception) -> bool:
+        is_tried_again: bool = decide(exception)
+        if is_tried_again:
+            note_out_of_memory()
+        return is_tried_again
+
+    memory.should_reduce_batch_size = decide_for_rank
+
+
+_note_exhausted_memory(accelerate.utils.memory)
 _give_ranks_folders(accelerate.Accelerator)
 _shuffle_loaders_apart(accelerate.Accelerator)
 

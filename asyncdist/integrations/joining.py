@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NoReturn, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, NoReturn, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 
 from asyncdist import environment, validation
-from asyncdist.blocking.callers import Caller, current_caller, is_in_a_rank
+from asyncdist.blocking.callers import Caller, current_caller, find_caller, is_in_a_rank
 from asyncdist.blocking.policies import Policy
 from asyncdist.blocking.process_world import process_world
 from asyncdist.blocking.world import World
@@ -147,6 +147,7 @@ class Training(Generic[PolicyT]):
     Attributes:
         policy: None before the training and after it.
         replacement_count: how often this rank has taken an average since it began.
+        is_interrupted: Whether memory was exhausted while the policy was open, so that the training may begin again.
     """
 
     def __init__(self, make: Callable[[nn.Module, torch.optim.Optimizer], PolicyT], warning: str = "") -> None:
@@ -154,6 +155,7 @@ class Training(Generic[PolicyT]):
         self._warning = warning
         self.policy: Policy[PolicyT] | None = None
         self.replacement_count = 0
+        self.is_interrupted = False
         self._caller: Caller
 
     __copy__ = __deepcopy__ = refuse_copy
@@ -162,8 +164,8 @@ class Training(Generic[PolicyT]):
         """Start, together with all ranks, and let this rank draw random numbers of its own from here on.
 
         If a policy with equal options is open on the model, this rank continues with it, alone: a trainer begins again
-        where it has run out of memory, with smaller batches, while the other ranks train. Otherwise a policy that this
-        object has left open is ended first.
+        where it has run out of memory, with smaller batches, while the other ranks train. After that a new model of the
+        same layout takes the place of the old one. Otherwise a policy that this object has left open is ended first.
         """
         world = join()
         if self._warning and world.rank == 0:
@@ -179,18 +181,34 @@ class Training(Generic[PolicyT]):
             draw_apart(world.rank)
 
     def _continue(self, made: PolicyT) -> bool:
-        """Continue with the open policy that is equal to ``made``, except for its optimizer."""
-        for end in current_caller("a policy").registered:
-            owner = getattr(end, "__self__", None)
-            if isinstance(owner, Training) and (policy := owner.policy) is not None and _is_equal(policy.awaited, made):
+        """Continue with the open policy that is equal to ``made``, except for its optimizer.
+
+        Where memory was exhausted in that policy's training, its model may be another one, too.
+        """
+        owners = [(owner, owner.policy) for owner in _open_trainings() if owner.policy is not None]
+        for owner, policy in owners:
+            if made.model is policy.awaited.model and _is_equal(policy.awaited, made):
                 policy.awaited.optimizer = made.optimizer
-                owner._release()
-                self._keep(policy, owner.replacement_count)
-                return True
+                return self._take_over(owner, policy)
+        interrupted = [(owner, policy) for owner, policy in owners if owner.is_interrupted]
+        for owner, policy in interrupted:
+            if _is_equal(policy.awaited, made) and policy.awaited.take_model_of(made):
+                return self._take_over(owner, policy)
+        if interrupted:
+            logger.warning(
+                "selective averaging: this rank has run out of memory and begins again with another kind of model, or "
+                "other options, so it starts a new policy and waits until all ranks do the same. To continue alone, "
+                "keep model and options, average_every too, independent of the batch size"
+            )
         return False
 
+    def _take_over(self, owner: Training[PolicyT], policy: Policy[PolicyT]) -> Literal[True]:
+        owner._release()
+        self._keep(policy, owner.replacement_count)
+        return True
+
     def _keep(self, policy: Policy[PolicyT], replacement_count: int) -> None:
-        self.policy, self.replacement_count = policy, replacement_count
+        self.policy, self.replacement_count, self.is_interrupted = policy, replacement_count, False
         self._caller = current_caller("a policy")
         self._caller.at_end(self.end)
 
@@ -240,7 +258,10 @@ class Training(Generic[PolicyT]):
                 open for a training that begins again, until the program ends.
         """
         policy = self.policy
-        if policy is None or (error is not None and is_out_of_memory(error)):
+        if policy is not None and error is not None and is_out_of_memory(error):
+            self.is_interrupted = True
+            return
+        if policy is None:
             return
         self._release()
         if self._caller.is_open:  # else the world has ended, because of an error
@@ -248,13 +269,26 @@ class Training(Generic[PolicyT]):
             policy.__exit__(type(error) if error is not None else None, error, trace)
 
 
+def _open_trainings() -> list[Training[Any]]:
+    """Return the trainings whose policies are open in this rank, in their order."""
+    owners = [getattr(end, "__self__", None) for end in current_caller("a policy").registered]
+    return [owner for owner in owners if isinstance(owner, Training)]
+
+
+def note_out_of_memory() -> None:
+    """Let the trainings that are open in this rank begin again, with new models too: memory was exhausted here."""
+    if find_caller() is not None:
+        for training in _open_trainings():
+            training.is_interrupted = True
+
+
 def _is_equal(one: SpawnPolicy, other: SpawnPolicy) -> bool:
-    """Return whether two policies of this rank mean the same, their optimizers aside."""
-    return (
-        (type(one), one.name, one.average_every) == (type(other), other.name, other.average_every)
-        and one.model is other.model
-        and one._options() == other._options()
-    )
+    """Return whether two policies of this rank mean the same, their models and optimizers aside."""
+    return (type(one), one.name, one.average_every) == (
+        type(other),
+        other.name,
+        other.average_every,
+    ) and one._options() == other._options()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

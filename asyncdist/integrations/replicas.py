@@ -38,7 +38,7 @@ def show_replica(world: World, size: int) -> Replica:
     Raises:
         TypeError, ValueError: the ranks cannot be divided so, or a replica's ranks are on several hosts.
     """
-    replica = _replica_of(world, size)
+    replica = replica_of(world, size)
     if world.size == 1:
         return replica
     places = _gather_places(world, replica, local_host.find_free_port())
@@ -66,7 +66,7 @@ def new_process_group(world: World, size: int, backend: str | None) -> dist.Proc
         TypeError, ValueError: the ranks cannot be divided so.
         LocalProtocolError: torch.distributed was started with other ranks than the world's; or ranks share a process.
     """
-    replica = _replica_of(world, size)
+    replica = replica_of(world, size)
     if world.size > 1 and isinstance(world._caller, SwitchingCaller):
         raise LocalProtocolError(
             "ranks that share a process, as in a simulation or a replay, make no process group of torch.distributed: "
@@ -95,7 +95,8 @@ def new_process_group(world: World, size: int, backend: str | None) -> dist.Proc
     return group
 
 
-def _replica_of(world: World, size: int) -> Replica:
+def replica_of(world: World, size: int) -> Replica:
+    """Return the replica of this rank. Raises TypeError or ValueError if the ranks cannot be divided so."""
     validation.count("replica_size", size, least=2)
     if world.size == 1:
         return Replica(0, 0, 1)

@@ -22,10 +22,11 @@ from typing import Any, Unpack
 
 from asyncdist import validation
 from asyncdist.blocking.policies import Policy
+from asyncdist.blocking.world import World
 from asyncdist.integrations.joining import Selective, hide_ranks, join, selective_averaging
 from asyncdist.integrations.metrics import RunningLoss
 from asyncdist.integrations.random_numbers import shuffle_apart
-from asyncdist.integrations.replicas import show_replica
+from asyncdist.integrations.replicas import Replica, replica_of, show_replica
 from asyncdist.protocols import StepInfo
 from asyncdist.protocols.options import MetricMode, SelectiveOptions
 
@@ -89,11 +90,7 @@ class SelectiveAveraging(TrainerCallback):
         self._folder, self._number, self._size = f"rank{self._world.rank}", self._world.rank, replica_size
         self._seed: int | None = None
         if replica_size > 1:
-            if PartialState._shared_state:
-                raise ValueError(
-                    "with replica_size=, make SelectiveAveraging before TrainingArguments, which read ranks"
-                )
-            self._number = show_replica(self._world, replica_size).number
+            self._number = _show_replica_once(self._world, replica_size).number
             self._folder = f"replica{self._number}"
         if self._world.rank:  # made in the trainer's constructor, before any callback is asked
             transformers.trainer.DEFAULT_PROGRESS_CALLBACK = TrainerCallback  # type: ignore[assignment]
@@ -210,6 +207,20 @@ class SelectiveAveraging(TrainerCallback):
         if self.monitor is not None:
             self._warn_of_no_metric()
         self._training.end()
+
+
+def _show_replica_once(world: World, size: int) -> Replica:
+    """Show this rank's replica to the trainer; nothing is left to show if an earlier training has been shown the same.
+
+    Raises:
+        ValueError: the ranks that the trainer has read are others.
+    """
+    if not PartialState._shared_state:
+        return show_replica(world, size)
+    replica, read = replica_of(world, size), PartialState()
+    if (read.process_index, read.num_processes) != (replica.place, replica.size):
+        raise ValueError("with replica_size=, make SelectiveAveraging before TrainingArguments, which read ranks")
+    return replica
 
 
 @contextlib.contextmanager

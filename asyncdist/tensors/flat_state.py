@@ -238,6 +238,10 @@ class FlatState:
         check_overlap([(self._names[places[0]], tensors[places[0]]) for places in shared.values()])
         return list(shared.values())
 
+    def follow(self, model: nn.Module) -> None:
+        """Copy to and from another model of the same layout from now on."""
+        self._model = model
+
     @property
     def nbytes(self) -> int:
         """The number of bytes of one snapshot."""

@@ -79,6 +79,41 @@ def accelerate(_: Path) -> Model:
     return inner
 
 
+def accelerate_model(_: Path) -> Model:
+    """Makes model and accelerator inside the function that is tried, as Accelerate's own examples do."""
+    from asyncdist.integrations.accelerate import SelectiveAveraging  # isort: skip
+    from accelerate import Accelerator
+    from accelerate.utils import find_executable_batch_size
+
+    first = Model()
+    tried: list[Model] = []
+
+    @find_executable_batch_size(starting_batch_size=BATCH, reduce_batch_size_fn=lambda: BATCH // 2)
+    def train(batch_size: int) -> None:
+        inner = Model()
+        if tried:
+            inner.left = -1  # there is memory for the smaller batches
+        tried.append(inner)
+        model, optimizer, data = Accelerator(cpu=True).prepare(
+            inner, torch.optim.SGD(inner.parameters(), lr=0.1), loader(batch_size)
+        )
+        averaging = SelectiveAveraging(model, optimizer, **OPTIONS)
+        try:
+            for (row,) in data:
+                loss = model(row)["loss"]
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                averaging.step(loss)
+        finally:
+            first.note(averaging)
+        assert averaging.policy is not None and averaging.policy.model is inner
+        averaging.close()
+
+    train()
+    return first
+
+
 def lightning(_: Path) -> Model:
     import lightning.pytorch as pl
 
@@ -143,7 +178,8 @@ def transformers(folder: Path) -> Model:
     return model
 
 
-LIBRARIES: dict[str, Callable[[Path], Model]] = {each.__name__: each for each in (accelerate, lightning, transformers)}
+TRAININGS: list[Callable[[Path], Model]] = [accelerate, accelerate_model, lightning, transformers]
+LIBRARIES = {each.__name__: each for each in TRAININGS}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

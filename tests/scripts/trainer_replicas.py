@@ -110,6 +110,7 @@ def transformers(folder: Path) -> None:
     trainer = Trainer(model, arguments, train_dataset=data, callbacks=[averaging, Stop()])
     trainer.train()
     trainer.save_model()
+    SelectiveAveraging(EVERY, **OPTIONS)  # regression: for a second training it was refused
     model.end(folder, arguments.world_size)
 
 

@@ -289,6 +289,41 @@ def test_another_optimizer_can_be_assigned() -> None:
     assert ad.simulate(main, ranks=3, seed=1).results == ((4, 4), (4, 4), (4, 0))
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.0),
+        training(lambda model: schedulefree.SGDScheduleFree(model.parameters(), lr=0.0)),
+    ],
+    ids=["sgd", "schedule-free"],
+)
+@pytest.mark.parametrize("optimizer_state", ["keep", "reset"])
+def test_a_new_model_takes_the_old_ones_place(make: Callable[[nn.Module], Any], optimizer_state: Any) -> None:
+    """A rank that runs out of memory may make its model anew, and continues with the open policy, alone."""
+
+    async def main(world: ad.World) -> Any:
+        old, new = build(world.rank), build(world.rank)
+        optimizers = [make(model) for model in (old, new)]
+        other = nn.Linear(1, 1)
+        train(old, optimizers[0], world.rank)
+        train(new, optimizers[1], world.rank)
+        before = [each.detach().clone() for each in old.parameters()]
+        async with selective(old, optimizers[0], optimizer_state=optimizer_state) as policy:
+            assert not policy.take_model_of(selective(other, torch.optim.SGD(other.parameters(), lr=0.1)))
+            if world.rank == 2:
+                assert policy.take_model_of(selective(new, optimizers[1], optimizer_state=optimizer_state))
+            count = 0
+            for _ in range(40):
+                count += bool(await policy.step(-1.0 - world.rank))
+        model, optimizer = policy.model, policy.optimizer
+        is_old_kept = all(torch.equal(*pair) for pair in zip(before, old.parameters(), strict=True))
+        is_moved = not all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+        return count > 0, model is new, optimizer is optimizers[1], is_old_kept, is_moved
+
+    stays = (False, False, False, True, False)
+    assert ad.simulate(main, ranks=3, seed=1).results == (stays, stays, (True, True, True, True, True))
+
+
 def test_a_schedule_free_optimizer_cannot_take_a_plain_ones_place() -> None:
     model = build(0)
     policy = selective(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -81,7 +81,7 @@ class AveragedStates:
                 "one of the two optimizers is schedule-free and the other is not, or it trains other parameters; "
                 "allowed: an optimizer of the same kind. Leave the policy, and enter a new one"
             )
-        self._source = other._source
+        self.parameters, self._source = other.parameters, other._source
 
 
 class OptimizerWeights:
@@ -143,6 +143,15 @@ class OptimizerWeights:
         self.end()
         self.optimizer = optimizer
         self._has_looked = False
+        if is_watched:
+            self.begin()
+
+    def follow(self, model: nn.Module, optimizer: Any) -> None:
+        """Take another model of the same layout, and its optimizer, from now on. Raises ValueError as ``change``."""
+        is_watched = bool(self._hooks)
+        self.end()
+        self._model, self._replaced, self.is_watching = model, None, False
+        self.change(optimizer)
         if is_watched:
             self.begin()
 
