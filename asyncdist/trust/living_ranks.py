@@ -3,6 +3,9 @@
 A rank holds a lock of the kernel (fcntl(2), F_SETLK) on a file in its user's folder while its world is open. Such a
 lock ends with its process, and a child that was forked does not hold it: one that outlives its rank keeps no later
 process of that rank out, as it would with flock(2).
+
+The file of a rank that was killed stays. A later rank of this user removes it, under the same lock; so whoever has the
+lock looks whether the file is still the one of that name.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import hashlib
 import os
 import struct
 import sys
+import time
 from collections.abc import Iterable
 from typing import Final
 
@@ -20,6 +24,9 @@ from asyncdist.trust import private_folders
 
 #: The kernel's struct flock on 64-bit Linux: type, whence, start, length, pid.
 _FLOCK: Final = struct.Struct("hhqqi4x")
+_PREFIX: Final = "rank-"
+#: Files younger than this are left to their ranks.
+_STALE_S: Final = 3600.0
 
 
 class LivingRank:
@@ -36,7 +43,7 @@ class LivingRank:
         with contextlib.suppress(OSError):  # equal ports of two namespaces belong to two jobs
             network = os.readlink("/proc/self/ns/net")
         digest = hashlib.sha256(f"{network} {job}".encode("utf-8", "surrogateescape")).hexdigest()[:16]
-        self._name = f"rank-{digest}.{rank}"
+        self._name = f"{_PREFIX}{digest}.{rank}"
         self._bases = tuple(bases)
         self._descriptor: int | None = None
 
@@ -59,15 +66,22 @@ class LivingRank:
         """Let other processes find this one. Does nothing where no folder can hold the file."""
         for folder in private_folders.candidates(self._bases) if self._descriptor is None else ():
             with contextlib.suppress(OSError), private_folders.opened(folder, makes=True) as parent:
-                flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-                descriptor = os.open(self._name, flags, 0o600, dir_fd=parent)
-                try:
-                    fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError:
-                    os.close(descriptor)
-                    raise
-                self._descriptor, self._folder = descriptor, folder
+                self._remove_stale(parent)
+                self._descriptor, self._folder = _locked(self._name, parent, os.O_CREAT), folder
                 return
+
+    def _remove_stale(self, parent: int) -> None:
+        """Remove the files of ranks that were killed."""
+        for name in os.listdir(parent):
+            if not name.startswith(_PREFIX) or name == self._name:  # closing the own file would drop its lock
+                continue
+            with contextlib.suppress(OSError):
+                if time.time() - os.stat(name, dir_fd=parent, follow_symlinks=False).st_mtime < _STALE_S:
+                    continue
+                descriptor = _locked(name, parent)
+                if descriptor is not None:
+                    os.unlink(name, dir_fd=parent)
+                    os.close(descriptor)
 
     def end(self) -> None:
         """Let this process be found no longer."""
@@ -79,3 +93,21 @@ class LivingRank:
         self._descriptor = None
         with contextlib.suppress(OSError):
             self._folder.rmdir()
+
+
+def _locked(name: str, parent: int, flags: int = 0) -> int | None:
+    """Open a file of this folder and lock it; return its descriptor, or None if another process has it.
+
+    Raises:
+        OSError: The file cannot be opened.
+    """
+    descriptor = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600, dir_fd=parent)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        there = os.stat(name, dir_fd=parent, follow_symlinks=False)
+        if os.path.samestat(there, os.fstat(descriptor)):
+            return descriptor
+    except OSError:
+        pass
+    os.close(descriptor)
+    return None

@@ -97,13 +97,17 @@ def _in_own_folder(name: str, text: str, bases: Iterable[str], *, replaces: bool
         with contextlib.suppress(OSError), private_folders.opened(folder, makes=True) as parent:
             begun = f"{name}.{secrets.token_hex(8)}"
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-            with open(os.open(begun, flags, 0o600, dir_fd=parent), "w", encoding="utf-8") as file:
-                file.write(text)
-            if replaces:
-                os.rename(begun, name, src_dir_fd=parent, dst_dir_fd=parent)
-                return folder / name
-            with contextlib.suppress(FileExistsError):
-                os.link(begun, name, src_dir_fd=parent, dst_dir_fd=parent)
-            os.unlink(begun, dir_fd=parent)
+            descriptor = os.open(begun, flags, 0o600, dir_fd=parent)
+            try:
+                with open(descriptor, "w", encoding="utf-8") as file:
+                    file.write(text)
+                if replaces:
+                    os.rename(begun, name, src_dir_fd=parent, dst_dir_fd=parent)
+                else:
+                    with contextlib.suppress(FileExistsError):
+                        os.link(begun, name, src_dir_fd=parent, dst_dir_fd=parent)
+            finally:  # on a full disk too
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(begun, dir_fd=parent)
             return folder / name
     return None

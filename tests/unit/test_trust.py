@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import subprocess
@@ -272,6 +273,15 @@ def test_the_secret_of_a_job_is_kept_and_removed(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+def test_a_secret_that_cannot_be_kept_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "rename", fail)
+    assert secret_files.keep("secret-1", "0123456789abcdef", [str(tmp_path)]) is None
+    assert not list(tmp_path.glob("*/*"))
+
+
 # -- living ranks -----------------------------------------------------------------------------------------------------
 
 
@@ -307,4 +317,36 @@ def test_a_living_rank_is_found_and_a_child_that_outlives_it_is_none(lives: bool
             second.begin()
             second.end()
             assert not list(tmp_path.iterdir())
+        holder.communicate()
+
+
+@pytest.mark.workers
+def test_the_files_of_killed_ranks_are_removed_later(tmp_path: Path) -> None:
+    """Regression: each rank that was killed left a file for good, in a folder that may be in memory."""
+    words = [sys.executable, "-c", HOLD, str(tmp_path), "lives"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None and holder.stdout.readline()
+        (living,) = tmp_path.glob("*/rank-*")
+        killed, young = living.with_name("rank-0123456789abcdef.0"), living.with_name("rank-0123456789abcdef.1")
+        for path in (killed, young):
+            path.touch(0o600)
+        for path in (killed, living):
+            os.utime(path, (0, 0))
+        other = LivingRank("another job", 1, [str(tmp_path)])
+        other.begin()
+        assert living.exists() and young.exists() and not killed.exists()
+        assert LivingRank("a job", 1, [str(tmp_path)]).other() is not None
+        other.end()
+        holder.communicate()
+
+
+@pytest.mark.workers
+def test_a_process_that_comes_second_leaves_no_folder(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", HOLD, str(tmp_path), "lives"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None and holder.stdout.readline()
+        second = LivingRank("a job", 1, [str(tmp_path)])
+        second.begin()
+        assert len(list(tmp_path.iterdir())) == 1 and second.other() is not None
+        second.end()
         holder.communicate()
