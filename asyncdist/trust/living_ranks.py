@@ -48,7 +48,10 @@ class LivingRank:
         self._descriptor: int | None = None
 
     def other(self) -> int | None:
-        """Return the process that runs as this rank; None if there is none, or this system does not say."""
+        """Return the process that runs as this rank; None if there is none, or this system does not say.
+
+        It is 0 if that process has no number here, as in another container.
+        """
         if not sys.platform.startswith("linux") or self._descriptor is not None:
             return None
         for folder in private_folders.candidates(self._bases):

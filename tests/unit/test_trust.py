@@ -21,7 +21,7 @@ from torch.distributed import HashStore, PrefixStore
 
 from asyncdist import environment
 from asyncdist.errors import TransportError
-from asyncdist.transports.torch_distributed import backends
+from asyncdist.transports.torch_distributed import backends, transport
 from asyncdist.transports.torch_distributed.meeting import rendezvous, serving
 from asyncdist.transports.torch_distributed.meeting.sealed_store import Refusals, SealedStore
 from asyncdist.trust import job_secret, secret_files
@@ -350,3 +350,10 @@ def test_a_process_that_comes_second_leaves_no_folder(tmp_path: Path) -> None:
         assert len(list(tmp_path.iterdir())) == 1 and second.other() is not None
         second.end()
         holder.communicate()
+
+
+def test_a_rank_in_another_container_is_not_named_process_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LivingRank, "other", lambda _: 0)
+    place = environment.TorchRendezvous(1, 2, "127.0.0.1", 1, False, secret=OURS)
+    with pytest.raises(TransportError, match="a process of another container of this host runs as that rank"):
+        transport._claim(place)

@@ -102,8 +102,9 @@ def _claim(rendezvous: Rendezvous | None) -> LivingRank | None:
     claim = LivingRank(job, rendezvous.rank, environment.shared_directories())
     pid = claim.other()
     if pid is not None:
+        other = f"process {pid} of this host" if pid else "a process of another container of this host"
         raise TransportError(
-            f"rank {rendezvous.rank} is there already: process {pid} of this host runs as that rank of the job (RANK, "
+            f"rank {rendezvous.rank} is there already: {other} runs as that rank of the job (RANK, "
             "MASTER_PORT), and this process is refused. Start it with a launcher of its own, or without RANK",
             rank=rendezvous.rank,
         )
