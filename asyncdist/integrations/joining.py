@@ -9,7 +9,7 @@ from typing import Any, Generic, Literal, NoReturn, TypeAlias, TypeVar
 import torch
 from torch import nn
 
-from asyncdist import environment, validation
+from asyncdist import environment, rank_program, validation
 from asyncdist.blocking.callers import Caller, current_caller, find_caller, is_in_a_rank
 from asyncdist.blocking.policies import Policy
 from asyncdist.blocking.process_world import process_world
@@ -26,7 +26,7 @@ logger = logging.getLogger("asyncdist.integrations")
 Selective: TypeAlias = AsyncSelectiveAveragingPolicy | ReplicaAveragingPolicy
 PolicyT = TypeVar("PolicyT", bound=SpawnPolicy)
 
-_told_alone: set[str] = set()
+_told: set[str] = set()
 
 
 _chosen_from: int = 0
@@ -64,8 +64,8 @@ def join() -> World:
             "and await its step"
         )
     world = process_world()
-    if world.size == 1 and "alone" not in _told_alone:
-        _told_alone.add("alone")
+    if world.size == 1 and "alone" not in _told:
+        _told.add("alone")
         started = (
             "accelerate launch has started one process, as it does without --multi_gpu for any --num_processes; "
             if environment.is_started_by_accelerate()
@@ -115,6 +115,24 @@ def selective_averaging(
         return Training(lambda model, optimizer: AsyncSelectiveAveragingPolicy(model, optimizer, **given), warning)
     given |= {"replica_size": replica_size, "swap_every": swap_every}
     return Training(lambda model, optimizer: ReplicaAveragingPolicy(model, optimizer, **given), warning)
+
+
+def warn_of_unlabelled_lines(world: World, cure: str) -> None:
+    """Say once, on rank 0, how to label lines that all ranks print.
+
+    Args:
+        world: The world of this process.
+        cure: What else the user can do.
+    """
+    is_labelled = environment.VARIABLES.get(rank_program.PREFIX_VARIABLE) == "1"
+    if world.size > 1 and world.rank == 0 and not is_labelled and "lines" not in _told:
+        _told.add("lines")
+        logger.warning(
+            "all %d ranks print what their trainers log: asyncdist run --prefix begins each line with the number of "
+            "its rank; %s",
+            world.size,
+            cure,
+        )
 
 
 def _warning_of_monitor(monitor: str, mode: MetricMode) -> str:

@@ -23,7 +23,7 @@ from typing import Any, Unpack
 from asyncdist import validation
 from asyncdist.blocking.policies import Policy
 from asyncdist.blocking.world import World
-from asyncdist.integrations.joining import Selective, hide_ranks, join, selective_averaging
+from asyncdist.integrations.joining import Selective, hide_ranks, join, selective_averaging, warn_of_unlabelled_lines
 from asyncdist.integrations.metrics import RunningLoss
 from asyncdist.integrations.random_numbers import shuffle_apart
 from asyncdist.integrations.replicas import Replica, replica_of, show_replica
@@ -157,6 +157,8 @@ class SelectiveAveraging(TrainerCallback):
         self._loss.reset()
         if self.monitor is not None and args.eval_strategy == "no":
             self._warn("eval_strategy is 'no', so only evaluations that the program starts give %r", self.monitor)
+        if args.disable_tqdm:
+            warn_of_unlabelled_lines(self._world, "with disable_tqdm=False rank 0 alone prints")
         self._training.begin(model, getattr(optimizer, "optimizer", optimizer))
         if self._world.size > 1:
             seed = args.seed if args.data_seed is None else args.data_seed

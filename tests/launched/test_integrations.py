@@ -498,7 +498,9 @@ def test_a_metric_that_transformers_has_not_is_warned_of_once(tmp_path: Path) ->
 def test_a_rank_that_runs_out_of_memory_begins_again_alone(tmp_path: Path) -> None:
     """Regression: it waited for a start of all ranks, and after ``start_timeout_s`` all lost their training."""
     program = Path(out_of_memory.__file__)
-    reports = mpi.run_ranks(2, program, tmp_path, timeout_s=240, env=warm_environment()).check().reports
+    ended = mpi.run_ranks(2, program, tmp_path, timeout_s=240, env=warm_environment()).check()
+    assert ended.stderr.count("asyncdist run --prefix") == 1, "the trainers of transformers print on both ranks"
+    reports = ended.reports
     steps = out_of_memory.ROWS // out_of_memory.BATCH
     for library in out_of_memory.LIBRARIES:
         assert reports[0][library] == {"iterations": [steps], "policies": 1}, library
