@@ -101,7 +101,9 @@ def test_ranks_get_the_variables_of_torchrun_and_are_the_script(tmp_path: Path) 
     assert run_id
     for rank, report in enumerate(reports):
         variables = report["variables"]
+        assert len(variables.pop("ASYNCDIST_JOB_SECRET")) == 64
         assert variables == {
+            "ASYNCDIST_LOOPBACK": "1",
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": "3",

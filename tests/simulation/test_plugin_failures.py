@@ -200,7 +200,7 @@ BAD_MARKS = [
     ("sim()", "async def test_it(world)", "needs ranks*it is None"),
     ("sim", "async def test_it(world)", "needs ranks*it is None"),
     ("sim(4)", "async def test_it(world)", "takes its options by name, as in ranks=4; it was given 4"),
-    ("sim(ranks=2, seed=3)", "async def test_it(world)", "has no option 'seed'; it has ranks, seeds, *"),
+    ("sim(ranks=2, seed=3)", "async def test_it(world)", "has no option 'seed'; did you mean seeds?"),
     ("sim(ranks=2, seeds=0)", "async def test_it(world)", "needs seeds, *it is 0"),
     ("sim(ranks=2, seeds=[])", "async def test_it(world)", "needs seeds, *it is [[]]"),
     ("sim(ranks=2, seeds='12')", "async def test_it(world)", "needs seeds, *it is '12'"),

@@ -44,7 +44,7 @@ def types_of(function: Callable[..., Any], *but: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("options", "function", "others"),
     [
-        (MemberOptions, SpawnPolicy.__init__, [*MODEL, "metric", "metric_mode"]),
+        (MemberOptions, SpawnPolicy.__init__, [*MODEL, "metric", "metric_mode", "resets_optimizer"]),
         (AverageAllOptions, AverageAllPolicy.__init__, MODEL),
         (SelectiveOptions, AsyncSelectiveAveragingPolicy.__init__, [*MODEL, "metric"]),
         (

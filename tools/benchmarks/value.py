@@ -83,7 +83,7 @@ class Settings:
     seeds: int
 
 
-FULL: Final = Settings({"grid": 20.0, "spirals": 20.0}, seeds=5)
+FULL: Final = Settings({"grid": 15.0, "spirals": 20.0}, seeds=5)
 QUICK: Final = Settings({"spirals": 4.0}, seeds=1)
 
 
@@ -171,9 +171,6 @@ async def _train(world: ad.World, run: Run) -> tuple[float, float, int]:
 
 def simulate(run: Run) -> Results:
     """Simulate a run; return the quality of the model to be taken, of the worst rank, and steps by rank."""
-    torch.set_num_threads(1)
-    for name in ("asyncdist", "protocols"):
-        logging.getLogger(name).setLevel(logging.ERROR)
     slow = SETTINGS[run.setting].slow_factor
     report = ad.simulate(
         _train,
@@ -203,10 +200,18 @@ def measure(settings: Settings) -> Results:
     results: Results = {
         task: {setting: {policy: [] for policy in POLICIES} for setting in SETTINGS} for task in settings.train_s
     }
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
+    spawning = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=spawning, initializer=_begin_worker) as pool:
         for run, figures in zip(runs, track(pool.map(simulate, runs), "simulating", len(runs)), strict=True):
             results[run.task][run.setting][run.policy].append(figures)
     return results
+
+
+def _begin_worker() -> None:
+    """Use one core, and keep back the warnings of ranks: that some end before others is a part of each run."""
+    torch.set_num_threads(1)
+    for name in ("asyncdist", "protocols"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def rows(results: Results) -> list[Row]:
