@@ -6,15 +6,18 @@ import ast
 import asyncio
 import itertools
 import linecache
+import logging
 import sys
 import warnings
-from collections.abc import Coroutine, Generator
+from collections.abc import Coroutine, Generator, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Final, NoReturn
 
 import asyncdist
 from asyncdist.protocols.step_info import StepInfo
+
+logger = logging.getLogger("protocols.misuse")
 
 #: Words in the names of variables, and whether a larger value is better.
 _DIRECTIONS: Final = {"loss": False, "losses": False, "acc": True, "accuracy": True, "reward": True, "rewards": True}
@@ -90,6 +93,16 @@ class UnawaitedStep(Coroutine[Any, Any, StepInfo]):
     def _refusal(self) -> TypeError:
         self._step.close()  # else Python would warn, later and without this line, that it was never awaited
         return TypeError("step() was not awaited, so it has done nothing: write info = await policy.step(...)")
+
+
+def warn_of_first_weights(marks: Sequence[int]) -> None:
+    """Warn if the members of a policy that takes means have marked their first weights with different numbers."""
+    if len(marks) > 1:
+        logger.warning(
+            "the ranks of a policy begin with different weights, and the mean of such models is usually meaningless: "
+            "call torch.manual_seed(seed) with the same seed on all ranks before the model is made, or load the same "
+            "weights everywhere, or use selective averaging with averaging_strategy='best_only'"
+        )
 
 
 def warn_of_opposite_metric(metric_mode: str) -> None:

@@ -125,6 +125,11 @@ class AveragingOptions:
         """Whether the optimizer's state is cleared whenever weights are replaced."""
         return self.optimizer_state == "reset" or self.makes_fresh_weights
 
+    def takes_means(self, donor_count: int) -> bool:
+        """Whether new weights are made from several models, where up to so many donate."""
+        is_mean = self.averaging_strategy in ("mean", "weighted_mean")
+        return is_mean and (donor_count > 1 or (donor_count == 1 and self.momentum > 0))
+
     def agreed(self) -> Mapping[str, Any]:
         """Return those that must be equal on all members, as JSON values."""
         return {"momentum": float(self.momentum), "resets_optimizer": self.resets_optimizer}

@@ -36,11 +36,12 @@ from asyncdist.protocols.misuse import (
     NoPlainContext,
     UnawaitedStep,
     line_of_caller,
+    warn_of_first_weights,
     warn_of_no_step,
     warn_of_opposite_metric,
 )
 from asyncdist.protocols.options import MetricMode, Parameters, check_callable
-from asyncdist.protocols.start_differences import model_difference, told_of_missing, told_of_rivals
+from asyncdist.protocols.start_differences import LEFT_OUT, explained, told_of_missing, told_of_rivals
 from asyncdist.protocols.start_without_lost import start_without_lost
 from asyncdist.protocols.step_info import StepInfo, fields_of
 from asyncdist.protocols.wrappers import check_not_inside, check_not_wrapped
@@ -54,8 +55,6 @@ _Stage: TypeAlias = Literal["new", "starting", "open", "closed"]
 START: Final = "the start of a policy"
 #: Of :meth:`SpawnPolicy.state_dict`.
 _STATE_VERSION: Final = 1
-#: What members compare of the parameters that parameters="trainable" leaves out.
-LEFT_OUT: Final = "the hash of the parameters that are not trained"
 #: A name travels in one message, with what else members agree on.
 _NAME_LENGTH_MAX: Final = 200
 
@@ -578,20 +577,23 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         start = self._joint_start
         try:
             with told_of_rivals(self._world.agreements, start.meeting):
-                return await start.agree(self._agreed_values(), timeout_s=self._start_timeout_s)
+                mark = self._mark_of_first_weights()
+                agreed = await start.agree(self._agreed_values(), timeout_s=self._start_timeout_s, mark=mark)
         except DisagreementError as error:
-            if error.facts.get("difference") == "model":
-                found = await model_difference(
-                    self._world, self._members, self._flat.fingerprint, start, start.left_s(self._start_timeout_s)
-                )
-                raise (found or error) from None
-            if error.facts.get("difference") == LEFT_OUT:
-                raise DisagreementError(
-                    f"{error.message}; parameters='trainable' leaves these alone, so they must be equal on all ranks: "
-                    "load the same weights everywhere, or pass parameters='all'",
-                    **error.facts,
-                ) from None
-            raise
+            left_s = start.left_s(self._start_timeout_s)
+            raise await explained(error, self._world, self._members, self._flat.fingerprint, start, left_s) from None
+        if self._group.index == 0:
+            warn_of_first_weights(agreed.marks)
+        return agreed
+
+    def _mark_of_first_weights(self) -> int | None:
+        """Return a number that follows from the weights; None if they were trained before, or no mean is taken."""
+        is_first = self.iteration == 0 and not self.optimizer.state
+        return self._flat.sample_checksum() if is_first and self._takes_means() else None
+
+    def _takes_means(self) -> bool:
+        """Whether new weights are made from those of several members."""
+        return True
 
     def _refuse(self) -> None:
         """Say why there can be no step now, on every rank in the same words: a mistake of all is told once."""

@@ -14,6 +14,8 @@ from asyncdist.collectives.agreement.agreements import Agreements
 from asyncdist.collectives.agreement.messages import Meeting
 from asyncdist.tensors.flat_state import Fingerprint, first_difference
 
+#: What members compare of the parameters that parameters="trainable" leaves out.
+LEFT_OUT: Final = "the hash of the parameters that are not trained"
 _WHOSE_START: Final = "a policy's ranks are those of its group=, by default all"
 
 
@@ -47,14 +49,21 @@ def told_of_missing() -> Iterator[None]:
         raise StartTimeoutError(f"{error.message}; {_WHOSE_START}", **error.facts) from None
 
 
-async def model_difference(
-    world: World, ranks: Sequence[int], mine: Fingerprint, start: Start[Any], timeout_s: float
-) -> DisagreementError | None:
-    """Find out where the models differ, together with all members, which know that they do.
+async def explained(
+    error: DisagreementError,
+    world: World,
+    ranks: Sequence[int],
+    mine: Fingerprint,
+    start: Start[Any],
+    timeout_s: float,
+) -> DisagreementError:
+    """Return an error of the start that says where models differ, or how to make frozen parameters equal.
 
-    In a group of its own: the caller of a start that was given up may be calling something else in the policy's.
+    Where the models differ is found out together with all members, which know that they do. In a group of its own: the
+    caller of a start that was given up may be calling something else in the policy's.
 
     Args:
+        error: of the start.
         world: the policy's.
         ranks: of the policy's group.
         mine: this rank's model.
@@ -62,10 +71,19 @@ async def model_difference(
         timeout_s: how long making the group may take.
 
     Returns:
-        the error that names the first difference; None where none is found.
+        The error, unchanged where it is about something else.
     """
+    difference = error.facts.get("difference")
+    if difference == LEFT_OUT:
+        return DisagreementError(
+            f"{error.message}; parameters='trainable' leaves these alone, so they must be equal on all ranks: "
+            "load the same weights everywhere, or pass parameters='all'",
+            **error.facts,
+        )
+    if difference != "model":
+        return error
     async with await world.peers.groups.new_group(ranks, timeout_s, part_of=start) as group:
-        return await _difference_in(group, world, mine)
+        return await _difference_in(group, world, mine) or error
 
 
 async def _difference_in(group: Group, world: World, mine: Fingerprint) -> DisagreementError | None:

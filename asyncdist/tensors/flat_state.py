@@ -14,6 +14,7 @@ import functools
 import hashlib
 import json
 import math
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -37,6 +38,7 @@ from asyncdist.tensors.model_tensors import (
 from asyncdist.tensors.optimizers.weights import AveragedStates
 
 _PIECE_COUNT: Final = 1 << 16  # elements per temporary: 256 KiB of float32 took half the time of 1 MiB pieces
+_SAMPLE_COUNT: Final = 16  # values of each entry that tell different weights apart
 _CHANGED: Final = (
     "the model changed after its policy started; allowed: the same names, shapes, dtypes and sharing throughout. To go "
     "on with the changed model, as after adapters were added, leave the policy and enter a new one, on all ranks"
@@ -408,6 +410,10 @@ class FlatState:
         """
         if buffers.entries is not self.entries and buffers.entries != self.entries:
             raise ValueError("these flat buffers were made for a model of another layout")
+        return self._present()
+
+    def _present(self) -> list[Tensor]:
+        """Return each entry's present tensor. Raises ValueError: the model has changed its layout."""
         keys: list[str | None] = []
         found: list[Tensor] = []
         gather(self._model, keys, found)
@@ -451,6 +457,16 @@ class FlatState:
         tensors: list[Tensor] = []
         gather(self._model, keys, tensors)
         return digest_of((self._names[place], tensors[place]) for place in self._left_out)
+
+    @torch.no_grad()
+    def sample_checksum(self) -> int:
+        """Return a checksum over some values of each entry that is averaged; one transfer per device."""
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for entry, tensor in zip(self.entries, self._present(), strict=True):
+            if entry.averaged and tensor.numel():
+                by_device.setdefault(tensor.device, []).append(_sample(tensor))
+        samples = (torch.cat(some).cpu().numpy().tobytes() for some in by_device.values())
+        return functools.reduce(lambda found, sample: zlib.crc32(sample, found), samples, 0)
 
     def trained(self) -> set[str]:
         """Return the names of the entries that require a gradient now."""
@@ -540,6 +556,16 @@ class SnapshotPool:
         if self._used.pop(id(buffers), None) is None:
             raise ValueError("these flat buffers are not in use from this pool: released twice, or of another pool")
         self._free.append(buffers)
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """Return evenly spaced values, as float32, in the order of the memory: a tensor with gaps is copied for it."""
+    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    if not tensor.is_contiguous():
+        tensor = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
+    values = tensor.reshape(-1)
+    step = max(1, values.numel() // _SAMPLE_COUNT)
+    return values[: step * _SAMPLE_COUNT : step].to(torch.float32)
 
 
 def _mix(tensor: Tensor, average: Tensor, momentum: float) -> None:

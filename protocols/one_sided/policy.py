@@ -33,7 +33,7 @@ from asyncdist.protocols.applier import Applier, NewWeights
 from asyncdist.protocols.metric_trend import BlankMetrics, MetricTrend, blank_warning, trend_warning
 from asyncdist.protocols.metrics import Metric, MetricSource
 from asyncdist.protocols.one_sided.reader import DonorReader, Replacement, UnreadableError
-from asyncdist.protocols.one_sided.rules import OneSidedRules, choose, is_dying, sample_count
+from asyncdist.protocols.one_sided.rules import OneSidedRules, choose, donor_limit, is_dying, sample_count
 from asyncdist.protocols.one_sided.statistics import Durations, OneSidedStatistics
 from asyncdist.protocols.options import (
     AveragingOptions,
@@ -237,6 +237,10 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
             **self._averaging.agreed(),
             "chunk_nbytes": self._chunk_nbytes,
         }
+
+    def _takes_means(self) -> bool:
+        others = self._group.size - 1
+        return self._averaging.takes_means(min(others, donor_limit(self._group.size, self._rules)))
 
     async def _start(self) -> None:
         world, members = self._world, self._group.ranks

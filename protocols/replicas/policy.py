@@ -27,10 +27,11 @@ from asyncdist import AsyncdistError, Group, World, compute_and_broadcast, reduc
 from asyncdist.collectives.groups import free_all
 from asyncdist.protocols.metrics import Metric, MetricSource
 from asyncdist.protocols.options import Parameters, PopulationOptions, ReplicaOptions
-from asyncdist.protocols.policy import LEFT_OUT, SpawnPolicy
+from asyncdist.protocols.policy import SpawnPolicy
 from asyncdist.protocols.replicas.shards import ShardAveraging
 from asyncdist.protocols.selective.policy import AsyncSelectiveAveragingPolicy
 from asyncdist.protocols.selective.statistics import SelectiveStatistics
+from asyncdist.protocols.start_differences import LEFT_OUT
 from asyncdist.protocols.step_info import NOTHING, StepInfo
 from asyncdist.protocols.wrappers import check_replica_group
 from asyncdist.tensors.optimizers.reset import reset_optimizer_state
@@ -178,6 +179,9 @@ class ReplicaAveragingPolicy(SpawnPolicy):
             values["model"] = "sharded"
             values.pop(LEFT_OUT, None)
         return values
+
+    def _takes_means(self) -> bool:
+        return False  # between all ranks: the policy of the leaders, or of counterparts, compares the weights
 
     def _change_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         super()._change_optimizer(optimizer)

@@ -153,6 +153,9 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
 
     # -- starting and leaving ---------------------------------------------------------------------------------------
 
+    def _takes_means(self) -> bool:
+        return self._leading is not None and super()._takes_means()  # else each rank of a replica would warn
+
     def _open(
         self, scopes: PolicyScopes, coordinator: int, epoch: int | None = None, replaced: Sequence[int] = ()
     ) -> None:

@@ -45,6 +45,7 @@ from asyncdist.protocols.options import (
 from asyncdist.protocols.own_state import OwnState
 from asyncdist.protocols.parameter_stream.parts import PartPool
 from asyncdist.protocols.policy import SpawnPolicy
+from asyncdist.protocols.ranking import replacer_count
 from asyncdist.protocols.selective.coordinator import PolicyScopes
 from asyncdist.protocols.selective.islands.layout import Island, IslandOptions
 from asyncdist.protocols.selective.islands.migration import Migration
@@ -298,6 +299,10 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         first = members[0] if self._coordinator_rank is None else self._coordinator_rank
         order = (first, *self._successors, *members)
         return next(rank for rank in order if rank in members or rank not in self._group.ranks)
+
+    def _takes_means(self) -> bool:
+        count = replacer_count(len(self._members), self._rules.replacement_ratio)
+        return self._averaging.takes_means(len(self._members) - count if count else 0)
 
     async def _start(self) -> None:
         self._own.begin()

@@ -185,6 +185,7 @@ class Agreements:
         taken: Runs = (),
         hold_s: float = 0.0,
         caller: Caller | None = None,
+        mark: int | None = None,
     ) -> Agreed:
         """Agree as :meth:`agree` does, for a start that was counted before. The timeout runs since it was counted.
 
@@ -192,6 +193,8 @@ class Agreements:
             meeting: of :meth:`next_meeting`.
             values, timeout_s, taken, hold_s: see :meth:`agree`.
             caller: told how far it has come.
+            mark: a number that is not compared. All members get up to two different ones, and so know whether they are
+                equal.
 
         Raises:
             AsyncdistError: as :meth:`agree`.
@@ -199,7 +202,7 @@ class Agreements:
         """
         key = meeting.key
         self._ahead.discard(key)
-        join = Join(key.text, tuple(sorted(values.items())), taken)
+        join = Join(key.text, tuple(sorted(values.items())), taken, () if mark is None else (mark,))
         if caller is not None:
             caller.on_asked()
         gone = self._absences.of(meeting)
@@ -225,7 +228,7 @@ class Agreements:
         if verdict.objector == self._rank:
             raise Postponed if verdict.difference == POSTPONED else asyncio.CancelledError
         raise_refusal(verdict)
-        return Agreed(verdict.agreed, dict(first.values), key.occurrence)
+        return Agreed(verdict.agreed, dict(first.values), key.occurrence, verdict.marks)
 
     def postpone(self, meeting: Meeting) -> None:
         """Ask the leader to let this rank go, which waits in ``meeting`` and is to meet again: then that one raises.

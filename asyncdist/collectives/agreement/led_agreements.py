@@ -131,7 +131,7 @@ class LedAgreements:
             self._relays.spread(over, self._rank, ranks.bits)
         elif ranks:
             check_room(self.joins, key)
-            join = Join(gathered.subject, gathered.values, gathered.taken)
+            join = Join(gathered.subject, gathered.values, gathered.taken, gathered.marks)
             self.joins.setdefault(key, {}).update(dict.fromkeys(ranks, join))
             self._refuse_if_one_is_gone(key)
 

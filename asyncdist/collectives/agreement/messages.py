@@ -144,11 +144,13 @@ class Join(Keyed):
         subject: the key's text.
         values: what must be equal on all ranks, by name.
         taken: numbers that are in use on this rank.
+        marks: a number that is not compared, if this rank has one.
     """
 
     subject: str
     values: tuple[tuple[str, str], ...]
     taken: Runs
+    marks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +215,7 @@ class Verdict(Keyed):
         lost: those of ``gone`` that are lost.
         agreed: the smallest number that no member has taken.
         objector: the rank that objected, or -1.
+        marks: up to two different numbers of those that members have marked themselves with.
     """
 
     subject: str
@@ -224,6 +227,7 @@ class Verdict(Keyed):
     lost: tuple[int, ...] = ()
     agreed: int = 0
     objector: int = -1
+    marks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse a number that no leader of ours agrees on."""
@@ -268,6 +272,7 @@ class Gathered(Keyed):
         values: what they said. Of the values that differ below the sender it names the first two, each for the first
             rank that said so; the rest may be named with the second, since their difference is never the first.
         taken: numbers that are in use on some of them.
+        marks: up to two different numbers of those that some of them have marked themselves with.
     """
 
     subject: str
@@ -275,6 +280,7 @@ class Gathered(Keyed):
     ranks: Runs
     values: tuple[tuple[str, str], ...]
     taken: Runs
+    marks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,11 +375,13 @@ class Agreed:
         time: attempt number, counted from 1, failed attempts included; equal on all ranks, also when some of them did
             not hear of a failure. What starts must be numbered by it: a rank that missed a verdict would count one
             less than the rest.
+        marks: up to two different numbers of those that members have marked themselves with; equal on all ranks.
     """
 
     number: int
     values: Mapping[str, str]
     time: int = field(default=1, compare=False)
+    marks: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
 
 @functools.lru_cache(64)
@@ -402,6 +410,11 @@ def merged(taken: Iterable[Runs]) -> Runs:
         else:
             runs.append((first, last))
     return tuple(runs)
+
+
+def first_two(marks: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the two smallest numbers that are in one of ``marks``, or fewer: enough to know whether they differ."""
+    return tuple(sorted({mark for each in marks for mark in each})[:2])
 
 
 def first_free(taken: Iterable[Runs]) -> int:

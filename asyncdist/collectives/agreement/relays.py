@@ -28,6 +28,7 @@ from asyncdist.collectives.agreement.messages import (
     Runs,
     Spread,
     Verdict,
+    first_two,
     merged,
     runs_of,
 )
@@ -73,6 +74,7 @@ class _Coming:
         come: those that have come.
         said: those that it has not passed on, by what they said.
         taken: numbers that these have in use.
+        marks: up to two different numbers that these have marked themselves with.
         late_count: how often it has passed on that some have come, and not all.
         timer: for the next time.
     """
@@ -80,6 +82,7 @@ class _Coming:
     come: int = 0
     said: dict[tuple[tuple[str, str], ...], int] = field(default_factory=dict)
     taken: Runs = ()
+    marks: tuple[int, ...] = ()
     late_count: int = 0
     timer: Timer | None = None
 
@@ -113,11 +116,11 @@ class Relays:
 
     def join(self, join: Join, leader: int) -> None:
         """Say to the rank above that this rank has come."""
-        self._note(join.key, leader, 1 << self._rank, join.values, join.taken)
+        self._note(join, leader, 1 << self._rank)
 
     def on_gathered(self, gathered: Gathered) -> None:
         """Note who has come below this rank, which is not the leader."""
-        self._note(gathered.key, gathered.leader, self.ranks_of(gathered), gathered.values, gathered.taken)
+        self._note(gathered, gathered.leader, self.ranks_of(gathered))
 
     def ranks_of(self, message: Gathered | Spread) -> int:
         """Return the ranks that a message names, as bits. Raises RemoteProtocolError: some are not below this one."""
@@ -163,14 +166,14 @@ class Relays:
             self._pass_on(key, leader)
             self._forget(key, leader)
 
-    def _note(
-        self, key: AgreementKey, leader: int, ranks: int, values: tuple[tuple[str, str], ...], taken: Runs
-    ) -> None:
+    def _note(self, said: Join | Gathered, leader: int, ranks: int) -> None:
+        key, values = said.key, said.values
         place = self._place(key, leader)
         coming = self._coming.setdefault((key, leader), _Coming())
         coming.come |= ranks
         coming.said[values] = coming.said.get(values, 0) | ranks
-        coming.taken = merged((coming.taken, taken))
+        coming.taken = merged((coming.taken, said.taken))
+        coming.marks = first_two((coming.marks, said.marks))
         if coming.come == place.everybody or self._has_left or (key, leader) in self.heard:
             self._pass_on(key, leader)
             self._forget(key, leader)
@@ -198,9 +201,10 @@ class Relays:
             return
         parent = self._place(key, leader).parent
         for values, ranks in self._first_differing(coming.said, key, leader):
-            message = Gathered(key.text, leader, runs_of(tuple(RankSet.of_bits(ranks))), values, coming.taken)
+            who = runs_of(tuple(RankSet.of_bits(ranks)))
+            message = Gathered(key.text, leader, who, values, coming.taken, coming.marks)
             self._send(message, leader if parent in self._gone else parent)
-        coming.said, coming.taken = {}, ()
+        coming.said, coming.taken, coming.marks = {}, (), ()
         coming.late_count += 1
         if coming.timer is not None:
             coming.timer.cancel()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from asyncdist.collectives.agreement.incarnations import Incarnations
-from asyncdist.collectives.agreement.messages import AgreementKey, Join, Meeting, Verdict, first_free
+from asyncdist.collectives.agreement.messages import AgreementKey, Join, Meeting, Verdict, first_free, first_two
 from asyncdist.errors import (
     ClosedError,
     DisagreementError,
@@ -210,6 +210,7 @@ def judge(
         gone=gone,
         lost=tuple(rank for rank in gone if rank in lost),
         agreed=first_free(entry.taken for entry in joins.values()),
+        marks=first_two(entry.marks for entry in joins.values()),
     )
 
 
