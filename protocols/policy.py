@@ -582,7 +582,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         except DisagreementError as error:
             left_s = start.left_s(self._start_timeout_s)
             raise await explained(error, self._world, self._members, self._flat.fingerprint, start, left_s) from None
-        if self._group.index == 0:
+        if self._world.rank == next(rank for rank in self._group.ranks if rank not in self._services.gone):
             warn_of_first_weights(agreed.marks)
         return agreed
 

@@ -146,3 +146,12 @@ def test_a_rank_that_joins_late_is_not_warned_of(caplog: pytest.LogCaptureFixtur
                 await policy.step(score=1.0)
 
     assert not warnings_of(main, 4, caplog, [Join(3, at_s=0.02)])
+
+
+def test_the_first_rank_that_is_there_warns(caplog: pytest.LogCaptureFixture) -> None:
+    async def main(world: ad.World) -> None:
+        async with AsyncSelectiveAveragingPolicy(*made(world.rank), average_every=3, start_timeout_s=5.0) as policy:
+            while policy.iteration < 150:
+                await policy.step(score=1.0)
+
+    assert len(warnings_of(main, 4, caplog, [Join(0, at_s=0.02)])) == 1
