@@ -68,7 +68,7 @@ class Story:
 
 async def train(world: ad.World, steps: int = 120, **options: Any) -> Story:
     """Train under the policy; a rank is as good as its number is large."""
-    torch.manual_seed(world.rank)
+    torch.manual_seed(0)
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     story = Story()
