@@ -8,6 +8,7 @@ streams unless BULK_BACKEND is empty.
 
 from __future__ import annotations
 
+import logging
 import sys
 import traceback
 
@@ -35,6 +36,7 @@ async def main(world: ad.World, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    logging.getLogger("protocols.misuse").setLevel(logging.ERROR)  # the cases begin with different weights on purpose
     pytest.MonkeyPatch().setattr(streams, "USER_CHUNK_NBYTES", CHUNK_NBYTES)
     names, options = sys.argv[1:], {}
     if names[:1] == ["--on"]:

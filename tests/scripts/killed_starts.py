@@ -57,6 +57,7 @@ def be_rank() -> None:
 
     async def main(world: ad.World) -> None:
         say(rank, "starts the policy")
+        torch.manual_seed(0)
         model = nn.Linear(64, 64)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=5, grace_s=0.2) as policy:
