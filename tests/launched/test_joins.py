@@ -145,7 +145,7 @@ def test_an_outsider_is_refused_and_disturbs_no_rank(tmp_path: Path) -> None:
         assert (told.code(joins), told.code(first)) == (0, 0)
         assert secret not in told.everything()
         refusals = [line for line in told.said("first").splitlines() if "no process with the job's secret" in line]
-        assert len(refusals) == 1, "one line, whichever value was found first"
+        assert 1 <= len(refusals) <= 2, "ranks 0 and 1 say it, each once, whichever value was found first"
         assert secret_files.find(secret_files.name_of(port), environment.shared_directories()) is None
 
 
