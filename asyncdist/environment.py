@@ -52,6 +52,8 @@ STALL_VARIABLE: Final = "ASYNCDIST_STALL_S"
 RECORD_VARIABLE: Final = "ASYNCDIST_RECORD"
 #: Says where counters go.
 METRICS_VARIABLE: Final = "ASYNCDIST_METRICS"
+#: The folder in which ranks leave their counters when they end; ``asyncdist run --live`` sets it.
+LAST_COUNTERS_VARIABLE: Final = "ASYNCDIST_LAST_COUNTERS"
 #: Says how often this rank has been started again, in jobs whose launcher does that.
 INCARNATION_VARIABLE: Final = "ASYNCDIST_INCARNATION"
 #: Says how many places, the highest, have no process when the world begins, in jobs that ranks may join later.
@@ -376,6 +378,11 @@ def record(environ: Mapping[str, str] = os.environ) -> str | None:
 def metrics(environ: Mapping[str, str] = os.environ) -> str | None:
     """Return where the user wants counters to go for this job; None if that is not set."""
     return environ.get(METRICS_VARIABLE) or None
+
+
+def last_counters(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the folder in which ranks of this job leave their counters when they end; None if no table shows them."""
+    return environ.get(LAST_COUNTERS_VARIABLE) or None
 
 
 def shared_directories(environ: Mapping[str, str] = os.environ) -> list[str]:

@@ -8,12 +8,13 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING, Final
 
-from asyncdist import local_host
-from asyncdist.live import top
+from asyncdist import environment, local_host
+from asyncdist.live import last_counters, top
 from asyncdist.story import sockets
 from asyncdist.story.finding import job_of_process
 
@@ -40,24 +41,33 @@ def run(words: Sequence[str]) -> int:
         print(f"asyncdist run: --live: {why}; the job runs without it", file=sys.stderr, flush=True)
         os.execv(sys.executable, command)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*local_host.PASSED_ON_SIGNALS, signal.SIGCHLD})
-    child = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,  # no prompt could be shown
-        stdout=subprocess.PIPE if 1 in shown else None,
-        stderr=subprocess.PIPE if 2 in shown else None,
-        preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before),
-    )
-    _show(child, is_on_stderr=1 not in shown)
+    with tempfile.TemporaryDirectory(prefix="asyncdist-live-") as folder:
+        child = subprocess.Popen(
+            command,
+            env={**environment.VARIABLES, environment.LAST_COUNTERS_VARIABLE: folder},
+            stdin=subprocess.DEVNULL,  # no prompt could be shown
+            stdout=subprocess.PIPE if 1 in shown else None,
+            stderr=subprocess.PIPE if 2 in shown else None,
+            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before),
+        )
+        _show(child, folder, is_on_stderr=1 not in shown)
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 
-def _show(child: subprocess.Popen[bytes], *, is_on_stderr: bool) -> None:
-    """Show the table until the child has ended and all that it has printed is shown."""
+def _show(child: subprocess.Popen[bytes], folder: str, *, is_on_stderr: bool) -> None:
+    """Show the table until the child has ended and all that it has printed is shown.
+
+    Args:
+        child: The command that runs the job.
+        folder: The folder in which its ranks leave their counters.
+        is_on_stderr: Whether the table goes to the standard error stream.
+    """
     from rich.console import Console
     from rich.live import Live
 
     top.allow_all_text()
     console, view, is_gone = Console(stderr=is_on_stderr), top.JobView(), False
+    own: str | None = None  # the job's name
     with (
         contextlib.suppress(OSError),  # where the terminal is gone at the end
         Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live,
@@ -69,6 +79,7 @@ def _show(child: subprocess.Popen[bytes], *, is_on_stderr: bool) -> None:
         while child.poll() is None:
             found = sockets.jobs()
             job = job_of_process(child.pid, found)
+            own = job or own
             if job is not None and not is_gone:
                 view.ask(found[job])
                 try:
@@ -81,7 +92,7 @@ def _show(child: subprocess.Popen[bytes], *, is_on_stderr: bool) -> None:
                     child.send_signal(came.si_signo)
                 local_host.stop_with_ranks(came.si_signo)
         if not is_gone:
-            live.update(view.drawn(console, has_ended=True), refresh=True)
+            live.update(view.drawn_at_end(console, last_counters.collect(folder, own)), refresh=True)
         for copier in copiers:
             copier.join(1.0)  # a process that lives on may hold the other end
 

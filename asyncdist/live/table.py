@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from asyncdist.live.counters import PolicyCounters, RankCounters, per_second
+from asyncdist.story.happenings import ranks_in_words
 from asyncdist.validation import printable
 
 if TYPE_CHECKING:
@@ -69,7 +70,9 @@ class Readings:
         return [self.row(rank) for rank in sorted(self._said)]
 
 
-def screen(rows: Sequence[Row], width: int, height: int | None = None, *, before_end_s: float | None = None) -> Table:
+def screen(
+    rows: Sequence[Row], width: int, height: int | None = None, *, before_end_s: Mapping[int, float] | None = None
+) -> Table:
     """Return what the ranks do together, in a line, below it the table of all of them, and notes on some.
 
     Args:
@@ -77,15 +80,18 @@ def screen(rows: Sequence[Row], width: int, height: int | None = None, *, before
         width: of the terminal, in characters; columns that matter less are left out where there is no place for them.
         height: of the terminal, in lines; where there are more ranks, those that have done fewest steps are shown.
             None for all.
-        before_end_s: Seconds from the ranks' last answer to the end of the job; None while the job lives.
+        before_end_s: For a job that has ended, the ranks of which only an earlier answer is known, and its age in
+            seconds; None while the job lives.
     """
     from rich.table import Table
     from rich.text import Text
 
     shown = list(rows)
     head = _together(rows)
-    if before_end_s is not None:
-        head = f"{before_end_s:.1f} s before the end: {head}"
+    if before_end_s:
+        some = len(before_end_s) < len(rows)
+        who = f"{ranks_in_words(sorted(before_end_s))} as of " if some else ""
+        head = f"{who}{max(before_end_s.values()):.1f} s before the end: {head}"
     notes = [f"rank {row.rank} {row.note}" for row in rows if row.note]
     if len(notes) > _NOTE_COUNT_MAX:
         notes[_NOTE_COUNT_MAX - 1 :] = [f"and {len(notes) - _NOTE_COUNT_MAX + 1} more; asyncdist story tells of all"]

@@ -10,11 +10,11 @@ import importlib.util
 import io
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from asyncdist import validation
-from asyncdist.live.counters import from_bytes
+from asyncdist.live.counters import RankCounters, from_bytes
 from asyncdist.live.table import Readings, Row, screen
 from asyncdist.story import sockets
 from asyncdist.story.finding import find_job
@@ -52,13 +52,12 @@ class JobView:
         self._readings = Readings()
         self._rows: list[Row] = []
         self._moved: dict[int, tuple[int, float]] = {}  # for each rank its steps, and when they were fewer
-        self._asked_at_s = 0.0
+        self._answered_at_s: dict[int, float] = {}
 
     def ask(self, places: Sequence[Place]) -> None:
         """Ask all ranks at once. Those that do no steps are asked for their story, too."""
         answers = sockets.exchange(places, sockets.COUNTERS)
-        if answers:
-            self._asked_at_s = time.monotonic()
+        self._answered_at_s |= dict.fromkeys(answers, time.monotonic())
         for data in answers.values():
             with contextlib.suppress(ValueError):  # it has ended while it answered
                 self._readings.add(from_bytes(data))
@@ -78,13 +77,30 @@ class JobView:
             self._moved[rank] = step, now
         return now - self._moved[rank][1] >= _STILL_S
 
-    def drawn(self, console: Console, *, has_ended: bool = False) -> Table:
-        """Return what they have said last, in the size of the terminal; of a job that has ended with the age of that.
+    def drawn(self, console: Console) -> Table:
+        """Return the table of the ranks' last answers, in the size of the terminal."""
+        return _screen(self._rows, console)
 
-        A rank that ends takes its last counts with it: nobody can ask it any more.
+    def drawn_at_end(self, console: Console, left: Sequence[RankCounters] = ()) -> Table:
+        """Return the table of a job that has ended: the counters that ranks have left, and the others' last answers.
+
+        A rank that ends takes its counters with it, unless it leaves them for the table. Of the other ranks the first
+        line says how old their answers are.
         """
-        age_s = time.monotonic() - self._asked_at_s if has_ended and self._asked_at_s else None
-        return screen(self._rows, console.width, console.height if console.is_terminal else None, before_end_s=age_s)
+        now = time.monotonic()
+        for counters in left:
+            known = self._readings.row(counters.rank).now
+            if known is None or known.incarnation <= counters.incarnation:
+                self._readings.add(counters)
+                self._answered_at_s.pop(counters.rank, None)
+        ranks = {row.rank for row in (*self._rows, *self._readings.rows())}
+        rows = [self._readings.row(rank) for rank in sorted(ranks)]
+        return _screen(rows, console, {rank: now - at_s for rank, at_s in self._answered_at_s.items()})
+
+
+def _screen(rows: Sequence[Row], console: Console, before_end_s: Mapping[int, float] | None = None) -> Table:
+    height = console.height if console.is_terminal else None
+    return screen(rows, console.width, height, before_end_s=before_end_s or {})
 
 
 def run(name: str | None) -> int:
@@ -122,6 +138,6 @@ def run(name: str | None) -> int:
                 view.ask(places)
                 live.update(view.drawn(console), refresh=True)
                 time.sleep(PERIOD_S)
-        console.print(view.drawn(console, has_ended=True))
+        console.print(view.drawn_at_end(console))
         console.print(f"job {job} has ended")
     return 0

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 from asyncdist import environment, validation
+from asyncdist.live import last_counters
 from asyncdist.live.counters import counters_of
 from asyncdist.live.destinations import Destination
 from asyncdist.live.exporting import Exporter
@@ -48,6 +49,7 @@ class RankOptions:
         record: what is written down; None for nothing.
         metrics: where counters go.
         tells: whether the rank tells what it does, to SIGUSR1 and on a socket.
+        last_counters: the folder in which the rank leaves its counters when main has ended; None for none.
         instrument: makes what takes the place of a recording, for replays.
     """
 
@@ -57,6 +59,7 @@ class RankOptions:
     record: RecordOptions | None = None
     metrics: tuple[Destination, ...] = ()
     tells: bool = False
+    last_counters: str | None = None
     instrument: Callable[[Transport, asyncio.AbstractEventLoop], Any] | None = None
 
 
@@ -168,10 +171,12 @@ async def hosted(
                     raise
                 success = caught
             recording.note_end(None)
+            _leave_counters(world, options)
             leftovers = await leave(world, transport)
         except BaseException as caught:
             error = own_error(caught, monitor, interrupts, world.rank)
             recording.note_end(error)
+            _leave_counters(world, options)
             await fail(world, transport, error, options.grace_s, teller.tell_abort if teller is not None else None)
             if error is caught:
                 raise
@@ -216,6 +221,12 @@ def _exporter(world: World, transport: Transport, options: RankOptions) -> Expor
     exporter = Exporter(options.metrics, functools.partial(counters_of, world.services), transport.local_rank)
     exporter.begin()
     return exporter
+
+
+def _leave_counters(world: World, options: RankOptions) -> None:
+    """Leave the rank's counters for a table that outlives it, where there is one."""
+    if options.last_counters is not None:
+        last_counters.leave(options.last_counters, counters_of(world.services))
 
 
 def _teller(world: World, transport: Transport, options: RankOptions, stack: contextlib.ExitStack) -> Teller | None:

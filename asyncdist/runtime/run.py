@@ -454,6 +454,7 @@ def rank_options(
         RecordOptions.of(folder, limit_nbytes),
         destinations(metrics) if sinks is None else sinks,
         tells=True,
+        last_counters=environment.last_counters(),
     )
 
 

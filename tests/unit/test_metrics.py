@@ -5,16 +5,18 @@ from __future__ import annotations
 import io
 import logging
 import os
+import re
 import socket
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from asyncdist.live import beside, destinations as places, exporting
+from asyncdist.live import beside, destinations as places, exporting, last_counters
 from asyncdist.live.counters import (
     EXPORTED,
     PolicyCounters,
@@ -29,6 +31,7 @@ from asyncdist.live.counters import (
 from asyncdist.live.destinations import Destination, destinations, missing
 from asyncdist.live.exporting import Exporter
 from asyncdist.live.table import Readings, Row, _amount, screen
+from asyncdist.live.top import JobView
 
 POLICY = PolicyCounters("mine", 40, 0.5, "giving", 3, 2, 1, 7, latest="round 3: average of rank 1 (7 steps old)")
 COUNTERS = RankCounters(
@@ -228,10 +231,55 @@ def test_the_table_of_a_job_that_has_ended_says_how_old_it_is() -> None:
     """Regression: --live ended with a table of fewer steps than were made, and did not say so."""
     console = pytest.importorskip("rich.console").Console(width=120)
     readings = Readings()
-    readings.add(COUNTERS)
+    for rank in (1, 2, 3):
+        readings.add(replace(COUNTERS, rank=rank))
+
+    def head(**ages_s: float) -> str:
+        before_end_s = {int(name[1:]): age_s for name, age_s in ages_s.items()}
+        with console.capture() as capture:
+            console.print(screen(readings.rows(), 120, None, before_end_s=before_end_s))
+        return str(capture.get().partition(" ranks, ")[0])
+
+    assert head(r1=0.71, r2=0.3, r3=0.3) == "0.7 s before the end: job 0000abcd: 3 of 4"
+    assert head(r2=0.3) == "rank 2 as of 0.3 s before the end: job 0000abcd: 3 of 4"
+    assert head(r1=0.7, r3=12.0) == "ranks 1, 3 as of 12.0 s before the end: job 0000abcd: 3 of 4"
+    assert head() == "job 0000abcd: 3 of 4"
+
+
+# -- the counters with which ranks end --------------------------------------------------------------------------------
+
+
+def test_the_last_table_has_the_counters_that_ranks_leave(tmp_path: Path) -> None:
+    """Regression: the last table of --live showed how far ranks were a second before they ended."""
+    console = pytest.importorskip("rich.console").Console(width=120)
+    tmp_path.chmod(0o700)
+    view = JobView()
+    view.drawn_at_end(console, [replace(COUNTERS, rank=2)])  # as if it had answered
+    last_counters.leave(str(tmp_path), replace(COUNTERS, policies=(replace(POLICY, step=977),)))
+    last_counters.leave(str(tmp_path), replace(COUNTERS, rank=3, job="of another job"))
+    (tmp_path / "2.4711").write_bytes(b"\x81")  # a rank was killed while it wrote
+    left = last_counters.collect(str(tmp_path), COUNTERS.job)
+    assert [(each.rank, each.step) for each in left] == [(1, 977)]
     with console.capture() as capture:
-        console.print(screen(readings.rows(), 120, None, before_end_s=0.71))
-    assert capture.get().startswith("0.7 s before the end: job 0000abcd: 1 of 4 ranks")
+        console.print(view.drawn_at_end(console, left))
+    assert re.search(r"^ +1 +mine +977 ", capture.get(), re.MULTILINE), capture.get()
+
+
+def test_of_a_rank_that_was_started_again_the_newest_process_counts(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    view, console = JobView(), pytest.importorskip("rich.console").Console(width=120)
+    view.drawn_at_end(console, [replace(COUNTERS, incarnation=1, policies=(replace(POLICY, step=50),))])
+    last_counters.leave(str(tmp_path), COUNTERS)
+    with console.capture() as capture:
+        console.print(view.drawn_at_end(console, last_counters.collect(str(tmp_path), None)))
+    assert re.search(r"^ +1 +mine +50 ", capture.get(), re.MULTILINE), capture.get()
+
+
+def test_counters_go_into_no_folder_that_others_may_enter(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    last_counters.leave(str(tmp_path), COUNTERS)
+    last_counters.leave(str(tmp_path / "of another host"), COUNTERS)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_table_shows_names_without_obeying_them() -> None:
