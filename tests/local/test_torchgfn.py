@@ -127,7 +127,8 @@ def test_roles_and_functions_of_groups() -> None:
         if context.is_buffer_rank():
             return None
         group = context.train_global_group
-        torchgfn.barrier(group=group)
+        assert context.get_train_group(backend="torch") is context.get_train_group(backend="mpi") is group
+        torchgfn.barrier(group=group, backend="torch")
         model, _ = made(context.my_rank)
         torchgfn.average_models(model, training_group=context.agent_groups[context.agent_group_id])
         own = model.weight[0, 0].item()
@@ -195,16 +196,21 @@ def test_a_buffer_rank_scores_keeps_and_ends(diverse: bool) -> None:
                 scoring_function=lambda obj: {"score": float(len(obj))},
                 diverse_replay_buffer=diverse,
                 capacity=30,
+                communication_backend="mpi",
             )
             manager._compute_metadata = lambda: {"held": len(manager.replay_buffer), "large": "x" * 100_000}
             manager.run()
             return manager.exit_counter, manager.is_running, len(manager.replay_buffer)
-        buffer = torchgfn.ReplayBuffer(env, capacity=10, remote_manager_rank=2, remote_buffer_freq=2)
+        buffer = torchgfn.ReplayBuffer(
+            env, capacity=10, remote_manager_rank=2, remote_buffer_freq=2, communication_backend="torch", timing=True
+        )
         scores = [buffer.add(containers(env, count)) for count in (4, 4, 3000, 3000)]
-        assert len(buffer) == 10
-        metadata = torchgfn.ReplayBufferManager.get_metadata(2)
+        assert len(buffer) == 10 and buffer.timing_log().startswith(
+            "replay buffer: 2 requests to the buffer rank took "
+        )
+        metadata = torchgfn.ReplayBufferManager.get_metadata(2, backend="torch")
         if world.rank == 0:
-            torchgfn.ReplayBufferManager.send_termination_signal(2)  # the other one leaves without
+            torchgfn.ReplayBufferManager.send_termination_signal(2, backend="torch")  # the other one leaves without
         return scores, metadata["held"] > 0, len(metadata["large"])
 
     reports = on_ranks(main, 3)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -75,17 +76,33 @@ class _Remote:
     """Sends containers to a buffer rank, for torchgfn's buffers, whose ``add`` calls this."""
 
     remote_manager_rank: int | None
+    _request_s: list[float] | None
+
+    def _use_remote(self, rank: int | None, *, timing: bool) -> None:
+        self.remote_manager_rank = rank
+        self._request_s = [] if timing else None
 
     def _send_objs(self, training_container: ContainerUnion) -> dict[str, float]:
         assert self.remote_manager_rank is not None, "add has looked"
+        began_at_s = time.perf_counter()
         scores: dict[str, float] = _ask(self.remote_manager_rank, MessageType.DATA, training_container)
+        if self._request_s is not None:
+            self._request_s.append(time.perf_counter() - began_at_s)
         return scores
+
+    def timing_log(self) -> str:
+        """Return a line with the seconds that ``add`` has waited for the buffer rank; it needs ``timing=True``."""
+        if self._request_s is None:
+            return "the times of the replay buffer were not measured: pass timing=True"
+        return f"replay buffer: {len(self._request_s)} requests to the buffer rank took {sum(self._request_s):.4f} s"
 
 
 class ReplayBuffer(_Remote, _GfnReplayBuffer):  # type: ignore[misc]  # torchgfn has no types
     """Is torchgfn's buffer; what it is given it also sends to the rank ``remote_manager_rank``.
 
-    Args: As for ``gfn.containers.ReplayBuffer``.
+    Args: As for ``gfn.containers.ReplayBuffer``; also those that versions of torchgfn after 2.4.1 have:
+        communication_backend: Ignored: the launcher decides between MPI and torch.distributed.
+        timing: Whether to measure the times for :meth:`timing_log`.
     """
 
     def __init__(
@@ -96,15 +113,19 @@ class ReplayBuffer(_Remote, _GfnReplayBuffer):  # type: ignore[misc]  # torchgfn
         prioritized_sampling: bool = False,
         remote_manager_rank: int | None = None,
         remote_buffer_freq: int = 1,
+        communication_backend: str = "mpi",
+        timing: bool = False,
     ) -> None:
+        del communication_backend
         super().__init__(env, capacity, prioritized_capacity, prioritized_sampling, None, remote_buffer_freq)
-        self.remote_manager_rank = remote_manager_rank
+        self._use_remote(remote_manager_rank, timing=timing)
 
 
 class NormBasedDiversePrioritizedReplayBuffer(_Remote, _GfnDiverseReplayBuffer):  # type: ignore[misc]
     """Is torchgfn's buffer of that name, with the remote rank of :class:`ReplayBuffer`.
 
-    Args: As for ``gfn.containers.NormBasedDiversePrioritizedReplayBuffer``.
+    Args: As for ``gfn.containers.NormBasedDiversePrioritizedReplayBuffer``; also ``communication_backend`` and
+        ``timing``, as for :class:`ReplayBuffer`.
     """
 
     def __init__(
@@ -115,9 +136,12 @@ class NormBasedDiversePrioritizedReplayBuffer(_Remote, _GfnDiverseReplayBuffer):
         p_norm_distance: float = 1.0,
         remote_manager_rank: int | None = None,
         remote_buffer_freq: int = 1,
+        communication_backend: str = "mpi",
+        timing: bool = False,
     ) -> None:
+        del communication_backend
         super().__init__(env, capacity, cutoff_distance, p_norm_distance, None, remote_buffer_freq)
-        self.remote_manager_rank = remote_manager_rank
+        self._use_remote(remote_manager_rank, timing=timing)
 
 
 def _ask(server: int, kind: MessageType, data: Any = None) -> Any:
@@ -170,6 +194,7 @@ class ReplayBufferManager(_GfnReplayBufferManager):  # type: ignore[misc]  # tor
         diverse_replay_buffer: Whether the buffer prefers diverse items.
         capacity: Items that the buffer holds at most.
         remote_manager_rank: None: a buffer rank has no other one behind it.
+        communication_backend: Ignored: the launcher decides between MPI and torch.distributed.
     """
 
     def __init__(
@@ -181,7 +206,9 @@ class ReplayBufferManager(_GfnReplayBufferManager):  # type: ignore[misc]  # tor
         diverse_replay_buffer: bool = False,
         capacity: int = 10000,
         remote_manager_rank: int | None = None,
+        communication_backend: str = "mpi",
     ) -> None:
+        del communication_backend
         if remote_manager_rank is not None:
             validation.refuse("remote_manager_rank", remote_manager_rank, "None for a ReplayBufferManager")
         self.rank = rank
@@ -218,13 +245,15 @@ class ReplayBufferManager(_GfnReplayBufferManager):  # type: ignore[misc]  # tor
         logger.info("the replay buffer on rank %d has served all its training ranks", world.rank)
 
     @staticmethod
-    def get_metadata(manager_rank: int) -> Any:
-        """Return what ``_compute_metadata`` returns on the buffer rank ``manager_rank``."""
+    def get_metadata(manager_rank: int, backend: str = "mpi") -> Any:
+        """Return what ``_compute_metadata`` returns on the buffer rank ``manager_rank``; ``backend`` is ignored."""
+        del backend
         return _ask(manager_rank, MessageType.GET_METADATA)
 
     @staticmethod
-    def send_termination_signal(manager_rank: int) -> None:
-        """Tell the buffer rank ``manager_rank`` that this rank sends nothing more."""
+    def send_termination_signal(manager_rank: int, backend: str = "mpi") -> None:
+        """Tell the buffer rank ``manager_rank`` that this rank sends nothing more; ``backend`` is ignored."""
+        del backend
         _ask(manager_rank, MessageType.EXIT)
 
 

@@ -55,6 +55,11 @@ class DistributedContext:
         """This context: its groups serve code for mpi4py, too, on every transport."""
         return self
 
+    def get_train_group(self, backend: str = "mpi") -> Group | None:
+        """Return ``train_global_group``; ``backend`` is ignored, since one group serves every transport."""
+        del backend
+        return self.train_global_group
+
     def is_buffer_rank(self) -> bool:
         """Return whether this rank holds a replay buffer."""
         return self.my_rank >= self.num_training_ranks
@@ -118,12 +123,14 @@ def initialize_distributed_compute_mpi4py(num_remote_buffers: int, num_agent_gro
     return initialize_distributed_compute("mpi", num_remote_buffers, num_agent_groups)
 
 
-def barrier(group: Group | None = None) -> None:
+def barrier(group: Group | None = None, backend: str = "mpi") -> None:
     """Return when every rank of ``group`` has called this: instead of ``torch.distributed.barrier``.
 
     Args:
         group: The ranks; all by default.
+        backend: Ignored: the launcher decides between MPI and torch.distributed.
     """
+    del backend
     join()
     blocking.barrier(group=group)
 
