@@ -14,6 +14,7 @@ import resource
 import signal
 import threading
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -98,13 +99,43 @@ def test_a_report_begins_with_what_happened_and_says_what_to_look_for(recording:
     page = render(recording)
     told = re.findall("<li>(.*?)</li>", page)
     assert told[0] == "Every rank returned from main." and page.index("<li>") < page.index("<table>")
-    count = counted(recording)["applied"]
+    events = [event for each in recording.ranks for event in each.events()]
+    applied = Counter(event.get("round") for event in events if event.kind == "applied")
+    decided = {event.get("round"): len(event.get("replacers")) for event in events if event.kind == "decided"}
+    whole = sum(0 < count == applied[number] for number, count in decided.items())
+    assert whole > 0
     assert any(
-        line.endswith(f"were applied by all ranks that they replaced, with {count} replacements in all.")
+        line.startswith(f"{whole} of {len(decided)} rounds were applied by all ranks that they replaced, with ")
+        and f"with {applied.total()} replacements in all" in line
         for line in told
-    )
+    ), told
     notes = re.findall("</h2>\n<p>(.*?)</p>", page)
     assert len(notes) == 8 and all("Look for " in note for note in notes[:-1]), notes
+
+
+@dataclass(frozen=True)
+class Note:
+    number: int
+
+
+def test_a_report_explains_a_late_start_and_misses_no_message(tmp_path: Path) -> None:
+    async def train_late(world: ad.World) -> None:
+        channel = world.channel(Note, tag=100)
+        for number in range(3):
+            if world.rank == 0:
+                await channel.send(Note(number), 1)
+            else:
+                await channel.receive()
+        await world.sleep(5.0)
+        await train(world)
+
+    ad.simulate(train_late, ranks=2, seed=1, record=tmp_path)
+    page = render(read_recording(tmp_path))
+    assert "messages were sent; no message of the program&#x27;s channels was lost." in page
+    assert "The first step ended 5 s after the first rank began" in page
+    (grey,) = figures(page)[0]["layout"]["shapes"]
+    assert grey["x0"] == 0 and grey["x1"] == pytest.approx(5.0, abs=0.05)
+    assert "The grey part, 5 s, is before the first step of any rank." in page
 
 
 def test_all_heat_maps_have_rank_0_on_top_and_all_legends_have_place(recording: Recording) -> None:

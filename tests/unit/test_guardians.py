@@ -1,0 +1,44 @@
+"""What the guardian of a rank reports to the launcher."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+
+import pytest
+
+from asyncdist.launch import guardians
+
+pytestmark = pytest.mark.skipif(not guardians.ARE_HERE, reason="there are no guardians")
+
+
+@pytest.mark.parametrize(("code", "waits"), [(-9, True), (1, True), (0, False)])
+def test_a_failure_is_reported_until_it_has_been_read(code: int, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise mpirun stops the other ranks first, and their lines stand above the cause."""
+    monkeypatch.setattr(guardians, "_READ_S", 60.0)
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.delenv(guardians.REPORTS_VARIABLE, raising=False)
+    read, write = os.pipe()
+    reports = guardians._Reports()
+    reports._pipe = write
+    writer = threading.Thread(target=reports.write, args=("ended", code), daemon=True)
+    writer.start()
+    assert select.select([read], [], [], 30.0)[0]
+    writer.join(0.1 if waits else 30.0)
+    assert writer.is_alive() == waits
+    assert os.read(read, 100) == f"3 ended {code}\n".encode()
+    writer.join(30.0)
+    assert not writer.is_alive()
+    reports.close()
+    os.close(read)
+
+
+def test_a_report_that_is_not_read_holds_no_guardian(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher that has stopped reads nothing."""
+    monkeypatch.setattr(guardians, "_READ_S", 0.05)
+    read, write = os.pipe()
+    os.write(write, b"unread\n")
+    guardians._await_reader(write)
+    os.close(write)
+    os.close(read)
