@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import multiprocessing
 import os
+import pwd
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Literal
@@ -388,13 +389,27 @@ def last_counters(environ: Mapping[str, str] = os.environ) -> str | None:
 def shared_directories(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return the folders in which processes of this user on this host find each other, the best one first.
 
-    The ranks of a job may have different variables: schedulers give each a TMPDIR, and ``su`` keeps the caller's
-    XDG_RUNTIME_DIR. So ``/tmp`` comes before TMPDIR, and the folder of the user's session is always among them. The
-    list does not depend on whether a file can be written anywhere.
+    The ranks of a job may have different variables: schedulers give each a TMPDIR, shells of one user differ in
+    XDG_RUNTIME_DIR, and ``su`` keeps the caller's. So the folders that no variable names come first. The list does not
+    depend on whether a file can be written anywhere.
     """
-    sessions = (environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{os.getuid()}")
-    own = [path for path in sessions if os.path.isdir(path) and os.access(path, os.W_OK)]
-    return list(dict.fromkeys([*own, "/tmp", environ.get("TMPDIR") or "/tmp"]))
+    session, named = f"/run/user/{os.getuid()}", environ.get("XDG_RUNTIME_DIR", "")
+    usable = [path for path in (session, named) if os.path.isdir(path) and os.access(path, os.W_OK)]
+    own = [path for path in usable if path == session]
+    return list(dict.fromkeys([*own, "/tmp", *usable, environ.get("TMPDIR") or "/tmp"]))
+
+
+def secret_directories(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the folders in which processes of this user on this host find secrets, the best one first.
+
+    Another user can take all names that are tried in a folder that all users share. So the user's home is the last one.
+    It may be the home of other hosts too, on which nothing else of :func:`shared_directories` is to be found.
+    """
+    home = environ.get("HOME", "")
+    if not home:
+        with contextlib.suppress(KeyError):  # a container may run as a user that has no entry
+            home = pwd.getpwuid(os.getuid()).pw_dir
+    return [*shared_directories(environ), *([home] if os.path.isabs(home) else [])]
 
 
 def given_secret(environ: Mapping[str, str] | None = None) -> str | None:
@@ -419,14 +434,19 @@ def _secret_of_job(environ: Mapping[str, str], address: str, size: int) -> JobSe
     text = given_secret(None if environ is os.environ else environ)
     is_on_one_host = local_host.is_loopback(address) or local_size(environ) == size
     if text is None and is_on_one_host and size > 1:
-        text = secret_files.shared(shared_directories(environ))
+        text = secret_files.shared(secret_directories(environ))
     return JobSecret((text or "").encode())
 
 
-def secret_of_group(environ: Mapping[str, str] = os.environ) -> JobSecret:
-    """Return the secret of a job whose program has made its process group by itself."""
-    size = number(environ, "WORLD_SIZE") if environ.get("WORLD_SIZE") else 0
-    return _secret_of_job(environ, environ.get("MASTER_ADDR", ""), size)
+def secret_of_group(address: str, size: int, environ: Mapping[str, str] = os.environ) -> JobSecret:
+    """Return the secret of a job whose program has made its process group.
+
+    Args:
+        address: The address of the group's store; empty if the store has none.
+        size: The number of ranks.
+        environ: The environment of this process.
+    """
+    return _secret_of_job(environ, address, size)
 
 
 def is_slurm_job(environ: Mapping[str, str] = os.environ) -> bool:

@@ -72,7 +72,7 @@ def run(
     def start_rank(rank: int, variables: Mapping[str, str]) -> local_ranks.RankProcess:
         return local_ranks.start(command, variables, rank=rank, ended=lambda: events.put(("ended", rank)))
 
-    secret = local_ranks.given_secret(environ) or _kept_secret(port)
+    secret = local_ranks.given_secret(environ) or _kept_secret(address, port)
     keeper = _start_keeper(host, port, ranks, {**environ, environment.SECRET_VARIABLE: secret})
     try:
         job = _read_claim(keeper, address)
@@ -134,9 +134,21 @@ def build_environments(
     }
 
 
-def _kept_secret(port: int) -> str:
-    """Return the secret that the launcher of a job on this host keeps for this user; empty if there is none."""
-    return secret_files.find(secret_files.name_of(port), environment.shared_directories()) or ""
+def _kept_secret(address: str, port: int) -> str:
+    """Return the secret that the launcher of a job on this host keeps for this user.
+
+    Raises:
+        local_host.LaunchError: There is none. A job of ``asyncdist run --places`` has one, so what listens there is no
+            such job, or another user's, or on another host.
+    """
+    secret = secret_files.find(secret_files.name_of(port), environment.secret_directories())
+    if secret is None:
+        raise local_host.LaunchError(
+            f"--join {address}: this host has no secret of a job at that port, and a job is joined by its secret. It "
+            "is found on the host of the job's launcher, for the same user, while the job runs. From elsewhere, give "
+            "both the same ASYNCDIST_JOB_SECRET_FILE, a file of mode 0600"
+        )
+    return secret
 
 
 def _parse(address: str) -> tuple[str, int]:

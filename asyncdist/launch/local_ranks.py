@@ -269,7 +269,7 @@ def given_secret(environ: Mapping[str, str]) -> str | None:
 def _keep_secret(variables: Mapping[str, str]) -> Path | None:
     """Keep the secret where ``asyncdist run --join`` of this user on this host finds it; return the file."""
     name = secret_files.name_of(int(variables["MASTER_PORT"]))
-    return secret_files.keep(name, variables[environment.SECRET_VARIABLE], environment.shared_directories())
+    return secret_files.keep(name, variables[environment.SECRET_VARIABLE], environment.secret_directories())
 
 
 def _start_store(variables: Mapping[str, str], *, is_open: bool) -> RankProcess:

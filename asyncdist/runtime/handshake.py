@@ -52,10 +52,11 @@ async def meet_all(transport: Transport, engine: Engine, loop: asyncio.AbstractE
                 raise
             nonce = transport.launch_nonce
         transport.note_met()
-    if transport.trusts_network and transport.rank == 0 and hosts is not None:
+    if transport.trusts_network and transport.rank == 0:
         logger.warning(
-            "this job runs on several hosts without a secret, so its ranks believe whoever reaches their ports in this "
-            "network: set ASYNCDIST_JOB_SECRET_FILE on all hosts to a file of mode 0600 (docs/trust.md)"
+            "this job %s, so its ranks believe whoever reaches their ports: set ASYNCDIST_JOB_SECRET_FILE on all hosts "
+            "to a file of mode 0600 (docs/trust.md)",
+            "has no secret" if hosts is None else "runs on several hosts without a secret",
         )
     services = Services(engine, loop, nonce)
     services.hosts = hosts

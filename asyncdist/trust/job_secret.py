@@ -71,9 +71,14 @@ def check(text: str, where: str) -> str:
         where: Where it was found, for the error.
 
     Raises:
-        ValueError: It is too short. The error does not show it.
+        ValueError: It is too short, or not text that an environment variable can hold. The error does not show it.
     """
     text = text.strip()
+    if not text.isprintable():
+        raise ValueError(
+            f"{where} has bytes that are not printable text; needed is one line of text, for example from: "
+            "python -c 'import secrets; print(secrets.token_hex(32))'"
+        )
     if len(text) < LENGTH_MIN:
         raise ValueError(
             f"{where} has {len(text)} characters; a secret of at least {LENGTH_MIN} is needed, for example from: "

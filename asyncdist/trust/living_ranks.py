@@ -18,6 +18,7 @@ import struct
 import sys
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Final
 
 from asyncdist.trust import private_folders
@@ -25,6 +26,8 @@ from asyncdist.trust import private_folders
 #: The kernel's struct flock on 64-bit Linux: type, whence, start, length, pid.
 _FLOCK: Final = struct.Struct("hhqqi4x")
 _PREFIX: Final = "rank-"
+#: Differs between hosts, and is equal in all containers of one host.
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 #: Files younger than this are left to their ranks.
 _STALE_S: Final = 3600.0
 
@@ -39,10 +42,10 @@ class LivingRank:
     """
 
     def __init__(self, job: str, rank: int, bases: Iterable[str]) -> None:
-        network = ""
-        with contextlib.suppress(OSError):  # equal ports of two namespaces belong to two jobs
-            network = os.readlink("/proc/self/ns/net")
-        digest = hashlib.sha256(f"{network} {job}".encode("utf-8", "surrogateescape")).hexdigest()[:16]
+        place = ""
+        with contextlib.suppress(OSError):  # equal ports of two namespaces, or hosts that share a folder, are two jobs
+            place = f"{_BOOT.read_text()} {os.readlink('/proc/self/ns/net')}"
+        digest = hashlib.sha256(f"{place} {job}".encode("utf-8", "surrogateescape")).hexdigest()[:16]
         self._name = f"{_PREFIX}{digest}.{rank}"
         self._bases = tuple(bases)
         self._descriptor: int | None = None

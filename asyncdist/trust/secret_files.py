@@ -28,7 +28,7 @@ def read(path: str) -> str:
         ValueError: The file cannot be read, other users can read it, or it has no secret; says what to do.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a named pipe has no writer
     except OSError as error:
         raise ValueError(f"the secret's file {path!r} cannot be read: {error.strerror}") from error
     return job_secret.check(_read_open(descriptor, path), f"the file {path!r}")
@@ -36,17 +36,35 @@ def read(path: str) -> str:
 
 def _read_open(descriptor: int, path: str) -> str:
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid not in (os.getuid(), 0):
-            raise ValueError(f"{path!r} is not a file of this user; allowed: one of this user, of mode 0600")
-        if stat.S_IMODE(found.st_mode) & 0o077:
+        if problem := why_not_secret(os.fstat(descriptor), os.getuid()):
             raise ValueError(
-                f"the secret's file {path!r} has mode {stat.S_IMODE(found.st_mode):04o}, so other users can open it; "
-                f"allowed: 0600 (chmod 600 {path})"
+                f"the secret's file {path!r} {problem}; allowed: a file of this user of mode 0600 (chmod 600 {path}), "
+                "or one of root of mode 0440, as in Kubernetes with defaultMode: 0440 and an fsGroup"
             )
-        return os.read(descriptor, _NBYTES_MAX).decode("utf-8", "replace")
+        return os.read(descriptor, _NBYTES_MAX).decode("utf-8", "surrogateescape")
     finally:
         os.close(descriptor)
+
+
+def why_not_secret(found: os.stat_result, reader: int) -> str:
+    """Return why a file is not known to root and the reader alone; empty if it is.
+
+    A file of root's that a group may read is believed: root has said who is in the group. The files of a Secret of
+    Kubernetes are such, and a reader that is not root could not open them otherwise. Root may name a file of any user,
+    for example one of the host in a container.
+
+    Args:
+        found: Owner and mode of the file.
+        reader: The number of the user whose process reads it.
+    """
+    mode = stat.S_IMODE(found.st_mode)
+    if not stat.S_ISREG(found.st_mode):
+        return "is not a regular file"
+    if found.st_uid not in (reader, 0) and reader != 0:
+        return f"belongs to the user with number {found.st_uid}"
+    if mode & (0o037 if found.st_uid == 0 else 0o077):
+        return f"has mode {mode:04o}, so other users can open it"
+    return ""
 
 
 def name_of(port: int) -> str:

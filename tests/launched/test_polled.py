@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import threading
 from collections.abc import Callable
@@ -16,7 +17,9 @@ from torch import distributed as dist
 
 from asyncdist.errors import TransportError
 from asyncdist.transports.torch_distributed import backend_self_test, backends
+from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
 from asyncdist.transports.torch_distributed.pollable_pairs import Pairs, Transit
+from asyncdist.trust.job_secret import JobSecret
 
 ENDS = "tests/scripts/torch_ends.py"
 KILLED = -9
@@ -91,7 +94,7 @@ class Ends:
 
 def verdicts(size: int, make_pairs: Callable[[int], backend_self_test.Pairs], patience_s: float = 60.0) -> list[str]:
     """What the self-test says on each rank, each a thread; empty where it is content."""
-    store = dist.HashStore()
+    store = SealedStore(dist.HashStore(), JobSecret(b"a secret of some length"))
     found = ["no verdict"] * size
 
     def examine(rank: int) -> None:
@@ -136,8 +139,24 @@ def test_works_that_tell_the_truth_pass(kind: str) -> None:
 def test_a_lie_is_named_on_every_rank(medium: Medium) -> None:
     found = verdicts(3, functools.partial(Ends, medium))
     assert len(set(found)) == 1
-    seen = "rank 1's receive from rank 0 was said to be complete, and its bytes were not there"
+    seen = "rank 1's receive from rank 0 was said to be complete, and the bytes of that rank were not there"
     assert found[0].startswith(f"torch's backend 'some' cannot be polled: {seen}. gloo needs no such promise")
+
+
+def test_a_process_without_the_secret_is_no_rank() -> None:
+    """Regression: the test's messages were the same in every job, so a process in a rank's place could send them."""
+
+    class Outsider(Ends):
+        def send(self, view: memoryview, dest: int) -> Message:
+            if self.rank == 0:
+                block = bytes([next(numbers), self.rank, dest, 255])
+                view = memoryview(bytearray(block * (len(view) // len(block))))
+            return super().send(view, dest)
+
+    numbers = itertools.count(1)
+    found = verdicts(2, functools.partial(Outsider, Medium({})))
+    assert len(set(found)) == 1
+    assert "rank 1's receive from rank 0 was said to be complete, and the bytes of that rank were not there" in found[0]
 
 
 def test_a_receive_complete_before_anything_was_sent_is_a_lie() -> None:

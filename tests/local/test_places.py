@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import queue
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -217,6 +219,27 @@ def test_what_cannot_be_is_one_line(
     assert ended.value.code == 2
     said = capsys.readouterr().err
     assert said.startswith(f"asyncdist run: {says}") and said.count("\n") == 1
+
+
+def test_a_job_is_joined_by_its_secret_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: without one, the command believed any process that served a store with values as of a job."""
+    monkeypatch.setattr(environment, "secret_directories", lambda: [str(tmp_path)])
+    started: list[object] = []
+    monkeypatch.setattr(joining_ranks, "_start_keeper", lambda *words: started.append(words))
+    script = tmp_path / "script.py"
+    script.touch()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["run", "--join", address, str(script)])
+    assert ended.value.code == 2 and not started
+    said = capsys.readouterr().err
+    assert said.startswith(f"asyncdist run: --join {address}: this host has no secret of a job at that port")
+    assert "ASYNCDIST_JOB_SECRET_FILE" in said and said.count("\n") == 1
 
 
 # -- processes --------------------------------------------------------------------------------------------------------

@@ -32,7 +32,8 @@ class Process:
         self.reception = Reception(common, world, rank, incarnation, name, self.callbacks)
         self.met: list[tuple[int, int, list[Any]]] = []
         self.missed: list[tuple[int, int]] = []
-        self.reception.start(lambda _: None, self.met.append, self.missed.append)
+        self.announced: list[tuple[int, int]] = []
+        self.reception.start(self.announced.append, self.met.append, self.missed.append)
 
     def until(self, is_true: Callable[[], object]) -> None:
         give_up_at = time.monotonic() + TIMEOUT_S
@@ -60,6 +61,27 @@ def pair(common: SealedStore) -> Iterator[list[Process]]:
         for _, _, groups in process.met:
             for group in groups:
                 backends.close_connections(group)
+
+
+def test_a_value_that_an_outsider_deletes_ends_no_admissions(
+    common: SealedStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: the thread that admits newcomers ended where a value was gone that it had just seen."""
+    get, failed = SealedStore.get, []
+
+    def fail_once(self: SealedStore, key: str) -> bytes:
+        if key == "newcomer/1" and not failed:
+            failed.append(key)
+            raise RuntimeError("the store has no value of this job for 'newcomer/1'")
+        return get(self, key)
+
+    monkeypatch.setattr(SealedStore, "get", fail_once)
+    process = Process(common, 0, 0, "0.0")
+    common.set("world/newcomer/1", "1 1 0123456789abcdef")
+    process.until(lambda: process.announced)
+    assert failed and process.announced == [(1, 1)]
+    process.reception.close()
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
 def test_nobody_goes_on_connecting_to_a_process_that_has_ended(common: SealedStore) -> None:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from asyncdist import environment
 from asyncdist.recording import command_output
 from asyncdist.recording.events import Event
 from asyncdist.runtime.story import answering
@@ -246,7 +247,7 @@ def test_names_of_others_reach_no_terminal_as_they_are(capsys: pytest.CaptureFix
 class TestSockets:
     @pytest.fixture(autouse=True)
     def base(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+        monkeypatch.setattr(environment, "shared_directories", lambda: [str(tmp_path)])
         return tmp_path / f"asyncdist-{os.getuid()}"
 
     def test_a_rank_that_answers_is_heard_and_one_that_does_not_is_not(self, base: Path) -> None:
@@ -394,7 +395,7 @@ class TestSockets:
     ) -> None:
         long = tmp_path / ("x" * 100)
         long.mkdir()
-        monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
+        monkeypatch.setattr(environment, "shared_directories", lambda: [str(long), "/tmp"])
         assert all(long not in each.parents for each in sockets.directories())
 
 

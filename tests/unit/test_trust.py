@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import stat
 import subprocess
 import sys
 import tempfile
@@ -17,14 +18,14 @@ from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
-from torch.distributed import HashStore, PrefixStore
+from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from asyncdist import environment
 from asyncdist.errors import TransportError
 from asyncdist.transports.torch_distributed import backends, transport
-from asyncdist.transports.torch_distributed.meeting import rendezvous, serving
+from asyncdist.transports.torch_distributed.meeting import rendezvous, sealed_store, serving
 from asyncdist.transports.torch_distributed.meeting.sealed_store import Refusals, SealedStore
-from asyncdist.trust import job_secret, secret_files
+from asyncdist.trust import job_secret, private_folders, secret_files
 from asyncdist.trust.job_secret import JobSecret
 from asyncdist.trust.living_ranks import LivingRank
 
@@ -104,6 +105,25 @@ def test_a_value_that_is_overwritten_and_restored_is_returned() -> None:
     timer.join()
 
 
+def test_a_value_that_an_outsider_deletes_is_awaited_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: torch's own get waited for a minute, in which the rank saw no signal."""
+    inner = TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+    store = SealedStore(inner, OURS)
+    store.set("key", "value")
+    assert store.check(["key"])
+    inner.delete_key("key")
+    paused: list[float] = []
+    monkeypatch.setattr(sealed_store.time, "sleep", lambda pause_s: (paused.append(pause_s), store.set("key", "again")))
+    assert store.get("key") == b"again" and len(paused) == 1
+    inner.delete_key("key")
+    monkeypatch.setattr(sealed_store, "_TIMEOUT_S", 0.0)
+    with pytest.raises(RuntimeError, match="no value of this job for 'key'"):
+        store.get("key")
+    inner.set("key", sealed_store._NOTHING)
+    with pytest.raises(RuntimeError, match="no value of this job for 'key'"):
+        store.get("key")
+
+
 def test_refused_values_are_reported_at_a_bounded_rate(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
     refusals = Refusals(lambda: now[0])
@@ -156,6 +176,20 @@ def connect(first: SealedStore, second: SealedStore) -> list[Any]:
     return ended
 
 
+@pytest.mark.parametrize("local_size, says", [(None, True), (1, True), (2, False)])
+def test_rank_0_says_that_other_hosts_do_not_reach_it(
+    local_size: int | None, says: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: rank 0 of a launcher that gives it MASTER_ADDR=localhost was silent about the cause."""
+    monkeypatch.setattr(environment, "local_size", lambda: local_size)
+    monkeypatch.setattr(rendezvous._Place, "_find", lambda *_: HashStore())
+    rendezvous._place_of.cache_clear()
+    place = environment.TorchRendezvous(0, 2, "localhost", 1, False, secret=OURS, is_loopback=True)
+    with pytest.raises(TransportError, match="waits for ranks \\[1\\]") as error:
+        rendezvous.join_world(place, 0.05)
+    assert ("since its MASTER_ADDR is localhost: if ranks are on other hosts" in str(error.value)) is says
+
+
 @pytest.mark.slow
 def test_a_connection_to_a_process_without_the_secret_is_given_up() -> None:
     """It has the place of a rank in gloo: whoever connects first to a port with its number gets that."""
@@ -179,16 +213,65 @@ def written(path: Path, mode: int, text: str = "0123456789abcdef") -> str:
 @pytest.mark.parametrize(
     "write, says",
     [
-        (lambda path: written(path, 0o640), "has mode 0640, so other users can open it; allowed: 0600 (chmod 600 "),
+        (lambda path: written(path, 0o644), "has mode 0644, so other users can open it; allowed: a file of this user "),
         (lambda path: written(path, 0o600, "short\n"), "has 5 characters; a secret of at least 16 is needed"),
+        (lambda path: written(path, 0o600, "0123456789abcdef\0"), "has bytes that are not printable text"),
+        (lambda path: written(path, 0o600, "0123456789abcdef\nx"), "has bytes that are not printable text"),
         (lambda path: str(path), "cannot be read: No such file or directory"),
-        (lambda path: str(path.parent), "is not a file of this user"),
+        (lambda path: str(path.parent), "is not a regular file"),
     ],
 )
 def test_a_file_that_is_no_secret_is_refused_in_words(write: Callable[[Path], str], says: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError) as refused:
         environment.given_secret({environment.SECRET_FILE_VARIABLE: write(tmp_path / "secret")})
     assert says in str(refused.value) and "0123456789abcdef" not in str(refused.value)
+
+
+def test_a_file_of_random_bytes_is_refused_in_words(tmp_path: Path) -> None:
+    """Regression: asyncdist run ended with a traceback: embedded null byte."""
+    path = tmp_path / "secret"
+    path.write_bytes(bytes(range(256)))
+    path.chmod(0o600)
+    with pytest.raises(ValueError, match="has bytes that are not printable text"):
+        environment.given_secret({environment.SECRET_FILE_VARIABLE: str(path)})
+
+
+def test_a_named_pipe_is_refused_without_waiting_for_a_writer(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "secret", 0o600)
+    with pytest.raises(ValueError, match="is not a regular file"):
+        environment.given_secret({environment.SECRET_FILE_VARIABLE: str(tmp_path / "secret")})
+
+
+@pytest.mark.parametrize(
+    "mode, owner, reader, problem",
+    [
+        (0o600, 1000, 1000, ""),
+        (0o400, 1000, 1000, ""),
+        (0o640, 1000, 1000, "has mode 0640, so other users can open it"),
+        (0o440, 0, 1000, ""),  # a Secret of Kubernetes, with an fsGroup
+        (0o640, 0, 1000, ""),
+        (0o440, 0, 0, ""),
+        (0o660, 0, 1000, "has mode 0660, so other users can open it"),
+        (0o444, 0, 1000, "has mode 0444, so other users can open it"),
+        (0o600, 1000, 0, ""),  # a file of the host, in a container of root's
+        (0o640, 1000, 0, "has mode 0640, so other users can open it"),
+        (0o600, 1001, 1000, "belongs to the user with number 1001"),
+    ],
+)
+def test_a_secret_is_known_to_its_reader_and_root_alone(mode: int, owner: int, reader: int, problem: str) -> None:
+    """Regression: the files of a Secret of Kubernetes were refused, since a group may read them."""
+    found = os.stat_result((stat.S_IFREG | mode, 0, 0, 1, owner, 0, 0, 0, 0, 0))
+    assert secret_files.why_not_secret(found, reader) == problem
+
+
+def test_a_secret_is_read_through_links_to_it(tmp_path: Path) -> None:
+    """Kubernetes links each name of a Secret to a folder of the newest version."""
+    (tmp_path / "..2026").mkdir()
+    written(tmp_path / "..2026" / "secret", 0o400)
+    (tmp_path / "..data").symlink_to("..2026")
+    (tmp_path / "secret").symlink_to("..data/secret")
+    environ = {environment.SECRET_FILE_VARIABLE: str(tmp_path / "secret")}
+    assert environment.given_secret(environ) == "0123456789abcdef"
 
 
 def test_a_variable_comes_before_a_file_and_neither_is_needed(tmp_path: Path) -> None:
@@ -224,7 +307,7 @@ TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}
 def test_ranks_of_one_host_share_the_secret_of_their_user(
     environ: dict[str, str], shares: bool, is_loopback: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(environment, "shared_directories", lambda _: [str(tmp_path)])
+    monkeypatch.setattr(environment, "secret_directories", lambda _: [str(tmp_path)])
     environ = {**TORCHRUN, **environ}
     found, again = environment.torch_rendezvous(environ), environment.torch_rendezvous(environ)
     assert (not found.secret.is_missing, found.is_loopback) == (shares, is_loopback)
@@ -237,12 +320,12 @@ def test_ranks_of_one_host_share_the_secret_of_their_user(
 def test_a_variable_of_one_rank_alone_leaves_the_secret_equal(
     variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: ranks of one host with a TMPDIR each, or one after ``su``, drew two secrets and never met."""
+    """Regression: ranks of one host with a folder each, or one after ``su``, drew two secrets and never met."""
     session = f"/run/user/{os.getuid()}"
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # as that rank's TMPDIR says
-    monkeypatch.setattr(os, "access", lambda path, _: path == session)
+    monkeypatch.setattr(os, "access", lambda *_: True)
     for has_session, first in ((True, session), (False, "/tmp")):
-        monkeypatch.setattr(os.path, "isdir", lambda path, has=has_session: has and path == session)
+        monkeypatch.setattr(os.path, "isdir", lambda path, has=has_session: has or path != session)
         assert environment.shared_directories({variable: str(tmp_path)})[0] == first
         assert environment.shared_directories({})[0] == first
 
@@ -252,6 +335,50 @@ def test_a_host_without_a_writable_folder_has_folders_anyway(monkeypatch: pytest
     monkeypatch.setattr(tempfile, "_get_default_tempdir", lambda: os.stat("/no/usable/temporary/directory"))
     monkeypatch.setattr(tempfile, "tempdir", None)
     assert environment.shared_directories({})[-1] == "/tmp"
+
+
+def test_the_secret_is_in_the_home_where_others_have_taken_all_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: another user made the eight folders that are tried in /tmp, and jobs had no secret, silently."""
+    shared, home = tmp_path / "tmp", tmp_path / "home"
+    shared.mkdir()
+    home.mkdir()
+    monkeypatch.setattr(environment, "shared_directories", lambda _: [str(shared)])
+    for path in private_folders.candidates([str(shared)]):
+        path.mkdir(mode=0o755)
+    environ = {**TORCHRUN, "MASTER_ADDR": "127.0.0.1", "HOME": str(home)}
+    secrets = {environment.torch_rendezvous({**environ, "RANK": rank}).secret for rank in "01"}
+    assert len(secrets) == 1 and not secrets.pop().is_missing
+    assert [path.name for path in home.glob("*/*")] == ["secret"]
+
+
+@pytest.mark.parametrize("environ, last", [({"HOME": "/a/home"}, "/a/home"), ({"HOME": "relative"}, "/tmp")])
+def test_secrets_are_looked_for_in_the_home_last(environ: dict[str, str], last: str) -> None:
+    assert environment.secret_directories(environ)[-1] == last
+    assert last == "/tmp" or last not in environment.shared_directories(environ)
+
+
+def test_a_user_without_an_entry_has_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 1234567)
+    assert environment.secret_directories({}) == environment.shared_directories({})
+
+
+@pytest.mark.parametrize(
+    "store, address",
+    [
+        (lambda: PrefixStore("a", PrefixStore("b", HashStore())), ""),
+        (lambda: PrefixStore("a", TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)), "127.0.0.1"),
+    ],
+)
+def test_a_programs_own_process_group_says_where_its_store_is(
+    store: Callable[[], Any], address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: ranks of mp.spawn, which get rank and size as arguments, had no secret on one host."""
+    assert rendezvous._address_of(store()) == address
+    monkeypatch.setattr(environment, "secret_directories", lambda _: [str(tmp_path)])
+    assert environment.secret_of_group(address, 2, {}).is_missing is (address == "")
+    assert environment.secret_of_group(address, 1, {}).is_missing
 
 
 def test_processes_that_draw_the_users_secret_at_once_have_the_same(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ are like that. So before one is polled each pair of ranks exchanges three messag
 2. one whose receive is posted, and must be incomplete for as long as nothing has been sent;
 3. one whose send is posted first: once it is said to be complete its buffer is overwritten, which must not be seen.
 
-Each of these works must turn complete by itself, and the bytes must be there when it has. What one rank has seen is the
+Each of these works must turn complete by itself, and the bytes must be there when it has. The bytes are proofs that the
+sender knows the job's secret, as :func:`backends.prove_connections` exchanges over gloo. What one rank has seen is the
 verdict on all of them, through the store. The ranks block meanwhile; there is no world yet.
 
 A backend whose ``isend`` blocks for good would hang them all, so each call that starts a message runs in a thread
@@ -21,9 +22,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Final, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from asyncdist.errors import TransportError
+from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
 
 _T = TypeVar("_T")
 
@@ -77,7 +79,9 @@ class _Elsewhere(Exception):
     """Another rank has seen something."""
 
 
-def examine(pairs: Pairs, backend: str, store: Any, rank: int, size: int, *, patience_s: float = PATIENCE_S) -> None:
+def examine(
+    pairs: Pairs, backend: str, store: SealedStore, rank: int, size: int, *, patience_s: float = PATIENCE_S
+) -> None:
     """Return when the works of ``pairs`` have been found to tell the truth, on all ranks. Blocks; all ranks enter it.
 
     Args:
@@ -114,7 +118,7 @@ def examine(pairs: Pairs, backend: str, store: Any, rank: int, size: int, *, pat
         )
 
 
-def _agree(store: Any, seen: str, rank: int, size: int, patience_s: float) -> str:
+def _agree(store: SealedStore, seen: str, rank: int, size: int, patience_s: float) -> str:
     """Return what the lowest rank that has seen something saw."""
     keys = [f"seen by {peer}" for peer in range(size)]
     store.set(keys[rank], seen)
@@ -128,7 +132,7 @@ def _agree(store: Any, seen: str, rank: int, size: int, patience_s: float) -> st
     return verdict
 
 
-def _missing(store: Any, keys: Sequence[str], patience_s: float) -> list[int]:
+def _missing(store: SealedStore, keys: Sequence[str], patience_s: float) -> list[int]:
     """Return the positions of the keys that no rank has set in time."""
     deadline = time.monotonic() + patience_s
     while not store.check(list(keys)) and time.monotonic() < deadline:
@@ -139,7 +143,7 @@ def _missing(store: Any, keys: Sequence[str], patience_s: float) -> list[int]:
 class _Probe:
     """Three messages from one rank to another, seen from either."""
 
-    def __init__(self, pairs: Pairs, store: Any, source: int, dest: int, patience_s: float) -> None:
+    def __init__(self, pairs: Pairs, store: SealedStore, source: int, dest: int, patience_s: float) -> None:
         self._pairs = pairs
         self._store = store
         self._source = source
@@ -188,7 +192,8 @@ class _Probe:
             raise _Untrue(f"{what} blocked: the call that starts it did not return within {limit}") from error
 
     def _content(self, number: int) -> memoryview:
-        block = bytes([number, self._source % 251, self._dest % 251, 255])
+        place = f"{self._store.prefix}message {number}"
+        block = self._store.secret.proof(place, self._source, self._dest)
         return memoryview(bytearray(block * (_PROBE_NBYTES // len(block))))
 
     def _leaves(self, transit: Transit) -> None:
@@ -205,7 +210,7 @@ class _Probe:
 
         self._until(transit.is_completed, complain)
         if not is_there():
-            raise _Untrue(f"{self._received} was said to be complete, and its bytes were not there")
+            raise _Untrue(f"{self._received} was said to be complete, and the bytes of that rank were not there")
 
     def _look(self, transit: Transit) -> bool:
         """Whether it is said to be complete, for a while."""

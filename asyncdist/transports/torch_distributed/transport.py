@@ -61,8 +61,10 @@ def open_transport(
     rank, size = _place(rendezvous)
     if size == 1:
         return PolledTransport(rank, size, backend, None)
-    frames, large = _make_pairs(("frames", "large"), rendezvous, backend, local_rank)
-    return PolledTransport(rank, size, backend, (frames, large))
+    (frames, large), trusts_network = _make_pairs(("frames", "large"), rendezvous, backend, local_rank)
+    transport = PolledTransport(rank, size, backend, (frames, large))
+    transport.trusts_network = trusts_network
+    return transport
 
 
 def open_bulk(
@@ -80,8 +82,10 @@ def open_bulk(
     """
     if control.size == 1:
         return PolledBulk(control, tag, backend, None)
-    (large,) = _make_pairs(("large",), rendezvous, backend, local_rank)
-    return PolledBulk(control, tag, backend, large)
+    (large,), trusts_network = _make_pairs(("large",), rendezvous, backend, local_rank)
+    bulk = PolledBulk(control, tag, backend, large)
+    bulk.trusts_network = trusts_network
+    return bulk
 
 
 def _place(rendezvous: Rendezvous | None) -> tuple[int, int]:
@@ -105,7 +109,7 @@ def _claim(rendezvous: Rendezvous | None) -> LivingRank | None:
         other = f"process {pid} of this host" if pid else "a process of another container of this host"
         raise TransportError(
             f"rank {rendezvous.rank} is there already: {other} runs as that rank of the job (RANK, "
-            "MASTER_PORT), and this process is refused. Start it with a launcher of its own, or without RANK",
+            "MASTER_PORT), and this process is refused. A job of its own needs another MASTER_PORT, or a launcher",
             rank=rendezvous.rank,
         )
     return claim
@@ -113,8 +117,8 @@ def _claim(rendezvous: Rendezvous | None) -> LivingRank | None:
 
 def _make_pairs(
     names: Sequence[str], rendezvous: Rendezvous | None, backend: str, local_rank: int | None
-) -> list[Pairs]:
-    """Make pairs on groups of their own, each found to tell the truth."""
+) -> tuple[list[Pairs], bool]:
+    """Make pairs on groups of their own, each found to tell the truth; return also whether the job has no secret."""
     rank, size = _place(rendezvous)
     store = join_store(rendezvous, rank, size, START_TIMEOUT_S)
     device = backends.device_of(backend, local_rank)
@@ -132,7 +136,7 @@ def _make_pairs(
                 with contextlib.suppress(TimeoutError):  # what has blocked a message may block this too
                     backend_self_test.in_time(pairs.close, _CLOSE_S)
             raise
-    return made
+    return made, store.secret.is_missing
 
 
 class TorchTransport(MatchedTransport):

@@ -422,8 +422,12 @@ class Reception:
             number = 1
             said: set[str] = set()
             while True:
-                number = self._read_log(store, number)
-                self._look_for_wanted(store, said)
+                try:
+                    number = self._read_log(store, number)
+                    self._look_for_wanted(store, said)
+                except RuntimeError as error:  # another user of this host may have deleted a value since it was seen
+                    common.check([_OVER])  # raises if the store has ended
+                    logger.info("rank %d reads the store again: %s", self._rank, reason(error))
                 if self._closing.wait(_PERIOD_S) or common.check([_OVER]):
                     return
         except RuntimeError as error:

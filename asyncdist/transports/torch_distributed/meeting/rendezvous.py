@@ -125,7 +125,8 @@ def join_store(rendezvous: Rendezvous | None, rank: int, size: int, timeout_s: f
     """
     if rendezvous is not None:
         return join_world(rendezvous, timeout_s)[0]
-    store = SealedStore(dist.distributed_c10d._get_default_store(), environment.secret_of_group())
+    of_group = dist.distributed_c10d._get_default_store()
+    store = SealedStore(of_group, environment.secret_of_group(_address_of(of_group), size))
     gathering = _Gathering(store, rank, size, time.monotonic() + timeout_s)
     gathering.come()
     gathering.let_go()
@@ -143,7 +144,8 @@ def join_world(
     place = _place_of(rendezvous)
     try:
         first_count = rendezvous.size - rendezvous.empty_count
-        gathering = _Gathering(place.open(deadline), rendezvous.rank, first_count, deadline, check)
+        hint = _loopback_hint(rendezvous)
+        gathering = _Gathering(place.open(deadline), rendezvous.rank, first_count, deadline, check, hint)
         gathering.come()
     except BaseException:
         place.forget()
@@ -154,6 +156,13 @@ def join_world(
     return gathering.world, gathering.token
 
 
+def _address_of(store: Any) -> str:
+    """Return the address at which a store of the user's is served; empty if it is in a file, or not known."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return str(getattr(store, "host", ""))
+
+
 def open_store(rendezvous: Rendezvous, deadline: float) -> SealedStore:
     """Return the store at which the ranks meet, which other worlds use too.
 
@@ -161,6 +170,19 @@ def open_store(rendezvous: Rendezvous, deadline: float) -> SealedStore:
         TransportError: it cannot be reached.
     """
     return _place_of(rendezvous).open(deadline)
+
+
+def _loopback_hint(rendezvous: Rendezvous) -> str:
+    """Return why rank 0 may miss ranks of other hosts, for errors; empty if its launcher has started all on this host.
+
+    Some launchers give rank 0 alone MASTER_ADDR=localhost, for a store that listens at all addresses.
+    """
+    if rendezvous.rank or not rendezvous.is_loopback or environment.local_size() == rendezvous.size:
+        return ""
+    return (
+        f". Rank 0 listens at the loopback interface alone, since its MASTER_ADDR is {rendezvous.address}: if ranks "
+        "are on other hosts, give rank 0 the MASTER_ADDR that they have"
+    )
 
 
 # -- the handshake ----------------------------------------------------------------------------------------------------
@@ -175,6 +197,7 @@ class _Gathering:
         size: the number of ranks.
         deadline: when to give up, by ``time.monotonic``.
         check: see :func:`join_world`.
+        hint: Why ranks may be missing, for warnings and errors; begins with a full stop if there is any.
 
     Attributes:
         world: the part of the store that belongs to this world, once this rank knows it.
@@ -182,8 +205,15 @@ class _Gathering:
     """
 
     def __init__(
-        self, store: SealedStore, rank: int, size: int, deadline: float, check: Callable[[], object] = lambda: None
+        self,
+        store: SealedStore,
+        rank: int,
+        size: int,
+        deadline: float,
+        check: Callable[[], object] = lambda: None,
+        hint: str = "",
     ) -> None:
+        self._hint = hint
         self._store = store.part("asyncdist")
         self._rank = rank
         self._size = size
@@ -295,7 +325,7 @@ class _Gathering:
                 notice_at = math.inf
                 self._tell_who_is_missing()
             if time.monotonic() >= self._deadline:
-                raise TransportError(self._who_is_missing(), missing=self._missing)
+                raise TransportError(self._who_is_missing() + self._hint, missing=self._missing)
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, longest_s)
 
@@ -304,10 +334,11 @@ class _Gathering:
         if self._rank == 0 or (not self.token and environment.local_rank() in (None, 0, 1)):
             logger.warning(
                 "rank %d waits for ranks %s: they have not come to the start of the world yet, and may have ended; it "
-                "goes on for up to %.0f s",
+                "goes on for up to %.0f s%s",
                 self._rank,
                 self._missing,
                 max(0.0, self._deadline - time.monotonic()),
+                self._hint,
             )
 
     def _check_alone(self) -> None:

@@ -2,7 +2,8 @@
 
 torch's store asks nobody who he is: any process that reaches its port reads and writes each key. Here each value is
 written with a seal (:class:`asyncdist.trust.job_secret.JobSecret`), and one without a sound seal counts as absent. So
-garbage neither names a newcomer nor ends a thread. Who reaches the port can still delete values, which delays a start.
+garbage neither names a newcomer nor ends a thread. Who reaches the port can still delete values, so that ranks that
+meet or join do not find each other.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ _TIMEOUT_S: Final = 60.0
 _PAUSE_S: Final = 0.01
 #: A process reports refused values once in so many seconds.
 _REPORT_PERIOD_S: Final = 60.0
+#: What a read expects to find: no sealed value is as short.
+_NOTHING: Final = "?"
 #: How often a value without a sound seal is replaced, where another process writes it again and again.
 _ATTEMPT_COUNT: Final = 8
 
@@ -113,7 +116,7 @@ class SealedStore(Store):
             RuntimeError: There is none within a minute, or the store has closed.
         """
         give_up_at = time.monotonic() + _TIMEOUT_S
-        while (value := self._unseal(key, bytes(self._inner.get(self.prefix + key)))) is None:
+        while (value := self._read(key)) is None:
             if time.monotonic() >= give_up_at:
                 raise RuntimeError(f"the store has no value of this job for {key!r}")
             time.sleep(_PAUSE_S)
@@ -125,7 +128,7 @@ class SealedStore(Store):
             return False
         for key in keys:
             if key not in self._sound:
-                if self._unseal(key, bytes(self._inner.get(self.prefix + key))) is None:
+                if self._read(key) is None:
                     return False
                 self._sound.add(key)
         return True
@@ -160,12 +163,21 @@ class SealedStore(Store):
     def why_absent(self, key: str) -> str:
         """Return a cause for an error about a key without a sound value; empty if nothing is written there."""
         name = self.prefix + key
-        if not self._inner.check([name]) or self._unseal(key, bytes(self._inner.get(name))) is not None:
+        if not self._inner.check([name]) or self._read(key) is not None:
             return ""
         return (
             f". What is written there has another secret than this rank: give all ranks the same "
             f"{environment.SECRET_FILE_VARIABLE} (docs/trust.md)"
         )
+
+    def _read(self, key: str) -> bytes | None:
+        """Return the value that is there now; None if there is none with a sound seal.
+
+        ``get`` of torch's stores waits for a value, and sees no signal then: another process may have deleted the value
+        since it was seen. A comparison with a value that never is there does not wait.
+        """
+        found = bytes(self._inner.compare_set(self.prefix + key, _NOTHING, _NOTHING))
+        return None if found == _NOTHING.encode() else self._unseal(key, found)
 
     def _seal(self, key: str, value: Any) -> bytes:
         return self.secret.seal(self.prefix + key, value.encode() if isinstance(value, str) else bytes(value))
