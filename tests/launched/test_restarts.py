@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -50,7 +51,8 @@ def test_ranks_are_killed_at_any_time_the_coordinators_too_and_take_part_again(t
 @pytest.mark.long
 def test_a_rank_that_lives_another_job_and_another_version_are_refused_and_disturb_nobody() -> None:
     result = torchrun.run_jobs([(command(3, 1, "tests/scripts/refused_newcomers.py"), {})], TIMEOUT_S).check()
-    lives, job, version = result.reports[2]
+    found, lives, job, version = result.reports[2]
+    assert re.search(r"rank 2 is there already: process \d+ of this host runs as that rank", found)
     assert "rank 2 still lives, so it is not to be started again" in lives
     assert "rank 2 was started again with job 'another', and the world that runs has 'asyncdist-" in job
     assert "with version 'asyncdist 0.0.0', and the world that runs has 'asyncdist " in version

@@ -14,6 +14,8 @@ from support.mpi import report
 
 import asyncdist as ad
 
+#: A rank takes its secret out of the environment when its world opens, and these processes know it.
+_SECRET = {name: os.environ[name] for name in ("ASYNCDIST_JOB_SECRET",) if name in os.environ}
 _PROGRAM = """
 import sys
 from asyncdist import _version
@@ -28,7 +30,7 @@ async def refused(version: str = "", **variables: str) -> str:
     """Start a process with the variables of this one but for these, and return what it says as it ends."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", _PROGRAM, version),
-        env={**os.environ, "ASYNCDIST_INCARNATION": "1", **variables},
+        env={**os.environ, "ASYNCDIST_INCARNATION": "1", **_SECRET, **variables},
         stderr=asyncio.subprocess.PIPE,
     )
     _, said = await process.communicate()
@@ -39,7 +41,10 @@ async def refused(version: str = "", **variables: str) -> str:
 async def main(world: ad.World) -> None:
     said: list[str] = []
     if world.rank == 2:
-        said = await asyncio.gather(refused(), refused(TORCHELASTIC_RUN_ID="another"), refused("0.0.0"))
+        elsewhere = {"MASTER_ADDR": "localhost"}  # so that the lock of this rank is not found, as on another host
+        said = await asyncio.gather(
+            refused(), refused(**elsewhere), refused(TORCHELASTIC_RUN_ID="another"), refused("0.0.0", **elsewhere)
+        )
     total = await ad.all_reduce(torch.ones(1))
     report(world.rank, said or float(total))
 
