@@ -98,9 +98,11 @@ def shared(bases: Iterable[str]) -> str | None:
     None if no folder can hold it.
     """
     bases = tuple(bases)
-    return find(SHARED, bases) or (
-        find(SHARED, bases) if _in_own_folder(SHARED, job_secret.draw(), bases, replaces=False) else None
-    )
+    found = find(SHARED, bases)
+    for replaces in (False, True):  # a file that is there is replaced if it has no secret, as after a loss of power
+        if found is None and _in_own_folder(SHARED, job_secret.draw(), bases, replaces=replaces) is not None:
+            found = find(SHARED, bases)
+    return found
 
 
 def remove(path: Path) -> None:
@@ -119,6 +121,8 @@ def _in_own_folder(name: str, text: str, bases: Iterable[str], *, replaces: bool
             try:
                 with open(descriptor, "w", encoding="utf-8") as file:
                     file.write(text)
+                    file.flush()
+                    os.fsync(descriptor)  # otherwise a loss of power can leave an empty file of that name
                 if replaces:
                     os.rename(begun, name, src_dir_fd=parent, dst_dir_fd=parent)
                 else:

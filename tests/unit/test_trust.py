@@ -391,6 +391,17 @@ def test_processes_that_draw_the_users_secret_at_once_have_the_same(tmp_path: Pa
     assert len(set(found)) == 1 and found[0] is not None and len(found) == 8
 
 
+@pytest.mark.parametrize("text, mode", [("", 0o600), ("short", 0o600), ("0123456789abcdef", 0o644)])
+def test_a_users_secret_that_cannot_be_used_is_replaced(text: str, mode: int, tmp_path: Path) -> None:
+    """Regression: an empty file, as after a loss of power, left all later jobs of that user without a secret."""
+    assert secret_files.shared([str(tmp_path)]) is not None
+    (path,) = tmp_path.glob("*/secret")
+    written(path, mode, text)
+    found = secret_files.shared([str(tmp_path)])
+    assert found not in (None, text) and found == secret_files.shared([str(tmp_path)])
+    assert path.stat().st_mode & 0o777 == 0o600 and len(list(path.parent.iterdir())) == 1
+
+
 def test_the_secret_of_a_job_is_kept_and_removed(tmp_path: Path) -> None:
     path = secret_files.keep("secret-1", "0123456789abcdef", [str(tmp_path)])
     assert path is not None and secret_files.find("secret-1", [str(tmp_path)]) == "0123456789abcdef"
