@@ -57,10 +57,12 @@ class Journal:
 
     Attributes:
         metric: the last number that was given; None before.
+        is_direction_named: Whether the latest step said whether a smaller metric is better, or a larger one.
     """
 
     def __init__(self, name: str, class_name: str = "") -> None:
         self.metric: float | None = None
+        self.is_direction_named = False
         self._name, self._class_name = name, class_name
         self._rank: int | None = None
         self._number = -1
@@ -78,6 +80,11 @@ class Journal:
     def include(self, part: Journal) -> None:
         """Tell of what a policy inside this one does as of this one's own; that one is not listed by itself."""
         self._part, part._whole = part, self
+
+    @property
+    def is_direction_certain(self) -> bool:
+        """Whether this rank's metrics are certainly read in the right direction, since its steps name it."""
+        return (self._whole or self).is_direction_named
 
     def begin(self, services: Services, class_name: str, average_every: int, nbytes: int, ranks: Sequence[int]) -> None:
         """Note that the policy has started on these ranks, with ``nbytes`` of weights on each."""

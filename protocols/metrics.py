@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -11,6 +11,9 @@ import torch
 #: The metric given to ``step``, or something that yields it when it is due.
 Metric: TypeAlias = float | int | torch.Tensor
 MetricSource: TypeAlias = Metric | Callable[[], Metric] | None
+
+#: A callable in place of a metric may return it, if there is no new measurement: then nothing is reported.
+NOT_MEASURED: Final[Any] = object()
 
 
 def given_metric(
@@ -32,6 +35,12 @@ def given_metric(
 def negated(source: MetricSource) -> Callable[[], float]:
     """Return a callable that reads a metric and changes its sign."""
     return lambda: -due_metric(source, 0)
+
+
+def measured(source: MetricSource) -> tuple[MetricSource, bool]:
+    """Return a metric, read if a callable was given, and whether it is a measurement."""
+    given = source() if callable(source) and not isinstance(source, torch.Tensor) else source
+    return given, given is not NOT_MEASURED
 
 
 def due_metric(source: MetricSource, iteration: int) -> float:

@@ -31,7 +31,7 @@ from asyncdist.collectives.agreement.messages import Agreed
 from asyncdist.collectives.groups import check_open
 from asyncdist.messaging.services import Services
 from asyncdist.protocols.journal import Journal
-from asyncdist.protocols.metrics import Metric, MetricSource, due_metric, given_metric, negated
+from asyncdist.protocols.metrics import Metric, MetricSource, due_metric, given_metric, measured, negated
 from asyncdist.protocols.misuse import (
     NoPlainContext,
     UnawaitedStep,
@@ -47,6 +47,7 @@ from asyncdist.protocols.step_info import StepInfo, fields_of
 from asyncdist.protocols.wrappers import check_not_inside, check_not_wrapped
 from asyncdist.runtime.failing.process_ends import end_forked_child
 from asyncdist.tensors.flat_state import FlatState
+from asyncdist.tensors.optimizers.copies import has_stepped
 from asyncdist.tensors.optimizers.weights import AveragedStates, OptimizerWeights
 
 _Stage: TypeAlias = Literal["new", "starting", "open", "closed"]
@@ -326,6 +327,10 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self._is_unawaited = True
         return self._guarded_step(local_metric)
 
+    def note_direction(self) -> None:
+        """Note that ``metric_mode`` is certainly the direction of the metrics that ``step`` is given."""
+        self._journal.is_direction_named = True
+
     def _note_first_call(self, line: tuple[str, int]) -> None:
         if self._stage == "new":  # now, and not when it is awaited: code that blocks would never hear of it
             self._refuse()
@@ -343,6 +348,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
             ValueError: a threshold is in the units of a metric with the opposite sign.
         """
         given, is_opposite = given_metric(local_metric, loss, score, self._metric_mode)
+        self._journal.is_direction_named = local_metric is None
         name, limit = self._limit
         if is_opposite and limit is not None:
             word, cure = ("loss", "min") if score is None else ("score", "max")
@@ -559,6 +565,11 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self._journal.note_metric(self.iteration, number)
         return number
 
+    def _read_new_metric(self, given: MetricSource) -> float | None:
+        """Return the metric that is due; None if there is no new measurement."""
+        value, is_new = (given, True) if type(given) is float else measured(self._metric if given is None else given)
+        return self._read_metric(value) if is_new else None
+
     def _choose_leader(self, members: tuple[int, ...]) -> int:
         """Return the rank that compares what these members say: one of them, or the reserved coordinator."""
         return members[0]
@@ -588,7 +599,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
 
     def _mark_of_first_weights(self) -> int | None:
         """Return a number that follows from the weights; None if they were trained before, or no mean is taken."""
-        is_first = self.iteration == 0 and not self.optimizer.state
+        is_first = self.iteration == 0 and not has_stepped(self.optimizer)
         return self._flat.sample_checksum() if is_first and self._takes_means() else None
 
     def _takes_means(self) -> bool:

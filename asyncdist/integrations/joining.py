@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Generic, Literal, NoReturn, TypeAlias, TypeVar
 
 import torch
@@ -14,12 +16,12 @@ from asyncdist.blocking.callers import Caller, current_caller, find_caller, is_i
 from asyncdist.blocking.policies import Policy
 from asyncdist.blocking.process_world import process_world
 from asyncdist.blocking.world import World
-from asyncdist.errors import ClosedError, LocalProtocolError
+from asyncdist.errors import ClosedError, LocalProtocolError, StartTimeoutError
 from asyncdist.integrations.random_numbers import draw_apart
 from asyncdist.protocols import AsyncSelectiveAveragingPolicy, ReplicaAveragingPolicy, SpawnPolicy, StepInfo
 from asyncdist.protocols.misuse import is_larger_better
 from asyncdist.protocols.options import MetricMode, SelectiveOptions
-from asyncdist.protocols.step_info import NOTHING
+from asyncdist.protocols.step_info import NOTHING, fields_of
 
 logger = logging.getLogger("asyncdist.integrations")
 
@@ -166,6 +168,8 @@ class Training(Generic[PolicyT]):
         policy: None before the training and after it.
         replacement_count: how often this rank has taken an average since it began.
         is_interrupted: Whether memory was exhausted while the policy was open, so that the training may begin again.
+        is_apart: Whether this rank trains without a policy, since the other ranks did not start one with it after its
+            memory was exhausted.
     """
 
     def __init__(self, make: Callable[[nn.Module, torch.optim.Optimizer], PolicyT], warning: str = "") -> None:
@@ -173,7 +177,7 @@ class Training(Generic[PolicyT]):
         self._warning = warning
         self.policy: Policy[PolicyT] | None = None
         self.replacement_count = 0
-        self.is_interrupted = False
+        self.is_interrupted = self.is_apart = False
         self._caller: Caller
 
     __copy__ = __deepcopy__ = refuse_copy
@@ -183,20 +187,53 @@ class Training(Generic[PolicyT]):
 
         If a policy with equal options is open on the model, this rank continues with it, alone: a trainer begins again
         where it has run out of memory, with smaller batches, while the other ranks train. After that a new model of the
-        same layout takes the place of the old one. Otherwise a policy that this object has left open is ended first.
+        same layout takes the place of the old one. Otherwise a policy that this object has left open is ended first. If
+        the other ranks then start no new policy, a rank that has run out of memory trains without one.
         """
         world = join()
         if self._warning and world.rank == 0:
             logger.warning("%s", self._warning)
         self._warning = ""
+        if (error := sys.exception()) is not None and is_out_of_memory(error):  # called in its except clause
+            note_out_of_memory()
         made = self._make(model, optimizer)
         if not self._continue(made):
-            self.end()
-            policy = Policy(made)
-            policy.__enter__()
-            self._keep(policy, 0)
+            interrupted = [owner for owner in _open_trainings() if owner.is_interrupted]
+            was_apart = any(owner.is_apart for owner in interrupted)
+            for owner in (*interrupted, self):
+                owner.end()
+            if was_apart:
+                self._keep(None, 0)
+            else:
+                self._start(made, is_again=bool(interrupted))
         if world.size > 1:
             draw_apart(world.rank)
+
+    def _start(self, made: PolicyT, *, is_again: bool) -> None:
+        """Start a policy with all ranks; after memory was exhausted, train without one if others do not start it."""
+        others = [owner.policy.awaited for owner in _open_trainings() if owner.policy is not None]
+        if is_again:
+            logger.warning(
+                "selective averaging: this rank has run out of memory and begins again with another kind of model, or "
+                "other options, so it starts a new policy and waits up to %g s until all ranks do the same. To "
+                "continue alone, keep model and options, average_every too, independent of the batch size",
+                made._start_timeout_s,
+            )
+        policy = Policy(made)
+        try:
+            with _told_of_open(others, made):
+                policy.__enter__()
+        except (StartTimeoutError, ClosedError) as error:
+            if not is_again or not current_caller("a policy").is_open:
+                raise
+            logger.warning(
+                "selective averaging: the other ranks have not started a new policy, so this rank trains on without "
+                "averages, and the others without it: %s",
+                error,
+            )
+            self._keep(None, 0)
+        else:
+            self._keep(policy, 0)
 
     def _continue(self, made: PolicyT) -> bool:
         """Continue with the open policy that is equal to ``made``, except for its optimizer.
@@ -208,16 +245,9 @@ class Training(Generic[PolicyT]):
             if made.model is policy.awaited.model and _is_equal(policy.awaited, made):
                 policy.awaited.optimizer = made.optimizer
                 return self._take_over(owner, policy)
-        interrupted = [(owner, policy) for owner, policy in owners if owner.is_interrupted]
-        for owner, policy in interrupted:
-            if _is_equal(policy.awaited, made) and policy.awaited.take_model_of(made):
+        for owner, policy in owners:
+            if owner.is_interrupted and _is_equal(policy.awaited, made) and policy.awaited.take_model_of(made):
                 return self._take_over(owner, policy)
-        if interrupted:
-            logger.warning(
-                "selective averaging: this rank has run out of memory and begins again with another kind of model, or "
-                "other options, so it starts a new policy and waits until all ranks do the same. To continue alone, "
-                "keep model and options, average_every too, independent of the batch size"
-            )
         return False
 
     def _take_over(self, owner: Training[PolicyT], policy: Policy[PolicyT]) -> Literal[True]:
@@ -225,14 +255,20 @@ class Training(Generic[PolicyT]):
         self._keep(policy, owner.replacement_count)
         return True
 
-    def _keep(self, policy: Policy[PolicyT], replacement_count: int) -> None:
+    def _keep(self, policy: Policy[PolicyT] | None, replacement_count: int) -> None:
         self.policy, self.replacement_count, self.is_interrupted = policy, replacement_count, False
+        self.is_apart = policy is None
         self._caller = current_caller("a policy")
         self._caller.at_end(self.end)
 
     def _release(self) -> None:
-        self.policy = None
+        self.policy, self.is_apart = None, False
         self._caller.forget(self.end)
+
+    def judge_by_training_loss(self) -> None:
+        """Note that the metrics are losses that training makes smaller, so one that rises is judged right, too."""
+        if self.policy is not None and self.policy.awaited._metric_mode == "min":
+            self.policy.awaited.note_direction()
 
     def use(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the optimizer that the trainer has now, which may be another one than before."""
@@ -245,6 +281,9 @@ class Training(Generic[PolicyT]):
         Raises:
             ClosedError: it has ended, or has not begun.
         """
+        if self.is_apart:
+            self._caller.call(self._caller.world.safe_point)  # which raises where the job has failed
+            return NOTHING
         info: StepInfo = self._caller.call(self._open_policy().awaited.step, metric)
         if info is not NOTHING:
             self.replacement_count += bool(info)
@@ -258,6 +297,8 @@ class Training(Generic[PolicyT]):
         Raises:
             ClosedError: it has ended, or has not begun.
         """
+        if self.is_apart:
+            return model, optimizer, fields_of(self.step(metric))
         called: tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]
         called = self._open_policy()(iteration, model, optimizer, metric)
         self.replacement_count += called[2]["averaged_this_iteration"]
@@ -276,13 +317,13 @@ class Training(Generic[PolicyT]):
                 open for a training that begins again, until the program ends.
         """
         policy = self.policy
-        if policy is not None and error is not None and is_out_of_memory(error):
+        if policy is None and not self.is_apart:
+            return
+        if error is not None and is_out_of_memory(error):
             self.is_interrupted = True
             return
-        if policy is None:
-            return
         self._release()
-        if self._caller.is_open:  # else the world has ended, because of an error
+        if policy is not None and self._caller.is_open:  # else the world has ended, because of an error
             trace = getattr(error, "__traceback__", None)  # contextlib sets what it is given as the error's own
             policy.__exit__(type(error) if error is not None else None, error, trace)
 
@@ -298,6 +339,27 @@ def note_out_of_memory() -> None:
     if find_caller() is not None:
         for training in _open_trainings():
             training.is_interrupted = True
+
+
+@contextmanager
+def _told_of_open(others: Sequence[SpawnPolicy], made: SpawnPolicy) -> Iterator[None]:
+    """Start a policy in the body. If other ranks do not, the error says what a rank without memory can do.
+
+    Args:
+        others: The policies that are open on this rank.
+        made: The policy.
+    """
+    try:
+        yield
+    except StartTimeoutError as error:
+        if not any(_is_equal(each, made) for each in others):
+            raise
+        raise StartTimeoutError(
+            f"{error.message}. An equal policy is still open on this rank: a rank that begins again after it has run "
+            "out of memory, while the others train, continues with that one if the failed training was inside "
+            "with SelectiveAveraging(...) as averaging, or begins again inside the except clause",
+            **error.facts,
+        ) from None
 
 
 def _is_equal(one: SpawnPolicy, other: SpawnPolicy) -> bool:

@@ -29,6 +29,7 @@ from asyncdist.integrations.metrics import RunningLoss
 from asyncdist.integrations.random_numbers import draw, shuffle_apart
 from asyncdist.integrations.replicas import show_replica
 from asyncdist.protocols import StepInfo
+from asyncdist.protocols.metrics import NOT_MEASURED
 from asyncdist.protocols.options import MetricMode, SelectiveOptions
 
 with validation.optional_imports(__name__, ["lightning"], "lightning"):
@@ -98,6 +99,8 @@ class SelectiveAveraging(Callback):
         self._step_count = 0
         self._first_step_count = 0
         self._has_losses = self._has_warned = False
+        self._spent: Any = None
+        self._spent_value: float | None = None
         self._training = selective_averaging(
             average_every, mode, options, replica_size=replica_size, swap_every=swap_every, monitor=monitor
         )
@@ -191,6 +194,8 @@ class SelectiveAveraging(Callback):
         self._has_losses = self._has_warned = False
         self._loss.reset()
         self._training.begin(pl_module, self._choose(trainer.optimizers))
+        if self.monitor is None:
+            self._training.judge_by_training_loss()
         self._warn_of_averages(trainer)
 
     def _warn_of_averages(self, trainer: pl.Trainer) -> None:
@@ -235,12 +240,25 @@ class SelectiveAveraging(Callback):
         self.last_info = self._training.step(self._metric)
         if self.last_info:
             self._loss.reset()
+            if self.monitor is not None:  # it was that of weights that are gone
+                self._spend(trainer.callback_metrics.get(self.monitor))
             self.log("replacements", float(self._training.replacement_count), prog_bar=True)
 
     def _metric(self) -> Any:
         if self.monitor is None:
             return self._loss()
-        return self._trainer.callback_metrics.get(self.monitor, float("nan"))
+        newest = self._trainer.callback_metrics.get(self.monitor)
+        if self._is_spent(newest):
+            return NOT_MEASURED
+        self._spend(newest)
+        return newest
+
+    def _is_spent(self, metric: Any) -> bool:
+        """Tell whether a logged metric was judged before: then Lightning keeps the same tensor."""
+        return metric is None or (metric is self._spent and float(metric) == self._spent_value)
+
+    def _spend(self, metric: Any) -> None:
+        self._spent, self._spent_value = metric, None if metric is None else float(metric)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Warn, after the first epoch, of a metric that there is not."""

@@ -28,6 +28,7 @@ from asyncdist.integrations.metrics import RunningLoss
 from asyncdist.integrations.random_numbers import shuffle_apart
 from asyncdist.integrations.replicas import Replica, replica_of, show_replica
 from asyncdist.protocols import StepInfo
+from asyncdist.protocols.metrics import NOT_MEASURED
 from asyncdist.protocols.options import MetricMode, SelectiveOptions
 
 with validation.optional_imports(__name__, ["transformers", "accelerate"], "transformers"):
@@ -80,7 +81,7 @@ class SelectiveAveraging(TrainerCallback):
         self.monitor = monitor
         self.last_info: StepInfo | None = None
         self._loss = RunningLoss()
-        self._newest = float("nan")
+        self._newest: Any = NOT_MEASURED
         self._has_warned = False
         self._evaluated: set[str] = set()
         self._training = selective_averaging(
@@ -160,6 +161,8 @@ class SelectiveAveraging(TrainerCallback):
         if args.disable_tqdm:
             warn_of_unlabelled_lines(self._world, "with disable_tqdm=False rank 0 alone prints")
         self._training.begin(model, getattr(optimizer, "optimizer", optimizer))
+        if self.monitor is None:
+            self._training.judge_by_training_loss()
         if self._world.size > 1:
             seed = args.seed if args.data_seed is None else args.data_seed
             shuffle_apart(of["train_dataloader"], self._number, size=self._size, seed=seed if self._size > 1 else None)
@@ -171,9 +174,13 @@ class SelectiveAveraging(TrainerCallback):
         self.last_info = self._training.step(self._metric)
         if self.last_info:
             self._loss.reset()
+            self._newest = NOT_MEASURED  # it was that of weights that are gone
 
-    def _metric(self) -> float:
-        return self._loss() if self.monitor is None else self._newest
+    def _metric(self) -> Any:
+        if self.monitor is None:
+            return self._loss()
+        newest, self._newest = self._newest, NOT_MEASURED  # each evaluation is judged once
+        return newest
 
     def on_evaluate(
         self,

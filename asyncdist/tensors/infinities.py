@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from asyncdist.tensors.flat_state import Entry, FlatBuffers, FlatState, is_finite
 from asyncdist.tensors.model_tensors import local_part
@@ -66,6 +67,8 @@ def all_finite(values: Any) -> bool:
     """
     if isinstance(values, Tensor):
         values = local_part(values)  # torch would look at all parts of a DTensor, together with the other ranks
+        if is_traceable_wrapper_subclass(values):  # as of 8-bit optimizers, which compute little on the whole of it
+            return all(all_finite(getattr(values, name)) for name in values.__tensor_flatten__()[0])
         if not (values.is_floating_point() or values.is_complex()) or values.is_meta:
             return True
         return all(map(is_finite, _stored(values)))

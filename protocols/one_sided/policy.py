@@ -356,7 +356,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
             logger.warning("%s", blank_warning(self._journal.title(), "this rank's metric"))
         if self._group.index == 0:
             self._trend.add((metric,))
-            if (wrong := self._trend.take_wrong()) is not None:
+            if (wrong := self._trend.take_wrong()) is not None and not self._journal.is_direction_certain:
                 logger.warning("%s", trend_warning(self._journal.title(), self._metric_mode, wrong))
 
     def _publish(self, metric: float) -> None:

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from asyncdist import AsyncdistError, Group, World, compute_and_broadcast, reduce_and_broadcast, validation
 from asyncdist.collectives.groups import free_all
-from asyncdist.protocols.metrics import Metric, MetricSource
+from asyncdist.protocols.metrics import NOT_MEASURED, Metric, MetricSource
 from asyncdist.protocols.options import Parameters, PopulationOptions, ReplicaOptions
 from asyncdist.protocols.policy import SpawnPolicy
 from asyncdist.protocols.replicas.shards import ShardAveraging
@@ -299,7 +299,7 @@ class ReplicaAveragingPolicy(SpawnPolicy):
             return NOTHING
         if isinstance(self._inner, ShardAveraging):
             self._inner.has_come = is_due
-            return await self._inner._guarded_step(functools.partial(self._read_metric, local_metric))
+            return await self._inner._guarded_step(functools.partial(self._read_number, local_metric))
         metric = await self._metric_of_replica(local_metric) if is_due else None
         self._inner.has_come = is_due
 
@@ -313,11 +313,19 @@ class ReplicaAveragingPolicy(SpawnPolicy):
                 reset_optimizer_state(self.optimizer)
         return info
 
-    async def _metric_of_replica(self, local_metric: MetricSource) -> float | None:
-        """Return the mean of the ranks' metrics, on the leader."""
-        own = torch.tensor([self._read_metric(local_metric)], dtype=torch.float64, device="cpu")
+    def _read_number(self, local_metric: MetricSource) -> float:
+        """Return the metric that is due; NaN if there is no new measurement."""
+        value = self._read_new_metric(local_metric)
+        return math.nan if value is None else value
+
+    async def _metric_of_replica(self, local_metric: MetricSource) -> MetricSource:
+        """Return the mean of the ranks' metrics, on the leader. If the leader has no new one, the replica has none."""
+        value = self._read_new_metric(local_metric)
+        own = torch.tensor([math.nan if value is None else value], dtype=torch.float64, device="cpu")
         metrics = await self._world.collectives.gather(own, self._replica, self._replica.ranks[0])
-        return None if metrics is None else math.fsum(map(float, metrics)) / self.replica_size
+        if metrics is None:
+            return None
+        return math.fsum(map(float, metrics)) / self.replica_size if value is not None else lambda: NOT_MEASURED
 
     async def _copy_from_leader(self) -> None:
         """Make this rank's weights those of the replica's first rank."""

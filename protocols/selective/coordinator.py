@@ -66,6 +66,7 @@ class PolicyScopes:
         to_members, to_coordinator: of the messages to these.
         between: names the policies of all islands together.
         values: what all members agree in.
+        marks: up to two different numbers with which members have marked their first weights.
     """
 
     def __init__(self, ranks: tuple[int, ...], agreed: Agreed, population: str = "") -> None:
@@ -74,6 +75,7 @@ class PolicyScopes:
         self.to_coordinator = wire.scope_of(ranks, "coordinator of a policy", agreed.time)
         self.between = wire.scope_of((), f"islands of {population}", agreed.time)
         self.values = dict(agreed.values)
+        self.marks = agreed.marks
 
     @classmethod
     def of_running(cls, welcome: Welcome, values: Mapping[str, str]) -> PolicyScopes:
@@ -81,7 +83,7 @@ class PolicyScopes:
         scopes = cls.__new__(cls)
         scopes.policy, scopes.values = welcome.policy, dict(values)
         scopes.to_members, scopes.to_coordinator = welcome.to_members, welcome.to_coordinator
-        scopes.between = welcome.between
+        scopes.between, scopes.marks = welcome.between, ()
         return scopes
 
     @classmethod
@@ -89,7 +91,7 @@ class PolicyScopes:
         """Return the scopes of another island's messages."""
         scopes = cls.__new__(cls)
         scopes.policy = scopes.between = 0
-        scopes.values = {}
+        scopes.values, scopes.marks = {}, ()
         scopes.to_members, scopes.to_coordinator = to_members, to_coordinator
         return scopes
 
@@ -127,7 +129,6 @@ class Coordinator:
         self._told: tuple[type, int] = (type(None), 0)  # of the round's messages, the last that is an event
         self._migration = migration
         self._metric_mode = rules.metric_mode
-        self._tells_trend = migration is None or migration.is_first
         self._scopes = scopes
         self._epoch = epoch
         self._core = RoundCoordinator(
@@ -178,7 +179,7 @@ class Coordinator:
                     self._hear_newcomer(rank, self._newcomers.pop(rank))
                 while self._guests:
                     self._hear_guest(*self._guests.popitem())
-                if (wrong := core.trend.take_wrong()) is not None and self._tells_trend:
+                if (wrong := core.trend.take_wrong()) is not None and self._tells_trend():
                     logger.warning("%s", trend_warning(self._journal.title(), self._metric_mode, wrong))
                 if core.blanks.take_found():
                     logger.warning("%s", blank_warning(self._journal.title(), "the metric of every rank"))
@@ -228,6 +229,10 @@ class Coordinator:
     def statistics(self) -> CoordinatorStatistics:
         """Return what has been decided so far."""
         return self._core.statistics()
+
+    def _tells_trend(self) -> bool:
+        is_first = self._migration is None or self._migration.is_first
+        return is_first and not self._journal.is_direction_certain
 
     def _is_over(self) -> bool:
         return self._is_stopped or self._core.finished

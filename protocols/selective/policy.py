@@ -302,7 +302,8 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
 
     def _takes_means(self) -> bool:
         count = replacer_count(len(self._members), self._rules.replacement_ratio)
-        return self._averaging.takes_means(len(self._members) - count if count else 0)
+        guest_count = int(self._island is not None)
+        return self._averaging.takes_means(len(self._members) - count + guest_count if count else 0)
 
     async def _start(self) -> None:
         self._own.begin()
@@ -461,7 +462,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
     async def _step(self, local_metric: MetricSource) -> StepInfo:
         if self.is_alone:
             if self._is_due():
-                self._read_metric(local_metric)
+                self._read_new_metric(local_metric)
             await self._world.safe_point()
             return NOTHING
         await self._world.progress()
@@ -470,8 +471,9 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         if self._visits.wants_step:
             self._visits.on_step(self.iteration)
         if self._is_due():
-            value = self._read_metric(local_metric)
-            self._reporter.report(self.iteration, self.iteration - self._skipped_count, value)
+            value = self._read_new_metric(local_metric)
+            if value is not None:
+                self._reporter.report(self.iteration, self.iteration - self._skipped_count, value)
         return info
 
     def _act(self) -> StepInfo:

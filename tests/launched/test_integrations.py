@@ -216,6 +216,82 @@ def test_a_metric_that_lightning_never_has_is_warned_of_once(tmp_path: Path) -> 
     assert "training_step has returned no loss" in ended.stderr
 
 
+MONITORED = """
+    import sys
+
+    from asyncdist.integrations import lightning, transformers as hf
+    import lightning.pytorch as pl
+    import torch
+    from asyncdist.protocols import StepInfo
+    from asyncdist.protocols.metrics import NOT_MEASURED
+    from transformers import Trainer, TrainingArguments
+
+    def watched(averaging):
+        def step(metric):
+            nonlocal count
+            count += 1
+            if count % 2 == 0:
+                seen.append(metric() is not NOT_MEASURED)
+            return StepInfo(averaged_this_iteration=count == 17)
+
+        count, seen = 0, []
+        averaging._training.step = step
+        return seen
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Linear(2, 1)
+
+        def training_step(self, batch, index):
+            return self.net(batch[0]).square().mean()
+
+        def validation_step(self, batch, index):
+            self.log("val_loss", self.net(batch[0]).square().mean())
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    averaging = lightning.SelectiveAveraging(2, monitor="val_loss")
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(8, 2)))
+    trainer = pl.Trainer(max_epochs=3, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, num_sanity_val_steps=0, callbacks=[averaging])
+    seen = watched(averaging)
+    trainer.fit(Module(), data, data)
+    print("lightning", [place for place, is_new in enumerate(seen) if is_new], len(seen), file=sys.stderr)
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Linear(2, 1)
+
+        def forward(self, inputs, **_):
+            return {"loss": self.net(inputs).square().mean()}
+
+    averaging = hf.SelectiveAveraging(2, monitor="eval_loss")
+    arguments = TrainingArguments(output_dir=sys.argv[1], max_steps=24, per_device_train_batch_size=1, use_cpu=True,
+        report_to=[], save_strategy="no", eval_strategy="steps", eval_steps=8, label_names=["inputs"])
+    rows = [{"inputs": torch.ones(2)}] * 8
+    seen = watched(averaging)
+    Trainer(Model(), arguments, train_dataset=rows, eval_dataset=rows, callbacks=[averaging]).train()
+    print("transformers", [place for place, is_new in enumerate(seen) if is_new], len(seen), file=sys.stderr)
+"""
+
+
+@pytest.mark.mpi
+def test_a_monitored_metric_is_judged_once(tmp_path: Path) -> None:
+    """Regression: one validation counted at each report until the next one, for weights that were replaced, too.
+
+    A rank with a bad validation was replaced again and again, and metrics before the first one were NaN. Here the
+    weights are replaced in step 17, after the second validation.
+    """
+    script = tmp_path / "program.py"
+    script.write_text(textwrap.dedent(MONITORED))
+    ended = torchrun.run_jobs([([sys.executable, str(script), str(tmp_path)], {})], 200.0).check()
+    for library in "lightning", "transformers":
+        assert f"{library} [4] 12" in ended.stderr, ended.output()
+
+
 LIGHTNING_FOLDERS = """
     import copy, os, sys
     import wandb

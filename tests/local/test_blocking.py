@@ -386,3 +386,99 @@ def test_a_policy_left_open_for_want_of_memory_ends_with_its_rank() -> None:
     left: list[SelectiveAveraging] = []
     ad.run_local(ad.blocking.hosted(main), ranks=2, strict=True)
     assert [averaging.policy for averaging in left] == [None, None]
+
+
+def begins_again(kind: str) -> Callable[[ad.blocking.World], Any]:
+    """Return a main whose rank 1 runs out of memory, and begins again with another model or options."""
+    from asyncdist.integrations.pytorch import SelectiveAveraging
+
+    def main(world: ad.blocking.World) -> Any:
+        def made(width: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
+            torch.manual_seed(0)
+            model = nn.Linear(width, 1)
+            return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def training(count: int, *, width: int = 2, every: int = 2, fails: bool = False) -> Any:
+            with SelectiveAveraging(*made(width), every, start_timeout_s=3.0) as averaging:
+                for step in range(count):
+                    averaging.step(world.rank + step)
+                if fails:
+                    raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+                return None if averaging.policy is None else averaging.policy.iteration
+
+        if world.rank == 0 and kind != "all":
+            with SelectiveAveraging(*made(), 2) as averaging:
+                world.sleep(10.0 if kind == "others train" else 0.0)
+                return averaging.step(1.0) is not None
+        results = []
+        again: list[dict[str, Any]] = [{"fails": True}, {"width": 3, "fails": True}, {"width": 4, "every": 3}]
+        for options in again:
+            try:
+                results.append(training(6, **options))
+            except RuntimeError as error:
+                results.append(str(error).partition(".")[0])
+        return results
+
+    return main
+
+
+@pytest.mark.parametrize("kind", ["all", "others train", "others end"])
+def test_another_model_after_exhausted_memory_loses_no_training(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: a rank that began again with another model ended the job after ``start_timeout_s``."""
+    report = ad.simulate(ad.blocking.hosted(begins_again(kind)), ranks=2, seed=1, strict=True, until_s=100.0)
+    failed = "CUDA out of memory"
+    told = [record.getMessage() for record in caplog.records if record.name == "asyncdist.integrations"]
+    if kind == "all":
+        assert report.results == ([failed, failed, 6],) * 2
+        assert not any("without averages" in text for text in told)
+    else:
+        assert report.results == (True, [failed, failed, None])
+        assert len([text for text in told if "waits up to 3 s until all ranks do the same" in text]) == 1
+        (apart,) = [text for text in told if "so this rank trains on without averages" in text]
+        assert "ranks 0-1" in apart
+
+
+def test_a_training_in_the_except_clause_continues_with_its_policy() -> None:
+    """Regression: outside of a block, exhausted memory was not noticed, and the second start was joined by no rank."""
+    from asyncdist.integrations.pytorch import SelectiveAveraging
+
+    def main(world: ad.blocking.World) -> int:
+        def training(count: int, *, fails: bool = False) -> Any:
+            torch.manual_seed(0)
+            model = nn.Linear(2, 1)
+            averaging = SelectiveAveraging(model, torch.optim.SGD(model.parameters(), lr=0.1), 4, start_timeout_s=3.0)
+            for step in range(count):
+                averaging.step(world.rank + step)
+            if fails:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            assert averaging.policy is not None
+            return averaging.policy.iteration
+
+        if world.rank == 0:
+            return int(training(8))
+        try:
+            return int(training(3, fails=True))
+        except torch.OutOfMemoryError:
+            return int(training(5))
+
+    assert ad.simulate(ad.blocking.hosted(main), ranks=2, seed=1, strict=True).results == (8, 8)
+
+
+def test_a_second_start_that_no_rank_joins_names_the_open_policy() -> None:
+    from asyncdist.integrations.pytorch import SelectiveAveraging
+
+    def main(world: ad.blocking.World) -> str:
+        def begin() -> None:
+            model = nn.Linear(2, 1)
+            SelectiveAveraging(model, torch.optim.SGD(model.parameters(), lr=0.1), 4, start_timeout_s=3.0)
+
+        begin()
+        if world.rank == 0:
+            world.sleep(5.0)
+            return ""
+        with pytest.raises(ad.StartTimeoutError) as raised:
+            begin()
+        return str(raised.value)
+
+    told = ad.simulate(ad.blocking.hosted(main), ranks=2, seed=1, strict=True).results[1]
+    assert "rank 0 did not come" in told and "with SelectiveAveraging(...) as averaging" in told

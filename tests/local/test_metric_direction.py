@@ -20,6 +20,7 @@ from protocols import (
     AsyncSelectiveAveragingPolicy,
     AverageAllPolicy,
     OneSidedSelectiveAveragingPolicy,
+    ReplicaAveragingPolicy,
     SpawnPolicy,
     StepInfo,
 )
@@ -294,6 +295,61 @@ def test_a_best_metric_that_becomes_worse_is_told_once(
     told = [record.getMessage() for record in caplog.records if "has become worse since the start" in record.message]
     assert len(told) == (1 if mode == "max" else 0), told
     assert all(text.startswith(f"{kind.__name__}, rank 0: a larger metric is better here") for text in told)
+
+
+def rising_in_a_policy(kind: Any, **options: Any) -> Any:
+    async def main(world: ad.World) -> None:
+        model = Mixed(0.0)
+        async with kind(model, sgd(model), average_every=1, **options) as policy:
+            for step in range(200):
+                await policy.step(loss=2.0 ** (step / 20))
+
+    return main
+
+
+def rising_in_a_loop(keyword: str) -> Any:
+    def main(world: ad.blocking.World) -> None:
+        model = Mixed(0.0)
+        with pytorch.SelectiveAveraging(model, sgd(model), 1) as averaging:
+            for step in range(200):
+                averaging.step(**{keyword: 2.0 ** (step / 20)})
+
+    return ad.blocking.hosted(main)
+
+
+def rising_under_a_trainer(mode: Any) -> Any:
+    def main(world: ad.blocking.World) -> None:
+        model = Mixed(0.0)
+        training = joining.selective_averaging(1, mode, {})
+        training.begin(model, sgd(model))
+        training.judge_by_training_loss()
+        sign = -1.0 if mode == "max" else 1.0
+        for step in range(200):
+            training.step(sign * 2.0 ** (step / 20))
+        training.end()
+
+    return ad.blocking.hosted(main)
+
+
+@pytest.mark.parametrize(
+    ("main", "count"),
+    [
+        (rising_in_a_policy(AsyncSelectiveAveragingPolicy), 0),
+        (rising_in_a_policy(AsyncSelectiveAveragingPolicy, islands=2), 0),
+        (rising_in_a_policy(OneSidedSelectiveAveragingPolicy), 0),
+        (rising_in_a_policy(ReplicaAveragingPolicy, replica_size=2), 0),
+        (rising_in_a_loop("loss"), 0),
+        (rising_in_a_loop("metric"), 1),
+        (rising_under_a_trainer(None), 0),
+        (rising_under_a_trainer("max"), 1),
+    ],
+    ids=["selective", "islands", "one-sided", "replicas", "loop", "loop, no name", "trainer", "trainer, max"],
+)
+def test_a_named_loss_may_rise(main: Any, count: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: the warning said that selection is upside down, and to write the step(loss=...) that was there."""
+    with caplog.at_level(logging.WARNING):
+        ad.run_local(main, ranks=4, strict=True)
+    assert sum("has become worse since the start" in record.message for record in caplog.records) == count
 
 
 # -- a step that is not awaited ---------------------------------------------------------------------------------------

@@ -219,6 +219,29 @@ def nested(*values: float, layout: torch.layout = torch.strided) -> torch.Tensor
     return torch.nested.nested_tensor([torch.ones(2), torch.tensor(values)], layout=layout)
 
 
+class Quantised(torch.Tensor):
+    """Is a moment in 8 bits with a scale, which computes nothing, as those of torchao's optimizers compute little."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, scale: float) -> Quantised:
+        made: Quantised = torch.Tensor._make_wrapper_subclass(cls, (2,), dtype=torch.float32)  # type: ignore[attr-defined]
+        made.codes, made.scale = torch.zeros(2, dtype=torch.uint8), torch.tensor(scale)
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(*_: Any) -> None: ...
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
+        raise NotImplementedError(f"{func}")
+
+
 FINITE: list[Callable[[], dict[str, Any]]] = [
     lambda: {"step": torch.tensor(3.0), "closure": None, "history": [None, (None, torch.ones(2))]},
     lambda: {"step": torch.tensor(3), "mask": torch.tensor([True]), "count": 7, "name": "adam"},
@@ -229,6 +252,7 @@ FINITE: list[Callable[[], dict[str, Any]]] = [
     lambda: {"moments": torch.ones(2, dtype=torch.complex64).conj()},
     lambda: {"moments": torch.empty(0), "rows": torch.empty(0, 2, dtype=torch.complex64)},
     lambda: {"moments": torch.empty(1, device="meta")},
+    lambda: {"moments": Quantised(0.1)},
 ]
 NOT_FINITE: list[Callable[[], dict[str, Any]]] = [
     lambda: {"step": torch.tensor(math.nan)},
@@ -241,6 +265,7 @@ NOT_FINITE: list[Callable[[], dict[str, Any]]] = [
     lambda: {"nested": nested(math.inf, layout=torch.jagged)},
     lambda: {"moments": torch.full((2,), complex(0.0, math.nan)).conj()},
     lambda: {"scale": torch.tensor(math.nan).to(torch.float8_e4m3fn)},
+    lambda: {"moments": Quantised(math.nan)},
 ]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytorch_optimizer import Lookahead
 from torch import nn
 
 import asyncdist as ad
@@ -135,6 +136,47 @@ def test_a_training_that_continues_is_not_warned_of(caplog: pytest.LogCaptureFix
     assert len(warnings_of(first, 3, caplog)) == 1
     assert not warnings_of(resumed, 3, caplog)
     assert not warnings_of(trained_before, 3, caplog)
+
+
+@pytest.mark.parametrize("kind", ["adagrad", "lookahead"])
+@pytest.mark.parametrize("has_stepped", [False, True])
+def test_a_state_that_a_constructor_makes_is_no_training(
+    kind: str, has_stepped: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: Adagrad's constructor makes its state, so different first weights were never warned of."""
+
+    async def main(world: ad.World) -> None:
+        torch.manual_seed(world.rank)
+        model = nn.Linear(2, 1)
+        optimizer: Any = torch.optim.Adagrad(model.parameters(), lr=0.1)
+        if kind == "lookahead":
+            optimizer = Lookahead(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        if has_stepped:
+            model(torch.ones(4, 2)).sum().backward()
+            optimizer.step()
+        async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=5) as policy:
+            await policy.step(score=1.0)
+
+    assert len(warnings_of(main, 3, caplog)) == (not has_stepped)
+
+
+@pytest.mark.parametrize(
+    "seed_of",
+    [lambda rank: rank // 2, lambda rank: int(rank == 3), lambda rank: int(rank > 3)],
+    ids=["each", "inside", "last"],
+)
+def test_islands_that_begin_with_other_weights_are_told_once(
+    seed_of: Callable[[int], int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: ranks were compared inside the first island alone."""
+
+    async def main(world: ad.World) -> None:
+        options: dict[str, Any] = {"islands": 3, "migrate_every": 1}
+        async with AsyncSelectiveAveragingPolicy(*made(seed_of(world.rank)), average_every=5, **options) as policy:
+            for step in range(200):
+                await policy.step(score=float(step + world.rank))
+
+    assert len(warnings_of(main, 6, caplog)) == 1
 
 
 def test_a_rank_that_joins_late_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytorch_optimizer import SaRA
 from support.weight_keepers import FlatMaster, Hidden, Lookahead, MasterList, Masters
 from torch import Tensor, nn
 
@@ -275,3 +276,17 @@ def test_a_reset_reaches_wrapped_optimizers() -> None:
     assert list(inner.state.values()) == [{"count": 3}]
     assert all("slow_params" in state and not state["slow_momentum"].any() for state in optimizer.state.values())
     train(model, optimizer)  # it needs what its constructor made
+
+
+def test_a_reset_keeps_the_masks_of_a_constructor() -> None:
+    """Regression: the step of SaRA after a reset raised KeyError: 'mask'."""
+    model = build()
+    optimizer = SaRA(model.parameters(), lr=0.01, threshold=30.0)
+    train(model, optimizer)
+    masks = [optimizer.state[each]["mask"] for each in model.parameters()]
+    before = values(model)
+    reset_optimizer_state(optimizer)
+    assert all(optimizer.state[each].keys() == {"mask"} for each in model.parameters())
+    assert all(optimizer.state[each]["mask"] is mask for each, mask in zip(model.parameters(), masks, strict=True))
+    train(model, optimizer)
+    assert not torch.equal(values(model), before)

@@ -68,6 +68,32 @@ _SAMPLE_TENSORS: Final = 64
 PROOF_COUNT: Final = 16
 
 
+def has_stepped(optimizer: Any) -> bool:
+    """Tell whether an optimizer has made a step, as far as its state shows.
+
+    A state that a constructor has made, as that of Adagrad and of Lookahead, has a count of zero, or zeros and weights.
+    """
+    for each in wrapped_optimizers(optimizer):
+        for parameter, state in each.state.items():
+            if isinstance(parameter, Tensor) and isinstance(state, Mapping) and _shows_step(parameter, state):
+                return True
+    return False
+
+
+def _shows_step(parameter: Tensor, state: Mapping[str, Any]) -> bool:
+    if "step" in state:
+        return bool(state["step"])
+    moments = [value for key, value in state.items() if isinstance(value, Tensor) and key not in SLOW | _MASTERS]
+    return any(not _is_untouched(local_part(each), local_part(parameter)) for each in moments)
+
+
+def _is_untouched(tensor: Tensor, parameter: Tensor) -> bool:
+    """Tell whether a tensor is as constructors make it: zeros, or a copy of the parameter."""
+    if type(tensor) not in (Tensor, nn.Parameter) or not _is_floating(tensor):
+        return False
+    return not tensor.any() or (tensor.shape == parameter.shape and _are_equal(tensor, parameter))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Held:
     """A floating tensor of an optimizer with as many elements as a parameter; ``tensor`` has the parameter's shape."""

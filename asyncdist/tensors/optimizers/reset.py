@@ -31,8 +31,17 @@ def reset_optimizer_state(optimizer: Any) -> None:
                         value.zero_()
         else:  # some keep numbers of their own there, under names
             for parameter in [key for key in each.state if isinstance(key, Tensor)]:
-                del each.state[parameter]
+                _reset_entry(each.state, parameter)
         states.append(each.state)
+
+
+def _reset_entry(states: Any, parameter: Tensor) -> None:
+    """Delete a parameter's entry. A mask stays, as of SaRA, whose constructor has chosen weights by it."""
+    state = states[parameter]
+    mask = state.get("mask") if isinstance(state, Mapping) else None
+    del states[parameter]
+    if isinstance(mask, Tensor) and mask.dtype == torch.bool:
+        states[parameter] = {"mask": mask}
 
 
 def _has_slow_weights(optimizer: Any) -> bool:

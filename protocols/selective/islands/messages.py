@@ -14,6 +14,8 @@ class Emigrant:
         rank, incarnation: Of that member.
         digest: Of what the members here have agreed in.
         is_passed_on: Whether a rank of the other island has passed it on.
+        marks: Up to two different numbers with which members here, and of islands whose emigrants have arrived here,
+            have marked their first weights.
     """
 
     policy: int
@@ -21,6 +23,7 @@ class Emigrant:
     incarnation: int
     digest: str
     is_passed_on: bool = False
+    marks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

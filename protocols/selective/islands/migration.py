@@ -5,6 +5,9 @@ that does not coordinate passes it on, once. It invites the emigrant, which may 
 next round once it has answered. Nothing waits for that: where a message is lost no one gives, and the next emigrant
 follows. A rank that has left the policy says so; its island's next rank is
 told then, or a rank of the next island where all have left.
+
+Emigrants also carry the marks of first weights, of which each island passes on its own and those that have arrived. So
+the first island is notified when ranks of other islands have begun with other weights.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from asyncdist import World
+from asyncdist.collectives.agreement.messages import first_two
 from asyncdist.messaging.services import Services
+from asyncdist.protocols.misuse import warn_of_first_weights
 from asyncdist.protocols.selective.board import Board, Declined, IslandMessage
 from asyncdist.protocols.selective.islands.layout import Island, IslandOptions
 from asyncdist.protocols.selective.islands.messages import Emigrant, Invitation
@@ -40,6 +45,7 @@ class Migration:
         island: that this rank is in.
         policy: the number that the policies of all islands have in common.
         digest: of what the members of this island have agreed in.
+        marks: with which these have marked their first weights.
         draw: chooses islands at random; None for the ring.
         on_invitation: takes, or declines, the word of another island's coordinator that this rank may be a donor there.
 
@@ -55,6 +61,7 @@ class Migration:
         island: Island,
         policy: int,
         digest: str,
+        marks: tuple[int, ...],
         *,
         draw: random.Random | None,
         on_invitation: Callable[[Invitation, int], bool],
@@ -63,6 +70,7 @@ class Migration:
         self._island = island
         self._policy = policy
         self._digest = digest
+        self._marks = marks
         self._draw = draw
         self._on_invitation: Callable[[Invitation, int], bool] | None = on_invitation
         self._absent: set[int] = set()  # ranks of other islands that have left the policy
@@ -98,6 +106,7 @@ class Migration:
             island,
             scopes.between,
             digest_of((), scopes.values),
+            scopes.marks,
             draw=world.generator(f"migration {scopes.between}") if options.migration == "random" else None,
             on_invitation=visits.on_invitation,
         )
@@ -114,7 +123,7 @@ class Migration:
 
     def emigrate(self, rank: int, incarnation: int) -> None:
         """Tell another island that a member of this one can give there."""
-        self._send(Emigrant(self._policy, rank, incarnation, self._digest))
+        self._send(Emigrant(self._policy, rank, incarnation, self._digest, marks=self._marks))
 
     def _send(self, emigrant: Emigrant) -> None:
         dest = next(self._dests(), None)
@@ -164,11 +173,18 @@ class Migration:
                     emigrant.rank,
                 )
             return
+        self._note_marks(emigrant.marks)
         leader = self.leader()
         if self.serving is not None:
             self.serving.note_guest(emigrant.rank, emigrant.incarnation)
         elif leader not in (None, self._services.rank) and not emigrant.is_passed_on:
             self._board.send(replace(emigrant, is_passed_on=True), leader)
+
+    def _note_marks(self, marks: tuple[int, ...]) -> None:
+        """Note the marks of other islands. The first island warns when they begin to differ from its own."""
+        known, self._marks = self._marks, first_two((self._marks, marks))
+        if self.is_first and self.serving is not None and len(known) < 2:
+            warn_of_first_weights(self._marks)
 
     def _on_declined(self, source: int) -> None:
         """Note that a rank of another island has left the policy."""
