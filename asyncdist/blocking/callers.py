@@ -181,10 +181,18 @@ class Caller(abc.ABC):
 
 @contextlib.contextmanager
 def entered(awaited: AbstractAsyncContextManager[T], caller: Caller) -> Iterator[T]:
-    """Enter an asynchronous context for the length of a block."""
+    """Enter an asynchronous context for the length of a block.
+
+    A block that is thrown away, since its rank has failed, is not left: the world is closed then.
+    """
+
+    def leave(kind: type[BaseException] | None, *error: Any) -> bool | None:
+        is_thrown_away = kind is GeneratorExit and not caller.is_open
+        return None if is_thrown_away else caller.call(awaited.__aexit__, kind, *error)
+
     with contextlib.ExitStack() as exits:
         given = caller.call(awaited.__aenter__)
-        exits.push(lambda *error: caller.call(awaited.__aexit__, *error))
+        exits.push(leave)
         yield given
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import copy
+import gc
 import inspect
 import os
 import signal
@@ -482,3 +483,24 @@ def test_a_second_start_that_no_rank_joins_names_the_open_policy() -> None:
 
     told = ad.simulate(ad.blocking.hosted(main), ranks=2, seed=1, strict=True).results[1]
     assert "rank 0 did not come" in told and "with SelectiveAveraging(...) as averaging" in told
+
+
+def test_a_failed_rank_throws_its_open_policies_away_in_silence(capsys: pytest.CaptureFixture[str]) -> None:
+    """Regression: "Exception ignored in ... ClosedError: this world is closed" was printed below the rank's error."""
+    from asyncdist.integrations.pytorch import SelectiveAveraging
+
+    def main(world: ad.blocking.World) -> None:
+        model = nn.Linear(2, 1)
+        averaging = SelectiveAveraging(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
+        averaging.step(1.0)
+        if world.rank == 1:
+            raise ZeroDivisionError("mine")
+        world.sleep(100.0)
+
+    ignored: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.unraisablehook", lambda found: ignored.append(repr(found.exc_value)))
+        with pytest.raises(ZeroDivisionError, match="mine"):
+            ad.run_local(ad.blocking.hosted(main), ranks=2)
+        gc.collect()
+    assert ignored == []
