@@ -405,11 +405,16 @@ def secret_directories(environ: Mapping[str, str] = os.environ) -> list[str]:
     Another user can take all names that are tried in a folder that all users share. So the user's home is the last one.
     It may be the home of other hosts too, on which nothing else of :func:`shared_directories` is to be found.
     """
-    home = environ.get("HOME", "")
-    if not home:
+    own = home(environ)
+    return [*shared_directories(environ), *([own] if os.path.isabs(own) else [])]
+
+
+def home(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the home of this user; empty if no variable and no entry of the system names one."""
+    if not environ.get("HOME"):
         with contextlib.suppress(KeyError):  # a container may run as a user that has no entry
-            home = pwd.getpwuid(os.getuid()).pw_dir
-    return [*shared_directories(environ), *([home] if os.path.isabs(home) else [])]
+            return pwd.getpwuid(os.getuid()).pw_dir
+    return environ.get("HOME", "")
 
 
 def given_secret(environ: Mapping[str, str] | None = None) -> str | None:

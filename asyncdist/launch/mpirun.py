@@ -301,6 +301,7 @@ def build_environment(
     }
     if flavour == "openmpi":
         settings[rank_program.LAUNCHER_VARIABLE] = str(os.getpid())
+        settings["HOME"] = environment.home(environ)  # it does not start without one, as in a service of systemd
         settings["OMPI_MCA_osc"] = "^ucx"  # the wheel's prints an error whenever a window is made
         if os.geteuid() == 0:
             settings |= dict.fromkeys(ROOT_VARIABLES, "1")

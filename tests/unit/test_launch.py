@@ -88,6 +88,16 @@ def test_ranks_get_a_share_of_the_cores_and_the_users_settings_win() -> None:
     assert environment["OMP_NUM_THREADS"] == "3"
 
 
+@pytest.mark.parametrize(
+    "environ, home", [({}, str(Path("~root").expanduser())), ({"HOME": "/h"}, "/h"), ({"HOME": ""}, "")]
+)
+def test_open_mpi_has_a_home(environ: dict[str, str], home: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: where HOME is not set, as in a service of systemd, Open MPI ended with lines of its own."""
+    monkeypatch.setattr(os, "getuid", lambda: 0)
+    made = mpirun.build_environment("openmpi", environ, ranks=2, threads=None, cores=2)
+    assert made["HOME"] == home
+
+
 def test_open_mpi_takes_hosts_and_slots_as_given_within_an_allocation() -> None:
     assert "PRTE_MCA_ras" not in mpirun.build_environment("openmpi", {}, ranks=4, threads=None, cores=8)
     environment = mpirun.build_environment("openmpi", {"SLURM_JOB_ID": "7"}, ranks=4, threads=None, cores=8)
