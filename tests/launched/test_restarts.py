@@ -154,6 +154,34 @@ def test_the_next_world_begins_when_all_ranks_were_killed_at_once(tmp_path: Path
     assert result.stderr.count("starting it again (1 of 3)") == ranks and result.seconds < newcomers._WELCOME_S
 
 
+ONE_IS_GONE = """
+import os, pathlib, time, asyncdist as ad
+
+started, incarnation = pathlib.Path(__file__).parent / "1.1", os.environ["ASYNCDIST_INCARNATION"]
+
+async def main(world):
+    if world.rank == 1:
+        if incarnation == "1":
+            started.touch()
+        os.kill(os.getpid(), 9)
+    while not started.exists():
+        await world.sleep(0.02)
+    os.kill(os.getpid(), 9)
+
+ad.run(main)
+"""
+
+
+def test_no_world_begins_without_a_rank_that_is_not_started_again(tmp_path: Path) -> None:
+    """Rank 1 is killed twice, and then the other two are killed once."""
+    script = tmp_path / "script.py"
+    script.write_text(ONE_IS_GONE)
+    result = torchrun.run_jobs([(command(3, 1, script), {})], TIMEOUT_S).check(128 + signal.SIGKILL)
+    said = "TransportError: rank 1 was killed and is not started again, and without it no world can begin"
+    assert said in result.stderr and result.stderr.count("starting it again (1 of 1)") == 3, result.output()
+    assert result.seconds < newcomers._WELCOME_S
+
+
 @pytest.mark.parametrize(
     "options, says",
     [
