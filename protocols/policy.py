@@ -41,7 +41,7 @@ from asyncdist.protocols.misuse import (
     warn_of_opposite_metric,
 )
 from asyncdist.protocols.options import MetricMode, Parameters, check_callable
-from asyncdist.protocols.start_differences import LEFT_OUT, explained, told_of_missing, told_of_rivals
+from asyncdist.protocols.start_differences import LEFT_OUT, TrainedModels, explained, told_of_missing, told_of_rivals
 from asyncdist.protocols.start_without_lost import start_without_lost
 from asyncdist.protocols.step_info import StepInfo, fields_of
 from asyncdist.protocols.wrappers import check_not_inside, check_not_wrapped
@@ -285,6 +285,8 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         end_forked_child(self._services.process_id, error)
         self._stage = "closed"
         self._weights.end()
+        if self._has_stepped:
+            self._services.shared(TrainedModels).models.add(self.model)
         self._journal.end(self._services, self.model)
         if not self.is_alone:
             await self._stop(error)
@@ -599,7 +601,8 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
 
     def _mark_of_first_weights(self) -> int | None:
         """Return a number that follows from the weights; None if they were trained before, or no mean is taken."""
-        is_first = self.iteration == 0 and not has_stepped(self.optimizer)
+        was_trained = self.model in self._services.shared(TrainedModels).models or has_stepped(self.optimizer)
+        is_first = self.iteration == 0 and not was_trained
         return self._flat.sample_checksum() if is_first and self._takes_means() else None
 
     def _takes_means(self) -> bool:

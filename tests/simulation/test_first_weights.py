@@ -138,6 +138,20 @@ def test_a_training_that_continues_is_not_warned_of(caplog: pytest.LogCaptureFix
     assert not warnings_of(trained_before, 3, caplog)
 
 
+def test_a_model_of_an_earlier_policy_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: a second fit with a new optimizer was told that its ranks begin with different weights."""
+
+    async def main(world: ad.World) -> None:
+        model, optimizer = made(0)
+        for seed in (world.rank, 7):
+            async with AverageAllPolicy(model, optimizer, average_every=100) as policy:
+                await policy.step()
+                model.load_state_dict(made(seed)[0].state_dict())  # stands for training
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    assert not warnings_of(main, 3, caplog)
+
+
 @pytest.mark.parametrize("kind", ["adagrad", "lookahead"])
 @pytest.mark.parametrize("has_stepped", [False, True])
 def test_a_state_that_a_constructor_makes_is_no_training(
