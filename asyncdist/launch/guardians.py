@@ -24,7 +24,8 @@ A rank of ``asyncdist run`` has two guardians above it, small processes that do 
   aborts it, once for all ranks of the host. Nor does it tell the others
   of one that ends in between with an exit code: the outer guardian ends by SIGKILL then, of which they hear.
 - Under ``asyncdist run`` the outer guardian of a rank on MPI reports to the launcher when it guards that rank, and how
-  the rank has ended, before mpirun notices: mpirun's own words name the rank that ended first, and not the cause.
+  the rank has ended, before mpirun notices: mpirun's own words name the rank that ended first, and not the cause. On
+  another host an agent of the launcher passes the reports on (:mod:`asyncdist.launch.supervision.guardian_reports`).
 - Rank 0 joins the launcher's process group (``GROUP_VARIABLE``), if that has a terminal, so that rank 0 may read it.
 
 It reads from the environment on its own which rank it guards, where the launcher is and where mpirun keeps the files of
@@ -98,6 +99,14 @@ def foreground_variables() -> dict[str, str]:
 def report_mark(token: str) -> bytes:
     """Return the bytes with which a report begins where it travels among the lines of ranks."""
     return f"\x1easyncdist {token} ".encode()
+
+
+def reports_path(token: str) -> str:
+    """Return the FIFO for reports on a host that the launcher is not on; it is there if an agent reads it.
+
+    Containers may share /tmp, so the name has that of the host.
+    """
+    return f"/tmp/asyncdist-reports-{token}-{os.uname().nodename}/fifo"
 
 
 def die_with_parent(parent: int) -> None:
@@ -181,9 +190,10 @@ def main(parent: int, started: int, command: list[str]) -> NoReturn:
 
 
 class _Reports:
-    """Reports to the launcher: in its pipe if it runs on this host, else in a marked line on standard error.
+    """Reports to the launcher: in its pipe if it runs on this host, else in the FIFO of its agent here.
 
-    mpirun reads nothing more of its ranks once it stops them, so a line may be lost where a report in the pipe is not.
+    Where neither exists, a marked line on standard error says how the rank has ended. mpirun reads nothing more of its
+    ranks once it stops them, so such a line may be lost.
 
     Attributes:
         rank: The rank's number, as the launcher's variables say it.
@@ -192,8 +202,8 @@ class _Reports:
     def __init__(self) -> None:
         self.rank = next((os.environ[name] for name in _RANK_VARIABLES if os.environ.get(name)), "")
         pid, descriptor, self._token = (os.environ.pop(REPORTS_VARIABLE, "") or "- - ").split(" ")
-        self._pipe: int | None = None
-        if pid.isdecimal() and int(pid) in _ancestors():
+        self._pipe = _open_fifo(reports_path(self._token)) if pid.isdecimal() else None
+        if pid.isdecimal() and self._pipe is None and int(pid) in _ancestors():
             with contextlib.suppress(OSError):  # it has just ended
                 self._pipe = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_WRONLY | os.O_CLOEXEC)
 
@@ -212,6 +222,14 @@ class _Reports:
         """Close the pipe in a process that reports nothing."""
         if self._pipe is not None:
             os.close(self._pipe)
+
+
+def _open_fifo(path: str) -> int | None:
+    """Open a FIFO of this user that a process reads, for writing; None if there is none."""
+    try:
+        return os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
 
 
 def _await_reader(pipe: int) -> None:
@@ -275,7 +293,7 @@ def _guard(child: int, parent: int, *, signals_group: bool, heard: int | None, r
     if status is None:
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
-    if reports is not None:
+    elif reports is not None:  # a rank that its guardian ends, since what started it has ended, is not a cause
         reports.write("ended", os.waitstatus_to_exitcode(status))
     end_children()
     code = os.waitstatus_to_exitcode(status)

@@ -2,14 +2,17 @@
 
 The two speak in lines of JSON. What comes on standard input, in this order:
 
-    {"script": PATH, "count": RANKS, "needs": [PATH, ...]}    what is to run here; answered by ``hello``, or ``problem``
+    {"script": PATH, "count": RANKS, "needs": [PATH, ...], "reports": TOKEN}
+                                                              what is to run here; answered by ``hello``, or ``problem``
     {"start": RANK, "command": [...], "environ": {...}}       answered by ``ended`` with the exit code, in time
     {"signal": RANK, "number": N}                             a signal for a rank, as :mod:`signal` numbers it
     {"end": RANK}                                             kills a rank, and all that it has started
+    {"guardian": RANK, "number": N}                           a signal for the guardian of a rank of an mpirun
 
 Answers go to standard output, between lines of ranks, and begin with a mark that has the launcher's TOKEN, so that no
 rank writes one by accident. When standard input ends, because the launcher, the ssh or the network has, all ranks are
-killed; and so they are by their guardians, on Linux, when this process is.
+killed; and so they are by their guardians, on Linux, when this process is. Where an mpirun starts the ranks, TOKEN is
+not empty, and ``report`` passes on each report of their guardians.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ if __name__ == "__main__":
 from asyncdist import environment, local_host  # noqa: E402
 from asyncdist._version import __version__  # noqa: E402
 from asyncdist.launch import local_ranks  # noqa: E402
+from asyncdist.launch.supervision.guardian_reports import GuardianReports  # noqa: E402
 
 
 def mark(token: str) -> bytes:
@@ -55,6 +59,7 @@ class _Agent:
         self._events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._ranks: dict[int, local_ranks.RankProcess] = {}
         self._told: dict[str, str] = {}
+        self._reports: GuardianReports | None = None
 
     def run(self) -> None:
         """Do as told until standard input ends."""
@@ -79,6 +84,8 @@ class _Agent:
                 process.end()
             for process in self._ranks.values():
                 process.wait()
+            if self._reports is not None:
+                self._reports.close()
 
     def _read(self) -> None:
         for line in sys.stdin.buffer:
@@ -87,14 +94,17 @@ class _Agent:
 
     def _obey(self, told: dict[str, Any]) -> None:
         if "script" in told:
-            self._examine(told["script"], told["count"], told["needs"])
+            self._examine(told["script"], told["count"], told["needs"], told["reports"])
         elif "start" in told:
             self._start(told["start"], told["command"], told["environ"])
+        elif "guardian" in told:
+            if self._reports is not None:
+                self._reports.send_signal(told["guardian"], told["number"])
         elif (rank := told["signal" if "signal" in told else "end"]) in self._ranks:  # else it has just ended
             process = self._ranks[rank]
             process.send_signal(told["number"]) if "signal" in told else process.end()
 
-    def _examine(self, script: str, count: int, needs: Sequence[str]) -> None:
+    def _examine(self, script: str, count: int, needs: Sequence[str], token: str) -> None:
         try:
             local_host.check_script(script)
             local_host.check_ranks(count)
@@ -105,6 +115,8 @@ class _Agent:
         if missing:
             self._tell(problem=f"there is no program {missing[0]}")
             return
+        if token:
+            self._reports = GuardianReports(token, lambda report: self._tell(report=report))
         self._tell(hello=versions(), cores=local_host.available_cores(), port=local_host.find_free_port())
 
     def _start(self, rank: int, command: list[str], environ: dict[str, str]) -> None:

@@ -10,6 +10,7 @@ import dataclasses
 import importlib.metadata
 import os
 import re
+import secrets
 import shutil
 import socket
 import subprocess
@@ -36,6 +37,14 @@ _ON_ONE_HOST: Final[Mapping[str, Mapping[str, str]]] = {"openmpi": {"OMPI_MCA_bt
 _BESIDE_SLURM: Final[Mapping[str, str]] = dict.fromkeys(
     ("PRTE_MCA_ras", "PRTE_MCA_plm", "OMPI_MCA_ras", "OMPI_MCA_plm"), "^slurm"
 )
+#: When mpirun 5 finds a host that says nothing: a connection is probed after 10 s without news, four times, every 5 s,
+#: so after 30 s. By its own settings that takes 8 minutes. They stay for a job that survives losses: until then its
+#: other ranks train on, and mpirun would end them with the job.
+_PROBED_HOSTS: Final[Mapping[str, str]] = {
+    "PRTE_MCA_oob_tcp_keepalive_time": "10",
+    "PRTE_MCA_oob_tcp_keepalive_intvl": "5",
+    "PRTE_MCA_oob_tcp_keepalive_probes": "4",
+}
 #: The descriptor on which a rank of a job that survives losses says that MPI has started.
 _STARTED: Final = 199
 # Debian installs both side by side under the longer names.
@@ -106,26 +115,27 @@ def run(
     if survives:
         check_survival(installation)
     mpirun = installation.launchers[flavour]
-    if hosts:
-        with remote_hosts.connected(hosts, ssh, script, needs=[mpirun]) as agents:
+    token = secrets.token_hex(8)
+    with remote_hosts.connected(hosts, ssh, script, needs=[mpirun], reports=token) as agents:
+        if agents:
             fullest = min(agents, key=lambda agent: agent.cores / agent.host.slots)
-        on_one, cores = fullest.host.slots, fullest.cores
-        environ = {**ssh_settings(flavour, ssh), **environ}
-    else:
-        assert ranks is not None
-        if flavour == "openmpi" and len(socket.if_nameindex()) < 2:  # it takes any interface
-            local_host.check_loopback()
-        on_one, cores = ranks, local_host.available_cores()
-        environ = {**_ON_ONE_HOST[flavour], **environ}
-    environ = build_environment(flavour, environ, ranks=on_one, cores=cores, threads=threads, survives=survives)
-    count = sum(host.slots for host in hosts) or on_one
-    travelling = sorted(remote_hosts.travelling(environ))
-    command = build_command(
-        flavour, mpirun, script, arguments, ranks=count, hosts=hosts, variables=travelling, survives=survives
-    )
-    cure = "--survive" if can_survive(installation) else ""
-    ends = JobEnds(count, goes_on_by=cure, survives=survives)
-    return mpirun_process.run(mpirun, command, environ, ends, is_on_this_host=not hosts)
+            on_one, cores = fullest.host.slots, fullest.cores
+            environ = {**ssh_settings(flavour, ssh), **({} if survives else _PROBED_HOSTS), **environ}
+        else:
+            assert ranks is not None
+            if flavour == "openmpi" and len(socket.if_nameindex()) < 2:  # it takes any interface
+                local_host.check_loopback()
+            on_one, cores = ranks, local_host.available_cores()
+            environ = {**_ON_ONE_HOST[flavour], **environ}
+        environ = build_environment(flavour, environ, ranks=on_one, cores=cores, threads=threads, survives=survives)
+        count = sum(host.slots for host in hosts) or on_one
+        travelling = sorted([*remote_hosts.travelling(environ), guardians.REPORTS_VARIABLE])
+        command = build_command(
+            flavour, mpirun, script, arguments, ranks=count, hosts=hosts, variables=travelling, survives=survives
+        )
+        cure = "--survive" if can_survive(installation) else ""
+        ends = JobEnds(count, goes_on_by=cure, survives=survives, is_across_hosts=len(hosts) > 1)
+        return mpirun_process.run(mpirun, command, environ, ends, token=token, agents=agents)
 
 
 def find_installation(environ: Mapping[str, str]) -> Installation:

@@ -180,14 +180,17 @@ class Agent:
         ssh: the words of the command that reaches it.
         script: what its ranks will run.
         needs: paths of programs that must be there.
+        reports: Token of a job whose guardians report there; "" for a job without.
 
     Attributes:
+        on_report: Is given each of these reports, in a thread.
         host: the host.
         cores: that its ranks may use; known when ``check`` has returned.
         port: one that nobody listens at there; likewise.
     """
 
-    def __init__(self, host: Host, ssh: Sequence[str], script: str, needs: Sequence[str]) -> None:
+    def __init__(self, host: Host, ssh: Sequence[str], script: str, needs: Sequence[str], reports: str = "") -> None:
+        self.on_report: Callable[[str], object] = lambda _: None
         self.host = host
         self.cores = self.port = 0
         self._token = secrets.token_hex(8)
@@ -217,7 +220,7 @@ class Agent:
         ]
         for reader in self._readers:
             reader.start()
-        self.say(script=script, count=host.slots, needs=list(needs))
+        self.say(script=script, count=host.slots, needs=list(needs), reports=reports)
 
     def check(self, deadline: float) -> str | None:
         """Wait for what the host has to say; return what is wrong with it."""
@@ -259,13 +262,20 @@ class Agent:
             self._process.stdin.write(json.dumps(news).encode() + b"\n")
             self._process.stdin.flush()
 
-    def close(self) -> None:
-        """End all that still runs on the host, and the connection."""
+    def close(self, patience_s: float = _CLOSE_S) -> None:
+        """End all that still runs on the host, and the connection. May be called again.
+
+        Args:
+            patience_s: Seconds that the agent may take to end.
+        """
         assert self._process.stdin is not None
+        if self._process.stdin.closed:
+            return
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
+        deadline = time.monotonic() + patience_s
         for reader in self._readers if self._is_ready else ():
-            reader.join(_CLOSE_S)
+            reader.join(max(0.0, deadline - time.monotonic()))
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -298,6 +308,8 @@ class Agent:
     def _hear(self, news: dict[str, Any]) -> None:
         if "ended" in news:
             self._ranks.pop(news["ended"]).note_end(news["code"])
+        elif "report" in news:
+            self.on_report(news["report"])
         else:
             self._answers.put(news)
 
@@ -341,9 +353,12 @@ def _remote_command(token: str) -> str:
 
 @contextlib.contextmanager
 def connected(
-    hosts: Sequence[Host], ssh: Sequence[str], script: str, *, needs: Sequence[str] = ()
+    hosts: Sequence[Host], ssh: Sequence[str], script: str, *, needs: Sequence[str] = (), reports: str = ""
 ) -> Iterator[list[Agent]]:
     """Connect to all hosts, until the context ends.
+
+    Args:
+        hosts, ssh, script, needs, reports: See :class:`Agent`.
 
     Raises:
         local_host.LaunchError: some cannot run this; the text names all of them, and why.
@@ -351,7 +366,7 @@ def connected(
     agents: list[Agent] = []
     try:
         deadline = time.monotonic() + HELLO_S
-        agents += [Agent(host, ssh, script, needs) for host in hosts]
+        agents += [Agent(host, ssh, script, needs, reports) for host in hosts]
         problems: dict[str, list[str]] = {}
         for agent in agents:
             problem = agent.check(deadline)

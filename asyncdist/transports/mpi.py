@@ -44,6 +44,7 @@ from asyncdist.transports.base import (
 from asyncdist.transports.mpi_groups import MpiGroup, MpiWindow, Windows
 from asyncdist.transports.mpi_requests import ReceiveRequest, SendRequest
 from asyncdist.transports.persistent_send import PersistentSend
+from asyncdist.transports.torch_distributed.keepalive import probe_all
 
 logger = logging.getLogger("asyncdist.transports.mpi")
 
@@ -297,6 +298,7 @@ class MpiTransport(MpiMessages):
 
     def __init__(self, check_library: Callable[[str], None] | None = None) -> None:
         super().__init__(check_library, finalizes=True)
+        probe_all()  # a link that is lost says nothing, and TCP tries for a quarter of an hour
         self.capabilities = Capabilities(
             native_collectives=True,
             survives_rank_loss=False,

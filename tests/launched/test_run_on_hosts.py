@@ -171,6 +171,45 @@ def test_a_job_on_mpi_that_has_lost_a_host_has_failed(tmp_path: Path) -> None:
     assert result.stderr.count("asyncdist run: mpirun has lost a host, and ended the job before its end") == 1
 
 
+#: Rank 2 ends as told; with "stay" all wait until a signal comes. Rank 0 says when all are there.
+MPI_ENDING = """
+import os, signal, sys
+import torch
+import asyncdist as ad
+
+async def main(world):
+    await ad.barrier()
+    if world.rank == 2 and sys.argv[1] == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if world.rank == 0:
+        open(sys.argv[2], "w").close()
+    await world.receive_stream(torch.zeros(1), (world.rank + 1) % 4)
+
+ad.run(main)
+"""
+#: A shell has its children in the background ignore SIGINT.
+HEEDS_CTRL_C = "python -c 'import os, signal as s, sys; s.signal(2, s.SIG_DFL); os.execvp(sys.argv[1], sys.argv[1:])'"
+
+
+@MPI
+@pytest.mark.parametrize(
+    ("how", "after", "code", "said"),
+    [
+        ("kill", "", 137, r"^asyncdist run: rank 2 was killed by SIGKILL .*; stopping the others \(--survive lets"),
+        ("stay", "kill -INT $job", 130, r"^asyncdist: rank 3 (?:was interrupted|stopped: .*); rank 3 was waiting for "),
+    ],
+)
+def test_how_a_job_on_mpi_ends_between_hosts(how: str, after: str, code: int, said: str, tmp_path: Path) -> None:
+    """Regression: MPI ended the job with 14 before the killed rank was known, and ranks before they had said a word."""
+    script, there = tmp_path / "ending.py", tmp_path / "there"
+    script.write_text(MPI_ENDING)
+    start = f"{HEEDS_CTRL_C} {RUN} --hosts {LAYOUTS[2]} --transport mpi {script} {how} {there} & job=$!"
+    steps = [start, *([f"while ! [ -e {there} ]; do sleep 0.02; done", after] if after else []), "wait $job; exit $?"]
+    result = hosts.run(2, ["sh", "-c", "\n".join(steps)]).check(code)
+    assert len(re.findall(said, result.stderr, re.MULTILINE)) == 1, result.output()
+    assert "exited due to process rank" not in result.stderr, "mpirun blames another rank"
+
+
 # -- what is missing on a host ----------------------------------------------------------------------------------------
 
 

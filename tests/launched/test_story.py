@@ -220,7 +220,7 @@ import os, sys
 from asyncdist.launch.supervision import endings, mpirun_process
 
 command = ["sh", "-c", "kill -USR1 $$; echo lives"]
-sys.exit(mpirun_process.run("/bin/sh", command, os.environ, endings.JobEnds(1), is_on_this_host=True))
+sys.exit(mpirun_process.run("/bin/sh", command, os.environ, endings.JobEnds(1)))
 """
 
 

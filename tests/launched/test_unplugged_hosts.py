@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ WATCH = """
 import os, sys
 from asyncdist.launch.supervision import endings, mpirun_process
 command = [sys.executable, "-c", sys.argv[1]]
-sys.exit(mpirun_process.run(sys.executable, command, os.environ, endings.JobEnds(1), is_on_this_host=False))
+sys.exit(mpirun_process.run(sys.executable, command, os.environ, endings.JobEnds(1)))
 """
 ENDS = "asyncdist run: mpirun has lost a host, and ended the job before its end\n"
 
@@ -78,6 +79,57 @@ def test_hosts_that_do_not_reach_each_other_are_named(option: str, message: str,
     assert result.returncodes != (0,) and "in main" not in result.stdout
     assert result.stderr.count(message) == 1, result.output()
     assert "OMPI_MCA_btl_tcp_if_include" in result.stderr
+
+
+#: Once the ranks' communicators are made, or before MPI starts, host2 sends nothing to host1, or to no host.
+CUT = """
+import socket, subprocess, sys
+import asyncdist as ad
+from asyncdist.transports.torch_distributed import keepalive
+from asyncdist.transports import mpi
+
+keepalive.IDLE_S = keepalive.INTERVAL_S = keepalive.PROBE_COUNT = keepalive.UNACKNOWLEDGED_S = 1
+
+def cut():
+    probe_all()
+    if socket.gethostname() == "host2":
+        subprocess.run(["ip", *sys.argv[2:]], check=True)
+
+if sys.argv[1] == "at once":
+    if socket.gethostname() == "host2":
+        subprocess.run(["ip", *sys.argv[2:]], check=True)
+else:
+    probe_all, mpi.probe_all = mpi.probe_all, cut
+
+async def main(world):
+    await ad.barrier()
+
+ad.run(main)
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("when", "how", "said"),
+    [
+        ("at once", "link set eth0 down", "mpirun has lost a host, and ended the job before its end: see that host2"),
+        (
+            "in Dup",
+            "route add blackhole 10.213.77.1/32",
+            r"rank \d on host\d lost its connection to host\d \(",
+        ),
+    ],
+    ids=["card", "link"],
+)
+def test_a_network_that_is_lost_as_ranks_meet_ends_the_job(when: str, how: str, said: str, tmp_path: Path) -> None:
+    """Regression: the first hung until a probe of mpirun after 8 minutes, the second until TCP gave up."""
+    script = tmp_path / "cut.py"
+    script.write_text(CUT)
+    start = ["asyncdist", "run", "--transport", "mpi", "--hosts", "host1:1,host2:1"]
+    result = hosts.run(2, [*start, script, when, *how.split()])
+    assert result.returncodes != (0,)
+    assert len(re.findall(f"asyncdist run: {said}", result.stderr)) == 1, result.output()
 
 
 @pytest.mark.parametrize(

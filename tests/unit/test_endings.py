@@ -51,6 +51,23 @@ def test_an_exit_code_after_the_victims_is_the_cause() -> None:
     assert ends.conclude(1) == (3, [])
 
 
+@pytest.mark.parametrize("first", [2, 0])
+def test_a_rank_that_lost_its_connection_is_not_the_cause(first: int) -> None:
+    """Regression: between hosts MPI ended the job with 14, and the killed rank was not named. Reports may cross."""
+    ends = JobEnds(4, is_across_hosts=True)
+    codes = {0: 14, 2: -9}
+    said = [ends.note(rank, codes[rank]) for rank in (first, 2 - first)]
+    assert sorted(filter(None, said)) == [f"rank 2 {KILLED}; stopping the others"]
+    assert ends.conclude(14) == (137, [])
+
+
+def test_the_code_of_a_lost_connection_is_the_users_on_one_host() -> None:
+    assert JobEnds(2).note(0, 14) == "rank 0 ended with exit code 14; stopping the others"
+    alone = JobEnds(2, is_across_hosts=True)
+    assert alone.note(0, 14) is None
+    assert alone.conclude(14) == (14, ["rank 0 ended with exit code 14"])
+
+
 @pytest.mark.parametrize("code", [-signal.SIGTERM, 143])
 def test_a_rank_that_was_terminated_is_no_cause_at_once(code: int) -> None:
     ends = JobEnds(2)

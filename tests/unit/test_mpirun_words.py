@@ -15,6 +15,12 @@ BLAME = (
     + b"   Process name: [prterun-vm-1@1,0]\n   Exit code:    1\n"
     + RULE
 )
+EXITED = (
+    RULE
+    + b"prterun has exited due to process rank 0 with PID 0 on node host1 calling\n"
+    + b'"abort". This may have caused other processes in the application to be\n'
+    + RULE
+)
 OTHER = RULE + b"MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD\n" + RULE
 
 
@@ -27,9 +33,9 @@ def feed(data: bytes, step: int) -> tuple[MpirunWords, bytes]:
 
 @pytest.mark.parametrize("step", [1, 7, 75, 10_000])
 def test_the_block_that_blames_a_rank_is_kept_back_alone(step: int) -> None:
-    words, passed = feed(b"before\n" + BLAME + b"between\n" + OTHER + RULE + b"\nlast", step)
+    words, passed = feed(b"before\n" + BLAME + b"between\n" + OTHER + EXITED + RULE + b"\nlast", step)
     assert passed == b"before\nbetween\n" + OTHER + RULE + b"\nlast"
-    assert words.blames == [BLAME] and not words.has_lost_host and not words.reports
+    assert words.blames == [BLAME, EXITED] and not words.has_lost_host and not words.reports
 
 
 @pytest.mark.parametrize("step", [1, 5, 10_000])
@@ -51,6 +57,9 @@ def test_a_lost_host_is_noticed(step: int) -> None:
     said = RULE + b"PRTE has lost communication with a remote daemon.\n" + RULE
     words, passed = feed(said, step)
     assert words.has_lost_host and passed == said
+    assert words.explain_lost_host() == "mpirun has lost a host, and ended the job before its end"
+    named, _ = feed(said + b"  Remote daemon: [prterun-login-52@0,2] on node host2\n", step)
+    assert named.explain_lost_host().endswith("before its end: see that host2 runs and that its network is up")
 
 
 FATAL = (
@@ -62,6 +71,11 @@ UNANSWERED = (
     b"  Local host: host2\n  PID:        31\n"
     b"  Message:    connect() to 10.213.77.1:1024 failed\n  Error:      Connection timed out (110)\n"
 )
+SILENT = (
+    b"[host1][[38017,1],0][btl_tcp_frag.c:239:mca_btl_tcp_frag_recv] peer: host1 mca_btl_tcp_frag_recv: readv failed: "
+    b"Connection timed out (110)\n"
+)
+CLOSED = SILENT.replace(b"Connection timed out (110)", b"Connection reset by peer (104)")
 BROKEN = b"[host2:00000] *** An error occurred in MPI_Allreduce\n[host2:00000] *** reported by process [1630273537,1]\n"
 
 
@@ -71,9 +85,11 @@ BROKEN = b"[host2:00000] *** An error occurred in MPI_Allreduce\n[host2:00000] *
     [
         (FATAL + REFUSED, "could not connect to host1 (10.213.77.1 on port 1024: No route to host)"),
         (UNANSWERED + FATAL, "could not connect to 10.213.77.1 (Connection timed out)"),
+        (FATAL + SILENT, "lost its connection to host1 (Connection timed out)"),
+        (FATAL + CLOSED, "lost its connection to another rank"),
         (FATAL, "lost its connection to another rank"),
     ],
-    ids=["refused", "unanswered", "lost"],
+    ids=["refused", "unanswered", "silent", "closed", "lost"],
 )
 def test_a_connection_that_failed_names_rank_and_hosts(said: bytes, what: str, step: int) -> None:
     words, passed = feed(said, step)

@@ -11,6 +11,8 @@ from asyncdist import local_host
 
 #: How ranks end that another one, or mpirun, has stopped: none of these ends is a cause.
 _STOPPED: Final = frozenset({-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGKILL})
+#: The exit code of a rank that Open MPI ends since a connection is lost: the number of MPI_ERR_UNKNOWN.
+_CONNECTION_LOST: Final = 14
 
 
 def name_ranks(ranks: Collection[int]) -> str:
@@ -46,6 +48,7 @@ class JobEnds:
         ranks: How many there are.
         goes_on_by: The option with which the others would have gone on after a kill; "" if there is none.
         survives: Whether the job goes on when ranks die.
+        is_across_hosts: Whether ranks talk over a network, so that Open MPI ends those that lose a connection.
         passed_on: The signals that the launcher has passed on to the ranks.
         codes: How ranks have ended, in order; the negative number of a signal if that has killed them.
         cause: The rank that has ended the job, if its exit code or signal tells that.
@@ -54,6 +57,7 @@ class JobEnds:
     ranks: int
     goes_on_by: str = ""
     survives: bool = False
+    is_across_hosts: bool = False
     passed_on: set[int] = field(default_factory=set)
     codes: dict[int, int] = field(default_factory=dict)
     cause: int | None = None
@@ -63,11 +67,13 @@ class JobEnds:
         """Take in how a rank has ended, and return the line that the user should see at once.
 
         A rank that ends with 1, as Python does after any exception, is perhaps one that another failure has stopped.
+        So is one that Open MPI ends since it has lost its connection to a rank of another host.
         """
-        is_first = not any(self.codes.values())
+        is_first = not any(code and not self._is_of_connection(code) for code in self.codes.values())
         self.codes[rank] = code
         is_known = self.survives or self.asked_to_end is not None or self.cause is not None
-        if is_known or code in (0, 1) or (code in _STOPPED and not (is_first and code == -signal.SIGKILL)):
+        is_consequence = code in (0, 1) or self._is_of_connection(code)
+        if is_known or is_consequence or (code in _STOPPED and not (is_first and code == -signal.SIGKILL)):
             return None
         self.cause = rank
         stopping = "; stopping the others" if is_first and len(self.codes) < self.ranks else ""
@@ -93,6 +99,9 @@ class JobEnds:
             return code, []
         alike = [rank for rank, theirs in self.codes.items() if theirs == first]
         return code or exit_code(first), [f"{name_ranks(alike)} {how_ended(first)}"]
+
+    def _is_of_connection(self, code: int) -> bool:
+        return self.is_across_hosts and code == _CONNECTION_LOST
 
     def _conclude_survivors(self, code: int) -> tuple[int, list[str]]:
         """Of a job in which ranks may be lost: it has failed if no rank has outlived the lost ones."""

@@ -2,10 +2,11 @@
 
 - mpirun and its ranks are in process groups of their own, so the keys of a terminal reach this process alone. It passes
   signals on to the guardians of ranks on this host itself: mpirun, which is asked to end, lets ranks live for a quarter
-  of a second, and reads nothing more of them. Before all ranks have guardians, and on other hosts, mpirun gets the
-  signals.
+  of a second, and reads nothing more of them. Before all ranks have guardians, mpirun gets the signals.
 - Guardians report how ranks have ended, through a pipe of this process, before mpirun notices. So the rank that is the
   cause is named above the lines of the ranks that mpirun stops, and what mpirun says is kept back.
+- On other hosts the agents of this process pass reports and signals on, through the connections over which the hosts
+  were examined before the start.
 - mpirun has no standard input. Rank 0 opens that of this process (:mod:`asyncdist.rank_program`).
 - mpirun dies with this process.
 """
@@ -13,6 +14,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import queue
 import secrets
@@ -24,12 +26,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
 from asyncdist import local_host, rank_program
 from asyncdist.launch import guardians
+from asyncdist.launch.remote_hosts import Agent
 from asyncdist.launch.supervision.endings import JobEnds
 from asyncdist.launch.supervision.mpirun_words import MpirunWords
 
@@ -38,6 +41,8 @@ STOP_S: Final = 10.0
 _MPIRUN_STOP_S: Final = 5.0
 #: How long the last words of mpirun may take, where something that it has left still has its standard error.
 _LAST_WORDS_S: Final = 1.0
+#: How long an agent may take to pass its last reports on: its host may be unplugged.
+_AGENT_END_S: Final = 3.0
 #: How long the beginning of a block of mpirun may be held before it is passed on without its end.
 _HOLD_S: Final = 0.2
 #: What Open MPI's mpirun takes; any other signal would end it.
@@ -46,7 +51,15 @@ _FOR_MPIRUN: Final = frozenset(
 ) - {signal.SIGQUIT}
 
 
-def run(mpirun: str, command: list[str], environ: Mapping[str, str], ends: JobEnds, *, is_on_this_host: bool) -> int:
+def run(
+    mpirun: str,
+    command: list[str],
+    environ: Mapping[str, str],
+    ends: JobEnds,
+    *,
+    token: str = "",
+    agents: Sequence[Agent] = (),
+) -> int:
     """Run mpirun, and return the job's exit code when it has ended.
 
     Args:
@@ -54,11 +67,12 @@ def run(mpirun: str, command: list[str], environ: Mapping[str, str], ends: JobEn
         command: Its command line.
         environ: Its environment.
         ends: Decides what is reported.
-        is_on_this_host: Whether all ranks run on this host.
+        token: What marks the reports of guardians; "" draws it.
+        agents: The agents on the hosts of the ranks; none if all ranks run on this host.
     """
     with (
         local_host.told_variables() as told,
-        _Job(mpirun, command, {**environ, **told}, ends, is_on_this_host=is_on_this_host) as job,
+        _Job(mpirun, command, {**environ, **told}, ends, token or secrets.token_hex(8), agents) as job,
     ):
         return job.supervise()
 
@@ -67,19 +81,25 @@ class _Job:
     """An mpirun and its ranks.
 
     Args:
-        mpirun, command, environ, ends, is_on_this_host: See :func:`run`.
+        mpirun, command, environ, ends, token, agents: See :func:`run`.
     """
 
     def __init__(
-        self, mpirun: str, command: list[str], environ: Mapping[str, str], ends: JobEnds, *, is_on_this_host: bool
+        self,
+        mpirun: str,
+        command: list[str],
+        environ: Mapping[str, str],
+        ends: JobEnds,
+        token: str,
+        agents: Sequence[Agent],
     ) -> None:
-        token = secrets.token_hex(8)
         self._pid = os.getpid()
         self._ends = ends
         self._words = MpirunWords(guardians.report_mark(token))
-        self._is_on_this_host = is_on_this_host
+        self._agents = agents
+        is_on_this_host = not agents
         self._events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        self._guarded: dict[int, int] = {}  # the pidfd of each living rank's outer guardian
+        self._guarded: dict[int, _Guardian | _RemoteGuardian] = {}  # the outer one of each living rank
         self._guarded_count = 0
         self._missed: set[int] = set()  # signals for ranks that have no guardian yet
         self._stop_at: float | None = None
@@ -125,13 +145,15 @@ class _Job:
         self._copier.start()
         self._reader = threading.Thread(target=self._read_reports, args=(self._reports,), daemon=True)
         self._reader.start()
+        for agent in self._agents:
+            agent.on_report = functools.partial(self._put_report, agent=agent)
         threading.Thread(target=self._await_end, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._signals.__exit__(None, None, None)
-        for pidfd in self._guarded.values():
-            os.close(pidfd)
+        for guardian in self._guarded.values():
+            guardian.close()
 
     def _begin(self) -> None:
         """Prepare the child that becomes mpirun."""
@@ -152,6 +174,11 @@ class _Job:
                     self._end_late()
                 case ("ended", _):
                     break
+        closing = [threading.Thread(target=agent.close, args=(_AGENT_END_S,)) for agent in self._agents]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join()
         self._copier.join(_LAST_WORDS_S)  # a command that reached a host may hold the other end while that is unplugged
         os.close(self._reported)
         self._reader.join(_LAST_WORDS_S)  # guardians whose mpirun has been killed may hold it for a moment
@@ -164,10 +191,10 @@ class _Job:
     def _conclude(self) -> int:
         code, lines = self._ends.conclude(self._process.returncode)
         if code == 0 and self._words.has_lost_host:
-            code, lines = 1, ["mpirun has lost a host, and ended the job before its end"]
+            code, lines = 1, [self._words.explain_lost_host()]
         connection = self._words.explain_connection("" if self._ends.survives else self._ends.goes_on_by)
         if code and connection is not None and self._ends.asked_to_end is None and self._ends.cause is None:
-            lines = [*lines, connection]
+            lines = [connection]
         for line in lines:
             _say(line)
         if code and not lines and self._ends.cause is None and self._ends.asked_to_end is None:
@@ -190,33 +217,29 @@ class _Job:
             self._process.send_signal(number if number in _FOR_MPIRUN else signal.SIGTERM)
             return
         self._ends.passed_on.add(number)
-        if not self._is_on_this_host:
+        if self._agents and self._guarded_count < self._ends.ranks:
             if number in _FOR_MPIRUN:
                 self._process.send_signal(number)
         elif number == local_host.STORY_SIGNAL and not self._guarded_count:
             _say("no rank has begun yet")
         else:
-            for rank in self._guarded:
+            for rank, guardian in self._guarded.items():
                 if not (is_key and rank in self._at_terminal):
-                    self._send(rank, number)
+                    guardian.send(number)
             if self._guarded_count < self._ends.ranks:
                 self._missed.add(number)
         local_host.stop_with_ranks(number)
 
-    def _send(self, rank: int, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it has just ended
-            signal.pidfd_send_signal(self._guarded[rank], number)
-
-    def _take_report(self, rank: int, what: str, number: int) -> None:
+    def _take_report(self, rank: int, what: str, number: int, agent: Agent | None) -> None:
         if what == "guarded":
             self._guarded_count += 1
-            with contextlib.suppress(ProcessLookupError):
-                self._guarded[rank] = os.pidfd_open(number)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                self._guarded[rank] = guardian = _Guardian(number) if agent is None else _RemoteGuardian(agent, rank)
                 for missed in sorted(self._missed):
-                    self._send(rank, missed)
+                    guardian.send(missed)
             return
         if rank in self._guarded:
-            os.close(self._guarded.pop(rank))
+            self._guarded.pop(rank).close()
         line = self._ends.note(rank, number)
         if line is not None:
             _say(line)
@@ -243,11 +266,11 @@ class _Job:
             while data := file.read(1 << 16):
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
-                    self._put_report(line)
+                    self._put_report(line.decode())
 
-    def _put_report(self, line: bytes) -> None:
-        rank, what, number = line.decode().split()
-        self._events.put(("report", (int(rank), what, int(number))))
+    def _put_report(self, line: str, agent: Agent | None = None) -> None:
+        rank, what, number = line.split()
+        self._events.put(("report", (int(rank), what, int(number), agent)))
 
     def _copy(self, pipe: IO[bytes]) -> None:
         """Copy the standard error of mpirun to that of this process, but for what is not for the user."""
@@ -258,10 +281,50 @@ class _Job:
             data = os.read(pipe.fileno(), 1 << 16)
             _write(self._words.feed(data) if data else self._words.flush())
             for report in self._words.reports:
-                self._put_report(report)
+                self._put_report(report.decode())
             self._words.reports.clear()
             if not data:
                 return
+
+
+class _Guardian:
+    """The outer guardian of a rank on this host. Raises ProcessLookupError if it has ended.
+
+    Args:
+        pid: Its process.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pidfd = os.pidfd_open(pid)
+
+    def send(self, number: int) -> None:
+        """Send it a signal, if it lives."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    def close(self) -> None:
+        """Forget it."""
+        os.close(self._pidfd)
+
+
+class _RemoteGuardian:
+    """The outer guardian of a rank on another host.
+
+    Args:
+        agent: The agent on that host.
+        rank: The rank.
+    """
+
+    def __init__(self, agent: Agent, rank: int) -> None:
+        self._agent = agent
+        self._rank = rank
+
+    def send(self, number: int) -> None:
+        """Send it a signal, if it lives."""
+        self._agent.say(guardian=self._rank, number=number)
+
+    def close(self) -> None:
+        """Forget it: the agent has."""
 
 
 def _say(text: str) -> None:

@@ -20,17 +20,26 @@ _LOST_HOST: Final = (
     b"PRTE has lost communication with a remote daemon",
     b"A daemon failed to report back after being spawned",
 )
+_LOST_NODE: Final = re.compile(rb"Remote daemon: \[\S+\] on node (\S+)\n")
 _RULE: Final = b"-" * 74 + b"\n"
 #: The beginnings of blocks that blame a rank, of Open MPI 5 and of the versions before.
 _BLAMES: Final = tuple(
     _RULE + who + what
     for who in (b"prterun ", b"mpirun ", b"mpiexec ")
-    for what in (b"detected that one or more processes exited with non-zero status", b"noticed that process rank ")
+    for what in (
+        b"detected that one or more processes exited with non-zero status",
+        b"noticed that process rank ",
+        b"has exited due to process rank ",
+    )
 )
 #: Open MPI's words for a connection that was refused, or got no answer: they name a host or an address, and the reason.
 _UNREACHED: Final = (
     re.compile(rb"peer: (\S+) Unable to connect to the peer (\S+ on port \d+: [^\n]*)\n"),
     re.compile(rb"Message: +connect\(\) to (\S+):\d+ failed\n +Error: +([^\n]*) \(\d+\)\n"),
+)
+#: Its words for a connection on which nothing arrives any longer. One that a killed rank has closed has others.
+_SILENT: Final = re.compile(
+    rb"peer: (\S+) mca_btl_tcp_frag_\w+: \w+ failed: (Connection timed out|[^\n]*unreachable) \("
 )
 #: Its words for the rank that ends the job since it has no connection to another one.
 _ENDER: Final = re.compile(
@@ -50,6 +59,8 @@ class MpirunWords:
         blames: The blocks that were kept back.
         reports: The reports that were found, without their marks.
         has_lost_host: Whether mpirun has lost a host.
+        lost_node: The name of that host, if mpirun says it.
+        silent: The host from which nothing arrives any longer, and the reason; None if there is none.
         unreached: The host that a rank could not reach, and the reason; None if there is none.
         ender: The host and the number of the rank that lost a connection, at which MPI ended the job; or None.
     """
@@ -62,6 +73,8 @@ class MpirunWords:
         self.blames: list[bytes] = []
         self.reports: list[bytes] = []
         self.has_lost_host = False
+        self.lost_node: tuple[str, ...] | None = None
+        self.silent: tuple[str, ...] | None = None
         self.unreached: tuple[str, ...] | None = None
         self.ender: tuple[str, ...] | None = None
 
@@ -78,6 +91,8 @@ class MpirunWords:
             passed += part
         self._recent = (self._recent + passed)[-(len(passed) + _LONGEST) :]
         self.has_lost_host = self.has_lost_host or any(words in self._recent for words in _LOST_HOST)
+        self.lost_node = self.lost_node or _groups_of(_LOST_NODE.search(self._recent))
+        self.silent = self.silent or _groups_of(_SILENT.search(self._recent))
         for words in _UNREACHED:
             self.unreached = self.unreached or _groups_of(words.search(self._recent))
         self.ender = self.ender or _groups_of(_ENDER.search(self._recent))
@@ -93,6 +108,13 @@ class MpirunWords:
         if self.ender is None:  # MPI has found another way, or a rank raises the error
             return None
         host, rank = self.ender
+        reach = (
+            "See that the hosts reach each other and that no firewall is between them; if they have several networks, "
+            "name the one that connects them: OMPI_MCA_btl_tcp_if_include=10.0.0.0/24, or the interface's name"
+        )
+        if self.unreached is None and self.silent is not None:
+            peer, reason = self.silent
+            return f"rank {rank} on {host} lost its connection to {peer} ({reason}), so MPI ended the job. {reach}"
         if self.unreached is None:
             return (
                 f"rank {rank} on {host} lost its connection to another rank, so MPI ended the job: the other rank was "
@@ -101,11 +123,12 @@ class MpirunWords:
                 * bool(goes_on_by)
             )
         peer, reason = self.unreached
-        return (
-            f"rank {rank} on {host} could not connect to {peer} ({reason}), so MPI ended the job. See that the hosts "
-            "reach each other and that no firewall is between them; if they have several networks, name the one that "
-            "connects them: OMPI_MCA_btl_tcp_if_include=10.0.0.0/24, or the interface's name"
-        )
+        return f"rank {rank} on {host} could not connect to {peer} ({reason}), so MPI ended the job. {reach}"
+
+    def explain_lost_host(self) -> str:
+        """Return the line for the user about a host that mpirun has lost."""
+        where = f": see that {self.lost_node[0]} runs and that its network is up" if self.lost_node else ""
+        return f"mpirun has lost a host, and ended the job before its end{where}"
 
     def flush(self) -> bytes:
         """Return the bytes that are held: nothing more has arrived for a while, or will."""

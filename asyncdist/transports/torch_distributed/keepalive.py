@@ -12,7 +12,7 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 #: A connection on which nothing has come for `IDLE_S` is probed so often; the host is gone if none is acknowledged.
@@ -29,7 +29,12 @@ def probed_connections() -> Iterator[None]:
     """Have the connections to other hosts that are made in the block probed. On Linux; elsewhere it does nothing."""
     earlier = set(_descriptors())
     yield
-    for descriptor in set(_descriptors()) - earlier:
+    probe_all(set(_descriptors()) - earlier)
+
+
+def probe_all(descriptors: Iterable[int] | None = None) -> None:
+    """Have connections to other hosts probed: all of this process, or those among these descriptors."""
+    for descriptor in _descriptors() if descriptors is None else descriptors:
         with contextlib.suppress(OSError), _opened(descriptor) as connection:
             if _is_to_another_host(connection):
                 probe(connection)
@@ -49,7 +54,7 @@ def _descriptors() -> list[int]:
 
 
 def _opened(descriptor: int) -> socket.socket:
-    """Return a socket of our own over the same connection: gloo's descriptor stays gloo's."""
+    """Return a socket of our own over the same connection: the library's descriptor stays the library's."""
     copy = os.dup(descriptor)
     try:
         return socket.socket(fileno=copy)
