@@ -169,6 +169,14 @@ def caught(fn: Callable[[], T]) -> tuple[T | None, BaseException | None]:
         return None, error
 
 
+def default_device() -> torch.device:
+    """Return the device of new tensors: torch 2.8 fails to, after ``torch.set_default_device(None)``."""
+    try:
+        return torch.get_default_device()
+    except AttributeError:
+        return torch.device("cpu")
+
+
 def torch_modes() -> TorchModes:
     """Return the caller's modes that torch keeps per thread."""
     return TorchModes(
@@ -177,7 +185,7 @@ def torch_modes() -> TorchModes:
         tuple(
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _AUTOCAST_DEVICE_KINDS
         ),
-        torch.get_default_device(),
+        default_device(),
         torch.cuda.current_device() if torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]
     )
 
@@ -190,7 +198,7 @@ def call_in_modes(modes: TorchModes, fn: Callable[[], T]) -> T:
         for kind, is_enabled, dtype in modes.autocast:
             if kind == "cpu" or is_enabled or torch.is_autocast_enabled(kind):  # torch may warn where no GPU is
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=is_enabled))
-        if modes.default_device != torch.get_default_device():  # a device's context slows every operator down
+        if modes.default_device != default_device():  # a device's context slows every operator down
             stack.enter_context(modes.default_device)
         if modes.cuda_device is not None:
             stack.enter_context(torch.cuda.device(modes.cuda_device))
