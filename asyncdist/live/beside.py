@@ -110,9 +110,14 @@ def _copy(pipe: IO[bytes], console: Console) -> None:
         if len(begun) > _LINE_LENGTH_MAX:
             lines, begun = [*lines, begun], ""
         if lines:
-            _print("\n".join(line.rstrip("\r") for line in lines), console)
+            _print("\n".join(map(_last_state, lines)), console)
     if begun:
-        _print(begun, console)
+        _print(_last_state(begun), console)
+
+
+def _last_state(line: str) -> str:
+    """Return the part of a line that a terminal would show last: rich before 15 prints all parts."""
+    return line.rstrip("\r").rpartition("\r")[2]
 
 
 def _print(text: str, console: Console) -> None:
