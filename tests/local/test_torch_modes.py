@@ -26,14 +26,26 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
+def autocast_loses_gradients() -> bool:
+    """Return whether autocast reuses a cast without gradients when gradients are recorded, as torch 2.8 does."""
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    with torch.autocast("cpu"):
+        with torch.no_grad():
+            weight @ weight
+        return not (weight @ weight).requires_grad
+
+
 def walk(seed: int) -> Iterator[Any]:
     """Enter and leave modes at random; before each step what computing shows of them."""
     draw = random.Random(seed)
     weight = torch.nn.Parameter(torch.ones(2, 2))
     stacks: list[ExitStack] = []
     modes = list(MODES)
+    has_lost_casts = autocast_loses_gradients()
     modes.remove(draw.choice(["autocast", "float16"]))  # torch's cache would mix the two dtypes up
     for step in range(40):
+        if has_lost_casts:
+            torch.clear_autocast_cache()
         found = weight @ weight
         yield modes_now(), found.dtype, found.requires_grad, found.is_inference(), found.sum().item()
         if stacks and draw.random() < 0.5:
