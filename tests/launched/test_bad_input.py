@@ -102,7 +102,7 @@ def test_a_users_protocols_can_be_used_beside_the_package(tmp_path: Path) -> Non
     assert done.stdout.split() == ["1", "True", "True", "False"], done.stderr
 
 
-def test_a_file_of_the_users_that_hides_the_package_does_no_harm_to_who_needs_no_policy(tmp_path: Path) -> None:
+def test_a_users_file_that_hides_protocols_harms_policies_alone(tmp_path: Path) -> None:
     (tmp_path / "protocols.py").write_text("x = 1\n")
     script = tmp_path / "train.py"
     script.write_text(

@@ -70,7 +70,7 @@ def bench(runner: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     return bench
 
 
-def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
+def test_an_unwritable_file_is_reported_before_measurements(
     runner: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It was told after an hour, with a traceback."""

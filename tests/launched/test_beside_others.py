@@ -35,7 +35,8 @@ LOADERS = """
 """
 
 
-def test_loaders_of_accelerate_as_the_readme_prepares_them_wait_for_nobody_and_share_the_data() -> None:
+def test_accelerate_loaders_share_the_data_without_waits() -> None:
+    """The loaders are prepared as the README says."""
     reports = torchrun.run_source(2, LOADERS, timeout_s=110).check().reports
     for one, other in zip(reports[0], reports[1], strict=True):
         assert sorted(one + other) == list(range(16))
@@ -76,6 +77,6 @@ SITTING = """
 """
 
 
-def test_what_is_sent_to_a_rank_in_a_collective_of_torch_waits_until_that_is_over() -> None:
+def test_a_message_to_a_rank_in_a_torch_collective_waits() -> None:
     """And for ever, where the sender awaits it before it enters the collective itself; docs/integrations.md says so."""
     assert torchrun.run_source(2, SITTING).check().reports == {0: 0, 1: [50_000, float(1 << 20)]}

@@ -176,7 +176,7 @@ def account(script: str, *, pure: bool) -> tuple[str, list[Any]]:
     return origin, lines
 
 
-def test_compiled_and_interpreted_modules_make_and_refuse_the_same() -> None:
+def test_compiled_and_interpreted_modules_behave_alike() -> None:
     if compiled.reason_against() is not None and shutil.which("gcc") is None:
         pytest.skip("no compiler here")
     compiled_from, compiled_lines = account(ACCOUNT, pure=False)
@@ -260,9 +260,7 @@ def test_compiling_that_was_interrupted_is_done_again(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.long
-def test_a_wheel_of_a_checkout_leaves_what_its_editable_installation_uses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_building_a_wheel_leaves_the_editable_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``pip install .`` left an empty folder, so that the modules ran interpreted and nothing compiled them again."""
     monkeypatch.delenv(compiled.PURE_VARIABLE, raising=False)
     copy = checkout(tmp_path)

@@ -173,7 +173,7 @@ def write_buffer_diary(directory: Path, rank: int, clients: list[int]) -> None:
     record.end(clients=clients, capacity=1000, mean_reward=0.5, modes=[3, 10], **asdict(done))
 
 
-def test_replay_buffers_are_part_of_the_results_and_of_what_is_shown(tmp_path: Path) -> None:
+def test_replay_buffers_are_part_of_results_and_display(tmp_path: Path) -> None:
     drawn = {"batches": 10, "mean_reward_added": 0.25, "mean_reward_drawn": 0.75, "wait_s": 0.5}
     idle = {"batches": 0, "mean_reward_added": 0.75, "mean_reward_drawn": None, "wait_s": 0.25}
     write_diary(tmp_path, 0, replaced=1, metric=-0.5, replay=drawn)
@@ -250,7 +250,7 @@ def test_results_survive_a_metric_that_is_no_number(tmp_path: Path) -> None:
     display.result_table(result)
 
 
-def test_rounds_are_counted_by_the_coordinator_where_there_is_one(histories: list[RankHistory]) -> None:
+def test_rounds_are_counted_by_the_coordinator_if_there_is_one(histories: list[RankHistory]) -> None:
     assert histories[0].end is not None
     histories[0].end["statistics"] = {"coordinator": {"rounds_decided": 5}}
     assert summarise(histories, policy="selective", seed=0, verified_count=None)["rounds"] == 5
@@ -543,7 +543,7 @@ assert abs(told["mean_reward"] - 0.01) < 1e-6
 
 
 @pytest.mark.long
-def test_chances_on_the_grid_are_exact_and_what_comes_from_a_buffer_can_be_learnt_from() -> None:
+def test_grid_chances_are_exact_and_buffer_items_are_usable() -> None:
     """In one process: it imports torchgfn, which takes seconds."""
     done = subprocess.run(
         [sys.executable, "-c", EXACT + REPLAY], cwd=HYPERGRID, capture_output=True, text=True, check=False

@@ -20,9 +20,7 @@ from history import RankHistory, first_time, summarise  # noqa: E402
 sys.path.remove(str(HYPERGRID))
 
 
-def test_a_rank_is_killed_when_its_time_has_come_and_the_results_are_those_of_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_is_killed_in_time_and_the_others_have_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for rank in range(3):
         record = Recorder(tmp_path, rank)
         record.start(transport="mpi", ranks=3, mode_count=16, parameter_count=21382)

@@ -88,7 +88,7 @@ def Init_thread(level):
 
 
 @pytest.mark.long
-def test_an_mpi_that_aborts_in_its_start_is_told_with_its_own_words_and_the_cure(tmp_path: Path) -> None:
+def test_an_mpi_that_aborts_in_its_start_is_quoted_with_a_cure(tmp_path: Path) -> None:
     """Under a launcher it took doctor along, which had said nothing yet: Debian's Open MPI under srun alone."""
     package = tmp_path / "mpi4py"
     package.mkdir()

@@ -176,7 +176,7 @@ class WithoutText(Exception):
 
 @pytest.mark.mpi
 @pytest.mark.long
-def test_an_exception_whose_text_no_message_can_carry_ends_the_job() -> None:
+def test_an_exception_with_text_that_cannot_be_sent_ends_the_job() -> None:
     ended = Ended("raises_at_length", 2, by_themselves=True)
     ended.check_failed()
     assert re.search(r"rank 0 stopped: rank 1 failed: ValueError: x+\.\.\. \(100000 characters\)", ended.stderr), (
@@ -199,7 +199,7 @@ def test_what_peers_are_told_of_a_failure_can_always_travel(error: Exception, su
 
 @pytest.mark.mpi
 @pytest.mark.long
-def test_a_mistake_that_all_ranks_make_is_told_once_where_they_hear_of_it_in_time() -> None:
+def test_a_mistake_of_all_ranks_is_printed_once() -> None:
     ended = Ended("raises_everywhere", 4)
     ended.check_failed()
     told = re.findall(
@@ -218,7 +218,7 @@ def test_a_mistake_that_all_ranks_make_is_told_once_where_they_hear_of_it_in_tim
     ],
 )
 @pytest.mark.long
-def test_a_main_that_cannot_be_called_is_told_in_a_line_that_names_its_own(way: str, words: str) -> None:
+def test_a_main_that_cannot_be_called_is_named_in_one_line(way: str, words: str) -> None:
     """It was a traceback per rank, or one whose last line was the runtime's."""
     ended = Ended(way, 3)
     ended.check_failed()
@@ -231,7 +231,7 @@ def test_a_main_that_cannot_be_called_is_told_in_a_line_that_names_its_own(way: 
 
 @pytest.mark.mpi
 @pytest.mark.long
-def test_ranks_of_different_versions_end_with_a_line_each_that_names_both() -> None:
+def test_ranks_of_different_versions_name_both_in_one_line_each() -> None:
     """It was a traceback of the runtime's own per rank."""
     ended = Ended("of_another_version", 3)
     ended.check_failed()
@@ -255,7 +255,7 @@ def test_a_misspelt_name_keeps_pythons_suggestion() -> None:
 
 
 @pytest.mark.parametrize("local_rank", [0, 1])
-def test_what_forbids_a_world_is_told_in_a_line_by_all_but_the_first_rank_of_a_host(
+def test_only_the_first_rank_of_a_host_prints_the_whole_failure(
     local_rank: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was a traceback per rank, most of it the runtime's own."""
@@ -325,7 +325,7 @@ def test_a_ctrl_c_that_comes_after_the_report_adds_no_traceback(
     assert capsys.readouterr().err == "KeyboardInterrupt\n"
 
 
-def test_a_ctrl_c_in_an_interactive_session_stays_an_exception_after_a_failure(
+def test_ctrl_c_in_a_session_stays_an_exception_after_a_failure(
     sigint: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
@@ -357,14 +357,14 @@ def test_mistakes_that_differ_are_all_told() -> None:
 
 @pytest.mark.mpi
 @pytest.mark.long
-def test_an_exception_reaches_those_who_wait_for_that_rank_in_a_policys_start() -> None:
+def test_an_exception_reaches_ranks_that_wait_in_a_policys_start() -> None:
     ended = Ended("raises_before_a_policy_of_others", 2, by_themselves=True)
     ended.check_failed()
     ended.check_told_once("ValueError: boom-7", rank=1)
 
 
 @pytest.mark.mpi
-def test_a_peer_inside_a_long_blocking_call_is_aborted_after_the_grace_period() -> None:
+def test_a_blocking_peer_is_aborted_after_the_grace_period() -> None:
     ended = Ended("raises_beside_a_blocked_peer", 2)
     ended.check_failed()
     ended.check_told_once("ValueError: boom-7", rank=1)
@@ -431,7 +431,7 @@ def test_a_killed_rank_ends_the_rest() -> None:
 
 @pytest.mark.mpi
 @pytest.mark.long
-def test_an_average_of_64_mib_that_loses_a_member_on_its_way_holds_nobody() -> None:
+def test_a_large_average_that_loses_a_member_holds_no_rank() -> None:
     """Before that another member leaves in the midst of one: that one completes, and the next says who is missing."""
     ended = Ended("killed_in_an_average", 3)
     ended.check_failed()
@@ -475,7 +475,7 @@ def test_ctrl_c_anywhere_ends_everything(place: str) -> None:
     assert "Traceback" not in ended.stderr or place in ("before_run", "alone_in_the_handshake"), ended.story
 
 
-def test_ctrl_c_that_comes_while_a_failed_rank_tidies_up_is_not_told() -> None:
+def test_ctrl_c_during_the_cleanup_of_a_failed_rank_is_silent() -> None:
     """Its peer had heard it a little earlier; there was a traceback out of torch's own callbacks."""
     program = """
 import atexit, os, signal
@@ -519,7 +519,7 @@ def test_a_signal_to_one_rank_during_its_set_up_ends_the_job(place: str, rank: i
 
 @pytest.mark.mpi
 @pytest.mark.long
-def test_a_signal_that_comes_while_mpi_starts_ends_the_job_once_it_has_started() -> None:
+def test_a_signal_while_mpi_starts_ends_the_job_after_the_start() -> None:
     def act(job: Job) -> None:
         time.sleep(2.0)  # rank 1 is inside MPI's own set-up by now, most likely; anywhere else will do
         os.kill(job.rank_pid(1), signal.SIGINT)

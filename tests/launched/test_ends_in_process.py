@@ -42,7 +42,7 @@ def test_local_ranks_raise_what_the_failing_one_raised(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()])
-def test_local_exits_interrupts_and_cancellations_come_out_as_they_are(error: BaseException) -> None:
+def test_local_exits_interrupts_and_cancellations_are_unchanged(error: BaseException) -> None:
     async def main(world: ad.World) -> None:
         if world.rank == 1:
             raise error
@@ -71,7 +71,7 @@ def test_local_exit_with_success_is_leaving_early() -> None:
     assert not caught.value.code and len(steps) == 50
 
 
-def test_local_tasks_in_the_background_are_awaited_and_fail_as_a_group() -> None:
+def test_local_background_tasks_are_awaited_and_fail_as_a_group() -> None:
     done: list[int] = []
 
     async def main(world: ad.World, fails: bool) -> None:
@@ -108,7 +108,7 @@ def test_a_signal_during_the_end_changes_nothing() -> None:
         ad.run_local(main, ranks=2)
 
 
-def test_a_rank_that_has_left_by_sys_exit_answers_a_later_failure() -> None:
+def test_a_rank_that_left_by_sys_exit_answers_a_later_failure() -> None:
     worlds: list[ad.World] = []
 
     async def main(world: ad.World) -> None:
@@ -175,7 +175,7 @@ FORKS = """
 """
 
 
-def test_processes_that_main_forks_obey_signals_and_do_not_hold_the_end() -> None:
+def test_forked_processes_obey_signals_and_do_not_hold_the_end() -> None:
     """They had the handlers of their parent, which cancel a task of its loop, and outlived every ``terminate()``."""
     result = torchrun.run_source(1, FORKS).check()
     assert result.stdout == "returned 0\n", result.output()
@@ -205,7 +205,7 @@ WITH_A_WORKER = """
 """
 
 
-def test_a_data_loaders_worker_that_is_terminated_with_its_rank_is_no_error() -> None:
+def test_a_loader_worker_ended_with_its_rank_is_not_an_error() -> None:
     """Torch raised that it had been killed, in whatever the rank was doing until its end."""
     ended = torchrun.run_source(1, WITH_A_WORKER).check(128 + signal.SIGTERM)
     assert "DataLoader" not in ended.stderr and "Traceback" not in ended.stderr, ended.stderr

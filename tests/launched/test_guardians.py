@@ -93,7 +93,7 @@ def rank_of(folder: Path) -> int:
     [("", 0), ("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", -9), ("os.abort()", -signal.SIGABRT)],
     ids=["returns", "exits", "is killed", "aborts"],
 )
-def test_what_a_rank_leaves_ends_with_it_also_in_a_session_of_its_own(tmp_path: Path, end: str, code: int) -> None:
+def test_processes_left_by_a_rank_end_even_in_an_own_session(tmp_path: Path, end: str, code: int) -> None:
     with guarded(tmp_path, RANK + end) as process:
         assert process.wait(TIMEOUT_S) == code
         assert living(tmp_path) == []
@@ -119,7 +119,7 @@ def test_a_rank_ends_with_what_has_started_its_guardians(tmp_path: Path) -> None
     wait_until(lambda: not living(tmp_path), "nothing is left of a killed launcher's rank")
 
 
-def test_a_launcher_s_signals_are_passed_on_and_at_one_of_them_all_ends(tmp_path: Path) -> None:
+def test_a_launchers_signals_are_passed_on_and_end_all_processes(tmp_path: Path) -> None:
     with guarded(tmp_path, WAITS, parent=os.getpid()) as process:
         rank_of(tmp_path)
         process.send_signal(signal.SIGUSR1)
@@ -141,7 +141,7 @@ def test_signals_of_mpirun_reach_the_rank_once_by_its_group(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("guardian", ["outer", "inner"])
-def test_a_signal_that_somebody_else_sends_to_a_guardian_reaches_the_rank(tmp_path: Path, guardian: str) -> None:
+def test_a_foreign_signal_to_a_guardian_reaches_the_rank(tmp_path: Path, guardian: str) -> None:
     """SIGTERM to the outer guardian under mpirun, as from ``kill`` with the first pid that ps shows, did nothing."""
     with guarded(tmp_path, WAITS) as process:
         inner = int(fields(rank_of(tmp_path))[1])

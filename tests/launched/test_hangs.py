@@ -129,7 +129,7 @@ def test_torch() -> None:
 
 
 @pytest.mark.slow
-def test_what_was_told_is_in_the_recording_of_a_job_that_is_killed_then(tmp_path: Path) -> None:
+def test_a_story_is_in_the_recording_of_a_job_killed_afterwards(tmp_path: Path) -> None:
     """A recording said neither for whom a rank waited nor in which line. Here rank 0, which tells, is blocked."""
     name = "blocked_coordinator"
     options = {name: ["--record", str(tmp_path)]}
@@ -149,7 +149,7 @@ def each_checked(told: dict[str, str]) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="this system tells no states of processes")
-def test_a_process_that_is_stopped_and_one_that_nobody_has_waited_for() -> None:
+def test_stopped_processes_and_zombies_are_named() -> None:
     """The second counted as alive: a killed rank whose launcher was stopped was told as one in compiled code."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         place = sockets.Place(Path("socket"), 0, process.pid)

@@ -34,7 +34,7 @@ def links() -> str:
     return subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
 
 
-def test_hosts_have_names_addresses_processes_and_shared_memory_of_their_own() -> None:
+def test_hosts_have_own_names_addresses_processes_and_memory() -> None:
     count = "set -- /proc/[0-9]*; echo \\$#"  # by the shell alone: of a pipe one process may begin before the other
     see = f"hostname; getent hosts host2; {count}; ls /dev/shm; touch /dev/shm/\\$(hostname); cat"
     steps = [f'echo $(echo said | ssh -x -o "A b" {host} "{see}")' for host in ("host1", "host2", "host1")]
@@ -144,7 +144,7 @@ def test_a_wrong_word_is_one_line(words: list[str], message: str) -> None:
     assert code == 2 and message in line
 
 
-def test_what_is_missing_is_named_and_has_an_exit_code_of_its_own(tmp_path: Path) -> None:
+def test_a_missing_requirement_is_named_with_its_own_exit_code(tmp_path: Path) -> None:
     hosts.run(1, ["true"]).check()  # else it is skipped: something is really missing
     capability = ("setpriv", "--bounding-set", "-sys_admin", "--inh-caps", "-sys_admin")
     assert refusal("1", "true", before=capability) == (

@@ -74,7 +74,7 @@ def test_alone_it_trains_and_says_once_that_nothing_is_averaged(library: str, tm
 
 @pytest.mark.mpi
 @pytest.mark.long  # it imports what Accelerate imports twice, which takes ten seconds
-def test_a_single_process_of_accelerate_launch_says_why_it_is_alone(tmp_path: Path) -> None:
+def test_one_process_of_accelerate_launch_says_why_it_is_alone(tmp_path: Path) -> None:
     """On CPUs it starts one, whatever it is told, and said nothing of it; neither did what was told of being alone."""
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
     ended = torchrun.run_jobs(
@@ -502,7 +502,7 @@ TRANSFORMERS_COMPILED = """
 
 
 @pytest.mark.mpi
-def test_what_sees_the_loss_of_a_model_in_transformers_is_not_compiled_with_it(tmp_path: Path) -> None:
+def test_a_loss_observer_in_transformers_is_not_compiled(tmp_path: Path) -> None:
     """It broke the model's graph, of which torch warned in 13 lines on each rank."""
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(TRANSFORMERS_COMPILED))
@@ -654,7 +654,7 @@ def test_a_trainer_of_several_devices_is_refused_with_one_error(tmp_path: Path) 
 @pytest.mark.mpi
 @pytest.mark.timeout(300)
 @pytest.mark.long
-def test_a_trainer_that_would_send_the_callback_to_processes_is_refused(tmp_path: Path) -> None:
+def test_a_trainer_that_pickles_its_callback_is_refused(tmp_path: Path) -> None:
     ended = fit(tmp_path, {}, {"devices": 2, "strategy": "ddp_spawn"})
     assert ended.returncodes == (1,) and "ValueError: SelectiveAveraging cannot be sent to another" in ended.stderr
 
@@ -662,6 +662,6 @@ def test_a_trainer_that_would_send_the_callback_to_processes_is_refused(tmp_path
 @pytest.mark.mpi
 @pytest.mark.timeout(300)
 @pytest.mark.long
-def test_a_replica_without_a_launcher_trains_alone_and_says_so_once(tmp_path: Path) -> None:
+def test_a_replica_without_a_launcher_says_once_that_it_is_alone(tmp_path: Path) -> None:
     ended = fit(tmp_path, {"replica_size": 2}, {"devices": 2, "strategy": "ddp"}).check()
     assert ended.stdout.count("trained on 2") == 2 and ended.stderr.count("trains alone") == 1, ended.output()

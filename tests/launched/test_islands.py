@@ -28,7 +28,8 @@ def test_launched(start: Callable[..., Any]) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.long
-def test_an_island_is_on_one_host_where_mpirun_gives_hosts_ranks_in_turn() -> None:
+def test_an_island_is_on_one_host() -> None:
+    """The hosts get the ranks in turn from mpirun."""
     mpi.require_mpi()
     if mpi.flavour() == "mpich":
         pytest.skip("these are options of Open MPI's mpirun")

@@ -33,7 +33,7 @@ exit $code
 
 
 @pytest.mark.long
-def test_a_rank_of_another_host_joins_by_the_name_of_the_first_one(tmp_path: Path) -> None:
+def test_a_rank_of_another_host_joins_by_the_first_hosts_name(tmp_path: Path) -> None:
     script = hosts.script("joins.py", tmp_path)
     names = {"python": sys.executable, "root": ROOT, "script": shlex.join(script), "folder": tmp_path}
     secret = tmp_path / "secret"

@@ -8,7 +8,7 @@ import sys
 from scripts import killed_saves
 
 
-def test_saves_that_are_killed_in_their_midst_leave_a_whole_population() -> None:
+def test_killed_saves_leave_a_whole_population() -> None:
     said = subprocess.run(
         [sys.executable, killed_saves.__file__, "8", "1"], capture_output=True, text=True, timeout=100, check=True
     ).stdout

@@ -145,7 +145,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 20) -> bool:
 
 
 @pytest.mark.mpi
-def test_a_run_gives_every_rank_its_arguments_its_modules_and_no_input(tmp_path: Path) -> None:
+def test_a_run_gives_each_rank_arguments_modules_and_no_input(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("VALUE = 'found'\n")
     # A colon alone would begin another program: `touch` ran, or nothing did.
     arguments = ["--", "--flag", "-n", "7", ":", "touch", "file", "::", "a:", ""]
@@ -213,7 +213,7 @@ def test_a_failing_rank_ends_the_others_with_its_exit_code(
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_to_the_launcher_or_to_a_guardian_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_to_launcher_or_guardian_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
     """UCX, in both MPIs, took a SIGHUP that reached the rank for a wish to debug."""
     process = start(
         tmp_path,
@@ -410,7 +410,7 @@ time.sleep(600)
 @pytest.mark.mpi
 @pytest.mark.skipif(not guardians.ARE_HERE, reason="elsewhere nothing ends them")
 @pytest.mark.parametrize("killed", ["rank", "mpirun"])
-def test_no_child_of_a_rank_stays_behind_when_a_process_of_the_job_is_killed(tmp_path: Path, killed: str) -> None:
+def test_no_child_of_a_rank_survives_a_kill_in_the_job(tmp_path: Path, killed: str) -> None:
     """Open MPI waited for the child of a killed rank; ranks that had not opened MPI outlived a killed mpirun."""
     process = start(tmp_path, LEAVES_CHILDREN, str(tmp_path), killed)
     assert wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 9), finish(process)
@@ -424,7 +424,7 @@ def test_no_child_of_a_rank_stays_behind_when_a_process_of_the_job_is_killed(tmp
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("by", ["asyncdist run", "mpirun"])
-def test_what_a_killed_mpirun_has_left_under_this_process_number_hinders_no_other(tmp_path: Path, by: str) -> None:
+def test_leftovers_of_a_killed_mpirun_hinder_no_other_job(tmp_path: Path, by: str) -> None:
     """Process numbers come again. Of mpirun itself it is seen here that it does not start then."""
     if mpi.flavour() != "openmpi":
         pytest.skip("the other MPI's mpirun keeps no such files")
@@ -452,9 +452,7 @@ def test_what_a_killed_mpirun_has_left_under_this_process_number_hinders_no_othe
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(("given", "seen"), [({}, "^ofi"), ({"OMPI_MCA_btl": "self,sm"}, "self,sm")])
-def test_a_job_on_one_host_looks_for_no_fabric_where_the_user_does_not_ask_for_it(
-    given: dict[str, str], seen: str
-) -> None:
+def test_a_job_on_one_host_looks_for_no_fabric_unless_asked(given: dict[str, str], seen: str) -> None:
     """Open MPI slept a second of each start."""
     source = "import os\nprint(os.environ.get('OMPI_MCA_btl'))"
     said = mpi.run_source(1, source, env=given).check().stdout

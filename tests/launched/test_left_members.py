@@ -28,7 +28,7 @@ WAYS = pytest.mark.parametrize("way", ["left", pytest.param("waiting", marks=pyt
 
 
 @STARTS
-def test_collectives_that_were_cancelled_before_a_member_left_are_no_leftovers_launched(
+def test_cancelled_collectives_of_a_departed_rank_leave_nothing(
     start: Callable[..., Any],
 ) -> None:
     """Each of the backend's own held the end for as long as it waits for requests, and failed a strict job."""
@@ -48,7 +48,7 @@ def test_launched(start: Callable[..., Any], way: str) -> None:
 
 @STARTS
 @pytest.mark.long
-def test_a_consumer_that_returns_leaves_no_producer_waiting_launched(start: Callable[..., Any]) -> None:
+def test_a_consumer_that_returns_leaves_no_producer_waiting(start: Callable[..., Any]) -> None:
     if start is mpi.run_ranks:
         mpi.require_mpi()
     result = start(3, CONSUMERS_SCRIPT, timeout_s=60).check()

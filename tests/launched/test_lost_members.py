@@ -49,7 +49,7 @@ ad.run(main)
 """
 
 
-def test_a_rank_that_is_lost_is_named_once_where_no_launcher_does_it() -> None:
+def test_a_lost_rank_is_named_once_without_a_launcher() -> None:
     """Under srun, and in pods, a job went on without it, and no output said so."""
     ended = torchrun.run_source(3, LOSING).check(0, -9, 0)
     said = "rank 1 is lost: its process has ended, or its host; the others go on without it\n"

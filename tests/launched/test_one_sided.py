@@ -52,7 +52,7 @@ def typed(state: dict[str, list[float]]) -> dict[str, torch.Tensor]:
         (TORCH_SIZE, "torch", "walk", "_StreamedWindow"),
     ],
 )
-def test_defect_14_every_average_is_the_one_of_its_donors_snapshots(
+def test_every_one_sided_average_is_that_of_its_snapshots(
     ranks: int, transport: str, story: str, exposure: str
 ) -> None:
     """Read in one version each, of any dtypes; recomputed here from what the donors told.
@@ -107,7 +107,7 @@ def test_a_policy_on_a_group_never_touches_the_others(ranks: int, transport: str
 
 
 @pytest.mark.parametrize(("ranks", "transport"), JOBS)
-def test_the_others_go_on_when_the_last_rank_leaves_and_its_memory_stays(ranks: int, transport: str) -> None:
+def test_the_memory_of_a_departed_rank_stays_readable(ranks: int, transport: str) -> None:
     for rank, report in enumerate(told(ranks, "leaver", transport)[:-1]):
         assert report["donors"][-2:] == [[other for other in range(ranks - 1) if other != rank]] * 2
 

@@ -98,9 +98,7 @@ def needs_compiler() -> None:
 
 
 @pytest.mark.long
-def test_build_makes_a_source_archive_and_of_that_a_compiled_wheel(
-    checkout: tuple[Path, ModuleType], tmp_path: Path
-) -> None:
+def test_build_makes_a_source_archive_and_a_wheel_from_it(checkout: tuple[Path, ModuleType], tmp_path: Path) -> None:
     needs_compiler()
     folder, copy = checkout
     pretend_to_compile(copy)  # as an editable installation of this checkout has done

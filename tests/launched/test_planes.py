@@ -75,7 +75,7 @@ def test_a_bulk_plane_without_room_for_the_tags_is_refused() -> None:
         pytest.param("auto", "torch:orderly", marks=pytest.mark.long),
     ],
 )
-def test_messages_on_one_and_streams_on_the_other_between_processes(transport: str, bulk: str) -> None:
+def test_messages_and_streams_on_two_planes_between_processes(transport: str, bulk: str) -> None:
     """With averages, whose streams take the bulk plane too."""
     require_mpi()
     result = run_source(
@@ -150,7 +150,7 @@ def test_a_bulk_plane_that_does_not_exist_is_named() -> None:
         ad.run(main, transport="local", bulk="torch")
 
 
-def test_a_plane_that_does_not_close_does_not_keep_the_other_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plane_that_fails_to_close_does_not_hold_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     _, _, transport = planes(2)
     closed: list[str] = []
 
@@ -166,7 +166,7 @@ def test_a_plane_that_does_not_close_does_not_keep_the_other_open(monkeypatch: p
 
 
 @pytest.mark.mpi
-def test_mpi_for_streams_under_torchruns_variables_says_what_to_start_with() -> None:
+def test_mpi_for_streams_under_torchrun_names_the_launcher() -> None:
     """It said that this was rank 1 of 2 on torch, but rank 0 of 1 on MPI."""
     require_mpi()
     source = """
@@ -186,9 +186,7 @@ def test_mpi_for_streams_under_torchruns_variables_says_what_to_start_with() -> 
 @pytest.mark.parametrize(
     ("transport", "share"), [pytest.param("mpi", 0.5, marks=[pytest.mark.mpi, pytest.mark.long]), ("torch", 1.0)]
 )
-def test_between_processes_of_a_host_a_part_of_large_tensors_is_granted_to_be_written(
-    transport: str, share: float
-) -> None:
+def test_large_tensors_are_partly_written_directly_on_one_host(transport: str, share: float) -> None:
     result = (run_source if transport == "mpi" else torchrun.run_source)(
         2,
         """

@@ -42,7 +42,7 @@ def told(request: pytest.FixtureRequest) -> Told:
 
 
 @pytest.mark.parametrize("ranks", SIZES)
-def test_the_worst_becomes_exactly_the_mean_of_the_others_and_nobody_else_changes(told: Told, ranks: int) -> None:
+def test_only_the_worst_changes_to_exactly_the_others_mean(told: Told, ranks: int) -> None:
     worst, *others = told(ranks, "exactness")
     mean = sum(range(1, ranks)) / (ranks - 1)
     assert worst["replacements"] == 3 and worst["floating"] == [mean]
@@ -102,7 +102,7 @@ def test_a_policy_that_cannot_start_says_why_on_every_rank(told: Told, ranks: in
         assert f"option average_every is 2 on rank 0 and 3 {last}" in report["option"], report
 
 
-def test_large_snapshots_of_this_host_are_read_in_the_donors_memory(told: Told) -> None:
+def test_large_snapshots_of_one_host_are_read_in_donor_memory(told: Told) -> None:
     worst, *others = told(4, "near")
     assert worst["replacements"] == 4 and worst["weights"] == [2.0] and worst["nbytes"] == [3 * 2 * MIB] * 4
     assert worst["received_nbytes"] == worst["read_nbytes"] + sum(other["sent_nbytes"] for other in others)
@@ -111,7 +111,7 @@ def test_large_snapshots_of_this_host_are_read_in_the_donors_memory(told: Told) 
     assert all(other["unchanged"] and not other["read_nbytes"] for other in others)
 
 
-def test_64_mib_arrive_whole_and_the_bytes_on_the_wire_are_as_many_as_they_must_be(told: Told) -> None:
+def test_64_mib_arrive_whole_with_the_expected_bytes_on_the_wire(told: Told) -> None:
     """D * R * averaged + R * exact, for 2 donors and 2 replacers."""
     reports = told(4, "large")
     averaged, exact = 4096 * 4096 * 4, 5 * 8
@@ -126,7 +126,7 @@ def test_64_mib_arrive_whole_and_the_bytes_on_the_wire_are_as_many_as_they_must_
     assert sum(sent) == sum(report["received_nbytes"] for report in reports) == 2 * 2 * averaged + 2 * exact
 
 
-def test_64_mib_travel_once_where_the_donors_add_up_one_half_each(told: Told) -> None:
+def test_64_mib_travel_once_if_each_donor_adds_up_one_half(told: Told) -> None:
     """Each donor sends the other one its half, and the mean of its own half to both replacers."""
     reports = told(4, "sharded")
     half, low, high = 4096 * 4096 * 4 // 2, 2 * 8, 3 * 8  # of the averaged bytes; the counter has five elements

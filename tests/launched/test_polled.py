@@ -199,7 +199,7 @@ def test_works_that_never_turn_complete_are_named(medium: Medium, seen: str) -> 
         pytest.param("receive", "rank 1's receive from rank 0", marks=pytest.mark.long),
     ],
 )
-def test_a_call_that_blocks_for_good_is_named_and_holds_nobody_up(call: str, seen: str) -> None:
+def test_a_call_that_blocks_forever_is_named_and_holds_no_rank(call: str, seen: str) -> None:
     class Blocking(Ends):
         pass
 
@@ -327,7 +327,7 @@ def test_messages_that_nobody_receives_do_not_hold_the_end() -> None:
     assert "2 requests: left over" in result.stderr
 
 
-def test_a_rank_that_dies_in_the_middle_of_a_bulk_stream_is_named() -> None:
+def test_a_rank_that_dies_during_a_bulk_stream_is_named() -> None:
     """Rank 1 is killed with a stream under way in each direction, over gloo and a backend that ignores tags."""
     source = """
         import asyncio, os, signal
@@ -398,7 +398,7 @@ def test_a_backend_with_the_extended_interface_gets_it() -> None:
     assert (made.group_rank, made.group_size, made.group_id) == (1, 2, "k")
 
 
-def test_what_a_device_has_received_is_copied_when_it_is_complete_and_not_before() -> None:
+def test_a_devices_buffer_is_copied_only_when_complete() -> None:
     class Later:
         is_here = False
 

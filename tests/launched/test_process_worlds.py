@@ -53,7 +53,7 @@ def test_the_others_hear_how_a_rank_ends(how: str) -> None:
     assert f"rank 0 stopped: rank 1 failed: {told}" in result.stderr
 
 
-def test_a_rank_whose_script_has_ended_says_in_one_line_that_another_one_failed() -> None:
+def test_after_its_script_a_rank_names_a_failed_one_in_one_line() -> None:
     """It printed, besides, the traceback of what ended its world, thirty lines of asyncdist's own."""
     source = """
         import asyncdist as ad
@@ -86,7 +86,7 @@ def test_ctrl_c_is_one_line_of_each_rank(tmp_path: Path) -> None:
     assert len(lines) <= 2 and all(line.startswith("asyncdist: rank ") for line in lines), ended.stderr
 
 
-def test_ctrl_c_where_it_trains_alone_shows_the_line_of_the_script(tmp_path: Path) -> None:
+def test_ctrl_c_in_lone_training_shows_the_line_of_the_script(tmp_path: Path) -> None:
     """It was a traceback in two parts and forty lines, most of them about how worlds end."""
     (tmp_path / "train.py").write_text(
         "import signal; import asyncdist as ad\n"

@@ -222,7 +222,7 @@ raise RuntimeError("rank {last} is lost")
         ("raise ValueError('story')", 1, "ranks 0, 1, 2 ended with exit code 1"),
     ],
 )
-def test_ranks_that_another_one_takes_along_and_that_end_before_it_are_not_the_cause(
+def test_ranks_that_end_before_the_failed_one_are_not_the_cause(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -264,7 +264,7 @@ def test_what_a_rank_has_started_ends_with_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not guardians.ARE_HERE, reason="elsewhere nothing tells a process of its parent's end")
-def test_what_a_rank_has_started_does_not_outlive_a_launcher_that_is_killed(tmp_path: Path) -> None:
+def test_processes_of_a_rank_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
     source = WAITS.format(before="import subprocess; pid = subprocess.Popen(['sleep', '600']).pid", failure="pass")
     source = source.replace('.pid").touch()', '.pid").touch(); (folder / f"{pid}.pid").touch()')
     with running(tmp_path, source, str(tmp_path)) as process:
@@ -361,7 +361,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(
     assert error.count("\n") == 1
 
 
-def test_how_long_a_main_may_wait_reaches_the_ranks_as_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stall_s_reaches_the_ranks_as_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Mapping[str, str]] = []
     monkeypatch.setattr(local_ranks, "run", lambda *_, environ, **__: given.append(environ) or 0)
     with pytest.raises(SystemExit):
@@ -399,7 +399,7 @@ def test_a_process_that_cannot_be_started_ends_those_that_were(tmp_path: Path, m
         (None, "torch:fake", ("torch", "torch:fake")),
     ],
 )
-def test_a_named_transport_overrides_the_variable_and_the_ranks_find_it(
+def test_a_named_transport_overrides_the_variable_of_the_ranks(
     named: str | None, variable: str | None, expected: tuple[str, str | None]
 ) -> None:
     """ASYNCDIST_TRANSPORT reached the ranks, which then trained alone, and no backend did."""
@@ -413,7 +413,7 @@ def test_no_ranks_are_started_for_local() -> None:
         environment.choose_transport(None, {"ASYNCDIST_TRANSPORT": "local"})
 
 
-def test_every_option_that_takes_a_value_is_known_where_the_script_s_arguments_begin() -> None:
+def test_every_option_with_a_value_is_known_before_the_script() -> None:
     """What is missing there would be taken for the script's name."""
     commands = next(action for action in cli._parser()._actions if action.dest == "command")
     assert isinstance(commands.choices, dict)

@@ -56,7 +56,7 @@ def test_a_run_in_which_a_rank_was_killed_happens_again(tmp_path: Path) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.long
-def test_a_debugger_stops_in_one_rank_and_a_recording_becomes_a_test(tmp_path: Path) -> None:
+def test_a_debugger_stops_one_rank_and_a_recording_is_a_test(tmp_path: Path) -> None:
     recorded = record(tmp_path / "run", "mpi", "30")
     assert recorded.returncode == 0, recorded.stderr
     line = Path(SCRIPT).read_text().splitlines().index("            optimizer.zero_grad()") + 1

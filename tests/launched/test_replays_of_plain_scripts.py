@@ -35,7 +35,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=mpi.base_environment())
 
 
-def test_numbers_that_were_drawn_before_the_world_was_open_are_drawn_again(tmp_path: Path) -> None:
+def test_numbers_drawn_before_the_world_opened_are_drawn_again(tmp_path: Path) -> None:
     """A replay drew others: the programs that are shown for integrations differed at the first metric."""
     script = tmp_path / "script.py"
     script.write_text(PLAIN)

@@ -29,7 +29,7 @@ def command(ranks: int, restarts: int, script: str | Path, *arguments: str) -> l
     return [sys.executable, "-m", "asyncdist", "run", *options, *program]
 
 
-def test_ranks_are_killed_at_any_time_the_coordinators_too_and_take_part_again(tmp_path: Path) -> None:
+def test_ranks_killed_at_any_time_take_part_again(tmp_path: Path) -> None:
     """As ``tests/scripts/restarts.py`` says."""
     job = command(4, 2, "tests/scripts/restarts.py", str(tmp_path / "started"))
     result = torchrun.run_jobs([(job, {})], TIMEOUT_S).check()
@@ -49,7 +49,8 @@ def test_ranks_are_killed_at_any_time_the_coordinators_too_and_take_part_again(t
 
 
 @pytest.mark.long
-def test_a_rank_that_lives_another_job_and_another_version_are_refused_and_disturb_nobody() -> None:
+def test_restarts_of_a_living_rank_or_another_job_are_refused() -> None:
+    """A restart with another version is refused, too. None of them disturbs the job."""
     result = torchrun.run_jobs([(command(3, 1, "tests/scripts/refused_newcomers.py"), {})], TIMEOUT_S).check()
     found, lives, job, version = result.reports[2]
     assert re.search(r"rank 2 is there already: process \d+ of this host runs as that rank", found)
@@ -59,7 +60,7 @@ def test_a_rank_that_lives_another_job_and_another_version_are_refused_and_distu
     assert [result.reports[rank] for rank in (0, 1)] == [3.0, 3.0], "the world goes on"
 
 
-def test_a_rank_that_is_killed_too_often_is_left_out_and_its_end_is_the_exit_code(tmp_path: Path) -> None:
+def test_a_rank_killed_too_often_is_left_out_with_its_exit_code(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import os, pathlib, signal, time\n"
@@ -82,7 +83,7 @@ def test_a_rank_that_is_killed_too_often_is_left_out_and_its_end_is_the_exit_cod
     ]
 
 
-def test_ranks_that_a_signal_to_the_job_ends_are_not_started_again(tmp_path: Path) -> None:
+def test_ranks_ended_by_a_signal_to_the_job_are_not_restarted(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import os, pathlib, time\n"
@@ -98,7 +99,7 @@ def test_ranks_that_a_signal_to_the_job_ends_are_not_started_again(tmp_path: Pat
     assert len(list(tmp_path.glob("?.?"))) == 2
 
 
-def test_newcomers_do_not_wait_for_each_other_when_the_last_rank_has_left() -> None:
+def test_newcomers_after_the_last_rank_do_not_wait() -> None:
     """Three of four ranks were killed, and come again; meanwhile the fourth one has ended its world."""
     store = HashStore()
     for entry in ("newcomer/1", "0 1 a"), ("newcomer/2", "2 1 b"), ("newcomer/3", "2 2 c"), ("welcome/2.1", ""):
@@ -114,7 +115,7 @@ def test_newcomers_do_not_wait_for_each_other_when_the_last_rank_has_left() -> N
         newcomers.come(store, place, 0.0)
 
 
-def test_newcomers_begin_the_next_world_when_no_process_of_the_last_one_lives() -> None:
+def test_newcomers_begin_the_next_world_when_the_last_is_dead() -> None:
     store, exited = HashStore(), {(0, 0), (2, 0)}
 
     def come(incarnation: int) -> list[int] | None:
@@ -145,7 +146,7 @@ ad.run(main)
 
 
 @pytest.mark.parametrize("ranks", [3, pytest.param(1, marks=pytest.mark.long)])
-def test_the_next_world_begins_when_all_ranks_were_killed_at_once(tmp_path: Path, ranks: int) -> None:
+def test_the_next_world_begins_after_all_ranks_were_killed(tmp_path: Path, ranks: int) -> None:
     """Regression: after a minute of silence the job failed, with restarts left."""
     script = tmp_path / "script.py"
     script.write_text(ALL_KILLED)

@@ -94,7 +94,7 @@ def test_worlds_of_one_rank_name_the_plugin_and_what_there_is(program: list[str]
 
 
 @pytest.mark.mpi
-def test_mpich_under_the_plugin_of_open_mpi_is_told_which_one_is_its_own(program: list[str]) -> None:
+def test_mpich_under_open_mpis_plugin_is_told_its_own_plugin(program: list[str]) -> None:
     """MPI_Init would abort there, in words of MPICH's own."""
     mpi.require_mpi()
     if mpi.flavour() != "mpich":
@@ -107,7 +107,7 @@ def test_mpich_under_the_plugin_of_open_mpi_is_told_which_one_is_its_own(program
 
 
 @pytest.mark.mpi
-def test_asyncdist_run_starts_as_many_ranks_as_it_is_told_within_an_allocation(tmp_path: Path) -> None:
+def test_asyncdist_run_starts_n_ranks_in_an_allocation(tmp_path: Path) -> None:
     """Open MPI would start one for each task of the allocation, on its nodes."""
     mpi.require_mpi()
     (tmp_path / "train.py").write_text(TRAIN)
@@ -118,9 +118,7 @@ def test_asyncdist_run_starts_as_many_ranks_as_it_is_told_within_an_allocation(t
 
 @pytest.mark.long
 @pytest.mark.parametrize("transport", ["torch", pytest.param("mpi", marks=pytest.mark.mpi)])
-def test_asyncdist_run_starts_its_ranks_on_the_hosts_that_it_is_told_within_an_allocation(
-    transport: str, tmp_path: Path
-) -> None:
+def test_asyncdist_run_starts_ranks_on_hosts_of_an_allocation(transport: str, tmp_path: Path) -> None:
     """They are not those of the allocation, and what srun says of its own task is not about them."""
     if transport == "mpi":
         mpi.require_mpi()

@@ -18,7 +18,7 @@ SCRIPT = "tests/scripts/cancelled_starts.py"
         pytest.param(torchrun.run_ranks, marks=pytest.mark.long, id="torch"),
     ],
 )
-def test_a_start_that_is_cancelled_when_all_have_come_leaves_nobody_behind(start: Callable[..., Any]) -> None:
+def test_a_start_cancelled_when_all_are_present_leaves_no_rank(start: Callable[..., Any]) -> None:
     """The others were in MPI_Comm_create_group for ever, or averaged without it and were out of step for good."""
     if start is mpi.run_ranks:
         mpi.require_mpi()

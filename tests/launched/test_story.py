@@ -130,7 +130,7 @@ COLD = """
 
 @pytest.mark.mpi
 @pytest.mark.long
-def test_a_rank_that_asyncdist_run_has_started_heeds_it_from_the_beginning_to_the_end() -> None:
+def test_a_rank_of_asyncdist_run_heeds_the_signal_at_all_times() -> None:
     mpi.require_mpi()
     result = mpi.run_source(1, COLD, env={"PYTHONHASHSEED": "1"}).check()  # it starts cold
     before, inside, after = [line for line in result.stderr.splitlines() if line.startswith("asyncdist: rank 0")]
@@ -252,7 +252,7 @@ last = Last()
 """
 
 
-def test_a_rank_that_is_asked_while_its_interpreter_ends_is_not_killed(tmp_path: Path) -> None:
+def test_a_request_while_the_interpreter_ends_kills_no_rank(tmp_path: Path) -> None:
     """It died of the signal, and mpirun ended a job that had succeeded."""
     script = tmp_path / "train.py"
     script.write_text(LAST)

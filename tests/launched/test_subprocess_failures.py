@@ -96,7 +96,7 @@ def stop(code: int | None) -> None:
 
 
 @pytest.mark.parametrize(("code", "words"), [(None, "Stop: story"), (256, "rank 0 exited with 256")])
-def test_an_end_that_is_no_exception_or_looks_like_success_is_told(code: int | None, words: str) -> None:
+def test_ends_without_an_exception_are_reported(code: int | None, words: str) -> None:
     """It was "exited with code 1" in place of the traceback, and 256 is 0 to the system."""
     with pytest.raises(RuntimeError, match=words):
         launch_here(stop, config(1), code)
@@ -175,7 +175,7 @@ def test_a_rank_that_failed_is_told_where_sigchld_is_ignored() -> None:
 
 
 @pytest.mark.parametrize("func", [vanish, vanish_from_a_world])
-def test_a_rank_that_left_with_0_is_named_by_whom_its_absence_ends(tmp_path: Path, func: Callable[..., Any]) -> None:
+def test_a_rank_that_left_with_0_is_named_by_ranks_that_miss_it(tmp_path: Path, func: Callable[..., Any]) -> None:
     """What the others say of it was the error, "connection reset by peer": the launcher knows which peer.
 
     What comes from torch is told too, since it may have another cause; that a world has lost the rank is not.
@@ -211,7 +211,7 @@ def lose(folder: str) -> None:
     raise ValueError("the cause")
 
 
-def test_the_rank_that_failed_by_itself_is_named_and_not_one_that_lost_it(tmp_path: Path) -> None:
+def test_the_failed_rank_is_named_and_not_one_that_lost_it(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"(?s)rank 1 failed:.*ValueError: the cause"):
         launch_here(lose, config(), str(tmp_path))
 
@@ -230,7 +230,7 @@ def die(folder: str, how: str) -> None:
 
 
 @pytest.mark.parametrize(("how", "words"), [("kill", "was killed by SIGKILL"), ("exit", "exited with 'no data here'")])
-def test_the_rank_that_died_is_named_and_not_one_that_lost_its_connection(
+def test_the_dead_rank_is_named_and_not_one_that_lost_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, words: str
 ) -> None:
     monkeypatch.setitem(spawn._PATIENCE_S, spawn.PERHAPS, TIMEOUT_S)
@@ -259,7 +259,7 @@ def test_a_host_of_rank_0_that_does_not_answer_is_named_in_time(
         ad.init_dist(0, 0, 1, 1, "127.0.0.1", port, timeout_s=0)
 
 
-def test_a_master_port_that_is_taken_is_named_before_a_rank_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_taken_master_port_is_named_before_a_rank_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spawn, "_start_all", lambda *_: pytest.fail("a rank was started"))
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
@@ -278,7 +278,7 @@ def await_signal(folder: str) -> None:
         time.sleep(0.01)
 
 
-def test_a_signal_that_the_program_does_not_handle_reaches_its_ranks(tmp_path: Path) -> None:
+def test_a_signal_that_is_not_handled_reaches_the_ranks(tmp_path: Path) -> None:
     """Regression: SIGUSR2 killed the program, and the ranks with it."""
 
     def send() -> None:
@@ -337,7 +337,7 @@ def test_a_launch_that_cannot_be_is_refused(func: Any, cfg: MultiprocessConfig, 
     assert words in str(caught.value)
 
 
-def test_arguments_in_the_place_of_setup_are_told_where_they_belong() -> None:
+def test_arguments_in_the_place_of_setup_are_refused() -> None:
     with pytest.raises(TypeError, match=r"setup is 100; .* what is for func comes after setup and rank_offset"):
         ad.launch_subprocesses(note_rank, config(), 100)  # type: ignore[arg-type]
 

@@ -105,7 +105,7 @@ def test_hosts_must_agree_on_a_port() -> None:
         MultiprocessConfig(world_size=8, local_world_size=4).resolve()
 
 
-def test_an_address_that_leads_to_no_host_is_named_before_anybody_waits_there() -> None:
+def test_an_address_without_a_host_is_named_before_a_rank_waits() -> None:
     with pytest.raises(ValueError, match=r"master_addr='no-host\.invalid' leads to no host"):
         config(master_addr="no-host.invalid").resolve()
 
@@ -123,7 +123,7 @@ def test_the_backend_is_the_one_that_was_set(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("backend", ["ccl", "", None, "gloo,nccl", "undefined"])
-def test_a_backend_that_torch_does_not_have_is_named_with_those_it_has(backend: Any) -> None:
+def test_an_unknown_backend_is_named_with_the_known_ones(backend: Any) -> None:
     with pytest.raises(ValueError, match=f"backend is {backend!r}; torch .*'gloo'"):
         ad.set_distributed_backend(backend)
 
@@ -252,7 +252,7 @@ def use_process_groups(folder: str, *args: Any, **kwargs: Any) -> None:
 
 
 @pytest.mark.long
-def test_a_plain_function_finds_its_process_group_in_ranks_that_are_spawned(tmp_path: Path) -> None:
+def test_a_plain_function_finds_its_group_in_spawned_ranks(tmp_path: Path) -> None:
     launch_here(note_rank, config(2, launch_method="spawn"), str(tmp_path))
     assert reports(tmp_path) == [[rank, rank, 2, ad.default_backend()] for rank in range(2)]
 
@@ -338,7 +338,7 @@ def test_processes_of_ones_own_make_a_process_group() -> None:
     assert done.reports == {rank: [2 - rank, 3, "gloo", 111, str(2 - rank)] for rank in range(3)}
 
 
-def test_a_process_group_of_one_rank_is_made_from_the_backend_alone(tmp_path: Path) -> None:
+def test_a_group_of_one_rank_is_made_from_the_backend_alone(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no_such_backend"):
         ad.init_process_group_from_backend("no_such_backend")
     ad.init_process_group_from_backend("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
@@ -361,9 +361,7 @@ async def coroutine(world: Any, folder: str, *, name: str) -> None:
     report(folder, [name, world.rank, list(groups.model.ranks), *(os.environ[one] for one in names)])
 
 
-def test_a_coroutine_function_is_run_with_a_world_on_the_torch_transport(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_coroutine_function_gets_a_world_on_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, with the local transport in place of torch's: the variables and the call are what is shown."""
     for name in local_ranks.rank_variables(0, 1, local_rank=0, local_size=1, address="", port=1, run_id=""):
         monkeypatch.setenv(name, "")
@@ -413,13 +411,13 @@ async def shards(world: ad.World) -> None:
     await ad.shmap_map(function, mesh, "POP", "POP")(torch.ones(world.size))
 
 
-def test_the_rank_whose_function_failed_is_the_error_not_those_that_heard_of_it() -> None:
+def test_the_error_names_the_failed_rank_and_not_its_peers() -> None:
     with pytest.raises(RuntimeError, match=r"(?s)^rank 1 failed:.*ValueError: story of rank 1") as caught:
         launch_here(shards, config())
     assert ", in function" in str(caught.value)
 
 
-def test_a_coroutine_function_has_no_process_group_to_choose_a_backend_for() -> None:
+def test_a_coroutine_function_takes_no_process_group_options() -> None:
     with pytest.raises(ValueError, match="data_parallel_backend='gloo': a coroutine function is given a world"):
         launch_here(coroutine, config(data_parallel_backend="gloo"))
     with pytest.raises(ValueError, match="init_method='tcp://h:1': a coroutine function is given a world"):

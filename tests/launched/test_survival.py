@@ -24,13 +24,13 @@ def run(story: str, *args: object, ranks: int = 3, **options: Any) -> mpi.Result
     return mpi.run_ranks(ranks, SCRIPTS / "surviving.py", story, *args, timeout_s=60, survive=True, **options)
 
 
-def test_members_that_are_killed_at_any_moment_leave_the_others_averaging() -> None:
+def test_members_killed_at_any_moment_leave_others_averaging() -> None:
     """Ranks 0 and 2 together. `./tools/soak --kills` goes on with other seeds, and looks at times."""
     print(f"seed {SEED}: {killed_members.plan(SEED)}")
     killed_members.check(*killed_members.run(SEED))
 
 
-def test_whatever_needs_a_rank_that_was_killed_says_that_it_is_lost() -> None:
+def test_each_operation_on_a_killed_rank_says_that_it_is_lost() -> None:
     result = mpi.run_ranks(3, SCRIPTS / "lost_members.py", timeout_s=60, survive=True).check()
     expected = dict.fromkeys(result.reports[1], f"RankLostError {lost_members.VICTIM}")
     assert len(expected) == 16 and result.reports == {1: expected, 2: expected}
@@ -44,7 +44,7 @@ def test_whatever_needs_a_rank_that_was_killed_says_that_it_is_lost() -> None:
         pytest.param("in_a_stream_of_its_receiver", 1, marks=pytest.mark.long),
     ],
 )
-def test_a_death_in_the_midst_of_a_large_stream_ends_that_stream_alone(story: str, victim: int) -> None:
+def test_a_death_during_a_large_stream_ends_that_stream_alone(story: str, victim: int) -> None:
     reports = run(story).check().reports
     live = sorted({0, 1, 2} - {victim})
     found = [[reports[rank][0], *reports[rank][1:]] for rank in live]
@@ -60,12 +60,12 @@ def test_a_failure_ends_the_job_as_it_does_elsewhere() -> None:
 
 
 @pytest.mark.long
-def test_a_rank_that_is_left_alone_ends_well_also_where_the_program_has_loaded_mpi4py() -> None:
+def test_a_rank_left_alone_ends_well_even_with_mpi4py_loaded() -> None:
     result = run("with_mpi4py_of_its_own").check()
     assert (result.reports, result.stdout) == ({0: "alone"}, "after the world\n")
 
 
-def test_a_job_without_a_loss_says_nothing_and_its_exit_code_is_the_programs() -> None:
+def test_a_job_without_a_loss_is_silent_with_the_programs_code() -> None:
     result = run("ends_well", 5, ranks=2).check(returncode=5)
     assert (result.stdout, result.stderr) == ("after the world\n" * 2, "")
 
@@ -91,7 +91,7 @@ def test_a_rank_that_dies_before_mpi_has_started_ends_the_job() -> None:
 
 
 @pytest.mark.parametrize(("victim", "moment"), [pytest.param(0, 1e-6, marks=pytest.mark.long), (1, 0.005)])
-def test_a_rank_that_dies_while_the_world_opens_is_lost_or_ends_the_job_in_one_line(victim: int, moment: float) -> None:
+def test_a_death_while_the_world_opens_is_a_loss_or_one_line(victim: int, moment: float) -> None:
     """The others failed with a traceback each, and their guardians told mpirun to end more than once.
 
     tests/scripts/killed_starts.py draws further moments.
@@ -106,7 +106,8 @@ def test_a_rank_that_dies_while_the_world_opens_is_lost_or_ends_the_job_in_one_l
         assert result.stderr == f"rank {victim} is lost; the job goes on with 3 of 4 ranks\n"
 
 
-def test_the_others_open_their_world_when_a_rank_is_lost_that_has_opened_it() -> None:
+def test_the_others_open_their_world_without_a_lost_rank() -> None:
+    """The lost rank had opened its world."""
     result = run("lost_in_the_handshake").check()
     assert result.reports == {1: [0], 2: [0]}
     assert result.stderr == "rank 0 is lost; the job goes on with 2 of 3 ranks\n"

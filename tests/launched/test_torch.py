@@ -99,7 +99,7 @@ def test_an_exception_ends_the_job_everywhere() -> None:
         assert f"asyncdist: rank {rank} stopped: rank 1 failed: ValueError: boom-7" in result.stderr
 
 
-def test_a_line_stands_for_each_error_of_a_rank_that_has_heard_of_a_failure() -> None:
+def test_consequences_of_a_failure_are_one_line_each() -> None:
     """The line was printed for one error, and the other one, which main had raised, was shown as usual below it."""
     result = run_ranks(2, ENDS, "raises_in_words_of_its_own").check(1, 1)
     assert "asyncdist: rank 0 stopped: rank 1 failed: ValueError: boom-7" in result.stderr
@@ -147,9 +147,7 @@ class SlowLink:
 
 
 @pytest.mark.parametrize("is_failed", [False, True])
-def test_threads_that_end_late_are_waited_for_and_no_reason_to_fail(
-    is_failed: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_threads_that_end_late_are_awaited_without_failing(is_failed: bool, caplog: pytest.LogCaptureFixture) -> None:
     """32 ranks on two cores have three thousand threads. Those of a lost rank may never end, nor after a failure."""
     mesh = gloo_mesh.Mesh((), 0, 1, Matcher(CallbackQueue()))
     mesh.links = cast(Any, {1: SlowLink(10.0)})
@@ -205,7 +203,7 @@ class DyingPeer:
 
 
 @pytest.mark.parametrize("count", [0, 1, 4, 8, 9, _RING_COUNT])
-def test_all_frames_of_a_peer_that_has_died_since_are_taken_before_its_loss_is_told(count: int) -> None:
+def test_all_frames_of_a_dead_peer_are_taken_before_its_loss(count: int) -> None:
     """Some receives of the ring are posted again meanwhile, which gloo refuses: the others have come all the same."""
     matcher = Matcher(CallbackQueue())
     entries = [_ENTRY.pack(_MESSAGE, 7, 0, 1) + bytes([number]) for number in range(count)]

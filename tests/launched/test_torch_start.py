@@ -259,7 +259,7 @@ def test_ranks_that_never_come_are_named() -> None:
 
 
 @pytest.mark.long
-def test_ranks_that_never_come_are_named_by_those_who_outwait_the_store() -> None:
+def test_ranks_that_never_come_are_named_by_those_that_wait() -> None:
     """Rank 0 gave up a moment before rank 2, whose error then was the store's, not the missing ranks."""
     patient = SHORT_START.replace("= 3.0", "= 3.0 if os.environ['RANK'] == '0' else 60.0")
     result = run_source(4, "\n    import os" + patient, missing=(1, 3)).check(1, 1)
@@ -292,7 +292,7 @@ def test_one_rank_of_each_host_says_what_it_waits_for(
 
 
 @pytest.mark.parametrize(("rank", "local_rank"), [(0, "0"), (1, "1"), (2, "2")])
-def test_ranks_that_are_missing_are_told_of_long_before_the_start_is_given_up(
+def test_missing_ranks_are_named_before_the_start_is_abandoned(
     rank: int, local_rank: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One that had ended with exit code 0, or was lost where others go on, was waited for in silence for 300 s."""
@@ -344,7 +344,7 @@ def test_sizes_that_differ_are_named() -> None:
     assert "rank 1 is one of 2 ranks (WORLD_SIZE), rank 0 one of 3" in result.stderr
 
 
-def test_a_store_that_has_gone_is_not_tried_for_longer_than_the_ranks_wait() -> None:
+def test_a_store_that_is_gone_is_not_retried_beyond_the_timeout() -> None:
     """Two minutes passed where rank 0 failed between another rank's look for a listener and its connection."""
     port = local_host.find_free_port()
     place = environment.TorchRendezvous(1, 2, "127.0.0.1", port, False)
@@ -413,7 +413,7 @@ def gather(store: Any, ranks: Sequence[int], size: int, timeout_s: float = 100.0
         return list(pool.map(come, ranks))
 
 
-def test_ranks_gather_again_and_again_where_others_have_said_hello() -> None:
+def test_ranks_gather_again_after_other_processes_said_hello() -> None:
     store = SealedStore(dist.HashStore(), JobSecret())
     for rank in range(4):
         store.set(f"asyncdist/hello/{rank}", "of somebody dead")
@@ -422,7 +422,7 @@ def test_ranks_gather_again_and_again_where_others_have_said_hello() -> None:
     assert len(set.union(*worlds)) == 4, "and not in that of another one"
 
 
-def test_a_rank_that_is_started_again_while_others_gather_is_answered_again() -> None:
+def test_a_rank_restarted_while_others_gather_is_answered_again() -> None:
     store = SealedStore(dist.HashStore(), JobSecret())
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         others = pool.submit(gather, store, (0, 1), 3)
@@ -433,12 +433,12 @@ def test_a_rank_that_is_started_again_while_others_gather_is_answered_again() ->
 
 
 @pytest.mark.parametrize("ranks", [(0, 0), (0, 1, 1)])
-def test_a_process_that_comes_as_a_rank_that_is_there_is_named_by_both_and_by_rank_0(ranks: tuple[int, ...]) -> None:
+def test_two_processes_of_one_rank_are_named_by_both_and_rank_0(ranks: tuple[int, ...]) -> None:
     for text in gather(SealedStore(dist.HashStore(), JobSecret()), ranks, 3):
         assert text.startswith(f"rank {ranks[-1]} has come twice: ")
 
 
-def test_a_rank_beyond_those_that_rank_0_counts_on_is_told_and_so_is_rank_0() -> None:
+def test_a_rank_beyond_rank_0s_count_fails_on_both() -> None:
     store = SealedStore(dist.HashStore(), JobSecret())
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         stray = pool.submit(gather, store, (3,), 4)

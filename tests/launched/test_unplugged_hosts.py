@@ -23,7 +23,7 @@ sys.exit(mpirun_process.run(sys.executable, command, os.environ, endings.JobEnds
 ENDS = "asyncdist run: mpirun has lost a host, and ended the job before its end\n"
 
 
-def test_an_unplugged_host_is_lost_to_the_others_and_the_others_to_it() -> None:
+def test_an_unplugged_host_and_the_others_lose_each_other() -> None:
     start = ["asyncdist", "run", "--hosts", "host1:2,host2:1", "--transport", "torch"]
     reports = hosts.run(2, [*start, *hosts.script("unplugged.py", "eth0")]).check().reports
     assert [reports[rank]["lost"] for rank in (0, 1)] == [unplugged.VICTIM] * 2
@@ -34,7 +34,7 @@ def test_an_unplugged_host_is_lost_to_the_others_and_the_others_to_it() -> None:
 
 @pytest.mark.mpi
 @pytest.mark.long
-def test_a_job_that_mpirun_ends_since_it_has_lost_a_host_has_failed() -> None:
+def test_a_job_that_mpirun_ends_for_a_lost_host_has_failed() -> None:
     """Its own exit code is 0, and it takes eight minutes to notice."""
     start = ["asyncdist", "run", "--hosts", "host1:2,host2:1", "--survive"]
     names = ("time", "intvl", "probes")
@@ -151,7 +151,7 @@ def test_the_exit_code_of_a_watched_mpirun(program: str, code: int, said: str) -
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_watched_mpirun_gets_the_signals_and_dies_with_its_watcher(number: signal.Signals) -> None:
+def test_a_watched_mpirun_gets_signals_and_dies_with_its_watcher(number: signal.Signals) -> None:
     program = f"""if True:
         import signal, sys, time
         signal.signal({int(number)}, lambda *_: sys.exit(9))

@@ -74,7 +74,7 @@ with Interrupts():
 
 
 @pytest.mark.skipif(not guardians.ARE_HERE, reason="no process can open the files of another")
-def test_what_a_rank_says_at_a_signal_is_shown_by_an_mpirun_that_reads_nothing_more(tmp_path: Path) -> None:
+def test_mpirun_shows_the_answer_of_a_rank_to_a_signal(tmp_path: Path) -> None:
     """Nothing was shown of it under Open MPI's, which ends its ranks without reading."""
     paths = tmp_path / "stdout", tmp_path / "stderr"
     with paths[0].open("wb") as out, paths[1].open("wb") as err:
@@ -85,7 +85,7 @@ def test_what_a_rank_says_at_a_signal_is_shown_by_an_mpirun_that_reads_nothing_m
 
 
 @pytest.mark.skipif(not guardians.ARE_HERE, reason="no process can open the files of another")
-def test_what_a_program_has_sent_elsewhere_stays_there_at_a_signal(tmp_path: Path) -> None:
+def test_redirected_output_stays_redirected_at_a_signal(tmp_path: Path) -> None:
     """Its standard output alone is that of the launcher."""
     sends = f"import os; os.dup2(os.open({str(tmp_path / 'own')!r}, os.O_WRONLY | os.O_CREAT), 1)\n{IS_STOPPED}"
     command = [sys.executable, "-c", READS_NOTHING, sends]
@@ -94,7 +94,7 @@ def test_what_a_program_has_sent_elsewhere_stays_there_at_a_signal(tmp_path: Pat
     assert (tmp_path / "own").read_text() == "before\non standard output\n"
 
 
-def test_ctrl_c_in_an_import_is_one_line_and_elsewhere_a_traceback(tmp_path: Path) -> None:
+def test_ctrl_c_is_one_line_in_an_import_and_else_a_traceback(tmp_path: Path) -> None:
     """Each rank printed the frames of torch's import, and the lines of several ranks were mixed."""
     (tmp_path / "slow.py").write_text("raise KeyboardInterrupt")
     script = tmp_path / "train.py"

@@ -19,7 +19,7 @@ is_possible = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="every ra
 
 
 @is_possible
-def test_arguments_variables_directory_and_output_are_the_ranks_own() -> None:
+def test_arguments_variables_folder_and_output_are_the_ranks_own() -> None:
     source = """
         import os, sys
         from support.mpi import report
@@ -94,9 +94,7 @@ def test_mpi_is_there() -> None:
 @is_possible
 @pytest.mark.parametrize(("threads", "word"), [("1", "warm"), ("2", "cold")])
 @pytest.mark.long
-def test_ranks_that_others_start_are_warm_with_the_variables_of_the_server(
-    threads: str, word: str, tmp_path: Path
-) -> None:
+def test_ranks_started_by_others_are_warm_with_server_variables(threads: str, word: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import sys\nprint('warm' if 'torch' in sys.modules else 'cold', __name__, sys.argv[1:])")
     env = {**warm.environment(mpi.base_environment()), "OMP_NUM_THREADS": threads}

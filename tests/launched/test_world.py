@@ -77,7 +77,7 @@ def test_mpi_a_failure_is_printed_once_and_ends_every_rank() -> None:
 
 
 @pytest.mark.mpi
-def test_mpi_a_strict_end_that_finds_something_names_it_and_spares_the_others() -> None:
+def test_mpi_a_strict_end_names_leftovers_and_spares_the_others() -> None:
     result = run_source(
         2,
         """
@@ -105,7 +105,7 @@ def test_mpi_a_strict_end_that_finds_something_names_it_and_spares_the_others() 
 @pytest.mark.parametrize(
     ("library", "word"), [pytest.param("triton", "collected", marks=pytest.mark.long), ("others", "")]
 )
-def test_objects_of_a_library_that_counts_them_at_the_end_are_collected(library: str, word: str) -> None:
+def test_objects_that_a_library_counts_at_its_end_are_collected(library: str, word: str) -> None:
     """A GPU build of torch printed 60 lines of leaks for each rank."""
     source = f"""
         import os, sys, types

@@ -158,7 +158,7 @@ def test_ranks_that_are_told_by_variables_alone() -> None:
 
 @pytest.mark.timeout(TIMEOUT_S + 60)
 @pytest.mark.parametrize("script", [SCRIPT, pytest.param(BLOCKING, marks=pytest.mark.long)])
-def test_python_alone_is_one_rank_and_nothing_changes_its_weights(script: Path) -> None:
+def test_python_alone_is_one_rank_that_keeps_its_weights(script: Path) -> None:
     result = torchrun.run_jobs([([sys.executable, str(script)], {})], TIMEOUT_S).check()
     assert result.stderr == ""
     assert told(result.stdout) == {"world": "local", "ranks": 1, "weights": by_hand(1)}

@@ -15,7 +15,7 @@
 | 11 | ratio 0 replaces one rank; ratio 1 averages an empty set | unit/test_selective_rules.py: test_defect_11_ratio_0_replaces_nobody, test_defect_11_ratio_1_leaves_a_donor |
 | 12 | buffers and optimizer state lost; names missing or skipped silently | here: test_defect_12_buffers_arrive_optimizer_state_stays_and_names_are_checked |
 | 13 | NaN metrics taken as best | unit/test_selective_rules.py: test_defect_13_nan_is_never_taken_as_best |
-| 14 | one-sided reads stall, mix versions, copy every iteration | launched/test_one_sided.py: test_defect_14_every_average_is_the_one_of_its_donors_snapshots, test_defect_14_no_version_is_ever_mixed_with_another, test_defect_14_a_read_needs_no_help_of_the_one_who_is_read |
+| 14 | one-sided reads stall, mix versions, copy every iteration | launched/test_one_sided.py: test_every_one_sided_average_is_that_of_its_snapshots, test_defect_14_no_version_is_ever_mixed_with_another, test_defect_14_a_read_needs_no_help_of_the_one_who_is_read |
 | 15 | dividing by the world's size when the group is smaller | local/test_average_all.py: test_average_all_on_a_sub_group_divides_by_its_size |
 """  # noqa: E501
 

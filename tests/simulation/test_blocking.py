@@ -57,7 +57,7 @@ def test_nothing_of_a_rank_runs_while_it_blocks_and_others_go_on() -> None:
         assert [at for name, at in blocked if name == what] == pytest.approx(times, abs=CLOSE_S), what
 
 
-def test_a_rank_may_block_in_any_callback_and_as_often_as_it_likes() -> None:
+def test_a_rank_may_block_in_any_callback_any_number_of_times() -> None:
     async def main(world: ad.World) -> float:
         loop = asyncio.get_running_loop()
         for _ in range(3):
@@ -89,7 +89,7 @@ def test_clocks_tell_virtual_time() -> None:
     assert {name: getattr(time, name) for name in dir(time)} == before
 
 
-def test_what_tells_the_present_without_being_given_it_tells_virtual_time() -> None:
+def test_clocks_read_without_an_argument_tell_virtual_time() -> None:
     """These told the machine's time: a name or a message made of them was another one in each run."""
 
     async def main(world: ad.World) -> list[object]:
@@ -120,7 +120,7 @@ def test_code_that_waits_by_reading_a_clock_waits_for_so_long() -> None:
     assert simulate(main, ranks=1).value() == pytest.approx(0.5, abs=CLOSE_S)
 
 
-def test_code_that_waits_by_reading_its_loops_clock_waits_for_so_long() -> None:
+def test_a_wait_that_polls_the_loops_clock_takes_its_time() -> None:
     """It never ended: only the clocks of the module time went on."""
 
     async def main(world: ad.World) -> float:
@@ -199,7 +199,7 @@ def test_what_is_sent_after_blocking_leaves_then() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [10, 100_000])
-def test_a_rank_that_is_killed_while_it_blocks_sends_nothing_more(nbytes: int) -> None:
+def test_a_rank_killed_while_it_blocks_sends_nothing_afterwards(nbytes: int) -> None:
     heard: list[str] = []
 
     async def main(world: ad.World) -> None:
@@ -219,7 +219,7 @@ def test_a_rank_that_is_killed_while_it_blocks_sends_nothing_more(nbytes: int) -
     assert not heard
 
 
-def test_an_answer_and_the_deadline_for_it_that_both_came_while_a_rank_blocked_meet_in_either_order() -> None:
+def test_an_answer_and_its_deadline_may_meet_in_either_order() -> None:
     """The moment between an answer's arrival and its being seen, in which cancellation strikes."""
 
     async def main(world: ad.World) -> str:
@@ -264,7 +264,7 @@ def test_a_run_with_blocking_code_repeats_to_the_digest() -> None:
 # -- world.compute --------------------------------------------------------------------------------------------------
 
 
-def test_the_loop_runs_before_and_after_the_moment_at_which_a_computed_function_has_its_effect() -> None:
+def test_the_loop_runs_before_and_after_a_computed_function() -> None:
     async def main(world: ad.World) -> str:
         order: list[str] = []
         computing = asyncio.create_task(world.compute(order.append, "compute"))
@@ -280,7 +280,7 @@ def test_the_loop_runs_before_and_after_the_moment_at_which_a_computed_function_
     assert min(orders.values()) > 8, orders
 
 
-def test_a_computed_function_that_blocks_keeps_its_thread_and_not_the_loop() -> None:
+def test_a_computed_function_that_blocks_does_not_hold_the_loop() -> None:
     async def main(world: ad.World) -> tuple[int, float]:
         tick_count = 0
 
@@ -300,7 +300,7 @@ def test_a_computed_function_that_blocks_keeps_its_thread_and_not_the_loop() -> 
     assert ended_at == pytest.approx(3.0, abs=CLOSE_S)
 
 
-def test_a_computed_function_has_its_callers_torch_modes_and_none_of_its_context_variables() -> None:
+def test_a_computed_function_has_its_callers_torch_modes_alone() -> None:
     """As in a thread, where it is not its caller's task that runs it."""
 
     async def main(world: ad.World) -> bool:
@@ -316,7 +316,7 @@ def test_a_computed_function_has_its_callers_torch_modes_and_none_of_its_context
     assert simulate(main, ranks=1).value() is False
 
 
-def test_a_rank_that_dies_before_the_moment_of_its_computed_function_never_runs_it() -> None:
+def test_a_rank_that_dies_first_never_runs_its_computed_function() -> None:
     ran: Counter[bool] = Counter()
 
     async def main(world: ad.World) -> None:
@@ -328,7 +328,7 @@ def test_a_rank_that_dies_before_the_moment_of_its_computed_function_never_runs_
     assert 2 < ran[True] < 18, ran
 
 
-def test_an_operation_along_an_axis_to_which_all_agreed_is_given_up_when_its_rank_returns_before_it_has_heard() -> None:
+def test_an_agreed_axis_operation_ends_when_its_rank_returns() -> None:
     """The rank had said that it takes no part, and then waited for the others in its background for ever."""
 
     async def main(world: ad.World) -> str:

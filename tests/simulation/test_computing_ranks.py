@@ -157,7 +157,7 @@ def test_each_step_of_a_policy_is_charged_once(kind: Any, ranks: int) -> None:
     assert bool(sum(report.results)) == (ranks > 1), "nothing was averaged"
 
 
-def test_compute_starts_no_thread_and_takes_time_while_the_loop_lives() -> None:
+def test_compute_takes_time_without_a_thread_and_frees_the_loop() -> None:
     thread = threading.get_ident()
 
     async def main(world: ad.World) -> None:
@@ -187,7 +187,7 @@ def test_compute_starts_no_thread_and_takes_time_while_the_loop_lives() -> None:
     simulate(main, ranks=1, compute=Compute(step_s=STEP_S)).value()
 
 
-def test_a_cancelled_compute_waits_for_its_function_as_for_a_thread() -> None:
+def test_a_cancelled_compute_waits_for_its_function() -> None:
     async def main(world: ad.World) -> float:
         task = asyncio.ensure_future(world.compute(int))
         for _ in range(2):

@@ -165,7 +165,7 @@ def test_a_send_is_eager_or_rendezvous() -> None:
     assert outcomes(1, network=Network(eager_nbytes=0)) == {False}
 
 
-def test_latency_bandwidth_and_hosts_are_what_they_were_said_to_be() -> None:
+def test_latency_bandwidth_and_hosts_are_as_configured() -> None:
     async def main(world: ad.World, nbytes: int) -> float:
         if world.rank == 0:
             for dest in range(1, world.size):
@@ -254,7 +254,7 @@ def test_it_never_overtakes_loses_or_duplicates_in_any_trouble(wildcard: bool) -
     [Delay(1, 0, 1, 0.5), SlowLink(1, 0, 0.0, 1000.0), Partition((1,), 0.0, 0.5), Stall(1, 0.0, 0.5)],
     ids=lambda fault: type(fault).__name__,
 )
-def test_a_fault_holds_back_later_messages_of_its_source_and_tag_too(fault: Fault) -> None:
+def test_a_fault_delays_later_messages_of_its_source_and_tag(fault: Fault) -> None:
     async def main(world: ad.World) -> list[int]:
         channel = world.channel(Number, tag=5)
         if world.rank:

@@ -66,7 +66,7 @@ async def wait_for_it(world: ad.World) -> tuple[float, float]:
     return world.counters().waited_s, world.time() - began_at
 
 
-def test_time_that_main_waits_for_others_is_counted_and_a_sleep_is_not() -> None:
+def test_waits_of_main_for_others_are_counted_and_sleeps_are_not() -> None:
     (waited, took), (waited_by_1, _) = ad.simulate(wait_for_it, ranks=2, seed=1).results
     assert took > 2.9
     assert waited == pytest.approx(took, abs=0.01)

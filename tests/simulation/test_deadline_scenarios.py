@@ -11,7 +11,7 @@ SEED_COUNT = 40
 
 
 @pytest.mark.slow
-def test_what_all_have_agreed_to_start_is_begun_by_all_of_them_or_by_nobody() -> None:
+def test_an_agreed_operation_starts_on_all_ranks_or_on_none() -> None:
     """A member that gave up between the verdict and its being seen left the others in a blocking call for ever."""
     explore(starts, range(SEED_COUNT), processes=1, quiet=True).check()
     seen = [run_starts(seed)[1] for seed in range(5)]
@@ -21,7 +21,7 @@ def test_what_all_have_agreed_to_start_is_begun_by_all_of_them_or_by_nobody() ->
 
 
 @pytest.mark.slow
-def test_synchronous_averages_stay_in_step_with_any_deadline_of_a_member() -> None:
+def test_any_members_deadline_keeps_averages_in_step() -> None:
     """A member that was cancelled after "go" skipped the average: ranks were out of step, or waited for ever."""
     explore(averages, range(SEED_COUNT), processes=1, quiet=True).check()
     assert sum(run_averages(seed)[1].late_count for seed in range(5)) > 20

@@ -122,7 +122,7 @@ def test_a_stream_that_nobody_takes_is_a_deadlock() -> None:
 
 
 @pytest.mark.parametrize("seed", seeds(10))
-def test_a_lock_taken_in_two_orders_is_a_deadlock_in_the_same_words_each_time(seed: int) -> None:
+def test_locks_taken_in_two_orders_deadlock_with_equal_texts(seed: int) -> None:
     async def main(world: ad.World) -> None:
         a, b = asyncio.Lock(), asyncio.Lock()
 
@@ -160,7 +160,7 @@ def test_a_rank_that_ends_does_not_hide_a_deadlock() -> None:
     assert "rank 0, main of rank 0: the other ranks to come to their end" in text
 
 
-def test_a_deadlock_tells_of_messages_for_a_channel_that_was_never_opened(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_deadlock_lists_messages_for_channels_never_opened(caplog: pytest.LogCaptureFixture) -> None:
     async def main(world: ad.World) -> None:
         channel = world.channel(Number, tag=100, name="results" if world.rank else "result")
         await channel.send(Number(1), 1 - world.rank)
@@ -186,7 +186,7 @@ def test_a_timer_that_is_still_running_is_no_deadlock() -> None:
     assert report.value() == "gave up after 1000000 s"
 
 
-def test_a_task_that_loops_without_waiting_is_named_instead_of_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_that_loops_without_waiting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncdist.simulation.turns.TURN_COUNT_MAX", 1000)
 
     async def main(world: ad.World) -> None:
@@ -197,7 +197,7 @@ def test_a_task_that_loops_without_waiting_is_named_instead_of_a_hang(monkeypatc
         simulate(main, ranks=2)
 
 
-def test_the_tasks_of_a_rank_that_loops_are_named_each_with_its_line() -> None:
+def test_each_task_of_a_looping_rank_is_named_with_its_line() -> None:
     """Which rank it was is not enough to find the loop."""
 
     async def wait_for(flag: list[int]) -> None:
@@ -234,9 +234,10 @@ async def compute_for_ever(world: ad.World) -> None:
 
 
 @pytest.mark.parametrize("main", [loop_without_waiting, wait_for_ever, compute_for_ever])
-def test_a_simulation_that_does_not_end_is_told_with_its_report_and_without_the_simulators_frames(
+def test_the_error_of_a_run_without_end_hides_simulator_frames(
     main: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The error carries the run's report, and its traceback has no frame of the simulator."""
     monkeypatch.setattr("asyncdist.simulation.turns.TURN_COUNT_MAX", 1000)
     with pytest.raises(ad.AsyncdistError) as caught:
         simulate(main, ranks=2, until_s=5.0)

@@ -88,7 +88,7 @@ async def _wait_for_a_message(world: ad.World, ending: str) -> str:
 
 
 @pytest.mark.parametrize("ending", ["dies", "returns", "iterates"])
-def test_who_waits_for_a_message_hears_when_nobody_is_left_who_could_send_one(ending: str) -> None:
+def test_a_receive_fails_when_no_possible_sender_is_left(ending: str) -> None:
     """It waited for ever: in the simulator that was a deadlock, in a real job of two ranks nothing was said at all."""
     faults = [Kill(1, at_s=0.5)] if ending == "returns" else [Kill(1, at_s=0.5), Kill(2, at_s=1.0)]
     report = ad.simulate(
@@ -99,7 +99,7 @@ def test_who_waits_for_a_message_hears_when_nobody_is_left_who_could_send_one(en
     ), report.results[0]
 
 
-def test_who_waits_for_a_message_goes_on_while_a_rank_may_come_back() -> None:
+def test_a_receive_continues_while_a_sender_may_come_back() -> None:
     async def main(world: ad.World) -> int:
         channel = world.channel(Number, tag=60)
         if world.rank:
@@ -121,7 +121,7 @@ def test_who_waits_for_a_message_goes_on_while_a_rank_may_come_back() -> None:
     assert report.results[0] == 7
 
 
-def test_who_waits_for_a_replay_buffer_whose_rank_is_killed_is_told_so() -> None:
+def test_waiting_for_a_replay_buffer_of_a_killed_rank_fails() -> None:
     """It was a ClosedError, as for a server that has left; one that comes later is told the same."""
     told: dict[str, ad.RankLostError] = {}
 
@@ -147,7 +147,9 @@ def test_who_waits_for_a_replay_buffer_whose_rank_is_killed_is_told_so() -> None
 
 
 @pytest.mark.parametrize("returns", [False, True])
-def test_a_stream_that_nobody_received_says_whether_its_receiver_returned_or_died(returns: bool) -> None:
+def test_an_unreceived_stream_tells_how_its_receiver_ended(returns: bool) -> None:
+    """The error says whether the receiver returned from main or died."""
+
     async def main(world: ad.World) -> None:
         if world.rank == 1:
             await asyncio.sleep(1.0 if returns else 5.0)
@@ -303,7 +305,7 @@ def test_what_had_left_before_the_death_arrives() -> None:
     assert told == [(7, pytest.approx(1.0, abs=CLOSE_S))]
 
 
-def test_a_collective_names_the_rank_that_died_also_where_another_rank_heard_of_it_first() -> None:
+def test_a_collective_names_the_rank_that_died() -> None:
     """A rank that hears of the loss ends the collective for the others; the error there had its rank, which lives."""
     named: Counter[int] = Counter()
 

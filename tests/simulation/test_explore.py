@@ -89,7 +89,7 @@ def first_failing(scenario: Callable[[int], ad.SimReport], seeds: range) -> int:
 @pytest.mark.slow
 @pytest.mark.workers
 @pytest.mark.parametrize("processes", [1, 2])
-def test_the_first_seed_that_fails_is_found_by_any_number_of_processes(
+def test_any_number_of_processes_finds_the_first_failing_seed(
     processes: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     first = first_failing(racy, range(1, 1000))
@@ -128,7 +128,8 @@ def in_hash_order(seed: int, faults: Sequence[Fault] | None = None) -> ad.SimRep
 
 @pytest.mark.long
 @pytest.mark.workers
-def test_processes_that_explore_have_one_order_of_sets_and_the_line_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_repeat_line_fixes_the_order_of_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All exploring processes have one order of sets."""
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     failure = explore(in_hash_order, range(1), processes=2, quiet=True).failure
     assert failure is not None
@@ -222,7 +223,7 @@ def raises_what_ended_a_rank(seed: int, faults: Sequence[Fault] | None = None) -
 
 @pytest.mark.workers
 @pytest.mark.long
-def test_a_failure_is_told_before_the_exit_that_a_signal_asks_for() -> None:
+def test_a_failure_is_printed_before_the_exit_by_a_signal() -> None:
     failure = explore(gets_a_signal, range(9), processes=1, quiet=True).failure
     assert failure is not None
     assert (failure.seed, failure.kind) == (1, "AssertionError")
@@ -230,7 +231,7 @@ def test_a_failure_is_told_before_the_exit_that_a_signal_asks_for() -> None:
     assert "AssertionError: rank 2 fails by itself" in again.stderr
 
 
-def test_a_scenario_that_raises_the_ctrl_c_of_a_rank_does_not_end_exploring() -> None:
+def test_a_ranks_keyboard_interrupt_does_not_end_exploring() -> None:
     failure = explore(raises_what_ended_a_rank, range(3), processes=1, quiet=True).failure
     assert failure is not None
     assert (failure.seed, failure.kind) == (0, "KeyboardInterrupt")
@@ -454,7 +455,7 @@ def fails_with_three_and_dies_with_one(seed: int, faults: Sequence[Fault] | None
 
 @pytest.mark.workers
 @pytest.mark.long
-def test_a_process_that_dies_while_shrinking_takes_no_failure_along() -> None:
+def test_a_failure_survives_a_process_that_dies_while_shrinking() -> None:
     failure = explore(fails_with_three_and_dies_with_one, [0], processes=2, quiet=True).failure
     assert failure is not None
     assert (failure.kind, failure.minimal_faults) == ("AssertionError", None)

@@ -133,9 +133,7 @@ def claim(leadership: Leadership) -> None:
 
 
 @pytest.mark.parametrize("ranks", [3, 4, 7])
-def test_the_next_member_takes_over_when_the_coordinator_is_killed(
-    ranks: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_next_member_takes_over_from_a_killed_coordinator(ranks: int, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "protocols"):
         stories = population(ranks, [Kill(0, 0.31)])
     check_goes_on(stories, 0.31)
@@ -261,7 +259,7 @@ def test_a_message_of_the_takeover_that_is_lost_is_said_again(nth: int, monkeypa
         assert story.statistics.last_round >= 18, "it takes part in rounds of the new coordinator"
 
 
-def test_a_successor_that_does_not_answer_is_passed_over_and_follows_later() -> None:
+def test_a_silent_successor_is_passed_over_and_follows_later() -> None:
     stories = population(4, [Kill(0, 0.31), Stall(1, 0.305, 1.0)], steps=200, grace_s=0.02)
     check_rounds(stories)
     later = [at_s for story in living(stories) for at_s, _ in story.rounds if 0.31 < at_s < 1.0]
@@ -286,7 +284,7 @@ def test_a_coordinator_that_was_only_slow_becomes_a_member() -> None:
     assert stories[0].rounds[-1][0] > 0.8, "the worst rank, which coordinated, takes averages as before"
 
 
-def test_a_policy_that_is_left_is_freed_where_its_rank_coordinates_still_or_has_coordinated() -> None:
+def test_a_policy_that_a_coordinator_has_left_is_freed() -> None:
     """Ranks 0 to 2 coordinate one after the other, and rank 0 leaves the policy before its turn is over."""
     freed: dict[int, bool] = {}
 
@@ -327,7 +325,7 @@ def test_nothing_of_a_population_is_kept_when_it_has_ended(faults: Sequence[Faul
     assert len(kept) == 3 and not any(services() for services in kept)
 
 
-def test_an_assignment_that_is_read_after_its_coordinator_was_lost_is_no_role() -> None:
+def test_an_assignment_of_a_lost_coordinator_is_not_a_role() -> None:
     async def main(world: ad.World) -> str:
         model = nn.Linear(4, 4)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -382,7 +380,7 @@ def rounds_of(stories: list[Story]) -> int:
     return max(story.statistics.last_round for story in stories if story.statistics)
 
 
-def test_a_member_takes_over_from_a_coordinator_whose_steps_are_long() -> None:
+def test_a_member_takes_over_from_a_coordinator_of_long_steps() -> None:
     """Rounds wait for it once, not for every answer."""
     stories = slow_rank_0(4.0)
     assert {story.statistics.coordinator_rank for story in stories if story.statistics} == {1}
@@ -392,7 +390,7 @@ def test_a_member_takes_over_from_a_coordinator_whose_steps_are_long() -> None:
     assert min(at_s for story in stories for at_s, _ in story.rounds) < 4.0, "the first step was not waited for"
 
 
-def test_a_member_takes_over_from_a_coordinator_whose_answers_come_too_late() -> None:
+def test_a_member_takes_over_from_a_coordinator_that_is_late() -> None:
     """None of its steps is long, but five times as long as those of the others: half of the rounds would be lost."""
     stories = slow_rank_0(0.25)
     assert {story.statistics.coordinator_rank for story in stories if story.statistics} <= {1, 2, 3}
@@ -400,7 +398,9 @@ def test_a_member_takes_over_from_a_coordinator_whose_answers_come_too_late() ->
     assert rounds_of(stories) >= 0.8 * rounds_of(slow_rank_0(0.05))
 
 
-def test_a_member_takes_over_from_a_coordinator_that_has_left_the_policy_and_computes() -> None:
+def test_a_member_takes_over_from_a_computing_former_coordinator() -> None:
+    """The former coordinator has left the policy and computes."""
+
     async def main(world: ad.World) -> Story:
         story = await train(world, steps=20 if world.rank == 0 else 400)
         if world.rank == 0:
@@ -425,7 +425,7 @@ def test_a_second_member_takes_over_when_the_first_is_as_slow() -> None:
     assert {(s.statistics.coordinator_rank, s.statistics.epoch) for s in stories if s.statistics} == {(2, 3)}
 
 
-def test_a_coordinator_that_calls_its_policy_at_due_iterations_only_keeps_its_task() -> None:
+def test_a_coordinator_that_calls_rarely_keeps_its_task() -> None:
     """Many iterations lie between two calls, on it as on the others."""
 
     async def main(world: ad.World) -> SelectiveStatistics:
@@ -448,7 +448,7 @@ def test_a_coordinator_whose_peers_are_as_slow_keeps_its_task() -> None:
 
 @pytest.mark.parametrize("every", [1, 40])
 @pytest.mark.parametrize("is_reserved", [False, True], ids=["member", "reserved"])
-def test_a_coordinator_keeps_its_task_where_members_pause_for_evaluations(is_reserved: bool, every: int) -> None:
+def test_a_coordinator_keeps_its_task_while_members_evaluate(is_reserved: bool, every: int) -> None:
     """A pause follows a report, and rank 0 is the last that comes back. A reserved one has answered meanwhile."""
 
     async def main(world: ad.World) -> Any:
@@ -473,7 +473,7 @@ def test_a_coordinator_keeps_its_task_where_members_pause_for_evaluations(is_res
 
 
 @pytest.mark.parametrize("seed", seeds(10))
-def test_a_policy_starts_without_ranks_that_are_lost_before_it_or_while_it_starts(seed: int) -> None:
+def test_a_policy_starts_without_ranks_lost_by_then(seed: int) -> None:
     """No launcher starts them again; the others start all the same, and average."""
     draws = random.Random(f"lost in the start {seed}")
     ranks = draws.randint(2, 6)

@@ -122,7 +122,7 @@ def test_a_partition_lets_nothing_through_and_heals(ranks: tuple[int, ...]) -> N
         assert report.results[rank] == pytest.approx(expected, abs=CLOSE_S), f"rank {rank}"
 
 
-def test_a_partition_stops_a_transfer_that_was_announced_before_it() -> None:
+def test_a_partition_stops_a_transfer_announced_before_it() -> None:
     async def main(world: ad.World) -> float:
         if world.rank == 0:
             await world.services.engine.send(bytes(100_000), 1, 5)
@@ -139,7 +139,7 @@ def test_a_partition_stops_a_transfer_that_was_announced_before_it() -> None:
 # -- corruption -----------------------------------------------------------------------------------------------------
 
 
-def test_a_flipped_byte_anywhere_in_a_frame_is_caught_and_counted() -> None:
+def test_a_flipped_byte_in_a_frame_is_caught_and_counted() -> None:
     async def main(world: ad.World) -> list[int]:
         channel = world.channel(Number, tag=5)
         if world.rank == 0:
@@ -218,7 +218,8 @@ def test_turns_take_less_than_what_the_clocks_here_are_read_to() -> None:
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_overlapping_partitions_hold_a_message_until_the_last_of_them_ends_in_any_order(turned: bool) -> None:
+def test_overlapping_partitions_hold_a_message_until_the_last(turned: bool) -> None:
+    """The order in which the partitions end does not matter."""
     partitions: list[Fault] = [Partition((0,), at_s=0.5, until_s=5.25), Partition((1,), at_s=4.0, until_s=9.25)]
     report = run(arrivals, faults=partitions[::-1] if turned else partitions)
     assert report.results[1] == pytest.approx([9.25] * 6, abs=CLOSE_S)
@@ -285,7 +286,7 @@ def test_large_messages_of_one_link_share_its_bandwidth() -> None:
 
 
 @pytest.mark.parametrize("is_posted", [True, False])
-def test_a_large_message_waits_for_its_receiver_to_stop_computing(is_posted: bool) -> None:
+def test_a_large_message_waits_for_a_computing_receiver(is_posted: bool) -> None:
     """Its bytes move inside calls of the receiver's, so a sender is not done before; a small one has left at once."""
 
     async def main(world: ad.World, nbytes: int) -> float:
@@ -306,7 +307,9 @@ def test_a_large_message_waits_for_its_receiver_to_stop_computing(is_posted: boo
     assert large == pytest.approx((10.0, 10.0), abs=CLOSE_S)
 
 
-def test_a_large_message_whose_receiver_computes_when_it_is_there_is_done_when_it_has_computed() -> None:
+def test_a_large_message_completes_after_the_receivers_compute() -> None:
+    """The receiver computes at the moment when the message arrives."""
+
     async def main(world: ad.World) -> float:
         if world.rank == 0:
             await world.services.engine.send(bytes(2000), 1, 5)
@@ -320,7 +323,7 @@ def test_a_large_message_whose_receiver_computes_when_it_is_there_is_done_when_i
     assert simulate(main, ranks=2, network=STEADY).results == pytest.approx((8.0, 8.0), abs=CLOSE_S)
 
 
-def test_some_networks_move_a_large_message_only_while_its_sender_does_not_compute() -> None:
+def test_a_computing_sender_stops_large_messages_if_so_set() -> None:
     async def main(world: ad.World) -> float:
         if world.rank == 0:
             sending = asyncio.ensure_future(world.services.engine.send(bytes(2000), 1, 5))

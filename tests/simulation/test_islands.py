@@ -55,7 +55,7 @@ async def _islands_of(world: ad.World) -> tuple[int | None, set[int]]:
         return policy.statistics().island, set(policy._members)
 
 
-def test_an_island_holds_ranks_of_one_host_where_hosts_have_ranks_in_turn(tmp_path: Path) -> None:
+def test_an_island_holds_ranks_of_one_host(tmp_path: Path) -> None:
     """A replay knows the hosts, too."""
     network = _Scattered(ranks_per_host=1)
     recorded = simulate(_islands_of, ranks=8, network=network, strict=True, record=tmp_path)
@@ -176,7 +176,9 @@ def test_ranks_that_differ_in_their_islands_do_not_start() -> None:
     assert "started" not in found and "DisagreementError" in found
 
 
-def test_who_waits_for_ranks_that_have_started_in_another_island_hears_what_may_differ() -> None:
+def test_waiting_for_ranks_of_another_island_names_the_option() -> None:
+    """The ranks that are awaited have started in another island."""
+
     async def main(world: ad.World) -> str:
         model, islands = nn.Linear(1, 1), 2 if world.rank < 3 else 3
         options = {"average_every": 1, "islands": islands, "start_timeout_s": 5.0}
@@ -209,7 +211,7 @@ def test_islands_with_other_models_exchange_nothing(caplog: pytest.LogCaptureFix
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [7, 4, 0])
-def test_a_rank_that_dies_leaves_the_others_their_rounds_and_migrations(victim: int) -> None:
+def test_rounds_and_migrations_continue_after_a_death(victim: int) -> None:
     """The emigrant; the coordinator of its island; and that of the island that it gives to."""
     report = population(8, [Kill(victim, at_s=0.5)], islands=2, steps=200)
     report.check_faults()
@@ -263,7 +265,7 @@ def test_a_rank_that_is_invited_while_it_leaves_says_so() -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_started_again_joins_its_island_and_gives_to_others() -> None:
+def test_a_restarted_rank_joins_its_island_and_gives_to_others() -> None:
     faults = [Kill(7, at_s=0.3), Restart(7, at_s=0.6)]
     report = population(8, faults, islands=2, steps=300)
     report.check_faults()
@@ -286,7 +288,7 @@ def test_every_average_is_the_one_of_its_donors_whatever_fails(first: int) -> No
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_the_messages_of_a_rank_do_not_grow_with_the_number_of_ranks() -> None:
+def test_messages_per_rank_do_not_grow_with_the_number_of_ranks() -> None:
     """In rounds; start and end have their own tests (``test_large_worlds.py``)."""
     counts = {}
     for ranks in (64, 512):

@@ -79,7 +79,7 @@ async def _start(world: ad.World, what: str) -> None:
         ),
     ],
 )
-def test_each_rank_sends_and_takes_few_messages_and_knows_few_others(ranks: int, what: str) -> None:
+def test_each_rank_exchanges_few_messages_with_few_others(ranks: int, what: str) -> None:
     async def main(world: ad.World) -> None:
         await world.sleep(BEGINS_S)
         await _start(world, what)
@@ -104,9 +104,7 @@ def test_each_rank_sends_and_takes_few_messages_and_knows_few_others(ranks: int,
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_first_difference_is_the_same_as_where_all_talk_to_the_leader(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tree_finds_the_difference_that_a_leader_finds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where there are many values, and in groups in another order than that of the ranks."""
 
     async def main(world: ad.World) -> str:
@@ -143,7 +141,7 @@ def test_exactly_the_missing_ranks_are_named(is_tree: bool) -> None:
 
 
 @pytest.mark.parametrize("who", [0, 1, 9, SIZE - 1])
-def test_a_member_that_is_cancelled_while_it_waits_ends_it_for_all(who: int, is_tree: bool) -> None:
+def test_a_cancelled_member_ends_the_agreement_for_all(who: int, is_tree: bool) -> None:
     del is_tree
 
     async def main(world: ad.World) -> str:
@@ -193,7 +191,7 @@ def test_go_is_heard_though_the_leader_has_left_meanwhile(is_tree: bool) -> None
 
 
 @pytest.mark.parametrize("seed", seeds(12))
-def test_ranks_that_die_keep_nobody_waiting_and_all_others_hear_the_same(seed: int) -> None:
+def test_after_deaths_all_survivors_get_the_same_outcome(seed: int) -> None:
     """Any but the leader, with one of its first messages or at some time; then the others agree once more."""
     rng = random.Random(f"killed {seed}")
     killed = rng.sample(range(1, SIZE), rng.choice((1, 2, 6)))
@@ -221,7 +219,7 @@ def test_ranks_that_die_keep_nobody_waiting_and_all_others_hear_the_same(seed: i
 
 
 @pytest.mark.slow
-def test_ranks_killed_in_the_first_starts_over_the_tree_leave_the_others_in_one_policy(
+def test_ranks_killed_in_early_starts_leave_one_policy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The test below runs more, and counts what they show."""
@@ -232,7 +230,7 @@ def test_ranks_killed_in_the_first_starts_over_the_tree_leave_the_others_in_one_
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_ranks_killed_in_a_start_over_the_tree_leave_the_others_in_one_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_killed_in_a_start_over_the_tree_leave_one_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relays, "DIRECT_COUNT_MAX", 1)
     seen: Counter[str] = Counter()
     for seed in range(40):

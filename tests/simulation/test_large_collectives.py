@@ -104,7 +104,7 @@ def counted(report: SimReport, ranks: int) -> tuple[int, int]:
         ),
     ],
 )
-def test_each_rank_sends_and_takes_few_messages_and_knows_few_others(ranks: int, what: str) -> None:
+def test_each_rank_exchanges_few_messages_with_few_others(ranks: int, what: str) -> None:
     async def main(world: ad.World) -> None:
         await world.sleep(BEGINS_S)
         if what == "public barrier":
@@ -124,7 +124,7 @@ def test_each_rank_sends_and_takes_few_messages_and_knows_few_others(ranks: int,
 
 
 @pytest.mark.parametrize("what", ["broadcast", "all_gather", "large mean"])
-def test_no_rank_sends_or_takes_a_large_tensor_more_often_than_it_must(what: str) -> None:
+def test_no_rank_moves_a_large_tensor_more_often_than_needed(what: str) -> None:
     ranks, count = 24, PIECES if what != "all_gather" else LARGE
 
     async def main(world: ad.World) -> tuple[int, int]:
@@ -277,7 +277,7 @@ async def _meets_a_loss(world: ad.World, seed: int, victim: int, *, hears: bool)
 
 @pytest.mark.parametrize("hears", [True, False], ids=["told", "not told"])
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in range(1, 8))])
-def test_where_any_rank_dies_all_end_with_a_result_or_an_error_that_names_it(part: int, hears: bool) -> None:
+def test_after_a_death_each_rank_has_a_result_or_the_dead_rank(part: int, hears: bool) -> None:
     """The one at the top, one in the middle, one at the bottom: at any moment of any collective."""
     ends: Counter[str] = Counter()
     for seed in range(part * 20, part * 20 + 20):
@@ -323,7 +323,7 @@ def test_a_member_that_has_left_is_named_by_all_who_need_it(what: str) -> None:
     assert ends["named"] + ends["value"] == 19
 
 
-def test_a_cancelled_call_goes_on_in_the_background_and_keeps_its_turn() -> None:
+def test_a_cancelled_call_continues_in_the_background_in_order() -> None:
     """Rank 1 stands above half of the others: they all get the bytes, and the next call its own."""
 
     async def main(world: ad.World) -> list[float]:

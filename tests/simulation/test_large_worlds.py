@@ -35,7 +35,7 @@ def test_an_empty_main_costs_few_messages(ranks: int) -> None:
     assert report.message_count <= 4 * ranks or ranks <= FLAT_SIZE_MAX
 
 
-def test_while_one_rank_goes_on_for_an_hour_the_others_send_no_more_than_they_must() -> None:
+def test_ranks_that_wait_an_hour_for_another_send_few_messages() -> None:
     async def main(world: ad.World, seconds: float) -> None:
         await asyncio.sleep(0.001 * world.rank)
         if world.rank == 7:
@@ -46,7 +46,7 @@ def test_while_one_rank_goes_on_for_an_hour_the_others_send_no_more_than_they_mu
 
 
 @pytest.mark.slow
-def test_where_ranks_leave_at_different_times_messages_do_not_grow_with_their_number() -> None:
+def test_ranks_that_leave_at_different_times_send_few_messages() -> None:
     async def main(world: ad.World) -> None:
         await asyncio.sleep(random.Random(world.rank).uniform(0.0, 10.0))
 
@@ -57,7 +57,9 @@ def test_where_ranks_leave_at_different_times_messages_do_not_grow_with_their_nu
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", seeds(4))
-def test_who_waits_hears_soon_of_a_rank_that_has_left_also_where_many_have_left_long_ago(seed: int) -> None:
+def test_a_wait_for_a_departed_rank_fails_soon(seed: int) -> None:
+    """The wait fails soon even if many other ranks left long ago."""
+
     async def main(world: ad.World) -> float:
         last = 1 + seed
         leave_at = 20.0 if world.rank == last else random.Random(world.rank).uniform(0.0, 19.0)
@@ -72,7 +74,7 @@ def test_who_waits_hears_soon_of_a_rank_that_has_left_also_where_many_have_left_
 
 
 @pytest.mark.parametrize("seed", seeds(4))
-def test_who_has_sent_in_vain_to_a_rank_that_has_left_hears_it_all_the_same(seed: int) -> None:
+def test_a_sender_to_a_departed_rank_is_notified_of_its_end(seed: int) -> None:
     async def main(world: ad.World) -> str:
         if world.rank == 3:
             await asyncio.sleep(1.0)
@@ -92,7 +94,9 @@ def test_who_has_sent_in_vain_to_a_rank_that_has_left_hears_it_all_the_same(seed
 
 
 @pytest.mark.parametrize("seed", seeds(6))
-def test_who_waits_for_a_rank_that_has_left_hears_it_also_where_it_has_never_talked_to_it(seed: int) -> None:
+def test_a_wait_for_a_departed_stranger_fails(seed: int) -> None:
+    """The waiting rank has never exchanged a message with the departed one."""
+
     async def main(world: ad.World) -> str:
         if world.rank == SIZE - 1:
             return "left"
@@ -109,7 +113,7 @@ def test_who_waits_for_a_rank_that_has_left_hears_it_also_where_it_has_never_tal
 
 
 @pytest.mark.parametrize("seed", seeds(6))
-def test_what_a_rank_sends_before_it_leaves_arrives_before_the_news(seed: int) -> None:
+def test_the_last_messages_arrive_before_the_end_notice(seed: int) -> None:
     async def main(world: ad.World) -> int:
         channel = world.channel(Number, tag=5)
         dest = random.Random(f"{seed} {world.rank}").randrange(SIZE)
@@ -145,7 +149,7 @@ def test_ranks_that_die_while_all_end_keep_nobody(seed: int) -> None:
 
 
 @pytest.mark.parametrize("number", range(1, 6))
-def test_a_rank_that_dies_while_it_passes_on_that_all_have_ended_keeps_nobody_below_it(number: int) -> None:
+def test_a_rank_that_dies_while_all_end_holds_no_rank_below_it(number: int) -> None:
     """Rank 0 had ended when the rank below it had heard so, and nobody was left who could tell those below that one."""
     passing = SpanningTree(SIZE, 0).children[0]
 
@@ -173,7 +177,7 @@ def test_frames_that_are_spoiled_while_all_end_are_sent_again(seed: int) -> None
 
 
 @pytest.mark.parametrize("seed", seeds(6))
-def test_a_partition_or_a_stall_while_all_end_holds_them_up_and_no_more(seed: int) -> None:
+def test_a_partition_or_stall_while_all_end_only_delays_them(seed: int) -> None:
     rng = random.Random(seed)
     faults: list[Fault] = [
         Partition(tuple(rng.sample(range(SIZE), SIZE // 3)), at_s=0.01, until_s=20.0),
@@ -188,7 +192,7 @@ def test_a_partition_or_a_stall_while_all_end_holds_them_up_and_no_more(seed: in
 
 
 @pytest.mark.parametrize("seed", seeds(8))
-def test_a_failure_reaches_all_also_those_below_a_rank_that_computes(seed: int) -> None:
+def test_a_failure_reaches_ranks_below_a_computing_one(seed: int) -> None:
     rng = random.Random(seed)
     failing, busy = rng.sample(range(SIZE), 2)
     busy = 0 if seed % 2 and failing else busy

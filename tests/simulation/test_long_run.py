@@ -16,7 +16,7 @@ from simulation.long_run import Note
 
 
 @pytest.mark.slow
-def test_memory_is_flat_over_equal_stretches_with_kills_and_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_flat_over_equal_phases_with_kills_and_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "CAPACITY", 8)  # full early: `./tools/soak --memory` runs for so long that all are
     looks = long_run.run(16, train_s=1.0)
     long_run.check_flat(looks)
@@ -31,7 +31,7 @@ def test_a_run_that_grows_is_told() -> None:
         long_run.check_flat(grown)
 
 
-def test_the_newest_closed_channels_answer_and_older_ones_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_newest_closed_channels_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demultiplexer, "ANSWERING_COUNT_MAX", 2)
     answered: Counter[str] = Counter()
 

@@ -44,7 +44,7 @@ def test_a_timeout_around_each_receive_leaves_no_timers_behind() -> None:
     assert max(pending) < 400, f"{max(pending)} things were to happen"
 
 
-def test_a_deadlock_is_told_at_its_own_time_and_not_at_that_of_a_cancelled_timer() -> None:
+def test_a_deadlocks_time_is_not_that_of_a_cancelled_timer() -> None:
     async def main(world: ad.World) -> None:
         async with asyncio.timeout(3600.0):
             await world.sleep(0.001)
@@ -98,7 +98,7 @@ def test_the_end_of_many_ranks_looks_at_each_of_them_once() -> None:
 # -- what asyncio lets one set ----------------------------------------------------------------------------------------
 
 
-def test_an_exception_handler_of_a_rank_is_told_of_its_own_exceptions(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_ranks_exception_handler_gets_its_own_exceptions(caplog: pytest.LogCaptureFixture) -> None:
     async def main(world: ad.World) -> list[str]:
         told: list[str] = []
         loop = asyncio.get_running_loop()

@@ -23,7 +23,7 @@ class Kept:
         self.itself = self
 
 
-def test_what_a_simulation_of_many_ranks_leaves_behind_is_freed_at_its_end() -> None:
+def test_a_simulation_of_many_ranks_frees_its_objects_at_its_end() -> None:
     left: list[weakref.ref[Kept]] = []
 
     async def main(world: ad.World) -> None:

@@ -136,7 +136,7 @@ def test_a_simulated_rank_draws_what_a_real_one_would(sim_seed: int) -> None:
     assert list(report.results) == alone
 
 
-def test_without_a_seed_of_its_own_a_rank_draws_what_follows_from_seed_and_rank() -> None:
+def test_draws_of_an_unseeded_rank_follow_from_seed_and_rank() -> None:
     """A fresh process draws its state from the operating system; a simulation is a function of its arguments."""
     torch.manual_seed(1)
     first = simulate(draw_on_each_rank, None, ranks=3, seed=5)
@@ -152,7 +152,8 @@ def test_without_a_seed_of_its_own_a_rank_draws_what_follows_from_seed_and_rank(
     assert len(set(drawn)) == 6, "ranks or seeds draw alike"
 
 
-def test_a_name_imported_inside_main_draws_for_the_calling_rank_and_afterwards_for_the_caller() -> None:
+def test_a_function_imported_inside_main_draws_for_its_caller() -> None:
+    """Inside the simulation it draws for the calling rank, and afterwards for the program that simulated."""
     kept: list[Callable[[], float]] = []
 
     async def main(world: ad.World) -> list[float]:
@@ -347,7 +348,7 @@ def test_the_digest_covers_every_event_also_those_no_longer_kept() -> None:
 # -- results --------------------------------------------------------------------------------------------------------
 
 
-def test_results_are_values_or_exceptions_and_the_cause_is_raised() -> None:
+def test_results_are_values_or_exceptions_and_causes_are_raised() -> None:
     async def main(world: ad.World) -> int:
         if world.rank == 2:
             raise ValueError("rank 2's own")

@@ -323,7 +323,7 @@ def test_a_new_model_takes_the_old_ones_place(make: Callable[[nn.Module], Any], 
     assert ad.simulate(main, ranks=3, seed=1).results == (stays, stays, (True, True, True, True, True))
 
 
-def test_a_schedule_free_optimizer_cannot_take_a_plain_ones_place() -> None:
+def test_a_schedule_free_optimizer_cannot_replace_a_plain_one() -> None:
     model = build(0)
     policy = selective(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ValueError, match="schedule-free"):

@@ -412,7 +412,7 @@ def test_the_fixture_simulate(
     assert repeat_options(result) == ["test_it.py::test_reports", *repeat]
 
 
-def test_the_fixture_simulate_shows_a_rank_that_failed_and_a_deadlock(pytester: pytest.Pytester) -> None:
+def test_the_simulate_fixture_shows_a_failed_rank_and_a_deadlock(pytester: pytest.Pytester) -> None:
     source = """
         def test_failing(simulate):
             async def main(world):

@@ -162,7 +162,7 @@ def test_a_fault_that_does_not_fire_fails_the_test(pytester: pytest.Pytester) ->
 
 
 @pytest.mark.slow
-def test_the_repeat_line_holds_from_another_folder_and_with_parameters(
+def test_the_repeat_line_works_in_another_folder_with_parameters(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytester.makeini("[pytest]\nasyncio_default_fixture_loop_scope = function")

@@ -192,7 +192,7 @@ async def story(world: ad.World) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_equal_calls_give_equal_runs_after_any_history_of_the_process(program: Callable[..., Any]) -> None:
+def test_equal_calls_give_equal_runs_after_any_history(program: Callable[..., Any]) -> None:
     found = set()
     for _ in range(4):
         found.add(outcome(program))
@@ -287,7 +287,7 @@ def test_simulations_of_several_threads_do_not_mix() -> None:
     assert before == [random.random, np.random.rand, threading.Thread.start, time.sleep, os.urandom]
 
 
-def test_a_thread_beside_a_simulation_draws_from_none_of_its_ranks() -> None:
+def test_a_thread_alongside_a_simulation_draws_from_no_rank() -> None:
     alone = simulate(drawing, ranks=2).results
     has_begun, is_over = threading.Event(), threading.Event()
 
@@ -309,7 +309,9 @@ def test_a_thread_beside_a_simulation_draws_from_none_of_its_ranks() -> None:
     assert beside == alone
 
 
-def test_a_simulation_inside_one_of_the_same_thread_is_refused_wherever_it_is_begun() -> None:
+def test_a_simulation_inside_a_simulation_is_refused() -> None:
+    """Both are of one thread; the inner one may begin anywhere."""
+
     def nested() -> None:
         simulate(story, ranks=1)
 
@@ -321,7 +323,7 @@ def test_a_simulation_inside_one_of_the_same_thread_is_refused_wherever_it_is_be
 # -- asynchronous generators -------------------------------------------------------------------------------------------
 
 
-def test_generators_that_main_leaves_are_closed_at_its_end_as_asyncio_does() -> None:
+def test_generators_left_by_main_are_closed_as_asyncio_does() -> None:
     async def main(world: ad.World, story: list[str]) -> None:
         async def stream(number: int) -> AsyncIterator[int]:
             try:

@@ -117,7 +117,7 @@ async def send_on_another_tag(world: ad.World) -> None:
         await words.receive()
 
 
-def test_the_story_of_a_recording_names_what_never_came_and_how_each_rank_ended(tmp_path: Path) -> None:
+def test_a_story_names_missing_messages_and_each_ranks_end(tmp_path: Path) -> None:
     with pytest.raises(ad.DeadlockError):
         ad.simulate(send_on_another_tag, ranks=3, seed=1, record=tmp_path)
     title, *lines = tell_recording(str(tmp_path)).splitlines()
@@ -131,7 +131,7 @@ def test_the_story_of_a_recording_names_what_never_came_and_how_each_rank_ended(
     ] * 2
 
 
-def test_a_story_that_was_told_while_the_job_lived_is_told_once_for_each_host(tmp_path: Path) -> None:
+def test_a_story_printed_during_the_job_is_kept_once_per_host(tmp_path: Path) -> None:
     """The rank that has told it writes it down, and others, whose loops may run while its own does not."""
 
     async def stand_still(world: ad.World) -> None:
@@ -172,7 +172,7 @@ def test_a_story_is_told_where_its_letters_are_not_known(tmp_path: Path, monkeyp
     assert b"recorded for \\u4e00 second" in out.buffer.getvalue()  # type: ignore[attr-defined]
 
 
-def test_of_an_error_of_many_lines_the_first_and_the_last_are_told(tmp_path: Path) -> None:
+def test_a_long_error_is_cut_to_its_first_and_last_line(tmp_path: Path) -> None:
     """As a worker of a DataLoader sends it: with a traceback in the message, which filled the screen."""
 
     async def fail(world: ad.World) -> None:

@@ -81,7 +81,7 @@ def test_main_leaves_a_collective_of_mpi_when_it_did(
     assert places == ["before", expected]
 
 
-def test_records_that_do_not_tell_when_collectives_ended_are_replayed(tmp_path: Path) -> None:
+def test_records_without_ends_of_collectives_are_replayed(tmp_path: Path) -> None:
     """As those of earlier versions."""
     places: list[str] = []
     of_rank_0 = record_as_mpi_does(is_left_by_a_barrier, tmp_path, places)
@@ -90,7 +90,7 @@ def test_records_that_do_not_tell_when_collectives_ended_are_replayed(tmp_path: 
     assert len(places) == 2
 
 
-def test_what_ranks_send_each_other_for_a_collective_of_mpi_need_not_come_again(tmp_path: Path) -> None:
+def test_messages_for_a_collective_of_mpi_need_not_repeat(tmp_path: Path) -> None:
     """As the shares of a large reduction in rank order, for which a replay sends others."""
     places: list[str] = []
     of_rank_0 = record_as_mpi_does(is_left_by_a_barrier, tmp_path, places)
@@ -129,7 +129,7 @@ async def hears_after_a_broadcast(world: ad.World, order: list[str], rank_2_is_l
     await channel.send(Word(1), 0)
 
 
-def test_a_task_leaves_a_collective_that_messages_carry_when_it_did(tmp_path: Path) -> None:
+def test_a_task_leaves_a_collective_by_messages_as_recorded(tmp_path: Path) -> None:
     """Messages tell when it was over, but not when that task went on, some steps later: before another one or after."""
     order: list[str] = []
     simulate(hears_after_a_broadcast, order, False, ranks=3, seed=1, record=tmp_path)
@@ -187,7 +187,7 @@ def test_a_sum_of_floating_numbers_is_what_mpi_made_of_them(tmp_path: Path) -> N
         replay(adds, sums, 3, recording=read_recording(tmp_path))
 
 
-def test_a_difference_tells_that_mpi_has_added_many_numbers_in_another_order(tmp_path: Path) -> None:
+def test_a_difference_may_be_mpis_order_of_additions(tmp_path: Path) -> None:
     of_rank_0 = record_as_mpi_does(adds, tmp_path, [], 1000)
     [(nbytes, result)] = [event.fields[1:] for event in of_rank_0.events() if event.kind == "reduced"]
     assert (nbytes, result) == (4000, ""), "it would take more of the disk than all else"
@@ -211,7 +211,7 @@ async def is_left_beside_a_sleep(world: ad.World, order: list[str]) -> None:
         await ad.barrier()
 
 
-def test_a_task_leaves_a_collective_before_one_whose_sleep_was_over_as_it_was_to_do_so(tmp_path: Path) -> None:
+def test_a_task_leaves_a_collective_before_a_sleeper_wakes(tmp_path: Path) -> None:
     """The timer has fired, but the end of the collective had woken its task before: nobody went on between the two."""
     order: list[str] = []
     of_rank_0 = record_as_mpi_does(is_left_beside_a_sleep, tmp_path, order)
@@ -247,7 +247,8 @@ async def hears_after_a_barrier(world: ad.World, places: list[str]) -> None:
         await channel.send(Word(1), 0)
 
 
-def test_a_rank_that_others_need_in_a_collective_is_not_held_for_what_they_send_after_it(tmp_path: Path) -> None:
+def test_a_rank_needed_in_a_collective_is_not_held_back(tmp_path: Path) -> None:
+    """Regression: the rank waited for a message that the others send after the collective."""
     places: list[str] = []
     of_rank_0 = record_as_mpi_does(hears_after_a_barrier, tmp_path, places)
     events = list(of_rank_0.events())

@@ -43,7 +43,8 @@ async def talks_after_a_kill(world: ad.World, word_count: int, killed_word_count
     return world.rank
 
 
-def test_ranks_that_need_a_killed_one_or_wait_for_such_a_rank_are_no_difference(tmp_path: Path) -> None:
+def test_waiting_for_a_killed_rank_is_not_a_difference(tmp_path: Path) -> None:
+    """Waiting for a rank that waits for the killed one is not a difference either."""
     recording = record_with_a_kill(talks_after_a_kill, tmp_path, 2, 1)
     assert not any(event.kind == "sent" for event in recording.ranks[2].events()), "its record was torn before that"
     replayed = replay(talks_after_a_kill, 2, 0, recording=recording)
@@ -52,7 +53,7 @@ def test_ranks_that_need_a_killed_one_or_wait_for_such_a_rank_are_no_difference(
 
 
 @pytest.mark.parametrize("ends_at_safe_point", [True, False])
-def test_a_safe_point_waits_for_a_rank_that_waits_for_a_killed_one(tmp_path: Path, ends_at_safe_point: bool) -> None:
+def test_a_safe_point_waits_for_one_that_waits_for_a_killed_rank(tmp_path: Path, ends_at_safe_point: bool) -> None:
     """Its record ended before it sent what that rank needs: it stands at a safe point, or waits for a message."""
     is_recorded = False
 
@@ -78,15 +79,16 @@ def test_a_safe_point_waits_for_a_rank_that_waits_for_a_killed_one(tmp_path: Pat
     assert replay(main, recording=recording).report.results == (None, None, None)
 
 
-def test_a_message_of_a_living_rank_that_does_not_come_is_a_difference_although_another_was_killed(
+def test_a_missing_message_of_a_living_rank_is_a_difference(
     tmp_path: Path,
 ) -> None:
+    """It is one although another rank was killed."""
     recording = record_with_a_kill(talks_after_a_kill, tmp_path, 2, 1)
     with pytest.raises(DivergenceError, match=r"rank 1, .*a message of rank 0 on tag 40 came next; now none comes"):
         replay(talks_after_a_kill, 1, 1, recording=recording)
 
 
-def test_a_safe_point_waits_for_what_has_not_come_and_not_for_what_came_of_a_killed_rank(tmp_path: Path) -> None:
+def test_a_safe_point_waits_for_missing_messages_alone(tmp_path: Path) -> None:
     """It saw both in one pass; that of the killed rank is there again, and that of the living one is not."""
 
     async def main(world: ad.World, speaker_count: int) -> None:
@@ -107,7 +109,7 @@ def test_a_safe_point_waits_for_what_has_not_come_and_not_for_what_came_of_a_kil
         replay(main, 1, recording=recording)
 
 
-def test_collectives_without_recorded_messages_wait_for_a_killed_rank(tmp_path: Path) -> None:
+def test_collectives_without_messages_wait_for_a_killed_rank(tmp_path: Path) -> None:
     """As those of MPI."""
 
     async def main(world: ad.World) -> None:
@@ -152,7 +154,8 @@ def how_a_send_ends(channel: ad.Channel[Word], dest: int) -> str:
     return "sent"
 
 
-def test_a_message_to_a_lost_rank_that_is_not_waited_for_is_refused_as_it_was(tmp_path: Path) -> None:
+def test_a_message_to_a_lost_rank_is_refused_as_recorded(tmp_path: Path) -> None:
+    """The sender does not wait for the message."""
     found: list[str] = []
 
     async def main(world: ad.World) -> None:
@@ -168,7 +171,7 @@ def test_a_message_to_a_lost_rank_that_is_not_waited_for_is_refused_as_it_was(tm
     assert found == ["lost"] * 2
 
 
-def test_a_send_fails_as_it_did_by_a_loss_that_came_after_the_last_safe_point(tmp_path: Path) -> None:
+def test_a_send_fails_by_a_loss_after_the_last_safe_point(tmp_path: Path) -> None:
     found: list[str] = []
 
     async def main(world: ad.World) -> None:
@@ -192,7 +195,7 @@ def test_a_send_fails_as_it_did_by_a_loss_that_came_after_the_last_safe_point(tm
     assert found == ["lost"] * 2
 
 
-def test_a_send_that_waits_fails_as_it_did_by_the_loss_of_its_rank(tmp_path: Path) -> None:
+def test_a_waiting_send_fails_by_the_recorded_loss(tmp_path: Path) -> None:
     """In a replay the message is there at once: the task went on as if it had left."""
     found: list[str] = []
 
@@ -240,7 +243,7 @@ def test_a_loss_is_seen_after_as_many_waits_as_it_was(tmp_path: Path) -> None:
     assert found == [False, False] * 2
 
 
-def test_a_message_that_a_killed_rank_never_saw_does_not_come_before_its_timeout(tmp_path: Path) -> None:
+def test_a_killed_rank_gets_no_message_that_it_never_saw(tmp_path: Path) -> None:
     """Its record has no message on that tag, since it was killed before one came."""
     ends: list[str] = []
 
@@ -266,7 +269,8 @@ def test_a_message_that_a_killed_rank_never_saw_does_not_come_before_its_timeout
     assert ends == ["timeout", "timeout"]
 
 
-def test_a_receive_from_a_lost_rank_fails_at_once_while_main_waits_for_something_else(tmp_path: Path) -> None:
+def test_a_receive_from_a_lost_rank_fails_while_main_waits(tmp_path: Path) -> None:
+    """Main waits for something else meanwhile."""
     order: list[str] = []
 
     async def main(world: ad.World) -> None:
@@ -341,7 +345,7 @@ def test_main_leaves_a_collective_that_fails_when_it_did(
     assert places == ["before", expected]
 
 
-def test_a_task_that_looks_for_a_message_has_a_loss_first_that_it_saw_as_it_looked(tmp_path: Path) -> None:
+def test_a_loss_seen_while_looking_for_a_message_comes_first(tmp_path: Path) -> None:
     """It goes on with the message before anybody goes on because of the loss."""
 
     async def main(world: ad.World) -> list[str]:

@@ -23,7 +23,7 @@ from simulation.edited_records import Word, keep_events, tell_no_sleeps, with_fi
 
 
 @pytest.mark.parametrize("after_s", [-1.0, 0.01])
-def test_a_wait_that_its_deadline_wakes_ends_after_what_came_in_meanwhile(after_s: float) -> None:
+def test_a_wait_ended_by_its_deadline_follows_earlier_messages(after_s: float) -> None:
     """So what is written down of that has its place before the end of the wait, as it has in a replay."""
 
     async def main(world: ad.World) -> tuple[bool, int, int]:
@@ -57,7 +57,7 @@ def test_of_two_deadlines_of_one_name_the_earlier_one_passes() -> None:
     assert passed == ["earlier", "later"]
 
 
-def test_what_a_rank_is_shown_last_comes_in_the_order_in_which_it_came() -> None:
+def test_the_last_messages_of_a_rank_keep_their_order() -> None:
     """There is nothing more to see then, but others have sent in another order."""
     log = RankLog(tags={40}, is_over=True)
     mailbox = Mailbox()
@@ -95,7 +95,7 @@ def test_a_message_comes_as_soon_as_the_wait_before_it_has_ended(tmp_path: Path)
     assert ends_at_s[1] < PATIENCE_S
 
 
-def test_a_task_that_begins_in_a_safe_point_has_what_a_pass_before_it_brought(tmp_path: Path) -> None:
+def test_a_task_begun_in_a_safe_point_has_the_earlier_messages(tmp_path: Path) -> None:
     """The loop makes passes of its own, before tasks that are ready: such a task waited for nothing."""
     order: list[str] = []
 
@@ -136,7 +136,7 @@ def test_a_task_that_begins_in_a_safe_point_has_what_a_pass_before_it_brought(tm
     assert order == ["taken", "point over"]
 
 
-def test_main_has_what_came_as_it_was_to_go_on_before_the_task_that_this_wakes(tmp_path: Path) -> None:
+def test_main_has_a_message_before_the_task_that_it_wakes(tmp_path: Path) -> None:
     """A pass of the loop's brought both before main's step, and after that main waited for nothing."""
     order: list[str] = []
 
@@ -167,7 +167,7 @@ def test_main_has_what_came_as_it_was_to_go_on_before_the_task_that_this_wakes(t
     assert order == ["main", "listener"] * 2
 
 
-def test_what_a_task_took_right_after_its_own_message_comes_at_once(tmp_path: Path) -> None:
+def test_a_message_taken_right_after_another_comes_at_once(tmp_path: Path) -> None:
     """Ranks on MPI test a tag more often than those of a replay, and take what is for others on it, too."""
     ends_at_s: list[float] = []
 
@@ -203,7 +203,7 @@ def test_what_a_task_took_right_after_its_own_message_comes_at_once(tmp_path: Pa
     assert ends_at_s[1] < PATIENCE_S
 
 
-def test_a_message_comes_when_as_many_waits_have_begun_as_had_then(tmp_path: Path) -> None:
+def test_a_message_comes_after_the_recorded_number_of_waits(tmp_path: Path) -> None:
     """Also where a wait that began before held the rank for it: main waits for it, and what comes next counts that."""
     ends_at_s: list[float] = []
 
@@ -226,9 +226,7 @@ def test_a_message_comes_when_as_many_waits_have_begun_as_had_then(tmp_path: Pat
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_what_comes_while_main_waits_for_the_result_of_a_task_comes_before_main_goes_on(
-    tmp_path: Path, is_late: bool
-) -> None:
+def test_messages_come_while_main_waits_for_a_tasks_result(tmp_path: Path, is_late: bool) -> None:
     """As a report does while the coordinator waits for the others to start their policies, on MPI; and if it is late.
 
     What brings the result is not recorded there, and may be faster in the replay.
@@ -276,7 +274,7 @@ def with_word_first(folder: Path, after: int, **place: int) -> Recording:
     return read_recording(folder)
 
 
-def test_a_task_that_had_its_message_does_not_wait_for_it_where_it_is_late(tmp_path: Path) -> None:
+def test_a_task_does_not_wait_for_a_message_that_is_late(tmp_path: Path) -> None:
     """A pass had brought it before the task's first step: others would go on before it."""
 
     async def main(world: ad.World) -> list[str]:
@@ -301,7 +299,7 @@ def test_a_task_that_had_its_message_does_not_wait_for_it_where_it_is_late(tmp_p
     assert replay(main, recording=recording).report.results[0] == ["heard", "other"]
 
 
-def test_a_wait_ends_after_a_message_before_which_another_task_had_sent_something(tmp_path: Path) -> None:
+def test_a_wait_ends_after_a_message_that_follows_a_send(tmp_path: Path) -> None:
     """What ends it is there at once, and the other task has not come to that yet."""
 
     async def main(world: ad.World) -> list[str]:
@@ -336,7 +334,7 @@ def test_a_wait_ends_after_a_message_before_which_another_task_had_sent_somethin
     assert replay(main, recording=recording).report.results[0] == ["heard", "on"]
 
 
-def test_a_wait_for_a_message_that_the_task_took_by_itself_then_does_not_count(tmp_path: Path) -> None:
+def test_a_wait_for_a_message_once_taken_unasked_is_ignored(tmp_path: Path) -> None:
     """The message is late in the replay, and the task waits for it: what comes next counts no wait for that."""
     counts: list[int] = []
 
@@ -359,7 +357,7 @@ def test_a_wait_for_a_message_that_the_task_took_by_itself_then_does_not_count(t
     assert counts == [1, 0]
 
 
-def test_a_task_whose_second_message_is_late_goes_on_before_what_was_ready_behind_it(tmp_path: Path) -> None:
+def test_a_task_with_a_late_message_continues_in_its_turn(tmp_path: Path) -> None:
     """It took both in one step then, the second one by itself."""
 
     async def main(world: ad.World) -> list[str]:

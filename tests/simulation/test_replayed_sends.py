@@ -58,7 +58,7 @@ def test_a_task_goes_on_after_a_send_when_it_did(tmp_path: Path, is_stream: bool
     assert order == ["received", "sent"] * 2
 
 
-def test_of_what_one_pass_ends_tasks_go_on_in_the_order_in_which_they_began_to_wait(tmp_path: Path) -> None:
+def test_tasks_woken_by_one_pass_continue_in_order_of_waiting(tmp_path: Path) -> None:
     """The last part of a stream left in the pass that took up a message: who waited for that began after the stream."""
     order: list[str] = []
 

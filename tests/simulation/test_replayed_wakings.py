@@ -96,7 +96,7 @@ def test_what_a_timeout_of_asyncio_cuts_off_is_cut_off_again(tmp_path: Path, see
     assert replay(waits_or_gives_up, recording=read_recording(tmp_path)).report.results == recorded.results
 
 
-def test_a_task_that_is_cancelled_goes_on_when_its_work_in_a_thread_had_ended(tmp_path: Path) -> None:
+def test_a_cancelled_task_continues_when_its_thread_had_ended(tmp_path: Path) -> None:
     async def main(world: ad.World) -> list[str]:
         channel, story = world.channel(Word, tag=40), []
 
@@ -125,9 +125,7 @@ def test_a_task_that_is_cancelled_goes_on_when_its_work_in_a_thread_had_ended(tm
 
 
 @pytest.mark.parametrize("shares_process", [False, True])
-def test_a_rank_that_fails_lets_its_tasks_go_on_for_as_long_as_its_process_did(
-    tmp_path: Path, shares_process: bool
-) -> None:
+def test_tasks_of_a_failed_rank_continue_as_long_as_recorded(tmp_path: Path, shares_process: bool) -> None:
     """Before it ends a process waits for the report of a lower rank that fails alike; a simulated rank does not."""
     ticks: list[int] = []
 
@@ -154,7 +152,7 @@ def test_a_rank_that_fails_lets_its_tasks_go_on_for_as_long_as_its_process_did(
     assert (len(ticks) > 2) is not shares_process
 
 
-def test_a_message_that_came_right_before_the_end_of_work_waits_for_that(tmp_path: Path) -> None:
+def test_a_message_right_before_the_end_of_work_waits_for_it(tmp_path: Path) -> None:
     """The work takes longer in the replay; nobody had gone on between the two."""
 
     async def main(world: ad.World) -> list[str]:

@@ -63,7 +63,7 @@ def test_ranks_decide_as_they_did_and_have_the_same_weights(tmp_path: Path, seed
 
 
 @pytest.mark.parametrize("seed", [4, 7, 10])
-def test_sends_that_do_not_complete_at_once_are_no_waits_that_count(tmp_path: Path, seed: int) -> None:
+def test_sends_that_complete_late_are_not_counted_as_waits(tmp_path: Path, seed: int) -> None:
     """In a replay all do, so that what came after such a wait came too late, and a stop waited for a rank's end."""
     recorded = simulate(train, ranks=4, seed=seed, record=tmp_path, network=Network(eager_nbytes=0))
     assert replay(train, recording=read_recording(tmp_path)).report.results == recorded.results
@@ -219,7 +219,7 @@ def test_collectives_that_used_no_recorded_message_take_place(tmp_path: Path) ->
     assert replay(adds, recording=read_recording(tmp_path)).report.results == (18.0,) * 4
 
 
-def test_ranks_that_come_to_their_end_in_another_order_return_what_they_did(tmp_path: Path) -> None:
+def test_ranks_that_end_in_another_order_return_equal_results(tmp_path: Path) -> None:
     simulate(adds, ranks=4, seed=1, record=tmp_path)
     for each in read_recording(tmp_path).ranks:
         ended = False
@@ -234,7 +234,7 @@ def test_ranks_that_come_to_their_end_in_another_order_return_what_they_did(tmp_
     assert replay(adds, recording=read_recording(tmp_path)).report.results == (18.0,) * 4
 
 
-def test_what_was_received_before_the_world_was_open_is_not_mistaken_for_what_came_later(tmp_path: Path) -> None:
+def test_messages_from_before_the_world_opened_are_kept_apart(tmp_path: Path) -> None:
     """As for the agreements with which a real job starts, and a simulated one does not."""
 
     async def main(world: ad.World) -> list[float]:
@@ -318,9 +318,7 @@ ad.run(main)
 """
 
 
-def test_a_script_that_has_changed_is_named_and_a_mended_one_need_not_go_the_same_way(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_changed_script_is_named_and_may_behave_differently(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     script = tmp_path / "failing.py"
     script.write_text(SCRIPT.replace("BROKEN", "True"))
     namespace: dict[str, object] = {"__name__": "elsewhere"}
@@ -405,7 +403,7 @@ def test_a_script_that_hosts_its_ranks_by_run_local_is_replayed(tmp_path: Path) 
     assert sorted(folder.iterdir()) == recorded and len(recorded) == 3
 
 
-def test_a_message_that_came_right_before_a_safe_point_wakes_its_task_within_that(tmp_path: Path) -> None:
+def test_a_message_before_a_safe_point_wakes_its_task_within_it(tmp_path: Path) -> None:
     """In the replay it is there before, while user code still waits for something else."""
     places: list[str] = []
 

@@ -174,7 +174,7 @@ def test_ported_calls(numbers: list[int], expected: list[int]) -> None:
     assert [found for found, _ in results] == [expected] * 4
 
 
-def test_each_rank_tells_of_one_policy_whose_role_is_that_of_its_replica() -> None:
+def test_each_rank_reports_one_policy_with_its_replicas_role() -> None:
     """A leader told of two: of its own, and of that of the leaders inside it."""
     told: dict[int, list[Any]] = {}
 

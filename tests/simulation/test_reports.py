@@ -95,7 +95,7 @@ def test_a_report_is_one_page_whose_numbers_are_those_of_the_run(recording: Reco
     assert not re.search(r"<(script|link|img)[^>]*(src|href)=", page), "it needs no network"
 
 
-def test_a_report_begins_with_what_happened_and_says_what_to_look_for(recording: Recording) -> None:
+def test_a_report_begins_with_a_summary_and_explains_its_plots(recording: Recording) -> None:
     page = render(recording)
     told = re.findall("<li>(.*?)</li>", page)
     assert told[0] == "Every rank returned from main." and page.index("<li>") < page.index("<table>")
@@ -138,7 +138,7 @@ def test_a_report_explains_a_late_start_and_misses_no_message(tmp_path: Path) ->
     assert "The grey part, 5 s, is before the first step of any rank." in page
 
 
-def test_all_heat_maps_have_rank_0_on_top_and_all_legends_have_place(recording: Recording) -> None:
+def test_heat_maps_have_rank_0_on_top_and_legends_have_room(recording: Recording) -> None:
     """Regression: two of four had it at the bottom, and legends were cut off in a narrow window."""
     drawn = figures(render(recording))
     heatmaps = [figure for figure in drawn if figure["data"][0]["type"] == "heatmap"]
@@ -179,7 +179,7 @@ def figures(page: str) -> list[Any]:
     return [json.loads(figure) for figure in found]
 
 
-def test_a_report_of_a_job_without_a_policy_draws_nothing_where_there_is_nothing(tmp_path: Path) -> None:
+def test_a_report_without_a_policy_has_no_empty_plots(tmp_path: Path) -> None:
     async def meet(world: ad.World) -> None:
         await ad.barrier()
 
@@ -189,13 +189,13 @@ def test_a_report_of_a_job_without_a_policy_draws_nothing_where_there_is_nothing
     assert [figure["layout"]["xaxis"]["title"]["text"] for figure in figures(page)] == ["to rank"]
 
 
-def test_a_report_of_one_rank_has_a_scale_that_begins_with_0_for_its_lag(tmp_path: Path) -> None:
+def test_the_lag_scale_of_a_report_of_one_rank_begins_at_0(tmp_path: Path) -> None:
     ad.simulate(train, ranks=1, seed=1, record=tmp_path)
     heatmaps = [figure["data"][0] for figure in figures(render(read_recording(tmp_path)))]
     assert all(each["zmax"] > 0 for each in heatmaps if each["type"] == "heatmap" and "zmax" in each)
 
 
-def test_a_replacement_of_a_rank_whose_metric_is_no_number_is_drawn(tmp_path: Path) -> None:
+def test_a_replacement_of_a_rank_with_a_nan_metric_is_drawn(tmp_path: Path) -> None:
     async def train_one_in_vain(world: ad.World) -> None:
         model = torch.nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -211,7 +211,7 @@ def test_a_replacement_of_a_rank_whose_metric_is_no_number_is_drawn(tmp_path: Pa
     assert len(heights) == len(summarise(recording).applied) and set(heights) == {-2.0}
 
 
-def test_two_policies_that_are_open_at_once_are_told_apart_in_a_report(tmp_path: Path) -> None:
+def test_a_report_distinguishes_two_policies_open_at_once(tmp_path: Path) -> None:
     """Their metrics were one zigzag line, and the weights of one were said to live in the other."""
 
     async def train_two(world: ad.World) -> None:
@@ -253,7 +253,7 @@ def test_a_report_names_ranks_whose_recording_ends_before_main(tmp_path: Path) -
     assert f"  rank 0: {why}; its last event was" in tell_recording(str(tmp_path / "cut"))
 
 
-def test_a_report_names_what_was_told_of_a_job_once_and_how_main_ended(tmp_path: Path) -> None:
+def test_a_report_names_a_jobs_stories_and_the_end_of_main(tmp_path: Path) -> None:
     async def stand_still(world: ad.World) -> None:
         world.services.events.record("told", "nothing moves for 60 s; job 1\n  rank 0 waits for rank 1")
         raise KeyError
@@ -268,14 +268,15 @@ def test_a_report_names_what_was_told_of_a_job_once_and_how_main_ended(tmp_path:
     assert "nothing moves for 60 s" in page and "rank 0 waits" not in page
 
 
-def test_a_report_does_not_say_of_ranks_that_a_new_process_meets_that_they_were_away(tmp_path: Path) -> None:
+def test_a_report_shows_no_absence_for_peers_of_a_new_process(tmp_path: Path) -> None:
+    """Regression: the report said of the ranks that a new process met that they had been away."""
     faults = (ad.Kill(rank=2, at_s=0.005), ad.Restart(rank=2, at_s=0.02))
     ad.simulate(train, ranks=3, seed=3, record=tmp_path, faults=faults, until_s=60.0)
     news = {(rank, text) for _, rank, text in summarise(read_recording(tmp_path)).news}
     assert {(0, "rank 2 is there, as a new process"), (2, "rank 0 is there")} <= news
 
 
-def test_a_trace_has_a_track_for_each_rank_and_an_arrow_for_each_message(recording: Recording, tmp_path: Path) -> None:
+def test_a_trace_has_a_track_per_rank_and_an_arrow_per_message(recording: Recording, tmp_path: Path) -> None:
     count = write_trace(recording, tmp_path / "trace.json.gz")
     entries = entries_of(tmp_path / "trace.json.gz")
     assert len(entries) == count
@@ -310,7 +311,7 @@ async def train_two(world: ad.World) -> None:
     await asyncio.gather(train_one("one"), train_one("two"))
 
 
-def test_no_two_spans_of_a_track_overlap_in_a_trace_and_no_track_is_thread_0(tmp_path: Path) -> None:
+def test_spans_of_a_track_never_overlap_and_no_track_is_thread_0(tmp_path: Path) -> None:
     """Perfetto drops a span that overlaps another one, and takes thread 0 for the one with the process's number."""
     ad.simulate(train_two, ranks=4, seed=3, record=tmp_path)
     recording = read_recording(tmp_path)
@@ -329,7 +330,7 @@ def test_no_two_spans_of_a_track_overlap_in_a_trace_and_no_track_is_thread_0(tmp
     assert sum(entry["name"] == "policy.step" for entry in entries) == 4 * 2 * 40
 
 
-def test_each_policy_that_is_open_has_a_counter_for_its_metric_in_a_trace(tmp_path: Path) -> None:
+def test_each_open_policy_has_a_metric_counter_in_a_trace(tmp_path: Path) -> None:
     """The metrics of all of them were one zigzag line."""
 
     async def train_three(world: ad.World) -> None:
@@ -397,9 +398,7 @@ def test_a_trace_of_metrics_that_are_no_finite_numbers_is_json(tmp_path: Path) -
     assert {entry["args"]["metric"] for entry in read if entry["name"] == "metric"} == {0.5}
 
 
-def test_traces_of_torchs_profiler_are_added_with_processes_and_times_of_their_own(
-    recording: Recording, tmp_path: Path
-) -> None:
+def test_profiler_traces_are_added_with_own_processes_and_times(recording: Recording, tmp_path: Path) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         torch.ones(3) + 1
     profile.export_chrome_trace(str(tmp_path / "torch.json"))
@@ -525,7 +524,7 @@ def test_what_cannot_be_written_is_told_in_words(
         (["export", "--format", "parquet"], "tables"),
     ],
 )
-def test_a_disk_that_becomes_full_leaves_what_was_there_and_nothing_half(
+def test_a_full_disk_leaves_the_old_file_and_no_partial_one(
     command: list[str], out: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Half a page stayed, in the place of a whole one from before."""
@@ -622,7 +621,7 @@ def test_a_job_of_too_many_ranks_has_no_report_but_tables(
     assert run(capsys, "query", str(tmp_path / "run"), "SELECT dest FROM sent")[:2] == (0, "dest\n65535\n")
 
 
-def test_text_of_an_answer_that_is_no_utf8_is_shown_with_backslashes(recording: Recording) -> None:
+def test_text_that_is_not_utf8_is_shown_with_backslashes(recording: Recording) -> None:
     assert list(tables.query(recording, "SELECT CAST(x'61ff' AS TEXT)")[1]) == [("a\\xff",)]
 
 

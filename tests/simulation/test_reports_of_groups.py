@@ -63,7 +63,7 @@ async def train_on_two_groups(world: ad.World) -> None:
             await policy.step(float(world.rank))
 
 
-def test_policies_of_other_names_on_other_ranks_are_other_populations_in_a_report(tmp_path: Path) -> None:
+def test_policies_of_different_names_are_separate_populations(tmp_path: Path) -> None:
     """What ranks of one group gave as their metric was drawn among that of the other's, and compared with it."""
     ad.simulate(train_on_two_groups, ranks=4, seed=3, record=tmp_path).value()
     summary = summarise(read_recording(tmp_path))
@@ -133,7 +133,7 @@ async def train_on(world: ad.World) -> None:
             await policy.step(float(world.rank))
 
 
-def test_a_process_that_was_started_again_has_the_weights_of_whose_state_it_took(tmp_path: Path) -> None:
+def test_a_restarted_process_has_the_weights_of_its_donor(tmp_path: Path) -> None:
     """A report said that they were those with which the process before it had begun."""
     faults = (ad.Kill(rank=2, at_s=0.02), ad.Restart(rank=2, at_s=0.04))
     ad.simulate(train_on, ranks=3, seed=1, record=tmp_path, faults=faults, until_s=60.0)

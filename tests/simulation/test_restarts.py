@@ -115,7 +115,7 @@ def population(
 
 
 @pytest.mark.parametrize("rank", range(4))
-def test_a_rank_that_is_started_again_gets_all_of_a_members_state_and_takes_part(rank: int) -> None:
+def test_a_restarted_rank_gets_a_members_whole_state(rank: int) -> None:
     shared = Shared()
     population(shared, [Kill(rank, at_s=0.02), Restart(rank, at_s=0.021)], seed=rank)
     ((again, incarnation, iteration),) = shared.admitted
@@ -137,7 +137,7 @@ async def _admitted_after_s(world: ad.World, restarted_at_s: float, steps_s: flo
     return admitted_s - began_s if world.incarnation else None
 
 
-def test_a_newcomer_is_admitted_within_a_few_steps_where_steps_are_long() -> None:
+def test_a_newcomer_is_admitted_within_a_few_long_steps() -> None:
     """Its requests filled the members' channels: every message of theirs came 5 to 20 steps late, and it gave up."""
     report = simulate(
         _admitted_after_s,
@@ -151,7 +151,7 @@ def test_a_newcomer_is_admitted_within_a_few_steps_where_steps_are_long() -> Non
     assert report.results[3] < 15, "a request, a snapshot, two streams and their answers: each waits for a step"
 
 
-def test_a_newcomer_is_admitted_where_a_step_takes_nearly_as_long_as_a_round_may() -> None:
+def test_a_newcomer_is_admitted_if_a_step_lasts_nearly_a_round() -> None:
     """What it took after the weights had no time for the donor's steps, so that it was refused again and again."""
     faults = [Kill(3, at_s=510.0), Restart(3, at_s=511.0)]
     report = simulate(_admitted_after_s, 511.0, 600.0, ranks=4, compute=Compute(step_s=20.0), faults=faults)
@@ -168,7 +168,7 @@ async def _rounds_until(world: ad.World, ends_s: float, metric: Callable[[], flo
 
 
 @pytest.mark.slow
-def test_a_newcomer_that_stops_while_it_is_admitted_does_not_hold_the_others_up() -> None:
+def test_a_newcomer_that_stops_during_admission_holds_no_rank() -> None:
     """No round was judged until the time of its admission was up, and then it was tried again: 68 rounds of 286."""
     faults = [Kill(3, at_s=10.0), Restart(3, at_s=11.0)]
     rounds = [
@@ -201,7 +201,7 @@ async def _phases(world: ad.World, ends_s: Sequence[float], pauses_s: Sequence[f
 
 @pytest.mark.parametrize("ranks_killed", [(1,), (1, 0, 2)])
 @pytest.mark.parametrize("pauses_s", [(2.0, 0.0, 3.0), (0.0, 2.0, 0.0)])
-def test_ranks_that_were_started_again_enter_the_next_policy_of_one_name(
+def test_restarted_ranks_enter_the_next_policy_of_one_name(
     ranks_killed: tuple[int, ...], pauses_s: tuple[float, ...]
 ) -> None:
     """One that came first was told that it is too late, and its error ended the job. So did each of all ranks."""
@@ -213,7 +213,7 @@ def test_ranks_that_were_started_again_enter_the_next_policy_of_one_name(
     assert all(20.0 <= phases[1][0] < 25.0 and phases[1][1] > 5 for phases in report.results)
 
 
-def test_a_newcomer_that_comes_between_two_policies_enters_the_next_one() -> None:
+def test_a_newcomer_between_two_policies_enters_the_next_one() -> None:
     """It was told that it is too late, and ended. Its second policy begins when the others have ended: it is alone."""
     faults = [Kill(1, at_s=15.0), Restart(1, at_s=21.0)]
     report = simulate(_phases, (20.0, 30.0), (3.0, 0.0, 3.0), ranks=3, faults=faults, compute=Compute(step_s=0.05))
@@ -221,7 +221,7 @@ def test_a_newcomer_that_comes_between_two_policies_enters_the_next_one() -> Non
     assert 23.0 <= report.results[1][0][0] < 25.0
 
 
-def test_a_newcomer_with_other_options_is_refused_and_the_others_go_on() -> None:
+def test_a_newcomer_with_other_options_is_refused_alone() -> None:
     shared = Shared()
     faults = [Kill(2, at_s=0.02), Restart(2, at_s=0.021)]
     report = population(shared, faults, newcomer={"grace_s": 0.002})
@@ -248,7 +248,9 @@ def test_no_process_is_started_again_when_the_simulation_is_over() -> None:
     assert sorted(begun) == [(0, 0), (1, 0)]
 
 
-def test_a_newcomer_is_refused_where_two_policies_have_one_class_and_name() -> None:
+def test_a_newcomer_is_refused_by_two_policies_of_one_name() -> None:
+    """Both policies have one class and one name."""
+
     async def main(world: ad.World) -> str:
         tinies = Tiny(1.0), Tiny(2.0)
         policies = [
@@ -307,7 +309,7 @@ def test_a_new_process_has_random_states_of_its_own(inherited: tuple[str, ...]) 
 
 
 @pytest.mark.parametrize("lingers_s", [0.0, 1.0])
-def test_a_newcomer_that_comes_after_the_others_have_left_hears_so(lingers_s: float) -> None:
+def test_a_newcomer_after_the_others_have_left_is_notified(lingers_s: float) -> None:
     """Also while they are still in the world."""
     shared = Shared()
 
@@ -339,7 +341,7 @@ def test_a_newcomer_that_comes_as_the_others_end_hears_so() -> None:
 
 
 @pytest.mark.parametrize("seed", [34, 46])
-def test_newcomers_that_were_welcomed_do_not_wait_for_each_other_when_the_others_have_left(seed: int) -> None:
+def test_welcomed_newcomers_without_members_do_not_wait(seed: int) -> None:
     """Neither answered the other: both waited until the time was up, and one ended with a StartTimeoutError."""
     shared = Shared()
     restarts = [Kill(2, at_s=0.002), Restart(2, at_s=0.004), Kill(0, at_s=0.005), Restart(0, at_s=0.0055)]
@@ -348,7 +350,9 @@ def test_newcomers_that_were_welcomed_do_not_wait_for_each_other_when_the_others
     assert report.virtual_time_s < 1.5, "they ask each other every half second"
 
 
-def test_a_group_of_all_ranks_ends_with_a_member_and_a_new_one_has_the_new_process() -> None:
+def test_a_group_ends_with_a_member_and_a_new_one_has_its_heir() -> None:
+    """The heir is the process that takes the lost member's rank."""
+
     async def main(world: ad.World) -> str:
         await world.sleep(0.1)
         try:
@@ -364,7 +368,9 @@ def test_a_group_of_all_ranks_ends_with_a_member_and_a_new_one_has_the_new_proce
     assert all("is gone, and with it the group [0, 1, 2]" in text for text in report.results)
 
 
-def test_a_newcomer_that_fails_before_it_is_admitted_is_lost_once_more_and_the_others_go_on() -> None:
+def test_a_newcomer_that_fails_before_admission_is_lost_again() -> None:
+    """The other ranks continue."""
+
     async def main(world: ad.World, shared: Shared) -> Any:
         if world.incarnation:
             await world.sleep(0.001)
@@ -378,7 +384,7 @@ def test_a_newcomer_that_fails_before_it_is_admitted_is_lost_once_more_and_the_o
     assert [result for result in report.results if result is not failed] == [0, 0, 0]
 
 
-def test_a_policy_of_an_earlier_group_names_the_member_that_was_started_again() -> None:
+def test_a_policy_of_an_earlier_group_names_the_restarted_member() -> None:
     """A group that the user has made, and a policy that admits nobody while it runs."""
 
     async def main(world: ad.World) -> list[str]:
@@ -404,7 +410,7 @@ def test_a_policy_of_an_earlier_group_names_the_member_that_was_started_again() 
 
 
 @pytest.mark.parametrize("seed", seeds(12))
-def test_ranks_that_are_lost_while_a_policy_starts_join_it_when_they_were_started_again(seed: int) -> None:
+def test_ranks_lost_while_a_policy_starts_join_after_a_restart(seed: int) -> None:
     """The first ones, among which the coordinator is chosen, too; some come late, as from reading data."""
     rng = random.Random(f"lost in the start {seed}")
     ranks = rng.randint(2, 5)
@@ -479,7 +485,7 @@ def test_a_replay_buffer_serves_a_client_that_was_started_again() -> None:
     assert report.results == ({1: 2, 2: 2}, 0, 1)
 
 
-def test_a_donor_that_was_started_again_gives_its_state_once_it_is_admitted() -> None:
+def test_a_restarted_donor_gives_its_state_once_admitted() -> None:
     """A newcomer that had opened its channel before could not ask it, and the stream's slot stayed taken."""
 
     async def main(world: ad.World) -> Any:
@@ -502,7 +508,9 @@ def test_a_donor_that_was_started_again_gives_its_state_once_it_is_admitted() ->
     assert report.results[0] == list(range(20))
 
 
-def test_a_donor_whose_weights_are_not_finite_keeps_no_copy_of_its_other_state() -> None:
+def test_a_donor_of_weights_that_are_not_finite_keeps_no_copies() -> None:
+    """It keeps no copy of its other state."""
+
     async def main(world: ad.World) -> Any:
         tiny = Tiny(0.0)
         optimizer = torch.optim.SGD([tiny.weight], lr=0.1)

@@ -148,7 +148,8 @@ def plain_population(
 
 
 @pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75])
-def test_a_sharded_round_moves_each_model_once_and_no_rank_more_than_two(ratio: float) -> None:
+def test_a_sharded_round_moves_each_model_once(ratio: float) -> None:
+    """No rank moves more than two models."""
     ended = plain_population(8, route="sharded", replacement_ratio=ratio).results
     nbytes = 3000 * 4
     assert sum(one.sent_nbytes for one in ended) == sum(one.received_nbytes for one in ended) == 7 * nbytes
@@ -214,7 +215,7 @@ def killed_when_frozen(monkeypatch: pytest.MonkeyPatch, victim: int, **options: 
     return plain_population(8, [Kill(victim, at_s=times[0] - 1e-9)], **options)
 
 
-def test_a_replacer_that_reduces_and_dies_leaves_the_others_their_average(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_reducing_replacer_dies_the_others_get_averages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Six replacers of eight ranks reduce. The others ask the donors for the part of the one that dies."""
     report = killed_when_frozen(monkeypatch, 3, route="sharded", replacement_ratio=0.75)
     report.check_faults()
@@ -225,7 +226,7 @@ def test_a_replacer_that_reduces_and_dies_leaves_the_others_their_average(monkey
         assert ended.statistics.reasked_count == 1
 
 
-def test_a_donor_that_reduces_and_dies_ends_the_round_for_those_who_miss_its_part(
+def test_a_reducing_donors_death_ends_the_round_of_its_replacers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Six donors of eight ranks reduce. Nobody has the weights of the one that dies any more."""
@@ -242,9 +243,8 @@ def test_a_donor_that_reduces_and_dies_ends_the_round_for_those_who_miss_its_par
 
 
 @pytest.mark.parametrize("victim", [3, 7])
-def test_a_reducer_that_gives_up_when_half_of_its_mean_has_left_leaves_all_of_it_to_the_donors(
-    monkeypatch: pytest.MonkeyPatch, victim: int
-) -> None:
+def test_donors_finish_the_mean_of_a_reducer_that_gives_up(monkeypatch: pytest.MonkeyPatch, victim: int) -> None:
+    """The reducer gives up when half of its mean has been sent; the donors send all of it."""
     monkeypatch.setattr(messages, "CHUNK_NBYTES", 64)
     ratio, replacers = (0.75, (1, 2, 4, 5)) if victim == 3 else (0.25, (0, 1))
     times: list[float] = []
@@ -269,7 +269,7 @@ def test_a_reducer_that_gives_up_when_half_of_its_mean_has_left_leaves_all_of_it
         assert ended[rank].statistics.reasked_count == 1
 
 
-def test_a_donor_that_is_left_out_reduces_nothing_and_the_next_best_gives_the_exact_entries() -> None:
+def test_a_donor_left_out_is_replaced_by_the_next_best() -> None:
     """The best of six donors has diverged: its part is asked of the others, and its integers are not taken."""
 
     async def main(world: ad.World) -> tuple[Ended, list[float]]:
@@ -289,7 +289,7 @@ def test_a_donor_that_is_left_out_reduces_nothing_and_the_next_best_gives_the_ex
         assert ended.statistics.reasked_count == 1
 
 
-def test_donors_that_differ_in_infinite_values_give_no_average_on_either_route() -> None:
+def test_opposite_infinities_give_no_average_on_either_route() -> None:
     """What is known at the start is no obstacle to giving; the mean of different infinities is none."""
 
     async def main(world: ad.World, route: str) -> Ended:

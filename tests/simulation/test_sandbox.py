@@ -211,7 +211,8 @@ def test_the_workers_of_a_data_loader_are_let_through() -> None:
     assert multiprocessing.active_children() == []
 
 
-def test_threads_and_sockets_are_refused_on_the_simulations_own_thread_and_for_its_time_alone() -> None:
+def test_threads_and_sockets_are_refused_in_a_simulation_alone() -> None:
+    """They are refused on the simulation's own thread, while it runs."""
     asked, answered = threading.Event(), threading.Event()
     seen: list[object] = []
 
@@ -249,7 +250,7 @@ def test_threads_of_torch_and_numpy_are_theirs() -> None:
     assert simulate(main, ranks=1).value() == [6, 22]
 
 
-def test_an_interrupt_while_a_simulation_is_cleared_away_leaves_nothing_replaced() -> None:
+def test_an_interrupt_during_the_cleanup_leaves_nothing_replaced() -> None:
     """A second Ctrl-C, say: the functions of random asked the rank that had run last from then on."""
 
     def interrupt() -> None:
@@ -282,7 +283,7 @@ def test_threads_of_displays_and_logs_are_allowed(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("error::tqdm.TqdmMonitorWarning")
-def test_progress_bars_have_the_thread_that_looks_after_them_and_their_pools_are_refused() -> None:
+def test_progress_bars_have_their_thread_and_pools_are_refused() -> None:
     """Without it tqdm warned in each simulation, and had none in the process for ever after."""
     tqdm.monitor, interval = None, tqdm.monitor_interval
 
@@ -301,7 +302,7 @@ def test_progress_bars_have_the_thread_that_looks_after_them_and_their_pools_are
         simulate(pooled, ranks=1).value()
 
 
-def test_what_is_called_after_each_event_runs_in_no_loop_and_each_rank_in_its_own() -> None:
+def test_after_event_runs_outside_loops_and_ranks_in_their_own() -> None:
     """Between two turns of one rank asyncio is not told of the end of the first: code that looks must not see it."""
     seen: set[object] = set()
 

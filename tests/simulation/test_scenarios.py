@@ -212,7 +212,7 @@ def test_it_happened_in_some_seed(seen: Counter[str], what: str) -> None:
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.workers
-def test_every_reason_that_was_given_is_one_that_this_suite_knows(seen: Counter[str]) -> None:
+def test_every_reason_that_was_given_is_known_to_this_suite(seen: Counter[str]) -> None:
     kinds = ("abandoned: ", "declined: ", "left out: ")
     given = {name for name in +seen if name.startswith(kinds)}
     rare = {"abandoned: round ...", "abandoned: the state of a member did not come ..."}
@@ -246,7 +246,7 @@ def test_thousands_of_averages_were_applied_and_verified(seen: Counter[str]) -> 
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=[pytest.mark.long] * (seed in FOUND_LONG)) for seed in FOUND], ids=str
 )
-def test_a_seed_that_failed_once_passes_and_is_still_the_same_story(seed: int) -> None:
+def test_a_seed_that_failed_once_passes_with_the_same_events(seed: int) -> None:
     story, events = FOUND[seed]
     seen = examine(seed).seen
     missing = [event for event in events if not seen.get(event)]
@@ -262,7 +262,7 @@ def test_a_seed_repeats_to_the_digest() -> None:
 
 
 @pytest.mark.slow
-def test_killed_ranks_leave_nothing_that_complains_when_it_is_collected() -> None:
+def test_killed_ranks_leave_no_object_that_warns_when_collected() -> None:
     """Tasks of killed ranks once could not be cancelled: their wake-ups had been dropped with their loops."""
     with_kills = [seed for seed in range(60, 120) if "Kill" in repr(draw_plan(seed).faults)]
     assert len(with_kills) >= 5
@@ -299,7 +299,7 @@ def soak(soaking: ModuleType, monkeypatch: pytest.MonkeyPatch, *options: str) ->
     return code
 
 
-def test_a_soak_stops_at_the_first_failure_with_the_line_that_repeats_it(
+def test_a_soak_stops_at_the_first_failure_with_its_repeat_line(
     soaking: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(soaking, "Recorder", Broken)

@@ -53,7 +53,8 @@ def parts_of(values: list[float]) -> list[Part]:
     return parts
 
 
-def test_a_part_that_is_not_finite_keeps_its_replica_from_giving_and_no_other_rank_of_it_gives() -> None:
+def test_a_part_that_is_not_finite_keeps_its_replica_from_giving() -> None:
+    """No other rank of the replica gives either."""
     parts = parts_of([1.0, 2.0, 3.0, 4.0, 5.0, float("nan")])
     results = simulate(train(parts, replacement_ratio=0.3), ranks=6, seed=3, strict=True).results
     donors = {info.donors for infos in results for info in infos if info}
@@ -112,7 +113,7 @@ def test_fresh_weights_are_refused_and_ranks_out_of_order_too() -> None:
         ad.run_local(main, ranks=4)
 
 
-def test_parts_of_other_sizes_are_refused_with_the_first_difference() -> None:
+def test_parts_of_different_sizes_are_refused_by_name() -> None:
     async def main(world: ad.World) -> None:
         model = Part(world.rank % 2, SIZES if world.rank < 2 else (4, 8))
         async with OfPlainShards(model, torch.optim.SGD(model.parameters(), lr=0.0), **OPTIONS):

@@ -113,9 +113,7 @@ def when_shared(monkeypatch: pytest.MonkeyPatch, victim: int) -> float:
     return times[0]
 
 
-def test_where_the_rank_that_fetches_dies_the_others_ask_the_reducer(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_if_the_fetching_rank_dies_the_others_ask_the_reducer(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     at_s = when_shared(monkeypatch, 2)
     asked.clear()
     report = population([Kill(2, at_s=at_s + 1e-6)])
@@ -124,9 +122,7 @@ def test_where_the_rank_that_fetches_dies_the_others_ask_the_reducer(
     assert {(dest, source) for dest, source, part in asked if part == 2 and source == 6} >= {(0, 6), (1, 6), (3, 6)}
 
 
-def test_where_the_rank_that_fetches_gives_its_exchange_up_the_others_ask_the_reducer(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_if_the_fetching_rank_gives_up_others_ask_the_reducer(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 refuses what it was to fetch."""
     run = mean_receiver.MeanReceiver.run
 
@@ -143,9 +139,7 @@ def test_where_the_rank_that_fetches_gives_its_exchange_up_the_others_ask_the_re
 
 
 @pytest.mark.slow
-def test_a_rank_that_fetches_and_dawdles_holds_the_others_up_no_longer_than_a_round_may_take(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_fetching_rank_delays_others_by_at_most_a_round(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     at_s = when_shared(monkeypatch, 2)
     report = population([Stall(2, at_s=at_s + 1e-6, duration_s=60.0)], steps=3000, round_timeout_s=1.0)
     report.check_faults()

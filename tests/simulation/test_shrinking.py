@@ -61,7 +61,7 @@ def test_numbers_are_simplified_as_far_as_it_still_fails(
     assert simplify([fault], fails) == (simplest,)
 
 
-def test_a_fault_that_is_needless_once_the_others_are_simple_is_left_out() -> None:
+def test_a_fault_needless_once_the_others_are_simple_is_left_out() -> None:
     """The first one makes up for the odd time of the second."""
 
     def fails(plan: Sequence[Fault]) -> bool:
@@ -87,7 +87,5 @@ def test_a_fault_that_is_needless_once_the_others_are_simple_is_left_out() -> No
         (ExceptionGroup("a", [ValueError()]), ExceptionGroup("a", [KeyError()]), False),
     ],
 )
-def test_two_failures_are_the_same_by_class_and_an_assertion_by_its_words(
-    one: Exception, other: Exception, same: bool
-) -> None:
+def test_failures_are_equal_by_class_and_assertions_by_text(one: Exception, other: Exception, same: bool) -> None:
     assert (signature_of(one) == signature_of(other)) == same

@@ -269,7 +269,7 @@ def test_a_failing_rank_is_told_once_with_trace_and_repeat_line(sim: Sim, script
     assert result.repeat.endswith("sim script.py --ranks 3 --seed 7 raise")
 
 
-def test_a_failing_rank_fails_the_run_also_where_the_script_ends_well(sim: Sim, script: str) -> None:
+def test_a_failing_rank_fails_the_run_of_a_script_that_succeeds(sim: Sim, script: str) -> None:
     result = sim(script, "--ranks", 3, "raise", "caught")
     assert result.code == 1
     assert result.err.count("Traceback") == 1
@@ -379,7 +379,7 @@ def test_a_fault_that_did_not_fire_fails_the_run(sim: Sim, script: str) -> None:
 
 
 @pytest.mark.parametrize("signal", ["SIGTERM", "SIGINT"])
-def test_a_rank_that_gets_a_signal_ends_the_job_and_not_the_simulation(
+def test_a_ranks_signal_ends_the_job_and_not_the_simulation(
     sim: Sim, script: str, signal: Literal["SIGTERM", "SIGINT"]
 ) -> None:
     result = sim(script, "--ranks", 3, "--faults", format_faults([Interrupt(0, 0.0, signal)]))
@@ -397,7 +397,7 @@ def test_a_killed_rank_is_told_apart(sim: Sim, script: str) -> None:
     assert "RankLostError: rank 2 is gone" in result.out
 
 
-def test_the_result_of_a_rank_that_was_started_again_is_that_of_its_last_process(sim: Sim, tmp_path: Path) -> None:
+def test_a_restarted_ranks_result_is_that_of_its_last_process(sim: Sim, tmp_path: Path) -> None:
     (tmp_path / "again.py").write_text(
         "import asyncio\nimport asyncdist\n"
         "async def main(world):\n    await asyncio.sleep(1)\n    return f'process {world.incarnation}'\n"
@@ -449,7 +449,7 @@ def test_exploring_in_processes_shrinks_the_plan(sim: Sim, script: str) -> None:
     ],
     ids=["SIGTERM", "SIGINT", "another rank", "twice"],
 )
-def test_exploring_goes_on_where_a_signal_of_the_plan_ends_the_job(sim: Sim, script: str, plan: list[Fault]) -> None:
+def test_exploring_continues_after_a_planned_signal_ends_a_job(sim: Sim, script: str, plan: list[Fault]) -> None:
     """The first seed failed with the very exit that the plan asks for, and after SIGINT exploring was "interrupted"."""
     result = sim(script, "--ranks", 3, "--faults", format_faults(plan), "--explore", 4, "--processes", 1, "ranks")
     assert (result.code, result.err) == (0, "")

@@ -117,7 +117,7 @@ def test_what_a_script_seeds_before_run_is_what_every_rank_draws(tmp_path: Path,
 
 @pytest.mark.workers
 @pytest.mark.long
-def test_what_a_script_does_not_seed_differs_between_ranks_as_it_does_between_processes(tmp_path: Path) -> None:
+def test_unseeded_draws_differ_between_ranks(tmp_path: Path) -> None:
     """The numbers of torch were alike on all ranks, and with them the models of a population."""
     path = tmp_path / "unseeded.py"
     path.write_text(SEEDED.replace("random.seed(5)\ntorch.manual_seed(6)\n", ""))

@@ -75,7 +75,7 @@ def ends_of(folder: Path, job: str | None = None) -> list[list[str]]:
     return [[event.get("error") for event in events if event.kind == "over"] for events in ranks]
 
 
-def test_a_failing_run_is_recorded_and_names_the_command_for_its_report(sim: Sim, tmp_path: Path) -> None:
+def test_a_failing_run_is_recorded_and_names_the_report_command(sim: Sim, tmp_path: Path) -> None:
     code, out, err = sim("--record", "runs", "raise")
     assert code == 1
     assert "ValueError: boom-7" in err
@@ -121,7 +121,7 @@ def test_an_exploration_records_the_seed_that_fails(sim: Sim, tmp_path: Path) ->
     assert read_recording(tmp_path / "other").job == job
 
 
-def test_what_cannot_be_written_is_no_failure_and_names_no_report(
+def test_an_unwritable_recording_is_not_a_failure_of_the_run(
     sim: Sim, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -145,7 +145,7 @@ def test_what_is_cleared_away_of_a_killed_rank_is_not_recorded(tmp_path: Path) -
     assert max(event.time_s for event in events_of(tmp_path, 2)) < 0.002
 
 
-def test_a_recording_takes_the_place_of_an_earlier_one_of_its_seed(tmp_path: Path) -> None:
+def test_a_recording_replaces_an_earlier_one_of_its_seed(tmp_path: Path) -> None:
     record(tmp_path, Kill(rank=2, at_s=0.001), Restart(rank=2, at_s=0.002))
     assert len(read_recording(tmp_path).ranks) == 4
     record(tmp_path, Kill(rank=2, at_s=0.001))

@@ -61,7 +61,7 @@ def population(slow_rank: int | None, factor: float, *, ranks: int = 4, duration
 
 
 @pytest.mark.parametrize("slow_rank", [0, 3])
-def test_the_others_keep_their_steps_and_their_rounds_and_the_slow_rank_is_named(slow_rank: int) -> None:
+def test_a_straggler_is_named_and_delays_no_other_rank(slow_rank: int) -> None:
     """Rank 0 coordinates at first, and its first step alone takes a sixth of the time."""
     alone, found = population(None, 1.0), population(slow_rank, 100.0)
     for rank, told in enumerate(found):

@@ -107,7 +107,7 @@ def test_parameters_and_persistent_buffers() -> None:
     assert model.tied.weight is model.first.weight
 
 
-def test_gradients_and_the_optimizers_state_are_kept_unless_they_are_reset() -> None:
+def test_gradients_and_optimizer_state_stay_unless_reset() -> None:
     """Gradients too: they may be half accumulated."""
     kept, optimizer = of_rank_2(Net, step)
     assert all(parameter.grad is not None for parameter in kept.parameters() if parameter.requires_grad)
