@@ -73,7 +73,7 @@ def bench(runner: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_an_unwritable_file_is_reported_before_measurements(
     runner: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It was told after an hour, with a traceback."""
+    """Regression: it was told after an hour, with a traceback."""
     with pytest.raises(SystemExit):
         runner.main(["all", "--json", str(tmp_path / "none" / "results.json")])
     assert f"there is no folder {tmp_path / 'none'}" in capsys.readouterr().err

@@ -236,7 +236,7 @@ def test_an_installation_does_without_a_compiler(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_compiling_that_was_interrupted_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its empty folders passed for an attempt that had failed: tools/setup saw nothing to do, also while it went on."""
+    """Regression: tools/setup took its empty folders for those of a failed attempt, and did nothing."""
     monkeypatch.setenv(compiled.PURE_VARIABLE, "")
     copy = checkout(tmp_path)
     compiler = tmp_path / "compiler"
@@ -261,7 +261,7 @@ def test_compiling_that_was_interrupted_is_done_again(tmp_path: Path, monkeypatc
 
 @pytest.mark.long
 def test_building_a_wheel_leaves_the_editable_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``pip install .`` left an empty folder, so that the modules ran interpreted and nothing compiled them again."""
+    """Regression: ``pip install .`` left an empty folder, so that the modules ran interpreted from then on."""
     monkeypatch.delenv(compiled.PURE_VARIABLE, raising=False)
     copy = checkout(tmp_path)
     pretend_to_compile(copy)

@@ -7,7 +7,7 @@ import sys
 
 
 def test_what_a_refused_pool_leaves_is_an_interpreter_that_ends() -> None:
-    """It hung at its exit, with a child, since the pool had forked before its first thread was refused."""
+    """Regression: it hung at its exit, with a child, since the pool had forked before its first thread was refused."""
     program = """
 import asyncdist as ad
 from concurrent.futures import ProcessPoolExecutor

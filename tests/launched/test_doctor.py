@@ -58,7 +58,7 @@ def test_a_healthy_machine() -> None:
 @pytest.mark.mpi
 @pytest.mark.skipif(os.geteuid() != 0, reason="mpirun starts whatever others ask for")
 def test_root_is_told_of_what_a_plain_mpirun_refuses() -> None:
-    """It said that all was well, and the next command failed."""
+    """Regression: it said that all was well, and the next command failed."""
     require_mpi()
     if flavour() != "openmpi":
         pytest.skip("MPICH starts whatever root asks for")
@@ -89,7 +89,7 @@ def Init_thread(level):
 
 @pytest.mark.long
 def test_an_mpi_that_aborts_in_its_start_is_quoted_with_a_cure(tmp_path: Path) -> None:
-    """Under a launcher it took doctor along, which had said nothing yet: Debian's Open MPI under srun alone."""
+    """Regression: Debian's Open MPI under srun aborted doctor before it had printed anything."""
     package = tmp_path / "mpi4py"
     package.mkdir()
     (package / "__init__.py").write_text("class rc: pass")
@@ -116,7 +116,7 @@ def test_an_mpi_that_aborts_in_its_start_is_quoted_with_a_cure(tmp_path: Path) -
 
 
 def test_a_deleted_directory_is_told_of() -> None:
-    """A library of torch ended the process there."""
+    """Regression: a library of torch ended the process there."""
     folder = tempfile.mkdtemp()
     code = (
         "import os, runpy, sys; os.rmdir(os.getcwd()); "
@@ -161,7 +161,7 @@ def test_started_for_torch() -> None:
 def test_what_a_run_refuses_is_an_illness_in_the_same_words(
     environ: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It said that all was well with NCCL, and of nothing set that MASTER_ADDR='' led to no host."""
+    """Regression: it said that all was well with NCCL, and of nothing set that MASTER_ADDR='' led to no host."""
 
     async def main(world: ad.World) -> None:
         raise AssertionError
@@ -188,7 +188,7 @@ def test_a_sick_first_rank_of_another_host_speaks_for_itself() -> None:
 
 
 def test_a_sick_rank_that_is_not_counted_on_its_host_speaks_too() -> None:
-    """As where somebody tries what was recorded elsewhere: it said nothing, and that by its exit code alone."""
+    """Regression: such a rank, as in a replay on another machine, printed nothing and returned an exit code."""
     ended = examine(ASYNCDIST_TRANSPORT="mpi", SLURM_STEP_NUM_TASKS="4", SLURM_PROCID="1", SLURM_STEP_ID="0")
     assert ended.returncode == 1
     assert ended.stdout.startswith("rank 1 on ")

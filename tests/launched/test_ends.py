@@ -219,7 +219,7 @@ def test_a_mistake_of_all_ranks_is_printed_once() -> None:
 )
 @pytest.mark.long
 def test_a_main_that_cannot_be_called_is_named_in_one_line(way: str, words: str) -> None:
-    """It was a traceback per rank, or one whose last line was the runtime's."""
+    """Regression: it was a traceback per rank, or one whose last line was the runtime's."""
     ended = Ended(way, 3)
     ended.check_failed()
     lines = [line for line in ended.stderr.splitlines() if "TypeError: main " in line]
@@ -232,7 +232,7 @@ def test_a_main_that_cannot_be_called_is_named_in_one_line(way: str, words: str)
 @pytest.mark.mpi
 @pytest.mark.long
 def test_ranks_of_different_versions_name_both_in_one_line_each() -> None:
-    """It was a traceback of the runtime's own per rank."""
+    """Regression: it was a traceback of the runtime's own per rank."""
     ended = Ended("of_another_version", 3)
     ended.check_failed()
     said = re.findall(
@@ -258,7 +258,7 @@ def test_a_misspelt_name_keeps_pythons_suggestion() -> None:
 def test_only_the_first_rank_of_a_host_prints_the_whole_failure(
     local_rank: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was a traceback per rank, most of it the runtime's own."""
+    """Regression: it was a traceback per rank, most of it the runtime's own."""
 
     async def main(world: ad.World) -> None:
         raise AssertionError(f"{world} was opened")
@@ -476,7 +476,7 @@ def test_ctrl_c_anywhere_ends_everything(place: str) -> None:
 
 
 def test_ctrl_c_during_the_cleanup_of_a_failed_rank_is_silent() -> None:
-    """Its peer had heard it a little earlier; there was a traceback out of torch's own callbacks."""
+    """Regression: its peer had heard it a little earlier; there was a traceback out of torch's own callbacks."""
     program = """
 import atexit, os, signal
 from asyncdist.runtime.failing.failure_report import FailureReport

@@ -176,7 +176,7 @@ FORKS = """
 
 
 def test_forked_processes_obey_signals_and_do_not_hold_the_end() -> None:
-    """They had the handlers of their parent, which cancel a task of its loop, and outlived every ``terminate()``."""
+    """Regression: they had their parent's handlers, which cancel a task of its loop, and survived ``terminate()``."""
     result = torchrun.run_source(1, FORKS).check()
     assert result.stdout == "returned 0\n", result.output()
 
@@ -206,7 +206,7 @@ WITH_A_WORKER = """
 
 
 def test_a_loader_worker_ended_with_its_rank_is_not_an_error() -> None:
-    """Torch raised that it had been killed, in whatever the rank was doing until its end."""
+    """Regression: torch raised that it had been killed, in whatever the rank was doing until its end."""
     ended = torchrun.run_source(1, WITH_A_WORKER).check(128 + signal.SIGTERM)
     assert "DataLoader" not in ended.stderr and "Traceback" not in ended.stderr, ended.stderr
 

@@ -18,7 +18,10 @@ from support import mpi, torchrun
     ],
 )
 def test_more_groups_than_there_is_room_for_at_a_time(start: Callable[..., Any], count: int) -> None:
-    """899 have a tag at a time: the 899th was the last for ever. Each policy kept a communicator and a descriptor."""
+    """Regression: 899 have a tag at a time: the 899th was the last for ever.
+
+    Each policy kept a communicator and a descriptor.
+    """
     if start is mpi.run_ranks:
         mpi.require_mpi()
     reports = start(2, many_groups.__file__, count, timeout_s=100).check().reports

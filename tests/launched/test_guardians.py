@@ -142,7 +142,7 @@ def test_signals_of_mpirun_reach_the_rank_once_by_its_group(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("guardian", ["outer", "inner"])
 def test_a_foreign_signal_to_a_guardian_reaches_the_rank(tmp_path: Path, guardian: str) -> None:
-    """SIGTERM to the outer guardian under mpirun, as from ``kill`` with the first pid that ps shows, did nothing."""
+    """Regression: SIGTERM to the outer guardian under mpirun, the first process that ps shows, did nothing."""
     with guarded(tmp_path, WAITS) as process:
         inner = int(fields(rank_of(tmp_path))[1])
         told = str(process.pid if guardian == "outer" else inner)

@@ -130,7 +130,10 @@ def test_torch() -> None:
 
 @pytest.mark.slow
 def test_a_story_is_in_the_recording_of_a_job_killed_afterwards(tmp_path: Path) -> None:
-    """A recording said neither for whom a rank waited nor in which line. Here rank 0, which tells, is blocked."""
+    """Regression: a recording said neither for whom a rank waited nor in which line.
+
+    Here rank 0, which tells, is blocked.
+    """
     name = "blocked_coordinator"
     options = {name: ["--record", str(tmp_path)]}
     told = hanging.tell_hangs(

@@ -75,7 +75,7 @@ def test_alone_it_trains_and_says_once_that_nothing_is_averaged(library: str, tm
 @pytest.mark.mpi
 @pytest.mark.long  # it imports what Accelerate imports twice, which takes ten seconds
 def test_one_process_of_accelerate_launch_says_why_it_is_alone(tmp_path: Path) -> None:
-    """On CPUs it starts one, whatever it is told, and said nothing of it; neither did what was told of being alone."""
+    """Regression: on CPUs it starts one process, whatever is asked for, and no output said so."""
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
     ended = torchrun.run_jobs(
         [([*launch, str(SCRIPT), "plain", str(tmp_path)], {"HF_HOME": str(tmp_path)})], 100.0
@@ -166,7 +166,7 @@ ACCELERATE_STEPS = """
 
 @pytest.mark.mpi
 def test_a_step_of_accelerates_optimizer_is_a_step_of_the_policy(tmp_path: Path) -> None:
-    """Beside optimizer.step(), which does nothing while gradients are accumulated, step changed weights."""
+    """Regression: beside optimizer.step(), which does nothing while gradients are accumulated, step changed weights."""
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(ACCELERATE_STEPS))
     ended = torchrun.run_jobs([([sys.executable, str(script)], {})], 100.0).check()
@@ -359,7 +359,7 @@ LIGHTNING_FOLDERS = """
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("library", ["lightning.pytorch", pytest.param("pytorch_lightning", marks=pytest.mark.long)])
 def test_lightning_goes_on_from_the_last_checkpoint_of_each_rank(library: str, tmp_path: Path) -> None:
-    """It looked for one before it knew of the rank's folder, found none, and began anew."""
+    """Regression: it looked for one before it knew of the rank's folder, found none, and began anew."""
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(LIGHTNING_FOLDERS))
     folder = tmp_path / "runs"
@@ -503,7 +503,7 @@ TRANSFORMERS_COMPILED = """
 
 @pytest.mark.mpi
 def test_a_loss_observer_in_transformers_is_not_compiled(tmp_path: Path) -> None:
-    """It broke the model's graph, of which torch warned in 13 lines on each rank."""
+    """Regression: it broke the model's graph, of which torch warned in 13 lines on each rank."""
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(TRANSFORMERS_COMPILED))
     ended = torchrun.run_jobs([([sys.executable, str(script)], {})], 100.0).check()
@@ -644,7 +644,7 @@ def fit(folder: Path, options: dict[str, Any], trainer: dict[str, Any]) -> torch
 @pytest.mark.timeout(300)
 @pytest.mark.long
 def test_a_trainer_of_several_devices_is_refused_with_one_error(tmp_path: Path) -> None:
-    """The process that Lightning had started for the second one told of variables of torchrun's."""
+    """Regression: the process that Lightning had started for the second one told of variables of torchrun's."""
     ended = fit(tmp_path, {}, {"devices": 2})
     assert ended.returncodes == (1,)
     assert ended.stderr.count("Error: ") == 1 and "ValueError: this Trainer has 2 devices, which" in ended.stderr

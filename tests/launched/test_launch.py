@@ -38,7 +38,7 @@ def test_launchers_are_found_by_what_they_say_and_the_first_wins(tmp_path: Path)
 
 
 def test_a_missing_script_in_a_deleted_directory_is_one_line(tmp_path: Path) -> None:
-    """It was a traceback."""
+    """Regression: it was a traceback."""
     source = "import os, sys; from asyncdist import cli; os.rmdir(os.getcwd()); cli.main(sys.argv[1:])"
     command = [sys.executable, "-c", source, "run", "-n", "2", "script.py"]
     environ = {**os.environ, "PYTHONPATH": str(Path(launch.__file__).parents[1])}
@@ -48,7 +48,7 @@ def test_a_missing_script_in_a_deleted_directory_is_one_line(tmp_path: Path) -> 
 
 
 def test_a_job_runs_with_its_standard_files_closed(tmp_path: Path) -> None:
-    """With stdout closed the launcher failed with an AttributeError before it had started anything."""
+    """Regression: with stdout closed the launcher failed with an AttributeError before it had started anything."""
     (tmp_path / "script.py").write_text("import sys; print('words'); sys.exit(7)")
     command = f"'{sys.executable}' -m asyncdist run --transport torch -n 1 script.py <&- >&-"
     ended = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -164,7 +164,7 @@ def test_a_run_gives_each_rank_arguments_modules_and_no_input(tmp_path: Path) ->
 
 @pytest.mark.mpi
 def test_ranks_belong_to_the_innermost_launcher(tmp_path: Path) -> None:
-    """In a worker of torchrun they joined torchrun's job, and with a variable left behind each trained alone."""
+    """Regression: in a worker of torchrun they joined torchrun's job, and with a stale variable each trained alone."""
     source = (
         "from mpi4py import MPI\nfrom asyncdist import environment\n"
         "print(MPI.COMM_WORLD.size, environment.detect().transport)\n"
@@ -214,7 +214,7 @@ def test_a_failing_rank_ends_the_others_with_its_exit_code(
 @pytest.mark.mpi
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_launcher_or_guardian_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
-    """UCX, in both MPIs, took a SIGHUP that reached the rank for a wish to debug."""
+    """Regression: UCX, in both MPIs, took a SIGHUP that reached the rank for a wish to debug."""
     process = start(
         tmp_path,
         "import os, pathlib, sys, time\nfrom mpi4py import MPI\n"
@@ -259,7 +259,7 @@ ad.run(main)
 @pytest.mark.mpi
 @pytest.mark.long
 def test_a_child_of_a_rank_is_told_in_a_line_that_it_is_no_rank(tmp_path: Path) -> None:
-    """It opened MPI as its parent, and hung or died of a segmentation fault: a script without a __main__ guard."""
+    """Regression: the child opened its parent's MPI, and hung or crashed: a script without a __main__ guard."""
     code, output, error = finish(start(tmp_path, UNGUARDED, ranks=1))
     assert (code, output.splitlines()) == (0, ["spawn 1", "forkserver 1", "subprocess 1", "fork 5"]), error
     lines, last = error.splitlines(), UNGUARDED.count("\n")
@@ -411,7 +411,7 @@ time.sleep(600)
 @pytest.mark.skipif(not guardians.ARE_HERE, reason="elsewhere nothing ends them")
 @pytest.mark.parametrize("killed", ["rank", "mpirun"])
 def test_no_child_of_a_rank_survives_a_kill_in_the_job(tmp_path: Path, killed: str) -> None:
-    """Open MPI waited for the child of a killed rank; ranks that had not opened MPI outlived a killed mpirun."""
+    """Regression: Open MPI waited for the child of a killed rank, and ranks without MPI survived a killed mpirun."""
     process = start(tmp_path, LEAVES_CHILDREN, str(tmp_path), killed)
     assert wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 9), finish(process)
     pids = [int(path.stem) for path in tmp_path.glob("*.pid")]
@@ -453,7 +453,7 @@ def test_leftovers_of_a_killed_mpirun_hinder_no_other_job(tmp_path: Path, by: st
 @pytest.mark.mpi
 @pytest.mark.parametrize(("given", "seen"), [({}, "^ofi"), ({"OMPI_MCA_btl": "self,sm"}, "self,sm")])
 def test_a_job_on_one_host_looks_for_no_fabric_unless_asked(given: dict[str, str], seen: str) -> None:
-    """Open MPI slept a second of each start."""
+    """Regression: Open MPI slept a second of each start."""
     source = "import os\nprint(os.environ.get('OMPI_MCA_btl'))"
     said = mpi.run_source(1, source, env=given).check().stdout
     assert said == f"{seen if mpi.flavour() == 'openmpi' or given else None}\n"

@@ -31,7 +31,7 @@ WAYS = pytest.mark.parametrize("way", ["left", pytest.param("waiting", marks=pyt
 def test_cancelled_collectives_of_a_departed_rank_leave_nothing(
     start: Callable[..., Any],
 ) -> None:
-    """Each of the backend's own held the end for as long as it waits for requests, and failed a strict job."""
+    """Regression: each native collective held the end until the timeout of requests, and failed a strict job."""
     if start is mpi.run_ranks:
         mpi.require_mpi()
     assert start(3, SCRIPT, "cancelled", timeout_s=120).check().stderr == ""

@@ -50,7 +50,7 @@ ad.run(main)
 
 
 def test_a_lost_rank_is_named_once_without_a_launcher() -> None:
-    """Under srun, and in pods, a job went on without it, and no output said so."""
+    """Regression: under srun, and in pods, a job went on without it, and no output said so."""
     ended = torchrun.run_source(3, LOSING).check(0, -9, 0)
     said = "rank 1 is lost: its process has ended, or its host; the others go on without it\n"
     assert ended.stderr.count(said) == 1 and ended.stderr.count("is lost") == 1, ended.output()

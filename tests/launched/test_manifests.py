@@ -72,7 +72,7 @@ def test_ranks_with_the_variables_of_the_job_sets_pods_meet(manifests: dict[str,
 
 @pytest.mark.mpi
 def test_the_launcher_of_the_mpi_job_starts_ranks_on_the_workers(manifests: dict[str, Any], tmp_path: Path) -> None:
-    """All began in its own pod: Open MPI 5 does not heed what the operator sets."""
+    """Regression: all began in its own pod: Open MPI 5 does not heed what the operator sets."""
     mpi.require_mpi()
     if mpi.flavour() != "openmpi":
         pytest.skip("the manifest is for Open MPI")

@@ -138,7 +138,7 @@ def test_pip_installs_a_compiled_package(checkout: tuple[Path, ModuleType], tmp_
 
 @pytest.mark.long
 def test_a_wheel_has_nothing_of_earlier_builds(checkout: tuple[Path, ModuleType], tmp_path: Path) -> None:
-    """Modules that had been deleted since were in it, from the folder ``build`` of the checkout."""
+    """Regression: modules that had been deleted since were in it, from the folder ``build`` of the checkout."""
     folder, _ = checkout
     pure = {compiled.PURE_VARIABLE: "1"}
     gone = folder / "protocols" / "gone.py"

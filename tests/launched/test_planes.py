@@ -167,7 +167,7 @@ def test_a_plane_that_fails_to_close_does_not_hold_the_other(monkeypatch: pytest
 
 @pytest.mark.mpi
 def test_mpi_for_streams_under_torchrun_names_the_launcher() -> None:
-    """It said that this was rank 1 of 2 on torch, but rank 0 of 1 on MPI."""
+    """Regression: it said that this was rank 1 of 2 on torch, but rank 0 of 1 on MPI."""
     require_mpi()
     source = """
         import asyncdist as ad

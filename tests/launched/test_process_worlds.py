@@ -54,7 +54,7 @@ def test_the_others_hear_how_a_rank_ends(how: str) -> None:
 
 
 def test_after_its_script_a_rank_names_a_failed_one_in_one_line() -> None:
-    """It printed, besides, the traceback of what ended its world, thirty lines of asyncdist's own."""
+    """Regression: it printed, besides, the traceback of what ended its world, thirty lines of asyncdist's own."""
     source = """
         import asyncdist as ad
 
@@ -71,7 +71,7 @@ def test_after_its_script_a_rank_names_a_failed_one_in_one_line() -> None:
 
 
 def test_ctrl_c_is_one_line_of_each_rank(tmp_path: Path) -> None:
-    """Each rank printed, besides, the traceback of where its code was; those of several ranks were mixed."""
+    """Regression: each rank printed the traceback of its code as well, and those of several ranks were mixed."""
     (tmp_path / "train.py").write_text(
         "import signal; import asyncdist as ad\n"
         "world = ad.blocking.process_world(); ad.blocking.barrier()\n"
@@ -87,7 +87,7 @@ def test_ctrl_c_is_one_line_of_each_rank(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_in_lone_training_shows_the_line_of_the_script(tmp_path: Path) -> None:
-    """It was a traceback in two parts and forty lines, most of them about how worlds end."""
+    """Regression: it was a traceback in two parts and forty lines, most of them about how worlds end."""
     (tmp_path / "train.py").write_text(
         "import signal; import asyncdist as ad\n"
         "world = ad.blocking.process_world(); ad.blocking.barrier()\n"

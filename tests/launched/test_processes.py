@@ -402,7 +402,7 @@ def test_a_process_that_cannot_be_started_ends_those_that_were(tmp_path: Path, m
 def test_a_named_transport_overrides_the_variable_of_the_ranks(
     named: str | None, variable: str | None, expected: tuple[str, str | None]
 ) -> None:
-    """ASYNCDIST_TRANSPORT reached the ranks, which then trained alone, and no backend did."""
+    """Regression: ASYNCDIST_TRANSPORT reached the ranks, which then trained alone, and no backend did."""
     environ = {"PATH": "p"} | ({} if variable is None else {"ASYNCDIST_TRANSPORT": variable})
     transport, _, chosen = environment.choose_transport(named, environ)
     assert (transport, chosen.get("ASYNCDIST_TRANSPORT"), chosen["PATH"]) == (*expected, "p")
@@ -422,7 +422,7 @@ def test_every_option_with_a_value_is_known_before_the_script() -> None:
 
 
 def test_a_killed_rank_is_told_where_sigchld_is_ignored(tmp_path: Path) -> None:
-    """The job was a success: the kernel keeps no exit codes then."""
+    """Regression: the job was a success: the kernel keeps no exit codes then."""
     (tmp_path / "script.py").write_text("import os; os.kill(os.getpid(), 9)")
     ignoring = (
         "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"

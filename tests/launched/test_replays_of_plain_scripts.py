@@ -47,7 +47,7 @@ def test_numbers_drawn_before_the_world_opened_are_drawn_again(tmp_path: Path) -
 
 
 def test_a_replay_of_replicas_under_ddp_is_refused_in_a_line(tmp_path: Path) -> None:
-    """It waited for ever, in one thread, for the other ranks of the process group."""
+    """Regression: it waited for ever, in one thread, for the other ranks of the process group."""
     script = tmp_path / "script.py"
     script.write_text("from asyncdist.integrations.pytorch import new_replica_group\nnew_replica_group(2)\n")
     recorded = run("run", "--transport", "torch", "-n", "2", "--record", str(tmp_path / "run"), str(script))

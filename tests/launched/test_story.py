@@ -173,7 +173,7 @@ def test_before_the_world_is_open(tmp_path: Any) -> None:
 
 
 def test_a_rank_that_is_asked_before_it_can_answer_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """It had ended by the signal, and the job with it."""
+    """Regression: it had ended by the signal, and the job with it."""
     script, ended = tmp_path / "train.py", threading.Event()
     script.write_text("")
     process = local_ranks.start(rank_program.rank_command(str(script), ()), dict(os.environ), rank=0, ended=ended.set)
@@ -203,7 +203,7 @@ STARTS_OF_LAUNCHER = [
 
 @pytest.mark.parametrize(("options", "answer"), STARTS_OF_LAUNCHER)
 def test_a_launcher_that_is_asked_while_it_imports_goes_on(tmp_path: Path, options: Sequence[str], answer: str) -> None:
-    """It ended with 138, and there was no job."""
+    """Regression: it ended with 138, and there was no job."""
     if not options:
         mpi.require_mpi()
     (tmp_path / "train.py").write_text("print('runs')")
@@ -225,7 +225,7 @@ sys.exit(mpirun_process.run("/bin/sh", command, os.environ, endings.JobEnds(1)))
 
 
 def test_an_mpirun_that_is_asked_while_it_begins_goes_on() -> None:
-    """It ended before it had a handler."""
+    """Regression: it ended before it had a handler."""
     ended = subprocess.run(
         [sys.executable, "-c", RUNS_MPIRUN], env=mpi.base_environment(), capture_output=True, text=True, check=False
     )
@@ -234,7 +234,7 @@ def test_an_mpirun_that_is_asked_while_it_begins_goes_on() -> None:
 
 @pytest.mark.skipif(not guardians.ARE_HERE, reason="there are no guardians")
 def test_a_guardian_under_mpirun_is_asked_while_it_begins() -> None:
-    """It ended, and mpirun the job."""
+    """Regression: it ended, and mpirun the job."""
     command = guardians.guarded(["/bin/true"])
     before = command[: command.index(sys.executable)]
     asked = subprocess.run([*before, "/bin/sh", "-c", "kill -USR1 $$; echo lives"], capture_output=True, check=False)
@@ -253,7 +253,7 @@ last = Last()
 
 
 def test_a_request_while_the_interpreter_ends_kills_no_rank(tmp_path: Path) -> None:
-    """It died of the signal, and mpirun ended a job that had succeeded."""
+    """Regression: it died of the signal, and mpirun ended a job that had succeeded."""
     script = tmp_path / "train.py"
     script.write_text(LAST)
     ended = subprocess.run(rank_program.rank_command(str(script), ()), capture_output=True, text=True, check=False)
@@ -310,5 +310,5 @@ FORKED = """
 
 @pytest.mark.skipif(not os.path.exists("/proc/net/unix"), reason="needs Linux")
 def test_a_child_of_a_rank_does_not_listen_in_its_place() -> None:
-    """A rank that was killed seemed to live for as long as its child did."""
+    """Regression: a rank that was killed seemed to live for as long as its child did."""
     assert torchrun.run_source(1, FORKED).check().stdout == "True False\n"

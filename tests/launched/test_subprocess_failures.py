@@ -97,7 +97,7 @@ def stop(code: int | None) -> None:
 
 @pytest.mark.parametrize(("code", "words"), [(None, "Stop: story"), (256, "rank 0 exited with 256")])
 def test_ends_without_an_exception_are_reported(code: int | None, words: str) -> None:
-    """It was "exited with code 1" in place of the traceback, and 256 is 0 to the system."""
+    """Regression: it was "exited with code 1" in place of the traceback, and 256 is 0 to the system."""
     with pytest.raises(RuntimeError, match=words):
         launch_here(stop, config(1), code)
 
@@ -138,7 +138,7 @@ def die_beside_a_child(folder: str) -> None:
 
 
 def test_a_killed_rank_is_told_though_its_child_lives(tmp_path: Path) -> None:
-    """With "spawn" the child held what tells of the rank's end, and the launcher waited for it."""
+    """Regression: with "spawn" the child held what tells of the rank's end, and the launcher waited for it."""
     with pytest.raises(RuntimeError, match="rank 0 was killed by SIGKILL"):
         launch_here(die_beside_a_child, config(1, launch_method="spawn"), str(tmp_path))
     wait_gone(pids_in(tmp_path, 1))
@@ -162,7 +162,7 @@ async def vanish_from_a_world(world: ad.World, folder: str) -> None:
 
 @pytest.mark.long
 def test_a_rank_that_failed_is_told_where_sigchld_is_ignored() -> None:
-    """With "spawn" the launcher waited for ever: the kernel keeps no exit codes then."""
+    """Regression: with "spawn" the launcher waited for ever: the kernel keeps no exit codes then."""
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
         with pytest.raises(RuntimeError, match="rank 0 exited with code 3"):
@@ -176,7 +176,7 @@ def test_a_rank_that_failed_is_told_where_sigchld_is_ignored() -> None:
 
 @pytest.mark.parametrize("func", [vanish, vanish_from_a_world])
 def test_a_rank_that_left_with_0_is_named_by_ranks_that_miss_it(tmp_path: Path, func: Callable[..., Any]) -> None:
-    """What the others say of it was the error, "connection reset by peer": the launcher knows which peer.
+    """Regression: what the others say of it was the error, "connection reset by peer": the launcher knows which peer.
 
     What comes from torch is told too, since it may have another cause; that a world has lost the rank is not.
     """
@@ -430,7 +430,7 @@ def test_no_rank_outlives_its_launcher(tmp_path: Path, method: str, to: str) -> 
 
 
 def test_a_function_under_the_main_guard_is_refused(tmp_path: Path) -> None:
-    """No child found it, and the launcher asked whether it was itself called under such a guard."""
+    """Regression: no child found it, and the launcher asked whether it was itself called under such a guard."""
     guard = f"{GUARD}\n    def inside():\n        pass\n\n    ad.launch_subprocesses(inside)\n"
     _, error = start_script(tmp_path, guard=guard).communicate(timeout=TIMEOUT_S)
     assert 'is defined under if __name__ == "__main__":, where no other process finds it: define it above' in error

@@ -432,6 +432,6 @@ class Trainer:
 
 
 def test_an_object_with_an_async_call_is_a_coroutine_function(tmp_path: Path) -> None:
-    """It was called as a plain function: the coroutine was never awaited, and all seemed well."""
+    """Regression: it was called as a plain function: the coroutine was never awaited, and all seemed well."""
     launch_here(functools.partial(Trainer()), config(), str(tmp_path))
     assert reports(tmp_path) == [[0, "torch"], [1, "torch"]]

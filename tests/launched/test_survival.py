@@ -92,7 +92,7 @@ def test_a_rank_that_dies_before_mpi_has_started_ends_the_job() -> None:
 
 @pytest.mark.parametrize(("victim", "moment"), [pytest.param(0, 1e-6, marks=pytest.mark.long), (1, 0.005)])
 def test_a_death_while_the_world_opens_is_a_loss_or_one_line(victim: int, moment: float) -> None:
-    """The others failed with a traceback each, and their guardians told mpirun to end more than once.
+    """Regression: the others failed with a traceback each, and their guardians told mpirun to end more than once.
 
     tests/scripts/killed_starts.py draws further moments.
     """

@@ -167,7 +167,7 @@ def test_a_signal_to_the_command_ends_the_job(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_terminal_that_is_closed_ends_the_job(tmp_path: Path) -> None:
-    """The kernel tells the leader of the session alone; the job went on without anybody to see it."""
+    """Regression: the kernel tells the leader of the session alone; the job went on without anybody to see it."""
     terminal = Terminal(leading(command(tmp_path, "--live", transport="torch")), tmp_path)
     try:
         assert wait_until(lambda: terminal.shows(r"^ +0 +mine")), terminal.said

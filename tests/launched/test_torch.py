@@ -100,7 +100,7 @@ def test_an_exception_ends_the_job_everywhere() -> None:
 
 
 def test_consequences_of_a_failure_are_one_line_each() -> None:
-    """The line was printed for one error, and the other one, which main had raised, was shown as usual below it."""
+    """Regression: the line was printed for one error, and the traceback of main's own error followed it."""
     result = run_ranks(2, ENDS, "raises_in_words_of_its_own").check(1, 1)
     assert "asyncdist: rank 0 stopped: rank 1 failed: ValueError: boom-7" in result.stderr
     assert result.stderr.count("Traceback") == 1

@@ -129,7 +129,7 @@ def test_a_group_without_variables_is_enough() -> None:
 
 @pytest.mark.long
 def test_a_group_of_the_users_that_no_launcher_made_is_found() -> None:
-    """Started by torch.multiprocessing.spawn, each rank trained alone, and said nothing."""
+    """Regression: started by torch.multiprocessing.spawn, each rank trained alone, and said nothing."""
     source = """
         import socket, sys
         import torch
@@ -212,7 +212,7 @@ FAILS_ONCE = """
 @pytest.mark.parametrize(("when", "unshared"), [("early", "0"), ("late", "1")])
 @pytest.mark.long
 def test_two_agents_that_count_restarts_differently_meet_again(tmp_path: Path, when: str, unshared: str) -> None:
-    """An agent counts its own failures: one said 0, the other 1, and ranks that went by that never met."""
+    """Regression: an agent counts its own failures: one said 0, the other 1, and ranks that went by that never met."""
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": unshared}
     told = tmp_path / "told"
     result = run_torchruns(2, FAILS_ONCE, told, when, options=("--max-restarts", "2"), **env).check()
@@ -224,7 +224,7 @@ def test_two_agents_that_count_restarts_differently_meet_again(tmp_path: Path, w
 
 @pytest.mark.long
 def test_a_rank_that_comes_late_is_awaited_in_silence() -> None:
-    """The store's own wait printed two lines a second."""
+    """Regression: the store's own wait printed two lines a second."""
     source = """
         import os, time
         import asyncdist as ad
@@ -260,7 +260,7 @@ def test_ranks_that_never_come_are_named() -> None:
 
 @pytest.mark.long
 def test_ranks_that_never_come_are_named_by_those_that_wait() -> None:
-    """Rank 0 gave up a moment before rank 2, whose error then was the store's, not the missing ranks."""
+    """Regression: rank 0 gave up a moment before rank 2, whose error then was the store's, not the missing ranks."""
     patient = SHORT_START.replace("= 3.0", "= 3.0 if os.environ['RANK'] == '0' else 60.0")
     result = run_source(4, "\n    import os" + patient, missing=(1, 3)).check(1, 1)
     assert "rank 0 waits for ranks [1, 3], which did not come" in result.stderr
@@ -278,7 +278,7 @@ def test_a_missing_rank_0_is_named() -> None:
 def test_one_rank_of_each_host_says_what_it_waits_for(
     local_rank: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All waited in silence where MASTER_ADDR, or Slurm's first host, was not the host of rank 0."""
+    """Regression: all waited in silence where MASTER_ADDR, or Slurm's first host, was not the host of rank 0."""
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     monkeypatch.setattr(rendezvous, "NOTICE_S", 0.0)
     port = local_host.find_free_port()
@@ -295,7 +295,7 @@ def test_one_rank_of_each_host_says_what_it_waits_for(
 def test_missing_ranks_are_named_before_the_start_is_abandoned(
     rank: int, local_rank: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One that had ended with exit code 0, or was lost where others go on, was waited for in silence for 300 s."""
+    """Regression: a rank that had ended with exit code 0, or was lost, was awaited in silence for 300 s."""
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     monkeypatch.setattr(rendezvous, "MISSING_NOTICE_S", 0.0)
     with pytest.raises(TransportError, match="which did not come"):
@@ -316,7 +316,7 @@ def test_a_port_that_is_taken_is_named() -> None:
 
 
 def test_two_processes_of_one_rank_are_named() -> None:
-    """They waited in silence, and then were told that another rank was missing."""
+    """Regression: they waited in silence, and then were told that another rank was missing."""
     source = """
         import os
         if os.environ["RANK"] == "2":
@@ -345,7 +345,7 @@ def test_sizes_that_differ_are_named() -> None:
 
 
 def test_a_store_that_is_gone_is_not_retried_beyond_the_timeout() -> None:
-    """Two minutes passed where rank 0 failed between another rank's look for a listener and its connection."""
+    """Regression: it took two minutes if rank 0 failed after another rank had found its listener."""
     port = local_host.find_free_port()
     place = environment.TorchRendezvous(1, 2, "127.0.0.1", port, False)
     with pytest.raises(TransportError, match=rf"rank 1 cannot use the store at 127\.0\.0\.1:{port}"):
@@ -353,7 +353,7 @@ def test_a_store_that_is_gone_is_not_retried_beyond_the_timeout() -> None:
 
 
 def test_an_address_that_leads_to_no_host_is_named_at_once() -> None:
-    """It was asked for again and again, for 300 s."""
+    """Regression: it was asked for again and again, for 300 s."""
     result = run_source(2, SHORT_START.replace("= 3.0", "= 300.0"), env={"MASTER_ADDR": "no host.invalid"}).check(1, 1)
     assert result.stderr.count("ValueError: MASTER_ADDR='no host.invalid' leads to no host (") == 2
 

@@ -75,7 +75,7 @@ with Interrupts():
 
 @pytest.mark.skipif(not guardians.ARE_HERE, reason="no process can open the files of another")
 def test_mpirun_shows_the_answer_of_a_rank_to_a_signal(tmp_path: Path) -> None:
-    """Nothing was shown of it under Open MPI's, which ends its ranks without reading."""
+    """Regression: nothing was shown of it under Open MPI's, which ends its ranks without reading."""
     paths = tmp_path / "stdout", tmp_path / "stderr"
     with paths[0].open("wb") as out, paths[1].open("wb") as err:
         command = [sys.executable, "-c", READS_NOTHING, IS_STOPPED]
@@ -95,7 +95,7 @@ def test_redirected_output_stays_redirected_at_a_signal(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_is_one_line_in_an_import_and_else_a_traceback(tmp_path: Path) -> None:
-    """Each rank printed the frames of torch's import, and the lines of several ranks were mixed."""
+    """Regression: each rank printed the frames of torch's import, and the lines of several ranks were mixed."""
     (tmp_path / "slow.py").write_text("raise KeyboardInterrupt")
     script = tmp_path / "train.py"
     for text, told in (("\nimport slow", "was interrupted in an import, in "), ("1\nraise KeyboardInterrupt", "")):

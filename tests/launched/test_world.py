@@ -106,7 +106,7 @@ def test_mpi_a_strict_end_names_leftovers_and_spares_the_others() -> None:
     ("library", "word"), [pytest.param("triton", "collected", marks=pytest.mark.long), ("others", "")]
 )
 def test_objects_that_a_library_counts_at_its_end_are_collected(library: str, word: str) -> None:
-    """A GPU build of torch printed 60 lines of leaks for each rank."""
+    """Regression: a GPU build of torch printed 60 lines of leaks for each rank."""
     source = f"""
         import os, sys, types
         from asyncdist.runtime.process import spare_collections

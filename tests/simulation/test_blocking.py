@@ -90,7 +90,7 @@ def test_clocks_tell_virtual_time() -> None:
 
 
 def test_clocks_read_without_an_argument_tell_virtual_time() -> None:
-    """These told the machine's time: a name or a message made of them was another one in each run."""
+    """Regression: these told the machine's time: a name or a message made of them was another one in each run."""
 
     async def main(world: ad.World) -> list[object]:
         await world.sleep(3600.0)
@@ -121,7 +121,7 @@ def test_code_that_waits_by_reading_a_clock_waits_for_so_long() -> None:
 
 
 def test_a_wait_that_polls_the_loops_clock_takes_its_time() -> None:
-    """It never ended: only the clocks of the module time went on."""
+    """Regression: it never ended: only the clocks of the module time went on."""
 
     async def main(world: ad.World) -> float:
         loop = asyncio.get_running_loop()
@@ -329,7 +329,7 @@ def test_a_rank_that_dies_first_never_runs_its_computed_function() -> None:
 
 
 def test_an_agreed_axis_operation_ends_when_its_rank_returns() -> None:
-    """The rank had said that it takes no part, and then waited for the others in its background for ever."""
+    """Regression: the rank had declared that it takes no part, and then waited for the others forever."""
 
     async def main(world: ad.World) -> str:
         with await ad.new_mesh({"A": 2}):

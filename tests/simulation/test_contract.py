@@ -273,7 +273,7 @@ def test_a_fault_delays_later_messages_of_its_source_and_tag(fault: Fault) -> No
 
 @pytest.mark.slow
 def test_an_abort_that_completes_before_the_chunk_ahead_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found by the conformance suite with seed 2.
+    """Regression: found by the conformance suite with seed 2.
 
     The slot was given back, and the receiver told, while a chunk was still landing in its tensor.
     """
@@ -308,7 +308,7 @@ def test_an_abort_that_completes_before_the_chunk_ahead_of_it(monkeypatch: pytes
 
 @pytest.mark.slow
 def test_seed_3_what_came_before_its_channel_was_opened_is_heard() -> None:
-    """Found by the conformance suite on 3 ranks: its bell had rung before anybody listened, and did not ring again."""
+    """Regression: its bell had rung before any task listened, and did not ring again (conformance suite, 3 ranks)."""
 
     async def main(world: ad.World) -> int:
         if world.rank == 0:

@@ -252,7 +252,10 @@ def test_the_error_of_a_run_without_end_hides_simulator_frames(
 @pytest.mark.parametrize("loopers", [(0,), (1,), (0, 1, 2)], ids=str)
 @pytest.mark.parametrize("timed", [False, True])
 def test_it_is_named_sooner_where_nothing_else_is_to_come(loopers: tuple[int, ...], timed: bool) -> None:
-    """It took a million turns, and the better part of a minute. A timer that was cancelled will not come either."""
+    """Regression: it took a million turns, and the better part of a minute.
+
+    A timer that was cancelled will not come either.
+    """
     turns: Counter[int] = Counter()
 
     async def main(world: ad.World) -> None:

@@ -89,7 +89,7 @@ async def _wait_for_a_message(world: ad.World, ending: str) -> str:
 
 @pytest.mark.parametrize("ending", ["dies", "returns", "iterates"])
 def test_a_receive_fails_when_no_possible_sender_is_left(ending: str) -> None:
-    """It waited for ever: in the simulator that was a deadlock, in a real job of two ranks nothing was said at all."""
+    """Regression: it waited forever; a simulation was a deadlock, and a real job of two ranks was silent."""
     faults = [Kill(1, at_s=0.5)] if ending == "returns" else [Kill(1, at_s=0.5), Kill(2, at_s=1.0)]
     report = ad.simulate(
         _wait_for_a_message, ending, ranks=3, faults=faults, network=Network(loss_detection_s=1e-4), strict=False
@@ -122,7 +122,7 @@ def test_a_receive_continues_while_a_sender_may_come_back() -> None:
 
 
 def test_waiting_for_a_replay_buffer_of_a_killed_rank_fails() -> None:
-    """It was a ClosedError, as for a server that has left; one that comes later is told the same."""
+    """Regression: it was a ClosedError, as for a server that has left; one that comes later is told the same."""
     told: dict[str, ad.RankLostError] = {}
 
     async def main(world: ad.World) -> None:
@@ -306,7 +306,7 @@ def test_what_had_left_before_the_death_arrives() -> None:
 
 
 def test_a_collective_names_the_rank_that_died() -> None:
-    """A rank that hears of the loss ends the collective for the others; the error there had its rank, which lives."""
+    """Regression: the error named the living rank that ended the collective, and not the dead one."""
     named: Counter[int] = Counter()
 
     async def main(world: ad.World) -> None:
@@ -459,7 +459,7 @@ def test_a_signal_waits_until_what_blocks_the_rank_is_over() -> None:
 
 
 def test_a_signal_ends_a_rank_that_closes_what_main_has_left() -> None:
-    """It was never heard of again: the others had ended, and the simulation was a deadlock in which nobody waited."""
+    """Regression: the rank never ended; the others had, and the simulation was a deadlock in which no task waited."""
 
     async def numbers() -> AsyncIterator[int]:
         try:

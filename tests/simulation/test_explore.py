@@ -411,7 +411,7 @@ def test_bad_input_is_one_clear_error(arguments: dict[str, object], error: type[
 
 
 def test_seeds_of_numpy_are_whole_numbers_as_any() -> None:
-    """They were refused, as in ``the seed 0 is not a whole number``."""
+    """Regression: they were refused, as in ``the seed 0 is not a whole number``."""
     assert simulate(nothing, ranks=1, seed=np.int64(3)).seed == 3
     report = explore(passes, np.arange(3), processes=1)
     assert (report.seed_count, report.failure) == (3, None)

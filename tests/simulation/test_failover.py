@@ -209,7 +209,7 @@ def test_a_member_takes_over_from_a_reserved_coordinator(is_killed: bool) -> Non
 
 
 def test_a_member_that_has_left_the_policy_is_passed_over() -> None:
-    """Only the coordinator knew that it had left."""
+    """Regression: only the coordinator knew that it had left."""
 
     async def main(world: ad.World) -> Story:
         story = await train(world, 20 if world.rank in (1, 2) else 120)

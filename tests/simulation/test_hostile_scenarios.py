@@ -52,7 +52,7 @@ def test_lies_that_ended_an_honest_rank_once_do_not_any_more(seed: int) -> None:
     ids=["epoch", "nomination", "no member", "the rank itself"],
 )
 def test_an_untrue_word_about_the_coordinator_changes_nothing(lie: Callable[[int], SuccessionMessage]) -> None:
-    """The first three ended the rank, and the job; with the last one it took part in no round any more."""
+    """Regression: the first three ended the rank, and the job; with the last one it took part in no round any more."""
 
     async def main(world: ad.World) -> int:
         model = torch.nn.Linear(3, 3)

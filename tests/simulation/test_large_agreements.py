@@ -177,7 +177,7 @@ def test_who_cannot_come_tells_all_why(is_tree: bool) -> None:
 
 
 def test_go_is_heard_though_the_leader_has_left_meanwhile(is_tree: bool) -> None:
-    """A rank between was computing; by the time it passed go on, all had heard that the leader had left."""
+    """Regression: a rank between was computing; by the time it passed go on, all had heard that the leader had left."""
     del is_tree
 
     async def main(world: ad.World) -> str:

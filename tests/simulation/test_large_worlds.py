@@ -150,7 +150,7 @@ def test_ranks_that_die_while_all_end_keep_nobody(seed: int) -> None:
 
 @pytest.mark.parametrize("number", range(1, 6))
 def test_a_rank_that_dies_while_all_end_holds_no_rank_below_it(number: int) -> None:
-    """Rank 0 had ended when the rank below it had heard so, and nobody was left who could tell those below that one."""
+    """Regression: rank 0 ended once the rank below it knew, so no rank was left to notify those further below."""
     passing = SpanningTree(SIZE, 0).children[0]
 
     async def main(world: ad.World) -> None:

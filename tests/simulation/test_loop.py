@@ -25,7 +25,7 @@ class Number:
 
 
 def test_a_timeout_around_each_receive_leaves_no_timers_behind() -> None:
-    """They stayed in the heap until their time: 150,000 after a second of such messages."""
+    """Regression: they stayed in the heap until their time: 150,000 after a second of such messages."""
     pending: list[int] = []
 
     async def main(world: ad.World) -> None:
@@ -72,7 +72,7 @@ def test_a_cancelled_timer_is_no_event() -> None:
 
 
 def test_the_end_of_many_ranks_looks_at_each_of_them_once() -> None:
-    """A set of all ranks was built for each message of the end: 30 s of it with 1,000 ranks, and N cubed beyond."""
+    """Regression: each message of the end built a set of all ranks, which took 30 s with 1,000 ranks."""
     size, own = 1000, 7
     looked_up = 0
 

@@ -227,7 +227,7 @@ def test_a_bad_mark_is_an_error_that_says_so(pytester: pytest.Pytester) -> None:
 
 
 def test_whole_numbers_of_numpy_are_taken_as_any(pytester: pytest.Pytester) -> None:
-    """They were refused: ``ranks`` and ``seeds`` had to be of Python's own type."""
+    """Regression: they were refused: ``ranks`` and ``seeds`` had to be of Python's own type."""
     source = """
         import numpy as np
         import pytest

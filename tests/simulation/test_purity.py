@@ -268,7 +268,7 @@ async def drawing(world: ad.World) -> list[float]:
 
 
 def test_simulations_of_several_threads_do_not_mix() -> None:
-    """They took numbers from each other, and the one that ended last left the other's functions in ``random``."""
+    """Regression: they took numbers from each other, and the last one left another's functions in ``random``."""
     alone = [simulate(drawing, ranks=3, seed=seed) for seed in range(4)]
     before = [random.random, np.random.rand, threading.Thread.start, time.sleep, os.urandom]
     reports: dict[int, SimReport] = {}

@@ -103,7 +103,7 @@ async def wait_for_a_word(world: ad.World) -> None:
 
 
 def test_a_wait_for_a_message_is_written_down_in_words(tmp_path: Path) -> None:
-    """What is waited for is a text that knows more, which the encoder refused in the midst of a block."""
+    """Regression: what is waited for is a text that knows more, which the encoder refused in the midst of a block."""
     ad.simulate(wait_for_a_word, ranks=2, seed=1, record=tmp_path)
     waits = [event.fields for event in read_recording(tmp_path).ranks[0].events() if event.kind == "waited"]
     assert [what for what, seconds in waits if seconds > 0.9] == ["a message on Word, tag 100"]

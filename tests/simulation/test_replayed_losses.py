@@ -196,7 +196,7 @@ def test_a_send_fails_by_a_loss_after_the_last_safe_point(tmp_path: Path) -> Non
 
 
 def test_a_waiting_send_fails_by_the_recorded_loss(tmp_path: Path) -> None:
-    """In a replay the message is there at once: the task went on as if it had left."""
+    """Regression: in a replay the message is there at once: the task went on as if it had left."""
     found: list[str] = []
 
     async def main(world: ad.World) -> None:

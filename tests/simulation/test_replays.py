@@ -64,7 +64,7 @@ def test_ranks_decide_as_they_did_and_have_the_same_weights(tmp_path: Path, seed
 
 @pytest.mark.parametrize("seed", [4, 7, 10])
 def test_sends_that_complete_late_are_not_counted_as_waits(tmp_path: Path, seed: int) -> None:
-    """In a replay all do, so that what came after such a wait came too late, and a stop waited for a rank's end."""
+    """Regression: all sends complete at once in a replay, so messages after such a wait arrived too late."""
     recorded = simulate(train, ranks=4, seed=seed, record=tmp_path, network=Network(eager_nbytes=0))
     assert replay(train, recording=read_recording(tmp_path)).report.results == recorded.results
 
@@ -127,7 +127,7 @@ def test_a_recording_that_was_cut_short_ends_and_says_so(tmp_path: Path) -> None
 
 
 def test_what_is_wrong_with_a_recording_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A replay told it again, and asyncdist replay a third time."""
+    """Regression: a replay told it again, and asyncdist replay a third time."""
     script = tmp_path / "script.py"
     script.write_text(
         "import asyncdist as ad\n\nasync def main(world):\n    await ad.barrier()\n\n"
@@ -144,7 +144,7 @@ def test_what_is_wrong_with_a_recording_is_told_once(tmp_path: Path, caplog: pyt
 
 @pytest.mark.parametrize("kept_count", [2, 8, 14])
 def test_a_rank_does_nothing_more_where_its_record_ends(tmp_path: Path, kept_count: int) -> None:
-    """Its timers fired for ever, so that it asked again and again who is late, and others took that for its answers."""
+    """Regression: its timers fired forever, and others took its repeated questions for answers."""
     simulate(waits_a_little, ranks=4, seed=1, record=tmp_path)
     cut = read_recording(tmp_path).ranks[0]
     kept = [event for _, event in zip(range(kept_count), cut.events(), strict=False)]
@@ -393,7 +393,7 @@ assert VALUES == [0, 1, 2]
 
 
 def test_a_script_that_hosts_its_ranks_by_run_local_is_replayed(tmp_path: Path) -> None:
-    """It ran for a second time, in no simulation, and wrote another recording beside the one to be replayed."""
+    """Regression: it ran again, in no simulation, and wrote another recording alongside the replayed one."""
     script, folder = tmp_path / "local.py", tmp_path / "run"
     script.write_text(LOCAL.replace("FOLDER", repr(str(folder))))
     runpy.run_path(str(script), run_name="__main__")

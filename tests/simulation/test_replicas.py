@@ -102,7 +102,7 @@ def test_what_cannot_be_divided_or_is_refused_is_told() -> None:
 
 
 def test_one_replica_alone_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    """It trained, nothing was averaged, and nobody said so."""
+    """Regression: it trained, nothing was averaged, and nobody said so."""
 
     async def main(world: ad.World) -> None:
         async with ReplicaAveragingPolicy(*build(0), replica_size=2, average_every=2, name="few") as policy:
@@ -175,7 +175,7 @@ def test_ported_calls(numbers: list[int], expected: list[int]) -> None:
 
 
 def test_each_rank_reports_one_policy_with_its_replicas_role() -> None:
-    """A leader told of two: of its own, and of that of the leaders inside it."""
+    """Regression: a leader told of two: of its own, and of that of the leaders inside it."""
     told: dict[int, list[Any]] = {}
 
     async def main(world: ad.World) -> None:

@@ -212,7 +212,7 @@ def test_a_replacement_of_a_rank_with_a_nan_metric_is_drawn(tmp_path: Path) -> N
 
 
 def test_a_report_distinguishes_two_policies_open_at_once(tmp_path: Path) -> None:
-    """Their metrics were one zigzag line, and the weights of one were said to live in the other."""
+    """Regression: their metrics were one zigzag line, and the weights of one were said to live in the other."""
 
     async def train_two(world: ad.World) -> None:
         def policy(name: str) -> AsyncSelectiveAveragingPolicy:
@@ -331,7 +331,7 @@ def test_spans_of_a_track_never_overlap_and_no_track_is_thread_0(tmp_path: Path)
 
 
 def test_each_open_policy_has_a_metric_counter_in_a_trace(tmp_path: Path) -> None:
-    """The metrics of all of them were one zigzag line."""
+    """Regression: the metrics of all of them were one zigzag line."""
 
     async def train_three(world: ad.World) -> None:
         async def train_one(name: str, value: float) -> None:
@@ -443,7 +443,7 @@ def test_parquet_has_the_same_rows(recording: Recording, tmp_path: Path) -> None
 
 
 def test_parquet_has_what_the_first_rows_of_a_table_have_not(tmp_path: Path) -> None:
-    """As the coordinator of an average, where another policy has none: export ended with ArrowNotImplementedError."""
+    """Regression: export raised ArrowNotImplementedError if the first averages of a table had no coordinator."""
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed", exc_type=ImportError)
     writer = RecordWriter(RecordOptions(tmp_path / "run"), lambda: 100.0, 0)
     writer.open(header_of(job="0000abcd", rank=0, size=4, incarnation=0, transport="local", hostname="here"))
@@ -506,7 +506,7 @@ A_FOLDER = "; -o takes a folder, which is made if it is not there"
 def test_what_cannot_be_written_is_told_in_words(
     command: str, out: str, said: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The line was Python's: [Errno 21] Is a directory."""
+    """Regression: the line was Python's: [Errno 21] Is a directory."""
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     (tmp_path / "full").symlink_to("/dev/full")
@@ -527,7 +527,7 @@ def test_what_cannot_be_written_is_told_in_words(
 def test_a_full_disk_leaves_the_old_file_and_no_partial_one(
     command: list[str], out: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Half a page stayed, in the place of a whole one from before."""
+    """Regression: half a page stayed, in the place of a whole one from before."""
     if "parquet" in command:
         pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed", exc_type=ImportError)
 

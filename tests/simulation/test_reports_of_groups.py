@@ -38,7 +38,7 @@ async def train_on_islands(world: ad.World) -> None:
 
 
 def test_rounds_of_islands_are_told_apart_in_a_report(tmp_path: Path) -> None:
-    """Each island counts its rounds from 1: those of one hid those of the other, or took over their times."""
+    """Regression: each island counts its rounds from 1, and the rounds of one hid those of another."""
     ad.simulate(train_on_islands, ranks=4, seed=7, record=tmp_path).value()
     recording = read_recording(tmp_path)
     summary = summarise(recording)
@@ -64,7 +64,7 @@ async def train_on_two_groups(world: ad.World) -> None:
 
 
 def test_policies_of_different_names_are_separate_populations(tmp_path: Path) -> None:
-    """What ranks of one group gave as their metric was drawn among that of the other's, and compared with it."""
+    """Regression: the metrics of the ranks of one group were drawn among those of the other group."""
     ad.simulate(train_on_two_groups, ranks=4, seed=3, record=tmp_path).value()
     summary = summarise(read_recording(tmp_path))
     assert [each.name for each in summary.populations] == ["generator", "discriminator"]

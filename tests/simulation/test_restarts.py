@@ -152,7 +152,7 @@ def test_a_newcomer_is_admitted_within_a_few_long_steps() -> None:
 
 
 def test_a_newcomer_is_admitted_if_a_step_lasts_nearly_a_round() -> None:
-    """What it took after the weights had no time for the donor's steps, so that it was refused again and again."""
+    """Regression: the transfers after the weights left no time for the donor's steps, and each admission failed."""
     faults = [Kill(3, at_s=510.0), Restart(3, at_s=511.0)]
     report = simulate(_admitted_after_s, 511.0, 600.0, ranks=4, compute=Compute(step_s=20.0), faults=faults)
     assert report.results[3] < 200
@@ -169,7 +169,7 @@ async def _rounds_until(world: ad.World, ends_s: float, metric: Callable[[], flo
 
 @pytest.mark.slow
 def test_a_newcomer_that_stops_during_admission_holds_no_rank() -> None:
-    """No round was judged until the time of its admission was up, and then it was tried again: 68 rounds of 286."""
+    """Regression: no round was decided until the admission timed out, and then it was retried: 68 of 286 rounds."""
     faults = [Kill(3, at_s=10.0), Restart(3, at_s=11.0)]
     rounds = [
         max(simulate(_rounds_until, 60.0, random.random, ranks=4, compute=Compute(step_s=0.05), faults=plan).results)
@@ -179,7 +179,7 @@ def test_a_newcomer_that_stops_during_admission_holds_no_rank() -> None:
 
 
 def test_a_newcomer_is_admitted_where_no_metric_is_finite() -> None:
-    """It waited for as long as the others trained."""
+    """Regression: it waited for as long as the others trained."""
     faults = [Kill(3, at_s=10.0), Restart(3, at_s=11.0)]
     report = simulate(_rounds_until, 15.0, lambda: math.nan, ranks=4, compute=Compute(step_s=0.05), faults=faults)
     assert report.results[3] == 1, "the round of its admission"
@@ -204,7 +204,10 @@ async def _phases(world: ad.World, ends_s: Sequence[float], pauses_s: Sequence[f
 def test_restarted_ranks_enter_the_next_policy_of_one_name(
     ranks_killed: tuple[int, ...], pauses_s: tuple[float, ...]
 ) -> None:
-    """One that came first was told that it is too late, and its error ended the job. So did each of all ranks."""
+    """Regression: one that came first was told that it is too late, and its error ended the job.
+
+    So did each of all ranks.
+    """
     faults: list[Fault] = []
     for number, rank in enumerate(ranks_killed):
         faults += [Kill(rank, at_s=5.0 * (number + 1)), Restart(rank, at_s=5.0 * (number + 1) + 1.0)]
@@ -214,7 +217,10 @@ def test_restarted_ranks_enter_the_next_policy_of_one_name(
 
 
 def test_a_newcomer_between_two_policies_enters_the_next_one() -> None:
-    """It was told that it is too late, and ended. Its second policy begins when the others have ended: it is alone."""
+    """Regression: it was told that it is too late, and ended.
+
+    Its second policy begins when the others have ended: it is alone.
+    """
     faults = [Kill(1, at_s=15.0), Restart(1, at_s=21.0)]
     report = simulate(_phases, (20.0, 30.0), (3.0, 0.0, 3.0), ranks=3, faults=faults, compute=Compute(step_s=0.05))
     check(report)
@@ -326,7 +332,7 @@ def test_a_newcomer_after_the_others_have_left_is_notified(lingers_s: float) -> 
 
 
 def test_a_newcomer_that_comes_as_the_others_end_hears_so() -> None:
-    """They ended before any of them was connected to it; it took them for lost, after a minute."""
+    """Regression: they ended before any of them was connected to it; it took them for lost, after a minute."""
     shared = Shared()
 
     async def main(world: ad.World) -> Any:
@@ -342,7 +348,7 @@ def test_a_newcomer_that_comes_as_the_others_end_hears_so() -> None:
 
 @pytest.mark.parametrize("seed", [34, 46])
 def test_welcomed_newcomers_without_members_do_not_wait(seed: int) -> None:
-    """Neither answered the other: both waited until the time was up, and one ended with a StartTimeoutError."""
+    """Regression: neither answered the other; both waited until the timeout, and one raised StartTimeoutError."""
     shared = Shared()
     restarts = [Kill(2, at_s=0.002), Restart(2, at_s=0.004), Kill(0, at_s=0.005), Restart(0, at_s=0.0055)]
     report = population(shared, [*restarts, Kill(1, at_s=0.011)], seed=seed, steps=30)
@@ -486,7 +492,7 @@ def test_a_replay_buffer_serves_a_client_that_was_started_again() -> None:
 
 
 def test_a_restarted_donor_gives_its_state_once_admitted() -> None:
-    """A newcomer that had opened its channel before could not ask it, and the stream's slot stayed taken."""
+    """Regression: a newcomer with an older channel could not ask it, and the slot of the stream stayed taken."""
 
     async def main(world: ad.World) -> Any:
         services = world.services
@@ -529,7 +535,7 @@ def test_a_donor_of_weights_that_are_not_finite_keeps_no_copies() -> None:
 
 
 def test_a_request_of_the_process_before_admits_nobody() -> None:
-    """The coordinator heard it, within a long step, after it knew the new process, and took that one for the first."""
+    """Regression: within a long step the coordinator took the request for one of the new process."""
     admitted: list[tuple[int, int]] = []
 
     async def main(world: ad.World) -> None:

@@ -251,7 +251,7 @@ def test_threads_of_torch_and_numpy_are_theirs() -> None:
 
 
 def test_an_interrupt_during_the_cleanup_leaves_nothing_replaced() -> None:
-    """A second Ctrl-C, say: the functions of random asked the rank that had run last from then on."""
+    """Regression: a second Ctrl-C, say: the functions of random asked the rank that had run last from then on."""
 
     def interrupt() -> None:
         raise KeyboardInterrupt
@@ -270,7 +270,7 @@ def test_an_interrupt_during_the_cleanup_leaves_nothing_replaced() -> None:
 
 
 def test_threads_of_displays_and_logs_are_allowed(tmp_path: Path) -> None:
-    """Lightning's trainer, which has both, could not be simulated, nor a script that writes to TensorBoard."""
+    """Regression: Lightning's trainer, and scripts that write to TensorBoard, could not be simulated."""
 
     async def main(world: ad.World) -> int:
         with SummaryWriter(tmp_path / f"rank{world.rank}") as writer:
@@ -284,7 +284,7 @@ def test_threads_of_displays_and_logs_are_allowed(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("error::tqdm.TqdmMonitorWarning")
 def test_progress_bars_have_their_thread_and_pools_are_refused() -> None:
-    """Without it tqdm warned in each simulation, and had none in the process for ever after."""
+    """Regression: without it tqdm warned in each simulation, and had none in the process for ever after."""
     tqdm.monitor, interval = None, tqdm.monitor_interval
 
     async def main(world: ad.World) -> int:

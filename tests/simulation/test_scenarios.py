@@ -263,7 +263,7 @@ def test_a_seed_repeats_to_the_digest() -> None:
 
 @pytest.mark.slow
 def test_killed_ranks_leave_no_object_that_warns_when_collected() -> None:
-    """Tasks of killed ranks once could not be cancelled: their wake-ups had been dropped with their loops."""
+    """Regression: tasks of killed ranks could not be cancelled, since their wake-ups were dropped with their loops."""
     with_kills = [seed for seed in range(60, 120) if "Kill" in repr(draw_plan(seed).faults)]
     assert len(with_kills) >= 5
     for seed in with_kills:

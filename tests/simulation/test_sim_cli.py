@@ -142,7 +142,7 @@ def test_options_may_stand_before_the_script(sim: Sim, script: str) -> None:
 
 
 def test_the_script_may_follow_two_dashes_as_with_run(sim: Sim, script: str) -> None:
-    """It was refused: the script was taken for its own first argument."""
+    """Regression: it was refused: the script was taken for its own first argument."""
     result = sim("-n", 5, "--seed", 7, "--", script, "ranks", "--seed", "9", "--", "x")
     assert result.out.splitlines()[0] == "arguments ['ranks', '--seed', '9', '--', 'x'] found"
     assert result.digest == sim(script, "-n", 5, "--seed", 7, "ranks", "--seed", "9", "--", "x").digest
@@ -211,7 +211,7 @@ def test_a_hash_seed_that_the_script_sets_is_not_repeated(tmp_path: Path) -> Non
 @pytest.mark.workers
 @pytest.mark.long
 def test_a_run_depends_neither_on_the_process_nor_on_the_system(tmp_path: Path) -> None:
-    """The order of a set of strings and the system's random bytes were others in each process."""
+    """Regression: the order of a set of strings and the system's random bytes were others in each process."""
     script = tmp_path / "hashing.py"
     script.write_text(HASHING)
     unset = {name: text for name, text in os.environ.items() if name != "PYTHONHASHSEED"}
@@ -237,7 +237,7 @@ def test_a_run_depends_neither_on_the_process_nor_on_the_system(tmp_path: Path) 
 @pytest.mark.workers
 @pytest.mark.long
 def test_output_that_cannot_be_written_is_told_in_a_line(script: str) -> None:
-    """It ended in a traceback of the command's internals."""
+    """Regression: it ended in a traceback of the command's internals."""
     words = [sys.executable, "-m", "asyncdist", "sim", script, "--ranks", "2"]
     with open("/dev/full", "w") as full:
         ended = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
@@ -288,7 +288,7 @@ def test_a_deadlock_says_who_waits_for_whom(sim: Sim, script: str) -> None:
 
 
 def test_a_loop_without_end_is_told_as_a_deadlock_is(sim: Sim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It came with a traceback of the simulator, and without the last events."""
+    """Regression: it came with a traceback of the simulator, and without the last events."""
     monkeypatch.setattr("asyncdist.simulation.turns.TURN_COUNT_MAX", 1000)
     script = tmp_path / "loops.py"
     script.write_text(
@@ -450,7 +450,7 @@ def test_exploring_in_processes_shrinks_the_plan(sim: Sim, script: str) -> None:
     ids=["SIGTERM", "SIGINT", "another rank", "twice"],
 )
 def test_exploring_continues_after_a_planned_signal_ends_a_job(sim: Sim, script: str, plan: list[Fault]) -> None:
-    """The first seed failed with the very exit that the plan asks for, and after SIGINT exploring was "interrupted"."""
+    """Regression: the first seed failed with the exit that the plan asks for, and SIGINT interrupted exploring."""
     result = sim(script, "--ranks", 3, "--faults", format_faults(plan), "--explore", 4, "--processes", 1, "ranks")
     assert (result.code, result.err) == (0, "")
     assert result.out.startswith("4 seeds in ") and f"Interrupt {4 * len(plan)}" in result.out

@@ -118,7 +118,7 @@ def test_what_a_script_seeds_before_run_is_what_every_rank_draws(tmp_path: Path,
 @pytest.mark.workers
 @pytest.mark.long
 def test_unseeded_draws_differ_between_ranks(tmp_path: Path) -> None:
-    """The numbers of torch were alike on all ranks, and with them the models of a population."""
+    """Regression: the numbers of torch were alike on all ranks, and with them the models of a population."""
     path = tmp_path / "unseeded.py"
     path.write_text(SEEDED.replace("random.seed(5)\ntorch.manual_seed(6)\n", ""))
     first, again, other = (Script(str(path), (), ranks=3)(seed=seed).results for seed in (6, 6, 7))
