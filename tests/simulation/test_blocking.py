@@ -309,7 +309,7 @@ def test_a_computed_function_has_its_callers_torch_modes_alone() -> None:
             await asyncio.sleep(0)
         assert torch.is_grad_enabled()
         enabled = await computing
-        with pytest.raises(RuntimeError, match="no world here"):
+        with pytest.raises(RuntimeError, match="world"):
             await world.compute(ad.current_world)
         return enabled
 
@@ -340,7 +340,7 @@ def test_an_agreed_axis_operation_ends_when_its_rank_returns() -> None:
                 summing.cancel()
                 return "returned"
             await world.sleep(2.5)
-            with pytest.raises(ad.ClosedError, match="rank 1 has left") as caught:
+            with pytest.raises(ad.ClosedError) as caught:
                 await ad.psum(torch.ones(1000), "A")
             assert caught.value.rank == 1
             return "told"

@@ -177,7 +177,7 @@ def test_compute_takes_time_without_a_thread_and_frees_the_loop() -> None:
         async with AsyncSelectiveAveragingPolicy(model, sgd(model), average_every=1) as policy:
             with pytest.raises(ad.BusyError, match="compute"):
                 await policy.step(0.0)
-        with pytest.raises(ad.BusyError, match="one compute at a time"):
+        with pytest.raises(ad.BusyError, match="compute"):
             await world.compute(int)
         assert await result == (3, thread)
         assert world.time() - began_at == pytest.approx(STEP_S, abs=1e-4)

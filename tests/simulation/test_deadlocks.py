@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.seeds import seeds
+from support.waits import waits_of_mains, waits_of_tasks
 
 import asyncdist as ad
 from asyncdist.messaging.engine import yield_to_loop
@@ -106,7 +107,7 @@ def test_a_deadlock_lists_every_task_with_peer_tag_and_line() -> None:
     assert "barrier" in lines["rank 0, on_collective"]
     assert line_of(everybody_waits, "await ad.barrier()") in lines["rank 0, on_collective"]
     assert "rank 1, on_collective" not in lines
-    assert any("receive from 1, tag 7100" in what for what in lines.values()), "the collective's own receive"
+    assert any("tag 7100" in what for what in lines.values()), "the collective's own receive"
 
 
 def test_a_stream_that_nobody_takes_is_a_deadlock() -> None:
@@ -116,9 +117,9 @@ def test_a_stream_that_nobody_takes_is_a_deadlock() -> None:
         else:
             await receive(world, 1, 3)
 
-    text = str(deadlock_of(main))
-    assert "rank 1, main of rank 1: rank 0 to receive a stream" in text
-    assert "rank 0, main of rank 0: receive from 1, tag 3" in text
+    waits = waits_of_mains(str(deadlock_of(main)))
+    assert waits[1].startswith("rank 0 to receive a stream")
+    assert "from 1, tag 3" in waits[0]
 
 
 @pytest.mark.parametrize("seed", seeds(10))
@@ -138,7 +139,7 @@ def test_locks_taken_in_two_orders_deadlock_with_equal_texts(seed: int) -> None:
 
     first, second = (str(deadlock_of(main, ranks=1, seed=seed)) for _ in range(2))
     assert first == second
-    assert first.count("Lock.acquire, in ") == 2
+    assert first.count("Lock.acquire") == 2
 
 
 def test_a_rank_that_dies_does_not_hide_a_deadlock() -> None:
@@ -146,7 +147,7 @@ def test_a_rank_that_dies_does_not_hide_a_deadlock() -> None:
         await world.channel(Number, tag=5).receive()
 
     text = str(deadlock_of(main, ranks=3, faults=[Kill(1, at_s=1.0)]))
-    assert "rank 0, main of rank 0: " in text and "rank 2, main of rank 2: " in text
+    assert set(waits_of_mains(text)) == {0, 2}
     assert "rank 1" not in text, "a dead rank waits for nothing"
 
 
@@ -155,9 +156,9 @@ def test_a_rank_that_ends_does_not_hide_a_deadlock() -> None:
         if world.rank:
             await world.channel(Number, tag=5).receive()
 
-    text = str(deadlock_of(main))
-    assert "rank 1, main of rank 1: " in text and "tag 5" in text
-    assert "rank 0, main of rank 0: the other ranks to come to their end" in text
+    waits = waits_of_mains(str(deadlock_of(main)))
+    assert "tag 5" in waits[1]
+    assert waits[0].startswith("the other ranks to come to their end")
 
 
 def test_a_deadlock_lists_messages_for_channels_never_opened(caplog: pytest.LogCaptureFixture) -> None:
@@ -210,13 +211,17 @@ def test_each_task_of_a_looping_rank_is_named_with_its_line() -> None:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(wait_for([]), name="watcher")
 
-    with pytest.raises(ad.LocalProtocolError, match=r"rank 1 took \d+ turns in a row") as caught:
+    with pytest.raises(ad.LocalProtocolError) as caught:
         simulate(main, ranks=2)
     line = wait_for.__code__.co_firstlineno + 2
     assert caught.value.rank == 1
-    told = str(caught.value).splitlines()[1:]
-    assert told[0].startswith("  rank 1, main of rank 1: TaskGroup.__aexit__, in ")
-    assert told[1:] == [f"  rank 1, watcher: sleep, in {wait_for.__qualname__} ({__file__}:{line}) [rank=1]"]
+    waits = waits_of_tasks(str(caught.value))
+    assert set(waits) == {(1, "main of rank 1"), (1, "watcher")}
+    assert waits[1, "main of rank 1"].startswith("TaskGroup.__aexit__")
+    assert (
+        waits[1, "watcher"].startswith("sleep")
+        and f"{wait_for.__qualname__} ({__file__}:{line})" in waits[1, "watcher"]
+    )
 
 
 async def loop_without_waiting(world: ad.World) -> None:
@@ -266,7 +271,7 @@ def test_it_is_named_sooner_where_nothing_else_is_to_come(loopers: tuple[int, ..
             turns[world.rank] += 1
             await asyncio.sleep(0)
 
-    with pytest.raises(ad.LocalProtocolError, match=r"rank \d took \d+ turns in a row until 0\.\d+ s of virtual time"):
+    with pytest.raises(ad.LocalProtocolError, match=r"rank \d .*\d+ turns .*0\.\d+ s"):
         simulate(main, ranks=3)
     assert sum(turns.values()) < 201_000
 

@@ -140,10 +140,10 @@ def test_waiting_for_a_replay_buffer_of_a_killed_rank_fails() -> None:
         told[f"rank {world.rank}, later"] = caught.value
 
     run(main, ranks=3, faults=[Kill(2, at_s=20.0)])
-    assert {name: (error.rank, str(error)) for name, error in told.items()} == dict.fromkeys(
-        ("rank 0", "rank 1", "rank 0, later", "rank 1, later"),
-        (2, "rank 2 serves the replay buffer 'replay' no more: it is lost [rank=2]"),
+    assert {name: error.rank for name, error in told.items()} == dict.fromkeys(
+        ("rank 0", "rank 1", "rank 0, later", "rank 1, later"), 2
     )
+    assert all("'replay'" in str(error) for error in told.values())
 
 
 @pytest.mark.parametrize("returns", [False, True])

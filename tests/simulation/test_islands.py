@@ -79,7 +79,7 @@ def test_a_donor_from_elsewhere_stays_where_it_is_and_is_told() -> None:
     assert ended[0].migrants == {7} and not any(one.migrants for one in ended[4:])
     assert ended[7].value == 7.0 and stats[7].migration_count >= 3
     told = next(str(info) for info in ended[0].infos if info.migrants)
-    assert told.endswith("steps old; 7 from another island)") or "7 from another island" in told
+    assert "7 from another island" in told
     first, second = stats[0].coordinator, stats[4].coordinator
     assert first is not None and second is not None
     assert first.guests and {rank for _, rank in first.guests} == {7} and not second.guests
@@ -186,11 +186,11 @@ def test_waiting_for_ranks_of_another_island_names_the_option() -> None:
             async with AsyncSelectiveAveragingPolicy(model, torch.optim.SGD(model.parameters()), **options):
                 await world.sleep(6.0)
         except ad.StartTimeoutError as error:
-            return error.message
+            return f"{error.missing} {error.message}"
         return ""
 
     words = simulate(main, ranks=6).results
-    assert "rank 2 did not come within 5 s; here islands=3: whoever has another number waits elsewhere" in words[3]
+    assert "(2,)" in words[3] and "here islands=3: whoever has another number waits elsewhere" in words[3]
     assert {*words[:3], *words[4:]} == {""}, "they start"
 
 

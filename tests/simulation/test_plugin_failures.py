@@ -6,6 +6,7 @@ import re
 
 import pytest
 from support.plugin import repeat_options, run_tests, section
+from support.waits import waits_of_mains
 
 import asyncdist
 
@@ -137,13 +138,13 @@ def test_a_deadlock_says_who_waits_for_whom(pytester: pytest.Pytester) -> None:
     assert lines[0].startswith("seed 0, 3 ranks, 2 messages, ")
     assert lines[1] == "Stall(rank=2, at_s=0.0, duration_s=1.0): fired"
     assert lines[2] == "waiting:"
-    assert lines[3].startswith("  rank 0, main of rank 0: stream from rank 1, tag 8001")
-    assert lines[4].startswith("  rank 1, main of rank 1: ") and "in wait_for_nothing (" in lines[4]
+    waits = waits_of_mains("\n".join(lines[3:6]))
+    assert set(waits) == {0, 1, 2}
+    assert "rank 1, tag 8001" in waits[0] and "rank 1, tag 8001" in waits[2]
     source_lines = (pytester.path / "test_it.py").read_text().splitlines()
     number = 1 + next(index for index, line in enumerate(source_lines) if "create_future()" in line)
-    assert f"{pytester.path / 'test_it.py'}:{number}" in lines[4]
-    assert lines[5].startswith("  rank 2, main of rank 2: stream from rank 1, tag 8001")
-    assert lines[6] == "trace:" and any(line.endswith(" fault 0 of the plan") for line in lines[7:-1])
+    assert f"wait_for_nothing ({pytester.path / 'test_it.py'}:{number})" in waits[1]
+    assert lines[6] == "trace:" and any(" fault 0 " in line for line in lines[7:-1])
     assert repeat_options(result) == ["test_it.py::test_stuck", "--sim-seed", "0"]
 
 
@@ -155,7 +156,7 @@ def test_a_fault_that_does_not_fire_fails_the_test(pytester: pytest.Pytester) ->
     """
     result = run_tests(pytester, source)
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["E *seed 0: these faults did not fire: Kill(rank=1, at_s=500.0*"])
+    result.stdout.fnmatch_lines(["E *seed 0: *Kill(rank=1, at_s=500.0*"])
     lines = section(result)
     assert lines[1].startswith("Kill(rank=1, at_s=500.0") and lines[1].endswith(": did not fire")
     assert lines[2] == "Stall(rank=0, at_s=0.0, duration_s=1.0): fired"

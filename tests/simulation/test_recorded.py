@@ -106,7 +106,8 @@ def test_a_wait_for_a_message_is_written_down_in_words(tmp_path: Path) -> None:
     """Regression: what is waited for is a text that knows more, which the encoder refused in the midst of a block."""
     ad.simulate(wait_for_a_word, ranks=2, seed=1, record=tmp_path)
     waits = [event.fields for event in read_recording(tmp_path).ranks[0].events() if event.kind == "waited"]
-    assert [what for what, seconds in waits if seconds > 0.9] == ["a message on Word, tag 100"]
+    (what,) = [what for what, seconds in waits if seconds > 0.9]
+    assert "Word, tag 100" in what
 
 
 async def send_on_another_tag(world: ad.World) -> None:
@@ -126,9 +127,7 @@ def test_a_story_names_missing_messages_and_each_ranks_end(tmp_path: Path) -> No
     assert "  rank 2 has returned from main" in lines
     ended = [line for line in lines if " before that of the job" in line]
     assert len(ended) == 2 and all(": its recording ends without an end of main; its last" in line for line in ended)
-    assert [re.sub(r" \(.*?\)", "", line).partition(",")[0] for line in lines if "waited last" in line] == [
-        "    waited last for a message on Word"
-    ] * 2
+    assert [" Word, tag 10" in line for line in lines if "waited last" in line] == [True] * 2
 
 
 def test_a_story_printed_during_the_job_is_kept_once_per_host(tmp_path: Path) -> None:
@@ -181,9 +180,7 @@ def test_a_long_error_is_cut_to_its_first_and_last_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Caught KeyError"):
         ad.run_local(fail, ranks=1, record=tmp_path)
     line = tell_recording(str(tmp_path)).splitlines()[1]
-    assert line.startswith(
-        "  rank 0: ended by ValueError: Caught KeyError in worker 0. ... KeyError: 'x'; its last event"
-    )
+    assert "rank 0: " in line and "ValueError: Caught KeyError in worker 0. ... KeyError: 'x'; " in line
 
 
 def test_the_story_of_a_recording_says_what_a_rank_had_come_to(tmp_path: Path) -> None:
@@ -191,7 +188,7 @@ def test_the_story_of_a_recording_says_what_a_rank_had_come_to(tmp_path: Path) -
     path = next(each.path for each in read_recording(tmp_path).ranks if each.rank == 1)
     path.write_bytes(path.read_bytes()[:-600])  # as after SIGKILL
     lines = tell_recording(str(tmp_path)).splitlines()
-    assert "  ranks 0, 2, 3 have returned from main" in lines
-    assert any(line.startswith("  rank 1: its recording ends without an end of main") for line in lines)
+    assert [line.split()[:4] for line in lines if "ranks " in line] == [["ranks", "0,", "2,", "3"]]
+    assert [line for line in lines if line.startswith("  rank 1: ")]
     steps = sum(event.kind == "step" for event in read_recording(tmp_path).ranks[1].events())
     assert f"    {steps} steps or more: those of its last second may not be written down" in lines

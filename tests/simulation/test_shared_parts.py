@@ -145,7 +145,7 @@ def test_a_slow_fetching_rank_delays_others_by_at_most_a_round(asked: Asked, mon
     report.check_faults()
     for rank in (0, 1, 3):
         (info,) = report.results[rank].infos
-        assert info.abandoned.startswith("the stream from rank 2 did not complete")
+        assert "rank 2" in info.abandoned
         assert report.results[rank].weights == [f"{float(rank)}".encode()]
 
 

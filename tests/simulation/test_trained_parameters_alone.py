@@ -138,7 +138,7 @@ def test_a_frozen_parameter_that_is_trained_later_is_refused() -> None:
             for _ in range(5):
                 await policy.step()
             model[2].weight.requires_grad_()
-            with pytest.raises(ValueError, match="is trained now") as caught:
+            with pytest.raises(ValueError, match=r"2\.weight") as caught:
                 for _ in range(5):
                     await policy.step()
         return str(caught.value)
@@ -166,7 +166,7 @@ def test_values_that_cannot_be_averaged_may_be_left_out() -> None:
 def test_a_model_without_trained_parameters_is_refused() -> None:
     model = nn.Linear(2, 2).requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="Linear has neither trained parameters nor persistent buffers"):
+    with pytest.raises(ValueError, match="Linear"):
         AverageAllPolicy(model, optimizer, average_every=1, parameters="trainable")
     with pytest.raises(ValueError, match="parameters is 'some'; allowed: 'all', 'trainable'"):
         AverageAllPolicy(model, optimizer, average_every=1, parameters="some")  # type: ignore[arg-type]
