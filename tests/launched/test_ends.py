@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from support import mpi, warm
+from support.endings import failed_ranks, stopped_by
 from support.local import worlds
 
 import asyncdist as ad
@@ -153,7 +154,7 @@ class Ended:
     def check_told_once(self, text: str, rank: int) -> None:
         """One traceback, by the rank that failed; one line from each other one."""
         assert self.stderr.count("Traceback") == 1, self.story
-        assert f"asyncdist: rank {rank} failed:" in self.stderr, self.story
+        assert rank in failed_ranks(self.stderr), self.story
         assert self.stderr.count(f"\n{text}") == 1 or self.stderr.count(f"| {text}") == 1, self.story
 
 
@@ -165,8 +166,7 @@ def test_an_exception_on_one_rank_ends_the_job_and_is_told_once() -> None:
     ended = Ended("raises", 3, by_themselves=True)
     ended.check_failed()
     ended.check_told_once("ValueError: boom-7", rank=1)
-    for rank in (0, 2):
-        assert ended.stderr.count(f"rank {rank} stopped: rank 1 failed: ValueError: boom-7") == 1, ended.story
+    assert stopped_by(ended.stderr, 1, "ValueError: boom-7") == [0, 2], ended.story
 
 
 class WithoutText(Exception):
@@ -179,9 +179,7 @@ class WithoutText(Exception):
 def test_an_exception_with_text_that_cannot_be_sent_ends_the_job() -> None:
     ended = Ended("raises_at_length", 2, by_themselves=True)
     ended.check_failed()
-    assert re.search(r"rank 0 stopped: rank 1 failed: ValueError: x+\.\.\. \(100000 characters\)", ended.stderr), (
-        ended.story
-    )
+    assert stopped_by(ended.stderr, 1, "ValueError: xxx") == [0] and "x... (100000 " in ended.stderr, ended.story
 
 
 @pytest.mark.parametrize(
@@ -202,19 +200,17 @@ def test_what_peers_are_told_of_a_failure_can_always_travel(error: Exception, su
 def test_a_mistake_of_all_ranks_is_printed_once() -> None:
     ended = Ended("raises_everywhere", 4)
     ended.check_failed()
-    told = re.findall(
-        r"^asyncdist: rank (\d) (failed:|failed as rank \d did: |stopped: rank \d failed: )", ended.stderr, re.M
-    )
-    assert sorted(rank for rank, _ in told) == list("0123"), ended.story  # a slow one hears of it before it comes there
-    assert ended.stderr.count("Traceback") == sum(how == "failed:" for _, how in told) >= 1, ended.story
+    told = re.findall(r"^asyncdist: rank (\d) ", ended.stderr, re.M)
+    assert sorted(told) == list("0123"), ended.story  # a slow one hears of it before it comes there
+    assert ended.stderr.count("Traceback") == len(failed_ranks(ended.stderr)) >= 1, ended.story
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     ("way", "words"),
     [
-        ("takes_no_world", r"takes_no_world \(PLACE\) takes no argument: write async def takes_no_world\(world\)"),
-        ("is_no_coroutine_function", r"\(async def\); got is_no_coroutine_function \(PLACE\)"),
+        ("takes_no_world", r"takes_no_world \(PLACE\) .*takes_no_world\(world\)"),
+        ("is_no_coroutine_function", r"is_no_coroutine_function \(PLACE\)"),
     ],
 )
 @pytest.mark.long
@@ -351,8 +347,8 @@ def test_mistakes_that_differ_are_all_told() -> None:
     ended = Ended("raises_its_own_everywhere", 2)
     ended.check_failed()
     for rank in range(2):
-        told = f"asyncdist: rank {rank} failed:\nTraceback" in ended.stderr
-        assert told and f"ValueError: boom-{rank}" in ended.stderr, ended.story
+        assert rank in failed_ranks(ended.stderr), ended.story
+        assert f"ValueError: boom-{rank}" in ended.stderr, ended.story
 
 
 @pytest.mark.mpi
@@ -368,7 +364,7 @@ def test_a_blocking_peer_is_aborted_after_the_grace_period() -> None:
     ended = Ended("raises_beside_a_blocked_peer", 2)
     ended.check_failed()
     ended.check_told_once("ValueError: boom-7", rank=1)
-    assert "rank 1: ranks [0] did not stop within 1 s; aborting the job" in ended.stderr, ended.story
+    assert re.search(r"rank 1: .*\[0\] .*\b1 s\b", ended.stderr), ended.story
 
 
 @pytest.mark.mpi
@@ -376,8 +372,8 @@ def test_a_task_that_fails_in_the_background_ends_the_job() -> None:
     ended = Ended("background_task_fails", 2, by_themselves=True)
     ended.check_failed()
     assert ended.stderr.count("ValueError: boom-7") == 2, ended.story  # the traceback, and rank 0's line
-    assert ended.stderr.count("asyncdist: rank 1 failed:") == 1, ended.story
-    assert "rank 0 stopped: rank 1 failed: ValueError: boom-7" in ended.stderr, ended.story
+    assert failed_ranks(ended.stderr) == [1], ended.story
+    assert stopped_by(ended.stderr, 1, "ValueError: boom-7") == [0], ended.story
     assert "run.py" not in ended.stderr and "taskgroups.py" not in ended.stderr, ended.story
 
 
@@ -389,9 +385,8 @@ def test_a_failure_inside_a_population_s_function_is_told_once(way: str) -> None
     ended = Ended(way, 3)
     ended.check_failed()
     assert ended.stderr.count("ValueError: boom-7") == 3, ended.story  # the traceback, and two lines
-    assert ended.stderr.count("asyncdist: rank 2 failed:") == 1, ended.story
-    for rank in (0, 1):
-        assert f"rank {rank} stopped: rank 2 failed: ValueError: boom-7" in ended.stderr, ended.story
+    assert failed_ranks(ended.stderr) == [2], ended.story
+    assert stopped_by(ended.stderr, 2, "ValueError: boom-7") == [0, 1], ended.story
     assert "CancelledError" not in ended.stderr, ended.story
 
 
@@ -401,7 +396,7 @@ def test_a_failure_inside_a_population_s_function_is_told_once(way: str) -> None
 def test_interrupts_and_cancellations_of_ones_own_making(way: str) -> None:
     ended = Ended(way, 2, by_themselves=True)
     ended.check_failed()
-    assert "rank 0 stopped: rank 1 failed: " in ended.stderr, ended.story
+    assert stopped_by(ended.stderr, 1) == [0], ended.story
     assert ended.stderr.count("Traceback") == (1 if way == "raises_cancelled" else 0), ended.story
 
 
@@ -419,7 +414,7 @@ def test_sys_exit_with_a_code_ends_the_job_with_an_error() -> None:
     ended = Ended("exits_3", 2, by_themselves=True)
     ended.check_failed()
     assert 3 in ended.statuses, ended.story
-    assert "rank 0 stopped: rank 1 failed: SystemExit: 3" in ended.stderr, ended.story
+    assert stopped_by(ended.stderr, 1, "SystemExit: 3") == [0], ended.story
     assert "Traceback" not in ended.stderr, ended.story
 
 
@@ -439,7 +434,7 @@ def test_a_large_average_that_loses_a_member_holds_no_rank() -> None:
     ended = Ended("raises_in_an_average", 3)
     ended.check_failed()
     assert ended.stderr.count("ValueError: boom-7") >= 2, ended.story
-    assert ended.stderr.count("rank 0 stopped: rank 1 failed") == 1, ended.story
+    assert stopped_by(ended.stderr, 1).count(0) == 1, ended.story
 
 
 @pytest.mark.mpi

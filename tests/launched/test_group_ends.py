@@ -30,5 +30,5 @@ def test_more_groups_than_there_is_room_for_at_a_time(start: Callable[..., Any],
         assert found["sums"] == [2]
         assert 1 <= found["tag count"] <= 3, "one rank may hear a little later that both have freed it"
         assert not found["waited"]
-        assert found["after it"] == "the group [0, 1] was freed on this rank"
+        assert "[0, 1]" in found["after it"]
         assert found["descriptors"] <= 2

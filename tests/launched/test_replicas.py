@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ def test_two_replicas_of_two_ranks_under_ddp() -> None:
     assert [reports[rank]["equal"] for rank in range(4)] == [True] * 4, "as by hand"
     for rank in range(4):
         own = [0, 1] if rank < 2 else [2, 3]
-        assert f"DDP synchronises the ranks [0, 1, 2, 3], and this rank's replica is {own}" in reports[rank]["refused"]
+        assert "[0, 1, 2, 3]" in reports[rank]["refused"] and str(own) in reports[rank]["refused"]
     for first in (0, 2):
         assert reports[first]["digests"] == reports[first + 1]["digests"], "a replica is one model at every iteration"
         assert reports[first]["applied"] == reports[first + 1]["applied"]
@@ -54,5 +55,5 @@ def test_two_replicas_of_two_ranks_under_fully_shard(run: Any) -> None:
         assert report["buffers_nbytes"] <= shard_nbytes < report["whole_nbytes"]
         over_all, in_another_way = report["refused"]
         assert "are sharded over the ranks [0, 1, 2, 3]; allowed: over the 2 ranks of its replica, [" in over_all
-        told = f"'weight' has shape (4, 2) here and (2, 4) there (here: rank {rank % 2 + 2}, there: rank {rank % 2})"
-        assert in_another_way.startswith("DisagreementError: the models differ: ") and told in in_another_way
+        ranks = rf"here: rank {rank % 2 + 2}, there: rank {rank % 2}"
+        assert re.match(rf"DisagreementError: .*'weight' .*\(4, 2\) .*\(2, 4\) .*{ranks}", in_another_way)

