@@ -1,0 +1,176 @@
+"""Traces for Perfetto that are made of recordings."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import itertools
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.recorded_run import counted, train
+
+import asyncdist as ad
+from asyncdist.recording.reader import Recording, read_recording
+from asyncdist.recording.writer import RecordOptions, RecordWriter, header_of
+from asyncdist.report import tables
+from asyncdist.report.clocks import Clocks
+from asyncdist.report.trace import TraceError, write_trace
+from protocols import AsyncSelectiveAveragingPolicy
+
+
+def entries_of(path: Path) -> list[dict[str, Any]]:
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+        found: list[dict[str, Any]] = json.load(file)["traceEvents"]
+    return found
+
+
+def test_a_trace_has_a_track_per_rank_and_an_arrow_per_message(recording: Recording, tmp_path: Path) -> None:
+    count = write_trace(recording, tmp_path / "trace.json.gz")
+    entries = entries_of(tmp_path / "trace.json.gz")
+    assert len(entries) == count
+    kinds = counted(recording)
+    names = {entry["pid"]: entry["args"]["name"] for entry in entries if entry["name"] == "process_name"}
+    assert sorted(names) == [0, 1, 2, 3] and names[2].startswith("rank 2 on ")
+    steps = [entry for entry in entries if entry["name"] == "policy.step"]
+    assert len(steps) == kinds["step"] and all(entry["ph"] == "X" and entry["dur"] >= 0 for entry in steps)
+    assert sum(entry["name"] == "applied" for entry in entries) == kinds["applied"]
+    begins = {entry["id"]: entry for entry in entries if entry["ph"] == "s"}
+    ends = {entry["id"]: entry for entry in entries if entry["ph"] == "f"}
+    assert (len(begins), len(ends)) == (kinds["sent"], kinds["received"])
+    assert ends.keys() <= begins.keys(), "what has come was sent"
+    spans = {(entry["pid"], entry["ts"], entry["name"].split(",")[0]) for entry in entries if entry["ph"] == "X"}
+    for name, end in ends.items():
+        assert 0 <= int(name, 16) < 2**64, "Perfetto leaves out an arrow that is no such number"
+        begin = begins[name]
+        assert begin["ts"] < end["ts"], "Perfetto leaves out an arrow that would lead back in time"
+        at = {(begin["pid"], begin["ts"], f"to {end['pid']}"), (end["pid"], end["ts"], f"from {begin['pid']}")}
+        assert at <= spans, "arrows end at the spans of their messages"
+
+
+async def train_two(world: ad.World) -> None:
+    async def train_one(name: str) -> None:
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=5, name=name) as policy:
+            for _ in range(40):
+                await policy.step(float(world.rank))
+                await asyncio.sleep(0.001)
+
+    await asyncio.gather(train_one("one"), train_one("two"))
+
+
+def test_spans_of_a_track_never_overlap_and_no_track_is_thread_0(tmp_path: Path) -> None:
+    """Perfetto drops a span that overlaps another one, and takes thread 0 for the one with the process's number."""
+    ad.simulate(train_two, ranks=4, seed=3, record=tmp_path)
+    recording = read_recording(tmp_path)
+    write_trace(recording, tmp_path / "trace.json")
+    entries = entries_of(tmp_path / "trace.json")
+    tracks: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for entry in entries:
+        if entry["ph"] == "X":
+            tracks.setdefault((entry["pid"], entry["tid"]), []).append((entry["ts"], entry["ts"] + entry["dur"]))
+    for (pid, track), spans in tracks.items():
+        spans.sort()
+        assert all(a[1] <= b[0] + 1e-4 for a, b in itertools.pairwise(spans)), f"rank {pid}, track {track}"
+    named = {(entry["pid"], entry["tid"]): entry["args"]["name"] for entry in entries if entry["name"] == "thread_name"}
+    assert tracks.keys() <= named.keys() and all(track > 0 for _, track in named)
+    assert [name for (pid, _), name in named.items() if pid == 0].count("steps") > 1, "steps of two tasks overlap"
+    assert sum(entry["name"] == "policy.step" for entry in entries) == 4 * 2 * 40
+
+
+def test_each_open_policy_has_a_metric_counter_in_a_trace(tmp_path: Path) -> None:
+    """Regression: the metrics of all of them were one zigzag line."""
+
+    async def train_three(world: ad.World) -> None:
+        async def train_one(name: str, value: float) -> None:
+            model = torch.nn.Linear(2, 2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=5, name=name) as policy:
+                for _ in range(20):
+                    await policy.step(value)
+
+        await asyncio.gather(train_one("", 1.0), train_one("critic", 2.0), train_one("", 3.0))
+        await train_one("", 4.0)
+
+    ad.simulate(train_three, ranks=2, seed=3, record=tmp_path).value()
+    write_trace(read_recording(tmp_path), tmp_path / "trace.json")
+    counters: dict[str, set[float]] = {}
+    for entry in entries_of(tmp_path / "trace.json"):
+        if entry["ph"] == "C" and entry["pid"] == 0:
+            counters.setdefault(entry["name"], set()).add(entry["args"]["metric"])
+    assert counters == {"metric": {1.0, 4.0}, "metric of critic": {2.0}, "metric #2": {3.0}}
+
+
+def test_messages_with_which_ranks_meet_are_not_before_the_job(tmp_path: Path) -> None:
+    """They come before a rank's file is opened: Perfetto leaves out what has a time below 0, and their arrows ended."""
+    clock = SimpleNamespace(now=100.0)
+    for rank in range(2):
+        writer = RecordWriter(RecordOptions(tmp_path), lambda: clock.now, rank)
+        clock.now = 100.0
+        if rank == 0:
+            writer.note("sent", 1, 7100, 64)
+        writer.note("waited", "the others", 5.0)
+        clock.now = 100.5
+        if rank == 1:
+            writer.note("received", 0, 7100, 64, -2, 0)
+            writer.note("received", 0, 100, 64, 3, 0)  # of what was sent nothing is known
+        writer.open(header_of(job="0000abcd", rank=rank, size=2, incarnation=0, transport="local", hostname="here"))
+        writer.close()
+    recording = read_recording(tmp_path)
+    write_trace(recording, tmp_path / "trace.json")
+    entries = entries_of(tmp_path / "trace.json")
+    assert min(entry["ts"] for entry in entries if "ts" in entry) == 0
+    assert Counter(entry["ph"] for entry in entries if entry["ph"] in "sf") == {"s": 1, "f": 1}, "both ends or none"
+    times = [row[2] for _, row in tables.rows(recording)]
+    assert min(times) == 0.0 and max(times) == pytest.approx(0.5)
+    assert Clocks(recording).began_at_s == pytest.approx(recording.began_at - 0.5, abs=0.1)
+
+
+async def train_to_nan(world: ad.World) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=5) as policy:
+        for step in range(20):
+            await policy.step((0.5, math.nan, math.inf, -math.inf)[(world.rank + step // 5) % 4])
+
+
+def refuse_constant(name: str) -> None:
+    raise ValueError(f"JSON has no {name}")
+
+
+def test_a_trace_of_metrics_that_are_no_finite_numbers_is_json(tmp_path: Path) -> None:
+    ad.simulate(train_to_nan, ranks=2, seed=1, record=tmp_path)
+    write_trace(read_recording(tmp_path), tmp_path / "trace.json")
+    read = json.loads((tmp_path / "trace.json").read_text(), parse_constant=refuse_constant)["traceEvents"]
+    assert {entry["name"] for entry in read} >= {"metric nan", "metric inf", "metric -inf"}
+    assert {entry["args"]["metric"] for entry in read if entry["name"] == "metric"} == {0.5}
+
+
+def test_profiler_traces_are_added_with_own_processes_and_times(recording: Recording, tmp_path: Path) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        torch.ones(3) + 1
+    profile.export_chrome_trace(str(tmp_path / "torch.json"))
+    own = {entry["name"] for entry in json.loads((tmp_path / "torch.json").read_text())["traceEvents"]}
+    plain = write_trace(recording, tmp_path / "plain.json")
+    both = write_trace(recording, tmp_path / "both.json", [tmp_path / "torch.json"])
+    entries = entries_of(tmp_path / "both.json")
+    assert both > plain and "aten::add" in own
+    added = [entry for entry in entries if entry["name"] == "aten::add"]
+    assert added and all(entry["pid"] >= 1_000_000 for entry in added)
+    assert all(abs(entry["ts"]) < 1e6 * 3600 for entry in added), "the same clock"
+    assert not any("torch: " in str(entry.get("args")) for entry in entries), "all ranks are of this process"
+    alone = tmp_path / "alone"
+    ad.simulate(train, ranks=1, seed=5, record=alone)
+    write_trace(read_recording(alone), tmp_path / "alone.json", [tmp_path / "torch.json"])
+    names = [entry["args"]["name"] for entry in entries_of(tmp_path / "alone.json") if entry["name"] == "process_name"]
+    assert any(name.startswith("rank 0, torch: ") for name in names)
+    (tmp_path / "foreign.json").write_text('{"traceEvents": 3}')
+    with pytest.raises(TraceError, match=r"foreign\.json is no trace of torch's profiler"):
+        write_trace(recording, tmp_path / "x.json", [tmp_path / "foreign.json"])
