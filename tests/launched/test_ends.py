@@ -368,7 +368,9 @@ def test_a_blocking_peer_is_aborted_after_the_grace_period() -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.long
 def test_a_task_that_fails_in_the_background_ends_the_job() -> None:
+    """test_ends_in_process.py has it without processes; here mpirun ends, too."""
     ended = Ended("background_task_fails", 2, by_themselves=True)
     ended.check_failed()
     assert ended.stderr.count("ValueError: boom-7") == 2, ended.story  # the traceback, and rank 0's line

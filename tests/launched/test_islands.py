@@ -13,14 +13,16 @@ from support import hosts, mpi, torchrun
 SCRIPT = "tests/scripts/islands.py"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "start",
     [
-        pytest.param(mpi.run_ranks, marks=[pytest.mark.mpi, pytest.mark.long], id="mpi"),
+        pytest.param(mpi.run_ranks, marks=pytest.mark.mpi, id="mpi"),
         pytest.param(torchrun.run_ranks, id="torch"),
     ],
 )
 def test_launched(start: Callable[..., Any]) -> None:
+    """simulation/test_islands.py has the stories; here each rank is a process."""
     if start is mpi.run_ranks:
         mpi.require_mpi()
     islands.check(start(islands.RANKS, SCRIPT, timeout_s=200).check().reports)

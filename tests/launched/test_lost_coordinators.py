@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from scripts.lost_coordinators import KILLED_AFTER
 from support import torchrun
 
 
+@pytest.mark.long
 def test_two_coordinators_are_killed_one_after_the_other() -> None:
+    """Takeovers are tested in simulation/test_failover.py; here real processes die."""
     result = torchrun.run_ranks(4, "tests/scripts/lost_coordinators.py", timeout_s=100).check(-9, -9, 0, 0)
     found = [result.reports[rank] for rank in (2, 3)]
     assert [each["coordinator"] for each in found] == [2, 2]

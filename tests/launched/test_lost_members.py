@@ -28,7 +28,9 @@ def test_simulated(seed: int) -> None:
         check(found)
 
 
+@pytest.mark.long
 def test_launched() -> None:
+    """The test above with a real kill; test_torch.py has one for messages and streams."""
     reports = torchrun.run_ranks(3, "tests/scripts/lost_members.py", timeout_s=100).check(-9, 0, 0).reports
     check(reports[1])
     check(reports[2])

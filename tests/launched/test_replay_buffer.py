@@ -21,9 +21,11 @@ def test_between_processes(transport: str) -> None:
     assert all(result.reports[rank] == "every item as it was sent" for rank in range(3))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=[pytest.mark.mpi, pytest.mark.long]), "torch"])
+@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.mpi), "torch"])
 def test_several_buffer_ranks_between_processes(transport: str) -> None:
+    """Several buffers are tested in local/test_replay_buffer.py; here each is a process."""
     if transport == "mpi":
         mpi.require_mpi()
     start = mpi.run_ranks if transport == "mpi" else torchrun.run_ranks

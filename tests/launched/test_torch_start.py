@@ -251,7 +251,9 @@ SHORT_START = """
 """
 
 
+@pytest.mark.long
 def test_ranks_that_never_come_are_named() -> None:
+    """Each rank prints the error that test_missing_ranks_are_named_before_the_start_is_abandoned raises."""
     result = run_source(4, SHORT_START, missing=(1, 3)).check(1, 1)
     for rank in (0, 2):
         assert f"rank {rank} waits for ranks [1, 3], which did not come" in result.stderr
@@ -314,8 +316,12 @@ def test_a_port_that_is_taken_is_named() -> None:
     assert "address already in use" in result.stderr.lower()
 
 
+@pytest.mark.long
 def test_two_processes_of_one_rank_are_named() -> None:
-    """Regression: they waited in silence, and then were told that another rank was missing."""
+    """Regression: they waited in silence, and then were told that another rank was missing.
+
+    Each rank prints the error that test_two_processes_of_one_rank_are_named_by_both_and_rank_0 raises.
+    """
     source = """
         import os
         if os.environ["RANK"] == "2":
@@ -332,7 +338,9 @@ def test_two_processes_of_one_rank_are_named() -> None:
     assert re.search(r"rank 1 .*twice.*\(RANK\)", result.stderr)
 
 
+@pytest.mark.long
 def test_sizes_that_differ_are_named() -> None:
+    """Each rank prints the error that test_a_rank_beyond_rank_0s_count_fails_on_both raises."""
     source = """
     import os
     if os.environ["RANK"] == "1":
