@@ -16,87 +16,74 @@ from asyncdist.story import sockets
 from asyncdist.story.recorded import tell_recording
 
 SCRIPT = "tests/scripts/hangs.py"
-WAITS = r"[\d.]+ s"
-#: What each hang is told as: a pattern for one line of the story each; <NAME RANK> is a marked line of the script.
+#: The facts of each hang: a pattern for one line of the story each; <NAME RANK> is a marked line of the script.
 TOLD = {
     "never_sent": [
-        rf"rank 0 waits {WAITS} for rank 1: a message on Note, tag 100, in never_sent <never_sent 0>",
-        rf"rank 1 waits {WAITS}: Event.wait, in never_sent <never_sent 1>",
+        r"rank 0 .*\brank 1\b.*\bNote, tag 100\b.*<never_sent 0>",
+        r"rank 1 .*\bEvent\.wait\b.*<never_sent 1>",
     ],
     "wrong_tag": [
-        r"rank 1 has sent 1 on Note, tag 101, which rank 0 has not opened",
-        rf"rank 0 waits {WAITS} for rank 1: a message on Note, tag 100, in wrong_tag <wrong_tag 0>",
-        rf"rank 1 waits {WAITS} for rank 0: a message on Note, tag 101, in wrong_tag <wrong_tag 1>",
+        r"rank 1 .*\b1 on Note, tag 101\b.*\brank 0\b",
+        r"rank 0 .*\brank 1\b.*\bNote, tag 100\b.*<wrong_tag 0>",
+        r"rank 1 .*\brank 0\b.*\bNote, tag 101\b.*<wrong_tag 1>",
     ],
     "not_joined": [
-        rf"ranks 0, 1 wait {WAITS} for rank 2, not there yet: barrier, (tag \d+, )?"
-        r"the 3rd collective of 3 ranks, in not_joined <not_joined 0>",
-        rf"rank 2 waits {WAITS} for rank 0: stream from rank 0, tag 8001, in not_joined <not_joined 2>",
+        r"ranks 0, 1 .*\brank 2\b.*\bbarrier\b.*\b3rd .*\b3 ranks\b.*<not_joined 0>",
+        r"rank 2 .*\brank 0\b.*\btag 8001\b.*<not_joined 2>",
     ],
     "no_receiver": [
-        rf"rank 0 waits {WAITS} for rank 1: rank 1 to receive a stream, tag 8000, in no_receiver <no_receiver 0>",
-        rf"ranks 1, 2 wait {WAITS} for rank 0, not there yet: barrier, .*, in no_receiver <no_receiver 1>",
+        r"rank 0 .*\brank 1\b.*\btag 8000\b.*<no_receiver 0>",
+        r"ranks 1, 2 .*\brank 0\b.*\bbarrier\b.*<no_receiver 1>",
     ],
     "cycle": [
-        r"deadlock: rank 0 waits for rank 2, rank 2 waits for rank 1, rank 1 waits for rank 0",
-        *[
-            rf"rank {rank} waits {WAITS} for rank {peer}: stream from rank {peer}, tag 8001, in cycle <cycle 0>"
-            for rank, peer in ((0, 2), (1, 0), (2, 1))
-        ],
+        r"deadlock: rank 0 [^,]*\brank 2, rank 2 [^,]*\brank 1, rank 1 [^,]*\brank 0$",
+        *[rf"rank {rank} .*\brank {peer}\b.*\btag 8001\b.*<cycle 0>" for rank, peer in ((0, 2), (1, 0), (2, 1))],
     ],
     "blocked_coordinator": [
-        rf"rank 0 blocks for {WAITS} in load_data <blocked_coordinator 0>: its loop does not run",
+        r"rank 0 .*<blocked_coordinator 0>",
         # Both have no round with it, or wait in vain for the end of one.
-        rf"(ranks? (1|2|1, 2) (has|have) returned from main {WAITS} ago; rank"
-        rf"|rank [12] waits {WAITS}: the end of its part in a round)",
+        r"(ranks? (1|2|1, 2) .*\bmain\b|rank [12] .*\bround\b)",
     ],
     "blocking_call": [
-        rf"rank 1 blocks for {WAITS} in blocking_call <blocking_call 1>: its loop does not run",
-        rf"rank 0 waits {WAITS} for any of ranks 1, 2: a message on Note, tag 100, "
-        r"in blocking_call <blocking_call 0>",
+        r"rank 1 .*<blocking_call 1>",
+        r"rank 0 .*\branks 1, 2\b.*\bNote, tag 100\b.*<blocking_call 0>",
     ],
     "dead_rank": [
-        rf"rank 2 is gone: its process \d+ has ended; the last that came from it came to rank [01] {WAITS} ago",
-        rf"rank 0 waits {WAITS} for rank 1: a message on Note, tag 100, in dead_rank <dead_rank 0>",
+        r"rank 2 .*\bprocess \d+\b.*\brank [01] ",
+        r"rank 0 .*\brank 1\b.*\bNote, tag 100\b.*<dead_rank 0>",
         r"lost: rank 2",
     ],
     "full_channel": [
-        rf"rank 1 waits {WAITS} for rank 0: Note: send to 0, tag 100, in full_channel <full_channel 1>",
-        r"rank 0: channel Note, tag 100: 0 sent, 0 received, 4 not read: it is full, "
-        r"and nothing more is taken on its tag",
-        rf"ranks 0, 2 wait {WAITS} for rank 1, not there yet: barrier, .*, in full_channel <full_channel 0>",
+        r"rank 1 .*\brank 0\b.*\bNote\b.*\btag 100\b.*<full_channel 1>",
+        r"rank 0: .*\bNote, tag 100: 0 .*\b0 .*\b4 .*\bfull\b",
+        r"ranks 0, 2 .*\brank 1\b.*\bbarrier\b.*<full_channel 0>",
     ],
     "waiting_buffer": [
-        rf"ranks 1, 2 wait {WAITS} for rank 0: the replay buffer 'replay' on rank 0, tag 7003, "
-        r"in waiting_buffer <waiting_buffer 1>",
-        rf"rank 0 waits {WAITS} for any of ranks 1, 2: clients of the replay buffer 'replay', tag 7003, "
-        r"in waiting_buffer <waiting_buffer 0>",
+        r"ranks 1, 2 .*\brank 0\b.*'replay'.*\btag 7003\b.*<waiting_buffer 1>",
+        r"rank 0 .*\branks 1, 2\b.*'replay'.*\btag 7003\b.*<waiting_buffer 0>",
     ],
     "stopped": [
-        r"rank 1 does not answer \(pid \d+\): it is stopped, by SIGSTOP or Ctrl-Z"
-        rf"; the last that came from it came to rank [02] {WAITS} ago",
-        rf"ranks 0, 2 wait {WAITS} for rank 1, not there yet: barrier, .*, in stopped <stopped 0>",
+        r"rank 1 .*\(pid \d+\).*\bSIGSTOP\b.*\brank [02] ",
+        r"ranks 0, 2 .*\brank 1\b.*\bbarrier\b.*<stopped 0>",
     ],
     "gathered": [
-        rf"rank 0 waits {WAITS} for any of ranks 1, 2: asyncio.gather \[a message on Note, tag 100, "
-        r"in take <gathered 2> \(2 tasks\)\], in gathered <gathered 0>",
-        rf"ranks 1, 2 wait {WAITS} for rank 0, not there yet: barrier, .*, in gathered <gathered 1>",
+        r"rank 0 .*\branks 1, 2\b.*\basyncio\.gather\b.*\bNote, tag 100\b.*<gathered 2> \(2 tasks\).*<gathered 0>",
+        r"ranks 1, 2 .*\brank 0\b.*\bbarrier\b.*<gathered 1>",
     ],
     # In these two the ranks that wait remind the others each second, which is no movement.
     "not_agreed": [
-        rf"rank 0 waits {WAITS} for rank 2: new group on ranks 0-2.*: the other ranks, in not_agreed <not_agreed 0>",
-        rf"rank 1 waits {WAITS} for rank 0: new group on ranks 0-2.*, in not_agreed <not_agreed 0>",
-        rf"rank 2 waits {WAITS} for ranks 0, 1, not there yet: barrier, .*, in not_agreed <not_agreed 2>",
+        r"rank 0 .*\brank 2\b.*\branks 0-2\b.*<not_agreed 0>",
+        r"rank 1 .*\brank 0\b.*\branks 0-2\b.*<not_agreed 0>",
+        r"rank 2 .*\branks 0, 1\b.*\bbarrier\b.*<not_agreed 2>",
     ],
     "not_started": [
-        rf"rank 1 blocks for {WAITS} in load_data <blocked_coordinator 0>: its loop does not run",
-        rf"rank 0 waits {WAITS} for rank 1: .*: the other ranks, in not_started <not_started 0>",
-        rf"rank 2 waits {WAITS} for rank 0: .*, in not_started <not_started 0>",
+        r"rank 1 .*<blocked_coordinator 0>",
+        r"rank 0 .*\brank 1\b.*<not_started 0>",
+        r"rank 2 .*\brank 0\b.*<not_started 0>",
     ],
     "computing": [
-        r"rank 1 is in World.compute, whose thread is in load_data <blocked_coordinator 0>, which ends by itself, "
-        r"in computing <computing 1>",
-        rf"ranks 0, 2 wait {WAITS} for rank 1, not there yet: barrier, .*, in computing <computing 0>",
+        r"rank 1 .*\bWorld\.compute\b.*<blocked_coordinator 0>.*<computing 1>",
+        r"ranks 0, 2 .*\brank 1\b.*\bbarrier\b.*<computing 0>",
     ],
 }
 

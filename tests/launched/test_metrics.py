@@ -77,15 +77,15 @@ def test_a_port_that_is_taken_ends_nothing() -> None:
         result = mpi.run_source(
             1, ASKED.replace("1 - world.rank", "0"), env={"PORT": "0", "ASYNCDIST_METRICS": str(port)}
         )
-    said = f"rank 0 exports no counters to prometheus: port {port} of 127.0.0.1 is taken; it goes on"
-    assert result.check().stderr.count(said) == 1, result.output()
+    told = [line for line in result.check().stderr.splitlines() if f" {port} " in line]
+    assert len(told) == 1 and "rank 0 " in told[0] and "prometheus" in told[0], result.output()
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--metrics", "grafana"], "--metrics is 'grafana'; allowed: a port, HOST:PORT, tensorboard:FOLDER"),
-        (["--metrics", "9100", "--metrics", "0"], "--metrics is '0'; allowed: a port"),
+        (["--metrics", "grafana"], "'grafana'"),
+        (["--metrics", "9100", "--metrics", "0"], "'0'"),
     ],
 )
 def test_the_command_refuses_what_is_no_destination(options: list[str], words: str, tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_the_command_refuses_what_is_no_destination(options: list[str], words: s
         command, cwd=tmp_path, env=mpi.base_environment(), capture_output=True, text=True, check=False
     )
     assert ended.returncode == 2
-    assert ended.stderr.startswith(f"asyncdist run: {words}"), ended.stderr
+    assert ended.stderr.startswith("asyncdist run: --metrics ") and words in ended.stderr, ended.stderr
     assert ended.stderr.count("\n") == 1
 
 

@@ -345,9 +345,9 @@ def test_starting_ranks_imports_no_torch(tmp_path: Path) -> None:
         (["-n", "2", "--transport", "tcp", "script.py"], "'tcp'"),
         (["-n", "2", "--transport", "torch", "no_such_script.py"], "'no_such_script.py' does not exist"),
         (["-n", "2", "--transport", "torch", "."], "'.' is a directory"),
-        (["-n", "2", "--transport", "torch", "--mpi", "openmpi", __file__], "--mpi openmpi is for --transport mpi"),
+        (["-n", "2", "--transport", "torch", "--mpi", "openmpi", __file__], "--mpi openmpi"),
         (["-n", "0", "--transport", "torch", __file__], "'0'"),
-        (["-n", "2", "--stall-s", "soon", __file__], "--stall-s is 'soon'; a number of seconds above 0"),
+        (["-n", "2", "--stall-s", "soon", __file__], "'soon'"),
         (["--transport", "torch", __file__], "-n/--ranks"),
     ],
 )

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from scripts.replayed_jobs import SAME
 from support import mpi, warm
 
 SCRIPT = "tests/scripts/recorded_training.py"
-SAME = re.compile(r"^(\d+) decisions, metrics and checksums of weights are those that were recorded$", re.MULTILINE)
 
 
 def record(folder: Path, transport: str, *arguments: str) -> subprocess.CompletedProcess[str]:

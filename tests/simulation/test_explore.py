@@ -395,12 +395,12 @@ def test_the_line_is_a_program_that_runs_the_same_seed(
     [
         ({"scenario": lambda seed: None}, TypeError, "<lambda>.*cannot be sent.*top level of a module"),
         ({"scenario": 7}, TypeError, "the scenario is 7"),
-        ({"processes": 0}, ValueError, "processes is 0; a whole number of 1 or more"),
-        ({"processes": 1.5}, ValueError, "processes is 1.5"),
+        ({"processes": 0}, ValueError, r"processes .*\b0\b"),
+        ({"processes": 1.5}, ValueError, r"processes .*1\.5"),
         ({"seeds": []}, ValueError, r"no seeds in \[\]"),
         ({"seeds": range(0)}, ValueError, r"no seeds in range\(0, 0\)"),
-        ({"seeds": [0, "1"]}, TypeError, "a seed is '1'; allowed: a whole number"),
-        ({"seeds": [True]}, TypeError, "a seed is True; allowed"),
+        ({"seeds": [0, "1"]}, TypeError, r"a seed .*'1'"),
+        ({"seeds": [True]}, TypeError, r"a seed .*True"),
         ({"seeds": 7}, TypeError, "seeds is 7"),
     ],
 )

@@ -137,8 +137,8 @@ def test_exactly_the_missing_ranks_are_named(is_tree: bool) -> None:
         return await outcome(agree(world, timeout_s=10.0))
 
     report = simulate(main, ranks=SIZE, seed=1, faults=[Stall(1, 9.9, 0.3)])
-    text = "StartTimeoutError: it on ranks 0-23: ranks 5, 17, 18 did not come within 10 s"
-    assert [str(found).partition(" [")[0] for found in report.results] == [text] * SIZE
+    for found in map(str, report.results):
+        assert found.startswith("StartTimeoutError: ") and "missing=(5, 17, 18)" in found
 
 
 @pytest.mark.parametrize("who", [0, 1, 9, SIZE - 1])
@@ -158,8 +158,8 @@ def test_a_cancelled_member_ends_the_agreement_for_all(who: int, is_tree: bool) 
         return "cancelled" if task.cancelled() else "not cancelled"
 
     report = simulate(main, ranks=SIZE, seed=who)
-    text = f"RemoteError: rank {who} failed: CancelledError: it was cancelled while it waited for the others"
-    assert [found for rank, found in enumerate(report.results) if rank != who] == [text] * (SIZE - 1)
+    (told,) = {found for rank, found in enumerate(report.results) if rank != who}
+    assert told.startswith("RemoteError: ") and f"rank {who} " in told and "CancelledError" in told
     assert report.results[who] == "cancelled"
 
 
