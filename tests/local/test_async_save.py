@@ -57,7 +57,7 @@ def newest(path: Path, ranks: int = 2) -> tuple[str, float]:
     return found
 
 
-def test_what_is_saved_is_the_state_at_the_call_and_no_step_waits_for_the_disk(tmp_path: Path) -> None:
+def test_save_has_the_state_at_the_call_and_delays_no_step(tmp_path: Path) -> None:
     async def main(world: World) -> tuple[int, float]:
         model, optimizer = filled(0.0)
         async with AverageAllPolicy(model, optimizer, average_every=2) as policy:
@@ -83,7 +83,7 @@ def test_what_is_saved_is_the_state_at_the_call_and_no_step_waits_for_the_disk(t
     assert newest(tmp_path) == ("checkpoint-000001", 0.0)
 
 
-def test_the_end_of_main_waits_for_the_files_and_a_second_save_for_the_first(tmp_path: Path) -> None:
+def test_main_and_a_second_save_wait_for_the_files(tmp_path: Path) -> None:
     async def main(world: World) -> None:
         for value in (1.0, 2.0):
             began_at = world.time()
@@ -96,7 +96,7 @@ def test_the_end_of_main_waits_for_the_files_and_a_second_save_for_the_first(tmp
     assert [folder.name for folder in tmp_path.iterdir()] == ["checkpoint-000002"]
 
 
-def test_a_file_that_cannot_be_written_is_logged_and_raised_where_the_save_is_awaited(
+def test_failed_write_is_logged_and_raised_where_save_is_awaited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_rank = checkpoint_files.write_rank
@@ -134,7 +134,7 @@ def test_a_job_that_fails_gives_the_save_up_and_says_so(tmp_path: Path, caplog: 
     assert newest(tmp_path) == ("checkpoint-000001", 1.0)
 
 
-async def test_the_copy_shares_what_the_model_shares_and_is_the_same_to_the_bit(tmp_path: Path) -> None:
+async def test_saved_copy_shares_tensors_as_the_model_and_is_exact(tmp_path: Path) -> None:
     async def main(_: World) -> None:
         model = Tied()
         extra = {"conjugated": torch.tensor([1 + 2j]).conj(), "grad": torch.ones(2, requires_grad=True)}
@@ -154,7 +154,7 @@ async def test_the_copy_shares_what_the_model_shares_and_is_the_same_to_the_bit(
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_beside_a_save_leaves_a_whole_population(tmp_path: Path) -> None:
+def test_rank_killed_during_a_save_leaves_a_whole_population(tmp_path: Path) -> None:
     async def main(world: World) -> None:
         save = await ad.async_save_population(tmp_path, *filled(2.0), keep=2)
         for _ in range(100):
@@ -204,7 +204,7 @@ def test_one_task_saves_while_another_one_trains_another_model(tmp_path: Path, *
     assert len(saved) == (0 if is_async else 12)
 
 
-def test_the_policy_of_a_model_that_is_saved_refuses_a_step_of_another_task(
+def test_policy_of_a_model_being_saved_refuses_other_tasks_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writing, may_end = threading.Event(), threading.Event()
@@ -225,7 +225,7 @@ def test_the_policy_of_a_model_that_is_saved_refuses_a_step_of_another_task(
     ad.run_local(main, ranks=1, strict=True)
 
 
-def test_a_rank_whose_save_is_given_up_hears_that_the_job_has_failed(
+def test_rank_whose_save_was_given_up_learns_that_the_job_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It asked without a pause whether its file was whole: the loop stood still, deaf to signals, and memory grew."""

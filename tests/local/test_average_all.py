@@ -29,7 +29,7 @@ from protocols import (
 # -- AverageAllPolicy -------------------------------------------------------------------------------------------------
 
 
-def test_average_all_gives_everybody_the_mean_and_the_first_ones_integers() -> None:
+def test_average_all_gives_the_mean_and_the_first_ranks_integers() -> None:
     events: list[Any] = []
 
     async def main(world: ad.World) -> tuple[set[float], set[float], list[StepInfo]]:
@@ -52,7 +52,7 @@ def test_average_all_gives_everybody_the_mean_and_the_first_ones_integers() -> N
     assert [event.round for event in events] == [1, 2, 3] and events[0].best == 0
 
 
-def test_its_statistics_count_averages_and_are_printed_as_a_table() -> None:
+def test_average_all_statistics_count_averages_and_print_a_table() -> None:
     async def main(world: ad.World) -> str:
         model = Mixed(float(world.rank))
         async with AverageAllPolicy(model, sgd(model), average_every=3, name="all") as policy:
@@ -101,7 +101,7 @@ def test_average_all_tells_the_others_who_has_left(leaver: int) -> None:
     assert f"rank {leaver} left" in heard[0] and all("left" in text for text in heard), heard
 
 
-def test_average_all_tells_the_others_who_has_left_it_though_that_rank_trains_on() -> None:
+def test_average_all_members_learn_which_rank_left_and_trains_on() -> None:
     heard: list[str] = []
 
     async def main(world: ad.World) -> None:
@@ -119,7 +119,7 @@ def test_average_all_tells_the_others_who_has_left_it_though_that_rank_trains_on
     assert any("rank 1 left" in text for text in heard) and all("left" in text for text in heard)
 
 
-def test_average_all_resets_the_optimizer_if_told_to_and_one_rank_does_nothing() -> None:
+def test_average_all_resets_the_optimizer_and_skips_a_lone_rank() -> None:
     async def main(world: ad.World) -> None:
         model = Mixed(1.0)
         optimizer = sgd(model, momentum=0.9)

@@ -131,7 +131,7 @@ def test_a_model_that_has_changed_since() -> None:
 
 @pytest.mark.parametrize("average", [ad.average_models, ad.average_gradients])
 @pytest.mark.parametrize("shares", [False, True])
-def test_what_is_kept_of_a_call_in_inference_mode_serves_the_next_one_outside(
+def test_buffers_kept_in_inference_mode_serve_the_next_call(
     average: Any, shares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was made of inference tensors, which nobody may write outside that mode: the job ended."""
@@ -167,7 +167,7 @@ def test_what_is_kept_of_a_call_in_inference_mode_serves_the_next_one_outside(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
-def test_tensors_on_the_gpu_stay_there_and_come_to_what_those_of_the_host_do() -> None:
+def test_gpu_tensors_stay_on_the_gpu_and_match_the_host_result() -> None:
     """Whole numbers: the mean is exact, wherever it is computed."""
 
     def made(rank: int) -> nn.Module:

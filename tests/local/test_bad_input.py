@@ -94,7 +94,7 @@ from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy, OneSidedS
     ],
     ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
 )
-def test_an_option_out_of_range_is_refused_when_the_policy_is_made(options: dict[str, Any], words: list[str]) -> None:
+def test_policy_refuses_an_option_out_of_range(options: dict[str, Any], words: list[str]) -> None:
     model = Mixed()
     with pytest.raises((ValueError, TypeError)) as caught:
         AsyncSelectiveAveragingPolicy(model, sgd(model), **{"average_every": 1, **options})
@@ -102,7 +102,7 @@ def test_an_option_out_of_range_is_refused_when_the_policy_is_made(options: dict
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_coordinator_that_is_no_rank_is_refused_where_the_policy_starts(ranks: int) -> None:
+def test_policy_refuses_a_coordinator_that_is_not_a_rank(ranks: int) -> None:
     async def main(world: ad.World) -> None:
         model = Mixed()
         policy = AsyncSelectiveAveragingPolicy(model, sgd(model), average_every=1, coordinator=ranks)
@@ -173,7 +173,7 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
     AsyncSelectiveAveragingPolicy(model, torch.optim.SGD([model.bias], lr=1.0), average_every=1)  # a part of it is fine
 
 
-def test_an_optimizer_that_steps_in_hooks_is_refused_with_the_way_out() -> None:
+def test_policy_refuses_an_optimizer_that_steps_in_hooks() -> None:
     """Regression: a parameter "of shape (1, 1)" was called foreign, which no user of GaLore has made."""
     model, dummy = nn.Linear(2, 3), sgd(nn.Linear(1, 1))
     dummy.optimizer_dict = {parameter: sgd(model) for parameter in model.parameters()}  # type: ignore[attr-defined]
@@ -181,7 +181,7 @@ def test_an_optimizer_that_steps_in_hooks_is_refused_with_the_way_out() -> None:
         AsyncSelectiveAveragingPolicy(model, dummy, average_every=1)
 
 
-def test_adapters_that_are_added_in_training_are_refused_with_the_way_out() -> None:
+def test_policy_refuses_adapters_added_during_training() -> None:
     async def main(world: ad.World) -> None:
         model = nn.Sequential(nn.Linear(2, 2))
         async with AverageAllPolicy(model, sgd(model), average_every=1) as policy:
@@ -209,7 +209,7 @@ def test_an_error_of_nest_asyncio_says_that_uvloop_was_chosen(monkeypatch: pytes
     assert not hasattr(caught.value, "__notes__")
 
 
-def test_a_builder_of_another_model_is_refused_when_the_policy_is_made() -> None:
+def test_policy_refuses_a_builder_of_another_model() -> None:
     """It was called at the first replacement, hours later. What training draws is the same as without that look."""
     model = Mixed(0.0)
     for policy in (AsyncSelectiveAveragingPolicy, OneSidedSelectiveAveragingPolicy):
@@ -228,7 +228,7 @@ def test_a_builder_of_another_model_is_refused_when_the_policy_is_made() -> None
         assert torch.equal(torch.rand(3), expected)
 
 
-def test_a_builder_that_later_makes_another_model_is_refused_before_a_weight_has_changed() -> None:
+def test_builder_that_later_differs_is_refused_before_any_change() -> None:
     async def main(world: ad.World) -> str:
         model = Mixed(float(world.rank))
         start, made = clone_state(model), [Mixed(), nn.Linear(2, 2)]
@@ -253,7 +253,7 @@ def test_a_builder_that_later_makes_another_model_is_refused_before_a_weight_has
     assert "model_builder" in text and "'counts'" in text, text
 
 
-def test_a_donor_whose_model_has_changed_gives_nothing_and_keeps_no_snapshot() -> None:
+def test_donor_whose_model_has_changed_gives_no_snapshot() -> None:
     async def main(world: ad.World) -> int:
         model = nn.Linear(4, 4)
         policy = AsyncSelectiveAveragingPolicy(model, sgd(model), average_every=1, replacement_ratio=0.4, quorum=1.0)
@@ -308,7 +308,7 @@ def test_a_donor_whose_model_has_changed_gives_nothing_and_keeps_no_snapshot() -
         "numpy-vector",
     ],
 )
-def test_a_metric_that_is_no_number_is_refused_when_it_is_due_and_not_before(metric: Any, words: list[str]) -> None:
+def test_metric_that_is_not_a_number_is_refused_only_when_due(metric: Any, words: list[str]) -> None:
     async def main(world: ad.World) -> None:
         model = Mixed(float(world.rank))
         start = clone_state(model)

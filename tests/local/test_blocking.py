@@ -33,7 +33,7 @@ def made_policy() -> AsyncSelectiveAveragingPolicy:
     return AsyncSelectiveAveragingPolicy(model, torch.optim.SGD(model.parameters(), lr=0.1), average_every=10)
 
 
-def test_the_error_of_a_block_keeps_the_lines_in_which_it_was_raised() -> None:
+def test_error_of_a_block_keeps_the_lines_that_raised_it() -> None:
     """Leaving the policy put None in the place of the traceback, so the user saw no line of the own code."""
     from asyncdist.integrations.pytorch import SelectiveAveraging
 
@@ -246,7 +246,7 @@ async def _killed(number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
 
 
-def test_a_rank_that_is_killed_in_a_simulation_runs_no_other_line_before_the_end() -> None:
+def test_rank_killed_in_a_simulation_runs_no_further_line() -> None:
     lines: list[tuple[int, int]] = []
 
     def main(world: ad.blocking.World) -> int:
@@ -296,7 +296,7 @@ def test_an_integration_that_is_left_open_ends_with_its_rank() -> None:
         left[0].step(1.0)
 
 
-def test_what_blocks_is_refused_in_a_coroutine_of_a_rank_with_what_to_write_instead() -> None:
+def test_blocking_call_in_a_coroutine_is_refused_with_the_remedy() -> None:
     from asyncdist.integrations.pytorch import SelectiveAveraging
 
     async def main(_: ad.World) -> None:
@@ -373,7 +373,7 @@ def test_a_training_of_something_else_starts_a_policy(other: str) -> None:
     ad.run_local(ad.blocking.hosted(main), ranks=2, strict=True)
 
 
-def test_a_policy_left_open_for_want_of_memory_ends_with_its_rank() -> None:
+def test_policy_left_open_for_lack_of_memory_ends_with_its_rank() -> None:
     from asyncdist.integrations.pytorch import SelectiveAveraging
 
     def main(_: ad.blocking.World) -> None:

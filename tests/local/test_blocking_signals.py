@@ -37,7 +37,7 @@ async def waiting() -> int:
 
 
 @pytest.mark.parametrize(("number", "kind"), KINDS, ids=["SIGINT", "SIGTERM"])
-def test_a_signal_between_the_last_turn_of_the_loop_and_the_return_is_raised_there(
+def test_signal_after_the_loops_last_turn_is_raised_on_return(
     number: signal.Signals, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_forever = IdleLoop.run_forever
@@ -57,7 +57,7 @@ def test_a_signal_between_the_last_turn_of_the_loop_and_the_return_is_raised_the
     assert not seen
 
 
-def test_a_signal_as_a_call_begins_names_no_function_of_asyncdist() -> None:
+def test_signal_as_a_call_begins_names_no_function_of_asyncdist() -> None:
     """The rank 'was waiting for outcome_of'."""
 
     async def struck() -> None:
@@ -70,7 +70,7 @@ def test_a_signal_as_a_call_begins_names_no_function_of_asyncdist() -> None:
     assert note.startswith("rank 0 was waiting for a blocking call, in test_a_signal_as_a_call_begins"), note
 
 
-def test_a_signal_in_a_call_that_lets_no_loop_run_is_raised_where_it_returns() -> None:
+def test_signal_in_a_call_that_runs_no_loop_is_raised_at_its_end() -> None:
     async def struck() -> None:
         signal.raise_signal(signal.SIGINT)
 
@@ -80,7 +80,7 @@ def test_a_signal_in_a_call_that_lets_no_loop_run_is_raised_where_it_returns() -
         assert world.call(waiting) == 1
 
 
-def test_a_cancellation_of_main_as_a_call_ends_stops_the_next_one() -> None:
+def test_cancelling_main_as_a_call_ends_stops_the_next_call() -> None:
     """It was thrown into a call that had not begun, which ended main: nobody was there to stop the loop."""
 
     async def cancelled_at_the_end() -> int:
@@ -164,7 +164,7 @@ def no_collections() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_collections")
 @pytest.mark.parametrize("called", [quick, yielding, waiting])
-def test_a_signal_at_any_moment_of_a_call_is_raised_by_it_and_once(called: Callable[[], Awaitable[int]]) -> None:
+def test_signal_at_any_moment_of_a_call_is_raised_by_it_once(called: Callable[[], Awaitable[int]]) -> None:
     tracing, at, was_reached = sys.gettrace(), 0, True
     while was_reached:
         planted, outcome = Planted(at), "went on"

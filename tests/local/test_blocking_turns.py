@@ -88,9 +88,7 @@ def test_tasks_timers_threads_and_descriptors_have_their_turn(turns: list[int]) 
         loop.remove_writer(mine)
 
 
-def test_the_loop_has_a_turn_after_a_while_though_nothing_asks_for_it(
-    turns: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loop_gets_a_turn_after_a_while_without_being_asked(turns: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     with ad.blocking.open_world() as world:
         settle(world, turns)
         monkeypatch.setattr(idle_loop, "TURN_PERIOD_S", -1.0)
@@ -98,7 +96,7 @@ def test_the_loop_has_a_turn_after_a_while_though_nothing_asks_for_it(
         assert turns
 
 
-def test_a_signal_inside_a_call_that_waits_for_nothing_ends_it_where_it_is() -> None:
+def test_signal_ends_a_call_that_waits_for_nothing() -> None:
     seen: list[str] = []
 
     async def inside() -> None:
@@ -118,7 +116,7 @@ def test_a_signal_inside_a_call_that_waits_for_nothing_ends_it_where_it_is() -> 
     assert seen == ["cancelled", "left"]
 
 
-def test_what_a_call_sees_of_its_task_is_the_same_before_and_after_it_has_waited() -> None:
+def test_call_sees_the_same_task_before_and_after_waiting() -> None:
     tasks: list[object] = []
 
     async def inside() -> None:
@@ -141,7 +139,7 @@ def test_what_a_call_sees_of_its_task_is_the_same_before_and_after_it_has_waited
         assert len(set(tasks)) == 1
 
 
-def test_reports_show_what_a_call_waits_for_that_was_begun_beside_the_loop() -> None:
+def test_reports_show_the_awaited_call_begun_outside_the_loop() -> None:
     names: list[str] = []
 
     async def outer() -> None:
@@ -161,7 +159,7 @@ def test_reports_show_what_a_call_waits_for_that_was_begun_beside_the_loop() -> 
     assert names[-3:] == ["outer", "inner", "sleep"]
 
 
-def test_a_safe_point_beside_a_loop_with_nothing_to_do_does_not_yield(
+def test_safe_point_does_not_yield_if_the_loop_has_nothing_to_do(
     turns: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     yields: list[int] = []
@@ -206,7 +204,7 @@ def test_a_call_whose_loop_runs_yields_at_its_safe_points(turns: list[int]) -> N
         world.safe_point()  # of another call
 
 
-def test_a_task_that_makes_safe_points_all_the_time_holds_no_call_up(turns: list[int]) -> None:
+def test_task_with_constant_safe_points_delays_no_call(turns: list[int]) -> None:
     """It did not let the loop stop until the next look at descriptors."""
     counts = [0]
 

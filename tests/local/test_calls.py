@@ -51,7 +51,7 @@ def test_calls_that_differ_are_both_named_with_their_lines(one: str, other: str,
     assert "each as its collective number 3 of one group" in said
 
 
-def test_the_words_for_calls_that_differ_are_the_same_wherever_the_program_lies(tmp_path: Path) -> None:
+def test_differing_calls_are_reported_alike_wherever_the_file_is(tmp_path: Path) -> None:
     """Peers are sent them, so they are in the digest, and their length is in the count of bytes."""
     source = """
 import torch

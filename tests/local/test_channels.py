@@ -158,7 +158,7 @@ async def test_two_owners_of_one_tag_collide_by_name(pair: list[World]) -> None:
         pair[0].services.open_channel(Number, tag=TAG, scope=5, name="y")
 
 
-async def test_a_tag_whose_channels_are_closed_is_free_for_another_type(pair: list[World]) -> None:
+async def test_tag_of_closed_channels_is_free_for_another_type(pair: list[World]) -> None:
     """The peer may close it later: frames know their channel."""
     a, b = both(pair)
     await a.send(Number(1), 1)
@@ -175,7 +175,7 @@ async def test_a_tag_whose_channels_are_closed_is_free_for_another_type(pair: li
         pair[0].channel(Number, tag=TAG)
 
 
-async def test_only_tags_of_users_are_opened_for_a_sender_that_is_not_heard(pair: list[World]) -> None:
+async def test_only_user_tags_are_opened_for_a_sender_without_receiver(pair: list[World]) -> None:
     pair[1].peers.leave()
     for tag in (tags.BULK_FIRST, tags.TAG_MAX + 1, -1):
         pair[0].peers._system.send_nowait(Unheard(tag), 1)
@@ -195,7 +195,7 @@ async def test_a_capacity_below_one_is_refused(pair: list[World], capacity: Any)
 # ------------------------------------------------------------------------------------------------------------- leaving
 
 
-async def test_after_main_has_returned_what_still_comes_is_dropped_and_counted(pair: list[World]) -> None:
+async def test_messages_after_mains_return_are_dropped_and_counted(pair: list[World]) -> None:
     a, b = both(pair, capacity=2)
     await a.send(Number(0), 1)
     pair[1].services.engine.poll()
@@ -209,7 +209,7 @@ async def test_after_main_has_returned_what_still_comes_is_dropped_and_counted(p
     b.close()
 
 
-async def test_a_send_to_a_rank_that_has_left_is_refused_also_after_one_that_was_not(pair: list[World]) -> None:
+async def test_each_send_to_a_rank_that_has_left_is_refused(pair: list[World]) -> None:
     a, b = both(pair)
     await a.send(Number(0), 1)
     pair[1].peers.leave()
@@ -237,7 +237,7 @@ async def test_a_protocol_may_send_to_a_rank_that_has_left(pair: list[World]) ->
 # ---------------------------------------------------------------------------------------------------------- being full
 
 
-async def test_a_message_taken_up_beside_another_channel_of_its_tag_wakes_who_waits_for_a_condition(
+async def test_message_taken_via_another_channel_wakes_condition_waits(
     pair: list[World],
 ) -> None:
     ours, other = (

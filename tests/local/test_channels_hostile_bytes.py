@@ -44,7 +44,7 @@ def raw_frame(
     return bytes(wire.FrameWriter(route).frame(0, sequence, payload))
 
 
-async def test_hostile_frames_are_counted_logged_once_per_peer_and_harm_nothing(
+async def test_hostile_frames_are_counted_and_logged_once_per_peer(
     pair: list[World], caplog: pytest.LogCaptureFixture
 ) -> None:
     a, b = both(pair)
@@ -146,7 +146,7 @@ async def test_a_frame_with_an_epoch_is_dropped_by_a_channel_without(pair: list[
     assert dropped(pair[1]) == {"no epochs": 1}
 
 
-async def test_a_frame_that_uses_the_reserved_part_of_its_route_is_dropped(pair: list[World]) -> None:
+async def test_frame_that_uses_reserved_bits_of_its_route_is_dropped(pair: list[World]) -> None:
     """It waited for a channel that no rank can open; a thousand of them stalled a user's tag for ever."""
     a, b = both(pair)
     route = bytearray(wire.pack_route(0, NONCE, 0, a.scope))
@@ -158,7 +158,7 @@ async def test_a_frame_that_uses_the_reserved_part_of_its_route_is_dropped(pair:
     assert pair[1].services.leftovers() == []
 
 
-async def test_messages_of_an_earlier_epoch_are_dropped_and_those_of_a_later_one_wait(pair: list[World]) -> None:
+async def test_earlier_epochs_messages_are_dropped_and_later_ones_wait(pair: list[World]) -> None:
     a, b = (world.services.open_channel(Number, tag=tags.CONTROL, scope=7, name="numbers", epoch=0) for world in pair)
     a.send_nowait(Number(1), 1)
     pair[1].services.engine.poll()
@@ -215,7 +215,7 @@ async def test_frames_for_a_closed_scope_are_counted_and_forgotten(pair: list[Wo
 
 
 @pytest.mark.slow
-async def test_too_many_early_messages_of_a_user_stall_their_tag_and_none_is_lost(pair: list[World]) -> None:
+async def test_too_many_early_user_messages_stall_their_tag_loss_free(pair: list[World]) -> None:
     """As when a channel is closed, and opened again while its sender goes on."""
     count = 2 * EARLY_FRAME_COUNT_MAX + 5
     pair[1].channel(Number, tag=TAG).close()

@@ -31,7 +31,7 @@ async def test_a_receive_that_fails_does_not_keep_what_came_meanwhile(pair: list
     assert envelope is not None and envelope.message == Number(1)
 
 
-async def test_a_timeout_tells_of_messages_for_a_channel_that_is_not_open(pair: list[World]) -> None:
+async def test_timeout_reports_messages_for_a_channel_that_is_not_open(pair: list[World]) -> None:
     """Two ranks that open one tag under different types waited for each other in silence."""
     numbers, words = pair[0].channel(Number, tag=TAG), pair[1].channel(Word, tag=TAG)
     for i in range(2):
@@ -44,7 +44,7 @@ async def test_a_timeout_tells_of_messages_for_a_channel_that_is_not_open(pair: 
     )
 
 
-async def test_awaiting_beside_messages_for_a_channel_that_is_not_open_is_logged_once(
+async def test_waiting_with_messages_for_an_unopened_channel_logs_once(
     pair: list[World], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("asyncdist.messaging.early_frames.EARLY_PATIENCE_S", 0.01)
@@ -104,7 +104,7 @@ async def test_a_message_that_lies_there_after_a_gap_is_no_timeout(pair: list[Wo
     assert (await waiting).message == Number(1)
 
 
-async def test_a_timeout_counts_from_the_call_however_often_others_are_served(pair: list[World]) -> None:
+async def test_timeout_counts_from_the_call_while_others_are_served(pair: list[World]) -> None:
     """A receiver whose wake-ups are spent on another one still gives up in time."""
     _, b = both(pair)
     loop = asyncio.get_running_loop()

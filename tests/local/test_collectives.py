@@ -59,7 +59,7 @@ def test_all_ranks_get_the_same_bits(size: int, numbers: list[float], op: str, d
     assert found == [total.view(torch.int32).tolist()] * size
 
 
-async def test_members_with_unequal_shapes_get_an_error_that_names_sizes() -> None:
+async def test_unequal_shapes_raise_an_error_that_names_the_sizes() -> None:
     async with worlds(2) as made:
         for sizes in ((3, 5), (5, 3)):
             tasks = [
@@ -92,7 +92,7 @@ async def test_a_cancelled_collective_is_finished_in_the_background() -> None:
         assert made[0].services.leftovers() == made[1].services.leftovers() == []
 
 
-async def test_a_small_collective_does_not_overtake_a_cancelled_large_one() -> None:
+async def test_small_collective_cannot_overtake_a_cancelled_large_one() -> None:
     """Its messages would land in the large one's buffers: both use the group's tag."""
     async with worlds(2) as made:
         large = [
@@ -111,7 +111,7 @@ async def test_a_small_collective_does_not_overtake_a_cancelled_large_one() -> N
             assert not world.collectives._newest
 
 
-async def test_a_lost_rank_ends_the_collective_of_those_that_wait_for_it() -> None:
+async def test_lost_rank_ends_the_collective_of_the_ranks_awaiting_it() -> None:
     async with worlds(2) as made:
         task = asyncio.ensure_future(made[0].collectives.barrier(made[0].group))
         await yields(5)
@@ -227,7 +227,7 @@ class EndlessGroup:
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "request_count"), [(8, 1), (2 << 20, 4)])
 @pytest.mark.parametrize("is_cancelled", [False, True])
-async def test_requests_that_a_leaver_leaves_unfinished_keep_their_buffers(
+async def test_unfinished_requests_of_a_leaver_keep_their_buffers(
     count: int, request_count: int, is_cancelled: bool
 ) -> None:
     """MPI may still write to them. The end waits for none, also where the caller had gone before the leaver did."""
@@ -251,7 +251,7 @@ async def test_requests_that_a_leaver_leaves_unfinished_keep_their_buffers(
         assert world.services.leftovers() == []
 
 
-def test_an_empty_tensor_in_a_gather_of_others_is_refused_and_names_its_rank() -> None:
+def test_empty_tensor_in_a_gather_is_refused_with_its_rank() -> None:
     """It was taken for the notice that a rank is lost, and the next message for the number of that rank."""
 
     async def main(world: ad.World) -> None:

@@ -127,7 +127,7 @@ def _raise(error: BaseException) -> None:
     raise error
 
 
-async def test_a_cancelled_compute_waits_for_its_thread_however_often_it_is_cancelled() -> None:
+async def test_cancelled_compute_waits_for_its_thread_each_time() -> None:
     async with ad.open_world(transport="local") as world:
         release, ended = threading.Event(), threading.Event()
 

@@ -13,7 +13,7 @@ from protocols.selective.rounds import RoundCoordinator
 from protocols.selective.rules import SelectiveRules
 
 
-async def test_every_rank_whose_message_is_heard_no_more_is_told_who_coordinates(monkeypatch: Any) -> None:
+async def test_stopped_coordinator_names_its_successor_to_each_sender(monkeypatch: Any) -> None:
     async with worlds(3) as made:
         scopes = PolicyScopes.elsewhere(1, 2)
         coordinator = Coordinator(

@@ -6,14 +6,14 @@
 | 2 | control messages to the coordinator's own rank swallowed | here: test_defect_02_control_messages_to_the_coordinators_own_rank |
 | 3 | completion polled with a call that never turns true | here: test_defect_03_polling_alone_completes_what_is_outstanding |
 | 4 | send requests dropped before completion | here: test_defect_04_send_requests_live_until_they_complete |
-| 5 | a donor streams the model object from before its rebuild | here: test_defect_05_a_donor_that_rebuilt_its_model_gives_the_new_one |
+| 5 | a donor streams the model object from before its rebuild | here: test_defect_05_donor_gives_its_rebuilt_model |
 | 6 | weighted mean favours the worst | unit/test_selective_rules.py: test_defect_06_weighted_mean_favours_the_best |
 | 7 | a round waits for all without a deadline; incomplete rounds leak | unit/test_round_coordinator.py: test_defect_07_a_round_does_not_wait_for_all_ranks, test_defect_07_incomplete_rounds_do_not_leak |
-| 8 | one tag for all rounds, so rounds mix | here: test_defect_08_chunks_of_an_abandoned_round_never_reach_the_next, test_defect_08_a_donor_answers_other_rounds_with_an_abort_and_keeps_its_buffer_meanwhile |
-| 9 | one message, one clone, one blocking receive per parameter | here: test_defect_09_messages_do_not_grow_with_the_number_of_parameters |
+| 8 | one tag for all rounds, so rounds mix | here: test_defect_08_chunks_of_an_abandoned_round_reach_no_other, test_defect_08_donor_aborts_other_rounds_and_keeps_buffer |
+| 9 | one message, one clone, one blocking receive per parameter | here: test_defect_09_message_count_is_independent_of_parameters |
 | 10 | iteration numbers in float32 | here: test_defect_10_iterations_beyond_2_to_the_24_are_exact |
 | 11 | ratio 0 replaces one rank; ratio 1 averages an empty set | unit/test_selective_rules.py: test_defect_11_ratio_0_replaces_nobody, test_defect_11_ratio_1_leaves_a_donor |
-| 12 | buffers and optimizer state lost; names missing or skipped silently | here: test_defect_12_buffers_arrive_optimizer_state_stays_and_names_are_checked |
+| 12 | buffers and optimizer state lost; names missing or skipped silently | here: test_defect_12_buffers_arrive_and_optimizer_state_stays |
 | 13 | NaN metrics taken as best | unit/test_selective_rules.py: test_defect_13_nan_is_never_taken_as_best |
 | 14 | one-sided reads stall, mix versions, copy every iteration | launched/test_one_sided.py: test_every_one_sided_average_is_that_of_its_snapshots, test_defect_14_no_version_is_ever_mixed_with_another, test_defect_14_a_read_needs_no_help_of_the_one_who_is_read |
 | 15 | dividing by the world's size when the group is smaller | local/test_average_all.py: test_average_all_on_a_sub_group_divides_by_its_size |
@@ -161,7 +161,7 @@ def test_defect_04_send_requests_live_until_they_complete(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("how", ["data", "submodule", "buffer"])
-def test_defect_05_a_donor_that_rebuilt_its_model_gives_the_new_one(how: str) -> None:
+def test_defect_05_donor_gives_its_rebuilt_model(how: str) -> None:
     replaced: list[int] = []
 
     async def main(world: ad.World) -> set[float]:
@@ -187,7 +187,7 @@ def test_defect_05_a_donor_that_rebuilt_its_model_gives_the_new_one(how: str) ->
 
 
 @pytest.mark.slow
-def test_defect_08_chunks_of_an_abandoned_round_never_reach_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_defect_08_chunks_of_an_abandoned_round_reach_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """The replacer gives up in mid-stream, again and again, with chunks of the old round still on their way."""
     monkeypatch.setattr(parameter_stream.messages, "CHUNK_NBYTES", 64)
     monkeypatch.setattr(matching, "EAGER_NBYTES", 65536)
@@ -233,7 +233,7 @@ def test_defect_08_chunks_of_an_abandoned_round_never_reach_the_next(monkeypatch
         assert len(set(event.state["float32"].tolist())) == 1, "an average of two rounds"
 
 
-def test_defect_08_a_donor_answers_other_rounds_with_an_abort_and_keeps_its_buffer_meanwhile(
+def test_defect_08_donor_aborts_other_rounds_and_keeps_buffer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A grant that comes late must not get the snapshot of a newer round, nor one that has been withdrawn."""
@@ -284,7 +284,7 @@ def test_defect_08_a_donor_answers_other_rounds_with_an_abort_and_keeps_its_buff
     run(main, 2)
 
 
-def test_defect_09_messages_do_not_grow_with_the_number_of_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_defect_09_message_count_is_independent_of_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     isend = local.LocalTransport.isend
 
@@ -335,7 +335,7 @@ def test_defect_10_iterations_beyond_2_to_the_24_are_exact() -> None:
     assert staleness == [max(0, taken[number] - given[number]) for number in sorted(taken)]
 
 
-def test_defect_12_buffers_arrive_optimizer_state_stays_and_names_are_checked() -> None:
+def test_defect_12_buffers_arrive_and_optimizer_state_stays() -> None:
     replaced: list[int] = []
 
     async def main(world: ad.World) -> tuple[set[float], set[float]]:

@@ -137,7 +137,7 @@ def test_a_model_in_host_memory_needs_no_device() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("test_count", [2, 7, 40])
-def test_the_one_sided_policy_exposes_a_snapshot_when_it_is_copied(
+def test_one_sided_policy_exposes_a_snapshot_once_it_is_copied(
     test_count: int, slow_device: Callable[[int], list[SlowCopy]]
 ) -> None:
     """With the values of the step that began it; readers have older versions until then. Nobody leaves before that."""

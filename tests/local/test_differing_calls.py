@@ -48,7 +48,7 @@ def test_both_sides_are_named() -> None:
         lambda: ad.gather_from_all_ranks(lambda: 1, root=True),
     ],
 )
-def test_who_passes_nonsense_and_catches_the_error_leaves_nobody_behind(wrong: Callable[[], Awaitable[Any]]) -> None:
+def test_rank_that_catches_its_own_wrong_call_blocks_no_other(wrong: Callable[[], Awaitable[Any]]) -> None:
     async def main(world: ad.World) -> str:
         try:
             await (wrong() if world.rank == 1 else ad.gather_from_all_ranks(lambda: 1))

@@ -105,7 +105,7 @@ async def test_every_size_arrives_and_is_counted(share: float, writes: list[int]
             assert max(writes, default=0) <= PIECE
 
 
-async def test_a_receiver_may_come_before_the_sender_has_opened_its_streams(writes: list[int]) -> None:
+async def test_receiver_may_begin_before_the_sender_opens_its_streams(writes: list[int]) -> None:
     """Its offer waits with the sender where something else of that tag, a policy, is open; the answer raised there."""
     async with neighbours(0.5) as (sender, receiver), asyncio.timeout(60):
         sender.services.open_channel(streams.Grant, tag=tags.PARAM, scope=1, name="of a policy")
@@ -140,7 +140,7 @@ async def test_both_ways_at_once_and_several_of_a_pair(share: float, writes: lis
             assert len(writes) >= 2, "of each rank at least the first"
 
 
-async def test_a_pass_writes_one_piece_of_one_stream_and_has_completed_nothing(writes: list[int]) -> None:
+async def test_one_pass_writes_one_piece_of_one_stream(writes: list[int]) -> None:
     """No deadline and no safe point waits for what a rank writes by itself."""
     async with neighbours(1.0) as (sender, receiver), asyncio.timeout(60):
         await acquaint(sender, receiver)
@@ -162,7 +162,7 @@ async def test_a_pass_writes_one_piece_of_one_stream_and_has_completed_nothing(w
         await asyncio.gather(*tasks)
 
 
-async def test_who_writes_to_one_receiver_sends_to_the_others_that_can_copy_themselves(writes: list[int]) -> None:
+async def test_sender_that_writes_to_one_rank_lets_the_others_copy(writes: list[int]) -> None:
     async with neighbours(0.5) as (sender, receiver), asyncio.timeout(60):
         await acquaint(sender, receiver)
         tensors, rooms = [numbers(8 * PIECE)] * 2, [torch.zeros(8 * PIECE, dtype=torch.uint8) for _ in range(2)]
@@ -174,7 +174,7 @@ async def test_who_writes_to_one_receiver_sends_to_the_others_that_can_copy_them
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
-async def test_a_sender_that_computes_between_its_safe_points_sends_the_rest(
+async def test_sender_that_computes_sends_the_rest_at_its_safe_points(
     share: float, writes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is sent moves without it."""
@@ -280,7 +280,7 @@ async def test_a_sender_that_is_cancelled_writes_no_more(writes: list[int]) -> N
         assert torch.equal(await stream(sender, receiver, numbers(5 * PIECE)), numbers(5 * PIECE)), "the next one"
 
 
-async def test_a_receiver_that_is_cancelled_keeps_the_memory_until_it_is_answered(writes: list[int]) -> None:
+async def test_cancelled_receiver_keeps_the_memory_until_answered(writes: list[int]) -> None:
     async with neighbours(1.0) as (sender, receiver), asyncio.timeout(60):
         await acquaint(sender, receiver)
         room = torch.zeros(20 * PIECE, dtype=torch.uint8)
@@ -438,7 +438,7 @@ async def test_memory_is_kept_where_a_lost_sender_may_still_write(is_given_up: b
         await asyncio.gather(sending, return_exceptions=True)
 
 
-async def test_what_has_come_whole_is_not_kept_though_its_sender_is_lost(
+async def test_whole_stream_is_not_kept_if_its_sender_is_lost(
     writes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with neighbours(1.0) as (sender, receiver):

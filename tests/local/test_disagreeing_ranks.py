@@ -56,7 +56,7 @@ def disagree(make: Callable[[int], Any], ranks: int = 3) -> list[str]:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_policies_that_differ_in_an_option_are_refused_everywhere(odd: dict[str, Any], words: str) -> None:
+def test_policies_with_different_options_are_refused_everywhere(odd: dict[str, Any], words: str) -> None:
     for text in disagree(lambda rank: (AsyncSelectiveAveragingPolicy, odd if rank == 2 else {}, Mixed())):
         assert "the start of a policy" in text and words in text, text
 
@@ -106,7 +106,7 @@ def wrapped(rank: int) -> nn.Module:
     ids=lambda value: getattr(value, "__name__", ""),
 )
 @pytest.mark.parametrize("policy_class", [AsyncSelectiveAveragingPolicy, AverageAllPolicy])
-def test_models_that_differ_are_refused_everywhere_and_the_first_difference_is_named(
+def test_differing_models_are_refused_with_the_first_difference(
     policy_class: Any, build: Callable[[int], nn.Module], words: list[str]
 ) -> None:
     for text in disagree(lambda rank: (policy_class, {}, build(rank))):
@@ -130,7 +130,7 @@ def test_models_that_differ_under_a_reserved_coordinator() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_reserved_coordinator_beside_a_policy_without_its_group_is_told_of_both_lists(size: int) -> None:
+def test_reserved_coordinator_and_missing_group_name_both_lists(size: int) -> None:
     """After a minute it was told that rank 1 had not come, which waited for it."""
 
     async def main(world: ad.World) -> None:
@@ -150,7 +150,7 @@ def test_a_reserved_coordinator_beside_a_policy_without_its_group_is_told_of_bot
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_members_that_name_different_coordinators_are_told_of_both(size: int) -> None:
+def test_members_that_name_different_coordinators_are_told_both(size: int) -> None:
     """After a minute each was told that the others had not come."""
 
     async def main(world: ad.World) -> None:
@@ -171,7 +171,7 @@ def test_members_that_name_different_coordinators_are_told_of_both(size: int) ->
 
 
 @pytest.mark.parametrize("kind", [AsyncSelectiveAveragingPolicy, AverageAllPolicy, OneSidedSelectiveAveragingPolicy])
-def test_a_policy_whose_group_differs_between_ranks_names_both_lists(kind: type[protocols.SpawnPolicy]) -> None:
+def test_policy_with_unequal_groups_on_ranks_names_both_lists(kind: type[protocols.SpawnPolicy]) -> None:
     async def main(world: ad.World) -> None:
         group = await ad.new_group([0, 1]) if world.rank < 2 else None
         model = narrow(world.rank)
@@ -197,7 +197,7 @@ def test_a_timeout_that_is_no_duration_is_refused_by_each_start(timeout_s: Any) 
     run(main, 2)
 
 
-def test_members_that_cannot_be_coordinated_are_refused_before_anything_is_sent() -> None:
+def test_uncoordinated_members_are_refused_before_any_message() -> None:
     """No member was a KeyError, and others came to a timeout after a minute."""
     wrong: list[tuple[Any, type[Exception]]] = [
         *(([], ValueError), ([0, 0], ValueError), ([0, 2], ValueError), ([0, -1], ValueError), ([0, 1], ValueError)),
@@ -221,7 +221,7 @@ def test_members_that_cannot_be_coordinated_are_refused_before_anything_is_sent(
 @pytest.mark.parametrize("kind", [AsyncSelectiveAveragingPolicy, AverageAllPolicy])
 @pytest.mark.parametrize("who", [0, 2])
 @pytest.mark.parametrize("is_caught", [False, True])
-def test_a_policy_that_cannot_be_made_on_one_rank_holds_the_others_no_longer_than_this_one_lives(
+def test_failed_policy_blocks_others_only_until_its_rank_ends(
     kind: type[protocols.SpawnPolicy], who: int, is_caught: bool
 ) -> None:
     async def main(world: ad.World) -> None:
@@ -271,7 +271,7 @@ def test_a_policy_made_on_some_ranks_only_names_the_missing_ones(missing: set[in
         assert isinstance(error, TimeoutError)
 
 
-def test_a_leader_that_comes_after_the_others_have_given_up_is_told_so() -> None:
+def test_leader_that_is_later_than_the_timeout_is_told_of_it() -> None:
     async def main(world: ad.World) -> tuple[int, ...]:
         model = Mixed()
         if world.rank == 0:
@@ -298,7 +298,7 @@ def test_a_late_joiner_is_waited_for() -> None:
     assert run(main, 3) == [1, 1, 1]
 
 
-def test_a_rank_that_has_ended_is_named_at_once_by_those_that_start_a_policy_with_it() -> None:
+def test_rank_that_has_ended_is_named_at_the_start_of_a_policy() -> None:
     async def main(world: ad.World) -> str:
         if world.rank == 1:
             return ""
@@ -312,7 +312,7 @@ def test_a_rank_that_has_ended_is_named_at_once_by_those_that_start_a_policy_wit
     assert all("the start of a policy" in text and "rank 1 left" in text for text in (texts[0], texts[2])), texts
 
 
-def test_a_group_without_this_rank_and_a_coordinator_that_does_not_exist() -> None:
+def test_policy_refuses_a_foreign_group_and_unknown_coordinator() -> None:
     async def main(world: ad.World) -> None:
         model = Mixed()
         group = await ad.new_group([world.rank])

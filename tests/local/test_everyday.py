@@ -24,7 +24,7 @@ async def test_communication_needs_a_world() -> None:
             raise AssertionError("entered")
 
 
-async def test_in_a_notebook_a_missing_world_is_told_with_the_way_to_one_for_all_cells(
+async def test_missing_world_in_a_notebook_names_the_call_for_cells(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A cell that had opened one by hand left the next one with advice for scripts."""
@@ -71,7 +71,7 @@ def test_an_interrupt_of_the_computing_rank_is_no_hang() -> None:
     assert ad.simulate(main, ranks=3, seed=1, strict=True).results == ("here", "Stop", "Stop")
 
 
-def test_a_rank_that_dies_in_the_middle_fails_the_others_and_hangs_nobody() -> None:
+def test_rank_that_dies_midway_fails_the_others_without_a_hang() -> None:
     async def main(world: ad.World) -> str:
         try:
             async with ad.zero_first(world.rank == 0):

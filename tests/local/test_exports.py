@@ -67,7 +67,7 @@ def test_each_rank_serves_its_counters_at_its_port() -> None:
         page(port + 1)  # nothing serves after the end
 
 
-def test_an_answer_needs_no_library_of_names_and_its_server_ends_at_once() -> None:
+def test_reply_needs_no_name_resolution_and_its_server_stops() -> None:
     pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
     from asyncdist.live.prometheus import PrometheusServer
 

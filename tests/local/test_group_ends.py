@@ -37,7 +37,7 @@ def nothing_is_kept(world: World) -> bool:
     )
 
 
-async def test_a_tag_is_used_again_when_all_members_have_freed_its_group() -> None:
+async def test_tag_is_reused_once_all_members_have_freed_the_group() -> None:
     async with worlds(2) as made:
         first = await make(*made)
         await first[0].free()
@@ -68,7 +68,7 @@ async def test_what_was_freed_leaves_nothing() -> None:
         pytest.param(lambda: ad.new_parallel_groups(2), id="parallel groups"),
     ],
 )
-def test_where_the_second_of_several_groups_cannot_be_made_the_first_is_given_back(
+def test_first_group_is_freed_if_the_second_cannot_be_made(
     start: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     new_group = GroupCreation.new_group
@@ -95,7 +95,7 @@ def test_where_the_second_of_several_groups_cannot_be_made_the_first_is_given_ba
     assert all(came_to.startswith("waited for") and not holds_one for came_to, holds_one in results), results
 
 
-def test_groups_that_were_made_are_freed_where_the_caller_is_cancelled_in_a_later_one() -> None:
+def test_groups_already_made_are_freed_on_cancellation() -> None:
     async def main(world: World) -> int:
         if world.rank == 0:
             with pytest.raises(TimeoutError):
@@ -109,7 +109,7 @@ def test_groups_that_were_made_are_freed_where_the_caller_is_cancelled_in_a_late
     assert ad.simulate(main, ranks=3, strict=True).results == (0, 0, 0)
 
 
-def test_what_a_free_costs_grows_with_the_members_and_not_with_their_square(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cost_of_a_free_grows_linearly_with_the_members(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each member looked at all of them whenever it heard of one: half the time of a simulation of 128 ranks."""
     asked: list[int] = []
     left_after = MembershipLog.left_after
@@ -131,7 +131,7 @@ def of(model: torch.nn.Module) -> Any:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_freed_group_is_refused_by_name_and_the_others_hear_who_has_freed_it(seed: int) -> None:
+def test_freed_group_is_refused_by_name_on_every_member(seed: int) -> None:
     async def main(world: World) -> None:
         group = await ad.new_group([0, 1])
         waiting = asyncio.ensure_future(ad.barrier(group=group)) if world.rank == 1 else None
@@ -165,7 +165,7 @@ def test_a_freed_group_is_refused_by_name_and_the_others_hear_who_has_freed_it(s
     assert ad.simulate(main, ranks=2, seed=seed, strict=True).value() is None
 
 
-def test_a_collective_that_was_begun_before_the_group_was_freed_completes() -> None:
+def test_collective_begun_before_the_free_completes() -> None:
     """Also one whose caller was cancelled: the others count on it."""
 
     async def main(world: World) -> float:
@@ -186,7 +186,7 @@ def test_a_collective_that_was_begun_before_the_group_was_freed_completes() -> N
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_group_is_freed_as_soon_as_its_last_collective_has_ended_here(seed: int) -> None:
+def test_group_is_freed_as_soon_as_its_last_collective_ends(seed: int) -> None:
     """What freed it was woken just before the collective was over, and by nothing else."""
 
     async def main(world: World) -> float:
@@ -250,7 +250,7 @@ def test_a_group_whose_start_was_cancelled_after_go_is_freed() -> None:
     assert said.startswith(("rank 1 has freed the group [0, 1]", "rank 1 has left")), said
 
 
-def test_policies_and_meshes_one_after_the_other_keep_no_group_and_no_subject() -> None:
+def test_successive_policies_and_meshes_keep_no_group_or_subject() -> None:
     async def main(world: World) -> tuple[int, int, int]:
         model = torch.nn.Linear(1, 1)
         for i in range(5):

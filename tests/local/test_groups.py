@@ -41,7 +41,7 @@ def agree(world: World, ranks: tuple[int, ...], **options: Any) -> Any:
     return world.agreements.agree(ranks, options.pop("subject"), options.pop("values"), **options)
 
 
-async def test_members_that_agree_get_the_smallest_number_that_none_has_taken_and_the_values() -> None:
+async def test_agreement_gives_the_smallest_free_number_and_the_values() -> None:
     async with worlds(4) as made:
         ranks = (2, 0, 3)
         found = await outcomes(
@@ -202,7 +202,7 @@ async def test_a_member_that_objects_is_heard_by_the_others_once(objectors: tupl
             assert not agreements.led.over and not agreements.led.joins and not agreements._verdicts
 
 
-async def test_a_mistake_is_raised_where_it_is_made_and_told_the_others() -> None:
+async def test_mistake_is_raised_on_its_rank_and_sent_to_the_others() -> None:
     async with worlds(2) as made:
         waiting = asyncio.ensure_future(agree(made[0], (0, 1)))
         with pytest.raises(TypeError, match="no size"), made[1].agreements.objecting((0, 1), "policy"):
@@ -253,7 +253,7 @@ async def test_a_cancelled_member_is_not_counted_on(cancelled: int, late: int) -
 
 
 @pytest.mark.slow
-async def test_a_member_that_comes_after_a_timeout_is_told_and_nothing_is_kept() -> None:
+async def test_member_that_arrives_after_a_timeout_leaves_nothing_kept() -> None:
     async with worlds(2) as made:
         [error] = await outcomes(agree(made[0], (0, 1), timeout_s=NOBODY_COMES_S))
         assert isinstance(error, StartTimeoutError)
@@ -271,7 +271,7 @@ def nothing_is_kept(world: World) -> bool:
 
 @pytest.mark.parametrize("first", ["leaves", "objects"])
 @pytest.mark.parametrize("how", ["leaves the world", "withdraws"])
-async def test_what_was_objected_to_is_not_kept_for_those_who_never_come(first: str, how: str) -> None:
+async def test_refused_start_is_not_kept_for_members_that_never_arrive(first: str, how: str) -> None:
     """Members that had left counted among those still to be told, so each such meeting was kept for ever."""
     async with worlds(3) as made:
         ranks = (0, 1, 2)
@@ -314,7 +314,7 @@ async def test_a_meeting_without_one_who_has_left_is_not_kept(how: str) -> None:
 
 
 @pytest.mark.parametrize("objector", [0, 1])
-async def test_an_objection_is_heard_by_those_who_come_when_its_leader_has_left(objector: int) -> None:
+async def test_objection_reaches_later_members_after_its_leader_left(objector: int) -> None:
     """They were told that the leader had left, as if that had been the reason."""
     async with worlds(3) as made:
         made[objector].agreements.object((0, 1, 2), "policy", ValueError("no"))
@@ -330,7 +330,7 @@ async def test_an_objection_is_heard_by_those_who_come_when_its_leader_has_left(
             assert isinstance(error, ClosedError), "and the next time it is not there"
 
 
-def test_a_mistake_that_its_rank_catches_is_heard_after_it_has_left() -> None:
+def test_caught_mistake_reaches_the_others_after_its_rank_left() -> None:
     async def main(world: World) -> str:
         if world.rank == 0:
             with pytest.raises(ValueError, match="7 places"):
@@ -440,7 +440,7 @@ def test_lists_that_differ_are_told_at_once(lists: dict[int, list[list[int]]]) -
         assert report.virtual_time_s < 10
 
 
-def test_a_rank_that_waits_elsewhere_for_somebody_else_is_waited_for() -> None:
+def test_rank_that_waits_in_another_group_is_waited_for() -> None:
     async def main(world: World) -> int:
         if world.rank == 1:
             await asyncio.sleep(20)
@@ -492,7 +492,7 @@ def test_a_verdict_that_is_late_is_no_disagreement() -> None:
 
 
 @pytest.mark.slow
-async def test_a_rank_that_was_lost_before_another_opened_its_world_is_known_there() -> None:
+async def test_rank_lost_before_a_world_was_opened_is_known_in_it() -> None:
     hub = LocalHub(2)
     hub.lose(0)
     engine = Engine(hub.transport(1), asyncio.get_running_loop())
@@ -505,7 +505,7 @@ async def test_a_rank_that_was_lost_before_another_opened_its_world_is_known_the
     engine.stop()
 
 
-def test_a_rank_that_is_lost_at_any_moment_of_a_start_is_named_in_one_way() -> None:
+def test_rank_lost_at_any_moment_of_a_start_is_named_alike() -> None:
     """Who sent to it before the world had heard of its loss got the transport's own error, a leader's verdict too."""
 
     async def main(world: World) -> str:
@@ -525,7 +525,7 @@ def test_a_rank_that_is_lost_at_any_moment_of_a_start_is_named_in_one_way() -> N
     assert {(victim, told) for victim, told in found if told != "made"} == {(0, said.format(0)), (2, said.format(2))}
 
 
-def test_all_are_told_how_long_the_one_had_waited_whose_time_was_up_first() -> None:
+def test_start_timeout_reports_the_wait_of_the_first_to_give_up() -> None:
     """Each named its own timeout_s: 30 s, after one."""
 
     async def main(world: World) -> str:
@@ -568,7 +568,7 @@ def test_a_task_that_fails_beside_a_start_is_what_is_raised(tidies_up_s: float) 
     ] * 2
 
 
-async def test_a_leader_that_is_cancelled_when_it_has_been_decided_keeps_nothing() -> None:
+async def test_leader_cancelled_after_the_decision_keeps_nothing() -> None:
     async with worlds(2) as (leader, member):
         leading = asyncio.ensure_future(leader.agreements.agree((0, 1), "a game", {}, timeout_s=None))
         await yields(3)

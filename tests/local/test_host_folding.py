@@ -405,7 +405,7 @@ def test_the_policy_that_averages_all_does_so_in_shared_memory(monkeypatch: pyte
     assert folded == [21] * 3
 
 
-def test_a_policy_s_model_that_has_changed_since_is_refused_before_anything_is_averaged() -> None:
+def test_changed_model_of_a_policy_is_refused_before_averaging() -> None:
     async def main(world: ad.World) -> None:
         model = nn.Sequential(nn.Linear(2, 2))
         async with AverageAllPolicy(model, torch.optim.SGD(model.parameters(), lr=0.1), average_every=1) as policy:

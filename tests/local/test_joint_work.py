@@ -52,7 +52,7 @@ async def given_up_after(seconds: float | None, call: asyncio.Future[object]) ->
 
 
 @pytest.mark.parametrize("goes_on", ["barrier", "training"])
-def test_the_others_hear_of_a_save_that_one_rank_has_given_up_while_it_waited(goes_on: str, tmp_path: Path) -> None:
+def test_members_learn_that_one_rank_gave_up_waiting_for_a_save(goes_on: str, tmp_path: Path) -> None:
     """They met its next call in place of the save's second helper, or waited for that helper until it left."""
 
     async def main(world: World) -> tuple[str, float]:
@@ -77,7 +77,7 @@ def test_the_others_hear_of_a_save_that_one_rank_has_given_up_while_it_waited(go
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_save_that_is_cancelled_at_any_moment_is_whole_or_void_on_all_ranks(rank: int, tmp_path: Path) -> None:
+def test_save_cancelled_at_any_moment_is_whole_or_void_for_all(rank: int, tmp_path: Path) -> None:
     async def main(world: World, path: Path, seconds: float | None) -> tuple[str, float]:
         began_at = world.time()
         save = asyncio.ensure_future(ad.save_population(path, model_of(1.0)))
@@ -120,7 +120,7 @@ async def policy_of_another_model(world: World) -> None:
 
 @pytest.mark.parametrize("call", [roles, two_groups, policy_of_another_model])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_call_that_one_rank_gives_up_does_not_meet_its_next_one(
+def test_call_given_up_by_one_rank_does_not_match_its_next_call(
     call: Callable[[World], Coroutine[Any, Any, None]], rank: int
 ) -> None:
     """Each of them makes several collectives, or meets several times. What it began met the barrier of that rank."""
@@ -138,7 +138,7 @@ def test_a_call_that_one_rank_gives_up_does_not_meet_its_next_one(
         ad.simulate(main, whole_s * moment / 14, ranks=3, strict=True, seed=moment).value()
 
 
-async def test_all_groups_are_freed_where_the_first_ones_end_is_cancelled() -> None:
+async def test_all_groups_are_freed_if_freeing_the_first_is_cancelled() -> None:
     async with worlds(2) as (world, other):
         made, _ = await asyncio.gather(world.new_groups([[0, 1], [1, 0]]), other.new_groups([[0, 1], [1, 0]]))
         freeing = asyncio.ensure_future(free_all(made))
@@ -150,7 +150,7 @@ async def test_all_groups_are_freed_where_the_first_ones_end_is_cancelled() -> N
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_load_that_is_cancelled_at_any_moment_changes_all_models_or_none(rank: int, tmp_path: Path) -> None:
+def test_load_cancelled_at_any_moment_changes_all_models_or_none(rank: int, tmp_path: Path) -> None:
     async def save(_: World) -> None:
         await ad.save_population(tmp_path, model_of(1.0), extra=torch.ones(1))
 
@@ -193,7 +193,7 @@ def test_a_save_waits_for_one_that_this_rank_has_given_up(tmp_path: Path) -> Non
     assert [folder.name for folder in tmp_path.iterdir()] == ["checkpoint-000004"]
 
 
-def test_a_rank_that_is_lost_in_a_save_is_named_to_all_and_no_later_save_waits(tmp_path: Path) -> None:
+def test_rank_lost_in_a_save_is_named_and_delays_no_later_save(tmp_path: Path) -> None:
     """The exchange that was under way was cancelled, and the making of a group in it told the others of that alone."""
 
     async def main(world: World) -> str:

@@ -29,7 +29,7 @@ def test_simulated(way: str, seed: int) -> None:
 
 
 @pytest.mark.slow
-def test_collectives_that_were_cancelled_before_a_member_left_are_no_leftovers() -> None:
+def test_collectives_cancelled_before_a_member_left_are_complete() -> None:
     assert ad.run_local(left_members.main, "cancelled", ranks=3, strict=True) == [{}] * 3
     for seed in range(10):
         ad.simulate(left_members.main, "cancelled", ranks=3, seed=seed, strict=True).value()
@@ -74,14 +74,12 @@ def test_a_consumer_that_returns_leaves_no_producer_waiting(caplog: pytest.LogCa
 
 
 @pytest.mark.parametrize("seed", seeds(10))
-def test_a_consumer_that_returns_leaves_no_producer_waiting_simulated(
-    seed: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_consumer_that_returns_blocks_no_producer_simulated(seed: int, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "asyncdist"):
         left_consumers.check(ad.simulate(left_consumers.main, ranks=3, seed=seed).results, caplog.text)
 
 
-def test_what_has_come_in_a_collective_that_a_leaver_ends_is_no_leftover() -> None:
+def test_data_of_a_collective_that_a_leaver_ends_is_not_leftover() -> None:
     """The root computes while the others send their parts and one of them leaves; it hears of all that at once."""
 
     async def main(world: ad.World) -> None:

@@ -66,7 +66,7 @@ def test_without_rich_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 130])
-def test_of_a_narrow_terminal_columns_are_left_out_and_numbers_are_never_cut(width: int) -> None:
+def test_narrow_terminal_drops_columns_and_never_cuts_numbers(width: int) -> None:
     policy = PolicyCounters("a name that is long", 1340, -1.1666e-13, "idle", 65, 65, staleness_steps=29)
     counted = RankCounters(3, 4, 0, "0000abcd", 6.0, (policy,), received_nbytes=56_000, sent_nbytes=18_700, lost=(1,))
     earlier = replace(counted, time_s=1.0, policies=(replace(policy, step=700),))
@@ -79,7 +79,7 @@ def test_of_a_narrow_terminal_columns_are_left_out_and_numbers_are_never_cut(wid
         assert (name in names.split()) == (number in numbers.split())
 
 
-def test_where_nothing_can_be_drawn_on_the_terminal_the_table_is_printed_once(
+def test_table_is_printed_once_where_a_terminal_cannot_draw(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal, for rich

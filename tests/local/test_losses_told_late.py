@@ -18,7 +18,7 @@ from asyncdist.simulation import Compute, Kill, Network, Uniform
 from protocols import AverageAllPolicy
 
 
-def test_a_step_says_which_rank_is_lost_and_not_that_another_has_left() -> None:
+def test_step_names_the_lost_rank_and_not_one_that_left() -> None:
     async def main(world: World) -> int:
         model = torch.nn.Linear(64, 64)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -368,7 +368,7 @@ def test_a_step_that_is_not_awaited_is_no_condition() -> None:
     ad.run_local(main, ranks=1, strict=True)
 
 
-def test_a_second_step_that_is_not_awaited_is_no_condition_either() -> None:
+def test_second_step_that_is_not_awaited_refuses_bool() -> None:
     """The first one after awaited steps is a plain coroutine, which is true; the next one raises."""
 
     async def main(_: ad.World) -> None:

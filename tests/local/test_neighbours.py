@@ -55,7 +55,7 @@ def withdraw(party: Party, donor: int) -> None:
         tensor.fill_(1)
 
 
-async def test_the_first_round_is_streamed_and_the_next_ones_are_read_with_the_same_bits() -> None:
+async def test_first_round_is_streamed_and_later_ones_read_alike() -> None:
     async with parties() as party:
         assert (await averaged(party)).read_nbytes == 0
         for _ in range(3):
@@ -106,7 +106,7 @@ async def test_donors_that_have_no_snapshot_yet_answer_when_they_have() -> None:
 
 
 @pytest.mark.parametrize("donor", DONORS)
-async def test_a_donor_that_withdraws_at_any_moment_is_named_or_has_given_its_snapshot(donor: int) -> None:
+async def test_donor_withdrawing_at_any_moment_is_named_or_has_given(donor: int) -> None:
     endings = set()
     for moment in range(60):
         async with parties() as party:
@@ -132,7 +132,7 @@ async def test_a_donor_that_withdraws_at_any_moment_is_named_or_has_given_its_sn
     assert endings == {"aborted", "read"}
 
 
-async def test_snapshots_that_are_withdrawn_while_they_are_read_are_streamed_then_and_read_again() -> None:
+async def test_snapshots_withdrawn_during_a_read_are_streamed_instead() -> None:
     async with parties() as party:
         await averaged(party)
         of = party.desks[0].neighbours
@@ -157,7 +157,7 @@ async def test_a_donor_that_is_lost_before_it_answers_is_named() -> None:
         assert not party.desks[0].neighbours._asked
 
 
-async def test_a_donor_that_does_not_answer_is_waited_for_until_the_deadline() -> None:
+async def test_silent_donor_is_waited_for_until_the_deadline() -> None:
     async with parties() as party:
         await averaged(party)
         party.desks[1].channel.inbox.handler = lambda envelope: None

@@ -76,7 +76,7 @@ def train(
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("options", [{}, {"momentum": 0.3}, {"averaging_strategy": "weighted_mean"}])
-def test_equal_values_stay_and_a_mask_of_the_smallest_float_stays_finite(policy: str, options: dict[str, Any]) -> None:
+def test_equal_values_stay_and_smallest_float_masks_stay_finite(policy: str, options: dict[str, Any]) -> None:
     """A mask of ``finfo.min`` became -inf in the first round, and from then on those ranks could give nothing."""
     smallest = torch.finfo(torch.float32).min
     members = train(POLICIES[policy], lambda rank: Masked(rank, smallest), **options)
@@ -93,7 +93,7 @@ def test_equal_values_stay_and_a_mask_of_the_smallest_float_stays_finite(policy:
 
 @pytest.mark.parametrize("policy", SELECTIVE_POLICIES)
 @pytest.mark.parametrize("options", [{}, {"momentum": 0.3}, {"averaging_strategy": "weighted_mean"}])
-def test_a_mask_of_minus_infinity_does_not_keep_ranks_from_giving(
+def test_minus_infinity_mask_does_not_keep_ranks_from_giving(
     policy: str, options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Every donor declined, in silence, for the whole run."""
@@ -108,7 +108,7 @@ def test_a_mask_of_minus_infinity_does_not_keep_ranks_from_giving(
 
 @pytest.mark.parametrize("policy", SELECTIVE_POLICIES)
 @pytest.mark.parametrize("change", ["moved", "nan", "weights"])
-def test_what_is_not_finite_and_no_part_of_the_model_is_named_once_for_each_rank(
+def test_non_finite_foreign_value_is_named_once_per_rank(
     policy: str, change: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def touch(rank: int, step: int, model: nn.Module, _: torch.optim.Optimizer) -> None:
@@ -125,7 +125,7 @@ def test_what_is_not_finite_and_no_part_of_the_model_is_named_once_for_each_rank
 
 
 @pytest.mark.parametrize("policy", SELECTIVE_POLICIES)
-def test_an_average_of_donors_that_differ_in_their_infinities_is_not_applied(policy: str) -> None:
+def test_average_of_donors_with_differing_infinities_is_refused(policy: str) -> None:
     reasons: list[str] = []
 
     def build(rank: int) -> nn.Module:
@@ -295,7 +295,7 @@ def test_a_rank_with_momentum_of_sparse_gradients_takes_averages(policy: str) ->
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_buffer_that_was_made_in_inference_mode_is_refused_by_name(policy: str) -> None:
+def test_inference_mode_buffer_is_refused_by_name(policy: str) -> None:
     """It cannot be written outside of that mode: the first average raised RuntimeError."""
     model = nn.Linear(2, 2)
     with torch.inference_mode():

@@ -92,7 +92,7 @@ def train(
 # -- exactness --------------------------------------------------------------------------------------------------------
 
 
-def test_the_worst_becomes_the_mean_of_its_donors_and_nobody_else_changes() -> None:
+def test_only_the_worst_rank_becomes_the_mean_of_its_donors() -> None:
     ledger = Ledger()
     members = train(ledger=ledger, donor_ratio=1.0)
     worst = members[0]
@@ -146,7 +146,7 @@ def test_every_mode_and_strategy_to_the_bit(mode: str, strategy: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("metric_mode", ["max", "min"])
 @pytest.mark.parametrize("mode", MODES)
-def test_weights_come_from_the_metric_that_was_published_with_the_snapshot(mode: str, metric_mode: str) -> None:
+def test_weights_use_the_metric_published_with_the_snapshot(mode: str, metric_mode: str) -> None:
     """Metrics change in every step, and no two are equal: those of any other version would give other weights."""
     ledger = Ledger()
     draws = [random.Random(rank).sample(range(rank, 1 << 18, 4), 1 << 10) for rank in range(4)]
@@ -202,7 +202,7 @@ def test_any_mix_of_dtypes_in_chunks_of_any_size(chunk_nbytes: int, monkeypatch:
         assert torch.equal(tensor, torch.full(tensor.shape, expected).to(tensor.dtype)), name
 
 
-def test_a_packing_is_aligned_averaged_first_and_covers_everything_once() -> None:
+def test_packing_is_aligned_averaged_first_and_complete() -> None:
     flat = FlatState(Many(1.0))
     packing = Packing(flat.entries)
     memory = torch.zeros(packing.nbytes, dtype=torch.uint8)
@@ -241,7 +241,7 @@ def test_a_model_of_integers_alone_takes_those_of_the_best() -> None:
 
 
 @pytest.mark.slow
-def test_a_life_is_as_long_as_it_was_drawn_and_a_new_one_begins_with_each_replacement() -> None:
+def test_lifetime_is_as_drawn_and_restarts_at_each_replacement() -> None:
     members = train(replacement_mode="age", age_range=(10, 10), average_every=3, steps=80)
     for member in members:
         applied = [step for step, info in enumerate(member.infos) if info]
@@ -272,7 +272,7 @@ def test_the_worst_ratio_replaces_so_many(ratio: float, count: int) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_metric_that_is_no_number_never_gives_and_counts_as_worst(mode: str, bad: float) -> None:
+def test_metric_that_is_not_a_number_never_gives_and_ranks_worst(mode: str, bad: float) -> None:
     ledger = Ledger()
     members = train(
         ledger=ledger,
@@ -298,7 +298,7 @@ def test_weights_that_are_not_finite_are_given_to_nobody() -> None:
     assert math.isfinite(max(values(members[0].model, floating=True)))
 
 
-def test_reset_weights_copies_fresh_ones_in_and_clears_the_optimizer_in_place() -> None:
+def test_one_sided_reset_copies_weights_and_clears_optimizer() -> None:
     members = train(averaging_strategy="reset_weights", model_builder=lambda: Mixed(7.0))
     info = members[0].replacements[0]
     assert (info.donors, info.weights, info.nbytes) == ((), (), 0) and "fresh weights" in str(info)
@@ -329,7 +329,7 @@ def test_the_optimizers_state_is_kept_or_cleared(choice: str) -> None:
 
 
 @pytest.mark.slow
-def test_donors_are_drawn_at_random_and_the_global_generators_are_left_alone() -> None:
+def test_random_donors_leave_the_global_generators_alone() -> None:
     models = [Mixed(float(rank)) for rank in range(6)]  # torch's own generator initialises them
     before = random.getstate(), torch.get_rng_state(), np.random.get_state()[1].tolist()
     members = train(ranks=6, donor_count=2, steps=120, build=lambda value: models[int(value)])
@@ -469,7 +469,7 @@ def test_one_rank_does_nothing_but_checks_its_input() -> None:
     ],
     ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
 )
-def test_an_option_out_of_range_is_refused_when_the_policy_is_made(options: dict[str, Any], words: list[str]) -> None:
+def test_one_sided_policy_refuses_an_option_out_of_range(options: dict[str, Any], words: list[str]) -> None:
     model = Mixed()
     with pytest.raises((ValueError, TypeError)) as caught:
         OneSidedSelectiveAveragingPolicy(model, sgd(model), **{"average_every": 1, **options})

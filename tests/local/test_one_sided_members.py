@@ -18,7 +18,7 @@ from protocols import OneSidedSelectiveAveragingPolicy, OneSidedStatistics, Step
 from protocols.one_sided import policy as one_sided_averaging
 
 
-def test_a_policy_on_a_group_never_touches_the_others_and_divides_by_what_it_averaged() -> None:
+def test_group_policy_skips_others_and_divides_by_its_donors() -> None:
     lockstep = asyncio.Barrier(3)
 
     async def main(world: ad.World) -> tuple[set[float], int, list[tuple[int, ...]]]:
@@ -99,7 +99,7 @@ def test_the_others_go_on_when_one_leaves(leaver: int) -> None:
 
 
 @pytest.mark.slow
-def test_leaving_in_the_midst_of_everything_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaving_at_a_busy_moment_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everybody leaves at another moment, with reads under way in both directions; ``strict`` finds leftovers."""
     monkeypatch.setattr(one_sided_averaging, "CHUNK_NBYTES", 64)
     monkeypatch.setattr(matching, "EAGER_NBYTES", 16)
@@ -128,9 +128,7 @@ class Died(Exception):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("long_stream", [pytest.param(False, marks=pytest.mark.long), True])
-def test_a_lost_donor_leaves_the_reader_with_its_own_weights_and_the_others_go_on(
-    long_stream: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reader_of_a_lost_donor_keeps_its_weights(long_stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It dies while it is read from, or between reads: the read is given up and counted, and later ones do without."""
     monkeypatch.setattr(runtime, "GRACE_S", 0.2)
     dead: list[int] = []

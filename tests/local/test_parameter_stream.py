@@ -84,7 +84,7 @@ def hold_grants(party: Party) -> list[Callable[[], None]]:
     return held
 
 
-async def test_the_sum_is_made_in_the_donors_order_in_any_order_of_answers(chunk_nbytes: int) -> None:
+async def test_sum_is_made_in_donor_order_for_any_order_of_answers(chunk_nbytes: int) -> None:
     """Of a small state all donors are asked at once, and the last one answers first. Of a large one: one by one."""
     async with worlds(6) as made:
         party = Party.of(made)
@@ -109,7 +109,7 @@ async def test_the_sum_is_made_in_the_donors_order_in_any_order_of_answers(chunk
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("chunk_nbytes")
-async def test_what_is_under_way_fits_into_the_window_and_no_two_receives_share_memory(
+async def test_chunks_in_flight_fit_the_window_and_share_no_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """However it ends: at each moment that the replacer may be cancelled at, and when nobody cancels it."""
@@ -157,7 +157,7 @@ async def test_a_ring_and_an_accumulator_serve_round_after_round() -> None:
             await party.is_over()
 
 
-def test_a_ring_keeps_the_places_of_small_states_alone_and_not_longer_than_their_accumulator(chunk_nbytes: int) -> None:
+def test_ring_keeps_slots_only_for_small_states_and_accumulators(chunk_nbytes: int) -> None:
     state, ring = FlatState(Mixed(width=16)), new_ring()
     accumulator = state.new_buffers(accumulate=True)
     layout = ring.layout_of(accumulator)
@@ -170,7 +170,7 @@ def test_a_ring_keeps_the_places_of_small_states_alone_and_not_longer_than_their
     assert kept() is None
 
 
-async def test_what_is_given_up_does_not_land_where_another_donor_is_waited_for(
+async def test_abandoned_chunks_do_not_land_where_another_donor_writes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Three chunks each, and room for four: the next donor has the fourth, and answers first."""
@@ -230,7 +230,7 @@ async def test_a_donor_that_is_lost_is_named_and_the_others_are_told(donor: int)
             await eventually(lambda: made[0].services.engine.is_idle)
 
 
-async def test_a_deadline_that_passes_names_the_donor_that_is_waited_for(chunk_nbytes: int) -> None:
+async def test_deadline_that_passes_names_the_awaited_donor(chunk_nbytes: int) -> None:
     async with worlds(6) as made:
         party = Party.of(made)
         held = hold_grants(party)
@@ -245,7 +245,7 @@ async def test_a_deadline_that_passes_names_the_donor_that_is_waited_for(chunk_n
         await party.is_over()
 
 
-async def test_a_slot_is_used_again_before_its_donor_knows_that_the_first_stream_has_left(
+async def test_slot_is_reused_before_its_donor_has_seen_the_abort(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A donor between two safe points; the replacer asks anew, for other donors of the same round."""
@@ -288,7 +288,7 @@ async def test_a_slot_is_used_again_before_its_donor_knows_that_the_first_stream
 # -- asked before the donors are ready --------------------------------------------------------------------------------
 
 
-async def test_what_was_asked_early_is_answered_when_the_snapshot_is_there(
+async def test_early_request_is_answered_when_the_snapshot_exists(
     chunk_nbytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It comes before the weights are known, and no more of it than the window holds; nothing is added until then."""
@@ -337,7 +337,7 @@ async def test_what_was_asked_early_is_answered_when_the_round_is_over(closes_fi
 
 
 @pytest.mark.usefixtures("chunk_nbytes")
-async def test_a_donor_that_goes_bad_is_named_when_what_was_asked_early_is_taken() -> None:
+async def test_failed_donor_is_named_when_the_early_request_is_used() -> None:
     async with worlds(6) as made:
         party = Party.of(made, late=True)
         intake, _ = party.intake()

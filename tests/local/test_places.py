@@ -48,7 +48,7 @@ def states_of(store: Any) -> list[str]:
 # -- claims -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_lowest_free_places_are_taken_also_one_that_was_given_up() -> None:
+def test_lowest_free_places_are_taken_even_if_given_up_before() -> None:
     store = job_of(["held", "free 3", "left", "free 1", "free 1"])
     found = claim(store, 2, VERSION)
     assert found == {
@@ -147,7 +147,7 @@ class Refuses:
 
 
 @pytest.mark.parametrize("kind", [Closes, Refuses])
-def test_a_store_that_closes_at_this_moment_is_that_of_a_job_that_is_over(
+def test_store_that_closes_during_the_call_means_the_job_is_over(
     kind: type, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It said that what listens there is no store."""
@@ -156,7 +156,7 @@ def test_a_store_that_closes_at_this_moment_is_that_of_a_job_that_is_over(
     assert json.loads(capsys.readouterr().out) == {"error": "the job is over"}
 
 
-def test_places_of_which_a_launcher_has_said_nothing_are_free_when_it_has_ended() -> None:
+def test_places_of_a_silent_launcher_are_free_once_it_has_ended() -> None:
     """It was killed: rank 1 was in its second process, rank 2 in its first; ranks 3 and 4 had ended before."""
     store = job_of(["held"] * 5)
     lines = ["exited/1.3 ", "exited/3.1 ", "place/3 free 2", "place/4 left"]
@@ -169,7 +169,7 @@ def test_places_of_which_a_launcher_has_said_nothing_are_free_when_it_has_ended(
 # -- launchers --------------------------------------------------------------------------------------------------------
 
 
-def test_ranks_of_a_world_with_places_know_its_size_and_who_begins_it() -> None:
+def test_ranks_of_a_world_with_places_know_its_size_and_starters() -> None:
     made = local_ranks.build_environments({}, ranks=2, threads=None, places=4)
     places = [environment.torch_rendezvous(each) for each in made]
     assert [(place.rank, place.size, place.empty_count, place.incarnation) for place in places] == [
@@ -305,7 +305,7 @@ def in_thread(make: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
     return thread, made
 
 
-def test_a_rank_begins_a_world_alone_and_those_that_come_find_it_and_each_other(store: SealedStore) -> None:
+def test_lone_rank_starts_a_world_that_newcomers_find(store: SealedStore) -> None:
     first = Process(place(0))
     assert (first.entrance.groups, first.entrance.incarnation) == ([], 0)
     assert first.mesh.lost == first.mesh.vacant == {1, 2}
@@ -334,7 +334,7 @@ def test_a_rank_begins_a_world_alone_and_those_that_come_find_it_and_each_other(
             thread.join()
 
 
-def test_a_second_process_with_the_rank_of_a_living_one_is_refused_at_once(store: SealedStore) -> None:
+def test_second_process_with_a_living_rank_is_refused_at_once(store: SealedStore) -> None:
     """Regression: it waited for the others until the start was given up; they had begun long before."""
     begun = Process(place(0))
     newcomers._entered.clear()  # those of this process: the second one is another process
@@ -343,7 +343,7 @@ def test_a_second_process_with_the_rank_of_a_living_one_is_refused_at_once(store
     begun.mesh.close()
 
 
-def test_a_process_at_an_empty_place_begins_no_world_but_waits_for_the_next_one(store: SealedStore) -> None:
+def test_process_at_an_empty_place_waits_for_the_next_world(store: SealedStore) -> None:
     """All have left the world that runs; the rank that begins the next one finds it waiting."""
     left = Process(place(0))
     left.mesh.close()
@@ -450,7 +450,7 @@ class Supervised:
         return local_ranks.supervise(self.processes, self.events, self.again)
 
 
-def test_a_place_is_free_when_its_rank_was_killed_and_is_not_started_again() -> None:
+def test_place_is_free_if_its_killed_rank_is_not_restarted() -> None:
     job = Supervised({0: 0, 1: 0}, have_joined=False)
     job.processes[1].ends(-9)
     job.processes[0].ends(0)
@@ -458,7 +458,7 @@ def test_a_place_is_free_when_its_rank_was_killed_and_is_not_started_again() -> 
     assert job.keeper.said == ["exited/1.0 ", "place/1 free 1", "exited/0.0 ", "place/0 left"]
 
 
-def test_a_launcher_that_is_asked_what_goes_on_passes_it_on_to_its_ranks() -> None:
+def test_launcher_asked_for_a_report_forwards_it_to_its_ranks() -> None:
     job = Supervised({0: 0, 1: 0}, have_joined=False)
     job.events.put(("signal", signal.SIGUSR1))
     for process in job.processes.values():
@@ -467,14 +467,14 @@ def test_a_launcher_that_is_asked_what_goes_on_passes_it_on_to_its_ranks() -> No
     assert [process.signals for process in job.processes.values()] == [[signal.SIGUSR1]] * 2
 
 
-def test_the_last_rank_of_the_first_launcher_decides_its_exit_code() -> None:
+def test_last_rank_of_the_first_launcher_decides_its_exit_code() -> None:
     job = Supervised({0: 0, 1: 0}, have_joined=False)
     job.processes[1].ends(-9)
     job.processes[0].ends(-9)
     assert job.run() == 137
 
 
-def test_ranks_that_have_joined_are_started_again_in_their_places_and_counted_on() -> None:
+def test_joined_ranks_restart_in_their_places_and_keep_counting() -> None:
     job = Supervised({2: 4, 3: 1}, 1, have_joined=True)
     job.processes[2].ends(-9)
     job.processes[3].ends(1)
@@ -483,13 +483,13 @@ def test_ranks_that_have_joined_are_started_again_in_their_places_and_counted_on
     assert job.keeper.said == ["exited/2.4 ", "exited/3.1 ", "place/3 free 2", "exited/2.5 ", "place/2 left"]
 
 
-def test_the_last_rank_that_has_joined_is_started_again_too_since_the_others_are_elsewhere() -> None:
+def test_last_joined_rank_restarts_if_ranks_live_elsewhere() -> None:
     job = Supervised({2: 1}, 1, have_joined=True)
     job.processes[2].ends(-9)
     assert job.run() == 0 and job.started == [(2, "2")]
 
 
-def test_a_signal_kills_ranks_that_have_joined_so_that_they_are_lost_and_do_not_fail() -> None:
+def test_signal_to_joined_ranks_makes_them_lost_and_not_failed() -> None:
     job = Supervised({2: 1, 3: 1}, have_joined=True)
     job.events.put(("signal", 2))
     assert job.run() == 130

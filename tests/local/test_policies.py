@@ -34,7 +34,7 @@ from protocols import (
 # -- exactness --------------------------------------------------------------------------------------------------------
 
 
-def test_the_worst_of_four_becomes_exactly_the_mean_of_the_others_and_nobody_else_changes() -> None:
+def test_only_the_worst_of_four_takes_the_exact_mean_of_the_rest() -> None:
     story = Story()
     members = train(story=story)
     worst = members[0]
@@ -131,7 +131,7 @@ def test_best_only_copies_the_best() -> None:
 
 
 @pytest.mark.parametrize("with_optimizer", [False, True])
-def test_reset_weights_copies_fresh_ones_in_and_clears_the_optimizer_in_place(with_optimizer: bool) -> None:
+def test_reset_copies_fresh_weights_and_clears_the_optimizer(with_optimizer: bool) -> None:
     def build() -> Any:
         fresh = Mixed(7.0)
         return (fresh, sgd(fresh)) if with_optimizer else fresh
@@ -194,7 +194,7 @@ def test_momentum_mixes_with_the_weights_of_that_moment(momentum: float) -> None
     assert story.verify(momentum=momentum) == counts[0]
 
 
-def test_ratio_zero_replaces_nobody_and_ratio_one_all_but_the_best() -> None:
+def test_ratio_zero_replaces_no_rank_and_ratio_one_all_but_best() -> None:
     assert not any(member.replacements for member in train(replacement_ratio=0.0))
     members = train(replacement_ratio=1.0)
     assert [bool(member.replacements) for member in members] == [True, True, True, False]
@@ -335,7 +335,7 @@ def test_objects_keep_their_identity_and_the_optimizer_its_state(optimizer_state
     assert run(main, 4)[0] >= 3
 
 
-def test_an_average_that_has_arrived_when_its_rank_leaves_is_counted_and_not_applied(
+def test_average_that_arrives_as_its_rank_leaves_is_not_applied(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def main(world: ad.World) -> tuple[int, int]:
@@ -357,7 +357,7 @@ def test_an_average_that_has_arrived_when_its_rank_leaves_is_counted_and_not_app
 
 
 @pytest.mark.slow
-def test_a_compiled_model_computes_with_the_new_weights_and_is_not_compiled_again() -> None:
+def test_compiled_model_uses_new_weights_without_recompiling() -> None:
     lockstep = Lockstep(2)
     captured: list[torch.fx.GraphModule] = []
 
@@ -388,7 +388,7 @@ def test_a_compiled_model_computes_with_the_new_weights_and_is_not_compiled_agai
     assert len(captured) <= 2, "once for each rank's model"
 
 
-def test_a_backward_through_weights_that_a_step_has_changed_is_refused_by_torch() -> None:
+def test_backward_through_weights_changed_by_a_step_is_refused() -> None:
     """It would mix old activations with new weights."""
     lockstep = Lockstep(2)
 

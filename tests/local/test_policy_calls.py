@@ -66,7 +66,7 @@ def ported(policy_of: Callable[..., SpawnPolicy], numbers: list[Any], **options:
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("threshold", [None, 0.5])
-def test_averaging_goes_on_when_iterations_start_again_at_each_epoch(policy: str, threshold: float | None) -> None:
+def test_averaging_continues_if_iterations_restart_each_epoch(policy: str, threshold: float | None) -> None:
     """19, 2, 2 and 2 replacements in four epochs; 5, 0, 0 and 0 with a threshold."""
     if threshold is not None and policy != "selective":
         pytest.skip("an option of selective averaging")
@@ -88,7 +88,7 @@ def test_calls_at_multiples_of_the_cadence_are_due(policy: str) -> None:
     assert len(ported(POLICIES[policy], [*range(0, 400, 10)], average_every=10)) >= 5
 
 
-def test_what_is_due_is_the_same_as_before_where_no_iteration_is_skipped() -> None:
+def test_due_steps_are_unchanged_if_no_iteration_is_skipped() -> None:
     assert ported(AverageAllPolicy, [*range(10), *range(7), 6, 7, 8], average_every=4) == [3, 7, 13, 18]
 
 
@@ -118,7 +118,7 @@ def test_what_is_no_iteration_is_refused(number: Any) -> None:
 
 
 @pytest.mark.parametrize("call", ["step", "ported"])
-def test_a_policy_whose_steps_are_never_awaited_says_so_with_the_line(call: str) -> None:
+def test_policy_whose_steps_are_never_awaited_reports_the_line(call: str) -> None:
     """Exit code 0, and no averaging for the whole run."""
 
     async def main(world: ad.World) -> None:
@@ -146,7 +146,7 @@ def test_a_policy_without_any_step_warns_of_nothing() -> None:
 
 
 @pytest.mark.parametrize("policy", ["selective", "one-sided"])
-def test_statistics_may_be_asked_for_while_the_start_waits_for_the_last_member(policy: str) -> None:
+def test_statistics_are_available_while_the_start_waits(policy: str) -> None:
     """A task that shows them, spawned before the policy was entered, ended the job with AttributeError."""
     asked = asyncio.Event()
 
@@ -174,7 +174,7 @@ def test_statistics_may_be_asked_for_while_the_start_waits_for_the_last_member(p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_policy_that_has_been_left_keeps_neither_model_nor_buffers(policy: str) -> None:
+def test_policy_that_was_left_keeps_neither_model_nor_buffers(policy: str) -> None:
     """Each one stayed for the life of the world, with its model, snapshots and accumulators."""
 
     async def use(world: ad.World) -> list[weakref.ref[Any]]:
@@ -270,7 +270,7 @@ class Trainer:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_model_whose_trainer_was_deleted_is_no_longer_inside_a_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_of_a_deleted_trainer_is_outside_any_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer lay in a reference cycle, and the model was refused until the collector happened to run."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     model = nn.Linear(2, 2)
@@ -339,9 +339,7 @@ def test_the_process_is_searched_for_wrappers_once_at_each_start(monkeypatch: py
 
 @pytest.mark.parametrize("policy", ["selective", "one-sided"])
 @pytest.mark.parametrize("callback", ["on_event", "model_builder"])
-def test_averaging_goes_on_after_a_callback_has_raised_where_the_training_loop_catches_that(
-    policy: str, callback: str
-) -> None:
+def test_averaging_continues_after_a_callbacks_caught_exception(policy: str, callback: str) -> None:
     """A round waited for a donor's word, or a replacer's, until its time was up; one-sided for ever."""
 
     def build() -> nn.Module:
@@ -376,7 +374,7 @@ def test_averaging_goes_on_after_a_callback_has_raised_where_the_training_loop_c
     assert results[0][1] == 2
 
 
-def test_a_step_before_the_start_is_refused_where_it_is_called_and_not_only_awaited() -> None:
+def test_step_before_the_start_is_refused_at_the_call() -> None:
     """Code without coroutines called it, and heard of a coroutine in a line of this package."""
     model = Mixed(0.0)
     policy = AverageAllPolicy(model, sgd(model), average_every=1)

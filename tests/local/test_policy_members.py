@@ -66,7 +66,7 @@ def test_two_policies_at_once_never_mix() -> None:
     assert stories[0].verify() >= 3 and stories[1].verify() >= 3
 
 
-def test_policies_one_after_the_other_never_mix_though_one_rank_is_late() -> None:
+def test_successive_policies_never_mix_if_one_rank_is_late() -> None:
     stories = [Story() for _ in range(4)]
 
     async def main(world: ad.World) -> list[set[float]]:
@@ -228,7 +228,7 @@ def paced(policy_class: Any, **options: Any) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.slow
-def test_a_straggler_is_judged_and_replaced_and_nobody_waits_for_it() -> None:
+def test_straggler_is_judged_and_replaced_without_a_wait() -> None:
     steps, replaced = paced(AsyncSelectiveAveragingPolicy, grace_s=0.0)
     assert replaced[1] >= 2, replaced
     assert min(steps[0], steps[2], steps[3]) > 3 * steps[1], steps
@@ -278,7 +278,7 @@ def test_the_others_go_on_when_a_rank_leaves_early(leaver: str) -> None:
         assert results[1] == (0, {1.0})
 
 
-def test_a_rank_whose_leaving_is_cut_short_still_says_that_it_has_left() -> None:
+def test_rank_cancelled_while_leaving_still_announces_its_leave() -> None:
     """A donor that leaves waits for its replacer; its user's own timeout strikes during that wait."""
     story = Story()
 
@@ -328,7 +328,7 @@ def test_a_rank_that_was_replaced_since_it_was_judged_declines() -> None:
     assert not nothing
 
 
-def test_a_buffer_in_which_discarded_chunks_may_land_is_not_used_again() -> None:
+def test_buffer_that_may_receive_discarded_chunks_is_not_reused() -> None:
     async def main(world: ad.World) -> None:
         model = Mixed(float(world.rank))
         async with AsyncSelectiveAveragingPolicy(model, sgd(model), average_every=1) as policy:
@@ -350,7 +350,7 @@ def test_a_buffer_in_which_discarded_chunks_may_land_is_not_used_again() -> None
     run(main, 2)
 
 
-def test_a_rank_that_leaves_by_an_exception_of_its_own_is_not_waited_for() -> None:
+def test_rank_that_leaves_by_its_own_exception_is_not_waited_for() -> None:
     """It catches the exception outside and goes on without the policy; the others' rounds need every live member."""
     replaced: list[int] = []
 
@@ -408,9 +408,7 @@ def test_a_rank_that_ends_its_policy_trains_on_beside_the_others() -> None:
 
 
 @pytest.mark.parametrize("where", ["coordinator", "member"])
-def test_a_defect_inside_a_policys_own_task_ends_the_job_with_its_traceback(
-    where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_defect_in_a_policys_task_ends_the_job_with_a_traceback(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody awaits these tasks: their failure must not end the averaging in silence."""
 
     def broken(*_: Any, **__: Any) -> None:
@@ -501,7 +499,7 @@ def test_a_donor_lost_before_the_freeze_is_left_out(caplog: pytest.LogCaptureFix
 @pytest.mark.slow
 @pytest.mark.usefixtures("short_grace")
 @pytest.mark.long
-def test_a_donor_lost_in_mid_stream_leaves_the_replacer_with_its_own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replacer_keeps_its_weights_if_a_donor_is_lost_midstream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 64 bytes, each sent only when the receiver takes it: the stream is long, and 3 dies inside it.
 
     More than the two windows hold leaves only when the round is frozen, so it cannot go on without 3.

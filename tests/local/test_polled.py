@@ -92,9 +92,7 @@ def bulk_planes(hub: LocalHub, cable: Cable) -> list[pollable_backends.PolledBul
 
 
 @pytest.mark.parametrize("closes", [False, True])
-def test_a_large_message_is_received_although_its_sender_has_said_goodbye(
-    closes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_message_is_received_after_its_senders_goodbye(closes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bytes and the goodbye come between two looks of the receiver; at the next one the sender may be gone."""
     if not closes:
         monkeypatch.setattr(CablePairs, "close", lambda _: None)
@@ -115,7 +113,7 @@ def test_a_large_message_is_received_although_its_sender_has_said_goodbye(
         later.test()
 
 
-def test_a_large_message_that_its_senders_goodbye_overtakes_is_received(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_message_overtaken_by_the_goodbye_is_received(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes another connection than the goodbye."""
     monkeypatch.setattr(pollable_backends, "GOODBYE_S", 3600.0)
     monkeypatch.setattr(pollable_backends.PolledTransport, "_poll_until", lambda self, _: self._poll())
@@ -136,7 +134,7 @@ def test_a_large_message_that_its_senders_goodbye_overtakes_is_received(monkeypa
         receiver.irecv(bytearray(1), 0, TAG).test()
 
 
-def test_a_large_message_of_which_nothing_came_is_lost_with_its_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_message_without_any_bytes_is_lost_with_its_sender(monkeypatch: pytest.MonkeyPatch) -> None:
     sender, receiver, _ = two_ranks()
     sender.isend(bytes(NBYTES), 1, TAG)
     receive = receiver.irecv(bytearray(NBYTES), 0, TAG)
@@ -147,7 +145,7 @@ def test_a_large_message_of_which_nothing_came_is_lost_with_its_sender(monkeypat
         receive.test()
 
 
-def test_a_large_message_on_the_bulk_plane_is_received_although_control_has_lost_its_sender() -> None:
+def test_bulk_message_arrives_though_control_lost_its_sender() -> None:
     hub, cable = LocalHub(2), Cable()
     sender, receiver = bulk_planes(hub, cable)
     buffer = bytearray(NBYTES)
@@ -163,7 +161,7 @@ def test_a_large_message_on_the_bulk_plane_is_received_although_control_has_lost
 
 
 @pytest.mark.parametrize("asks_for_more", [False, True])
-def test_a_large_message_on_the_bulk_plane_that_its_senders_end_overtakes_is_received(
+def test_bulk_message_overtaken_by_the_senders_end_is_received(
     asks_for_more: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Control loses the sender first, and a message that is sent to it then finds that out as well."""
@@ -189,7 +187,7 @@ def test_a_large_message_on_the_bulk_plane_that_its_senders_end_overtakes_is_rec
     assert receiver.lost_ranks() == {0}
 
 
-def test_a_large_message_on_the_bulk_plane_that_does_not_come_is_lost_with_its_sender() -> None:
+def test_bulk_message_that_never_arrives_is_lost_with_its_sender() -> None:
     hub = LocalHub(2)
     sender, receiver = bulk_planes(hub, Cable())
     sender.isend(bytes(NBYTES), 1, TAG)
@@ -200,7 +198,7 @@ def test_a_large_message_on_the_bulk_plane_that_does_not_come_is_lost_with_its_s
         receive.test()
 
 
-def test_an_answer_read_from_a_peer_that_has_closed_fails_its_send() -> None:
+def test_reply_read_from_a_closed_peer_fails_its_send() -> None:
     """Another send finds the connection closed first, and the answer is read before the peer counts as lost."""
     sender, receiver, _ = two_ranks()
     large, receive = sender.isend(DATA, 1, TAG), receiver.irecv(bytearray(NBYTES), 0, TAG)

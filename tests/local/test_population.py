@@ -84,7 +84,7 @@ def test_packing_and_unpacking_give_the_leaves_back(tree: Any) -> None:
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(TREES, TREES)
-def test_two_trees_have_one_digest_if_and_only_if_nothing_differs(one: Any, two: Any) -> None:
+def test_digests_of_two_trees_are_equal_only_if_the_trees_are(one: Any, two: Any) -> None:
     (_, first), (_, second) = pytrees.outline(one), pytrees.outline(two)
     same = first.lines == second.lines
     assert same == (optree.tree_structure(one) == optree.tree_structure(two) and first.kinds == second.kinds)
@@ -229,7 +229,7 @@ def test_torchs_optimizer_gives_what_jax_answers() -> None:
     ad.run_local(main, ranks=jax_table.RANKS, strict=True)
 
 
-def test_torchs_optimizer_trains_a_module_as_if_one_rank_had_seen_all_data() -> None:
+def test_torch_optimizer_trains_as_if_one_rank_saw_all_data() -> None:
     inputs = [
         torch.randn(5, 3, generator=torch.Generator().manual_seed(rank), dtype=torch.float64) for rank in range(3)
     ]
@@ -364,7 +364,7 @@ def test_outside_any_world() -> None:
 
 
 @pytest.mark.parametrize("yield_count", [1, 3, 10])
-def test_an_operation_that_was_cancelled_ends_with_its_ranks_main(yield_count: int) -> None:
+def test_cancelled_operation_ends_with_its_ranks_main(yield_count: int) -> None:
     """It goes on in the background for as long as main does; after that it is one of a rank that has left."""
 
     async def main(world: ad.World) -> str:

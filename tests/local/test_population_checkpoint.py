@@ -110,7 +110,7 @@ def test_a_policy_goes_on_with_its_state(kind: Any, tmp_path: Path) -> None:
         assert saved["iteration"] == 5
 
 
-def test_a_rank_that_was_judged_by_its_metric_may_go_on_to_be_judged_by_its_age() -> None:
+def test_resumed_rank_may_change_from_metric_to_age() -> None:
     """It was never replaced again."""
 
     async def main(world: World) -> int:
@@ -233,7 +233,7 @@ def test_files_open_with_torch_alone(tmp_path: Path) -> None:
         (lambda folder: put_bytes(folder, b"no archive"), ValueError, "rank-00000.pt is not the state of a rank"),
     ],
 )
-def test_a_checkpoint_that_is_not_whole_is_refused_and_nothing_changes(
+def test_incomplete_checkpoint_is_refused_and_changes_nothing(
     spoil: Any, kind: type[Exception], words: str, tmp_path: Path
 ) -> None:
     ad.simulate(save, tmp_path, [1.0, 2.0], ranks=2, strict=True).value()
@@ -339,7 +339,7 @@ def test_a_learning_rate_that_numpy_computed_is_loaded_again(tmp_path: Path) -> 
     ad.simulate(load_it, ranks=2, strict=True).value()
 
 
-def test_a_model_that_no_load_would_take_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+def test_model_that_no_load_would_accept_is_refused_at_the_save(tmp_path: Path) -> None:
     class Located(nn.Linear):
         def get_extra_state(self) -> Path:
             return tmp_path
@@ -351,7 +351,7 @@ def test_a_model_that_no_load_would_take_is_refused_when_it_is_saved(tmp_path: P
     ad.simulate(main, ranks=1, strict=True).value()
 
 
-def test_a_checkpoint_of_another_optimizer_is_refused_and_nothing_changes(tmp_path: Path) -> None:
+def test_checkpoint_of_another_optimizer_is_refused_unchanged(tmp_path: Path) -> None:
     async def main(world: World) -> None:
         model, optimizer = made()
         await ad.save_population(tmp_path, model, optimizer)
@@ -366,7 +366,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused_and_nothing_changes(tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_save_in_which_a_rank_is_killed_leaves_a_whole_population(tmp_path: Path) -> None:
+def test_rank_killed_in_a_save_leaves_a_whole_population(tmp_path: Path) -> None:
     """At each fourth turn: the checkpoint is the new one or the one before."""
     ad.simulate(save, tmp_path, [1.0, 1.0, 1.0], ranks=3, strict=True).value()
     loaded = set()
@@ -385,7 +385,7 @@ async def newest(world: World, path: Path) -> Path:
     return (await ad.load_population(path, *made())).folder
 
 
-def test_a_save_on_a_full_disk_names_the_file_and_leaves_none_of_it(tmp_path: Path) -> None:
+def test_save_on_a_full_disk_names_the_file_and_leaves_no_part(tmp_path: Path) -> None:
     """Torch told of an unexpected position, and the half file stayed, so that no later save had room either."""
     part = tmp_path / "rank-00000.pt.part"
     part.symlink_to("/dev/full")

@@ -106,7 +106,7 @@ async def test_a_deadline_is_judged_after_what_arrived_during_a_gap(engine: Engi
     assert await task is True
 
 
-async def test_a_peer_that_never_stops_sending_cannot_put_off_a_deadline(engine: Engine) -> None:
+async def test_peer_that_never_stops_sending_cannot_delay_a_deadline(engine: Engine) -> None:
     class Flood(Pollable):
         def poll(self) -> int:
             return 1
@@ -269,7 +269,7 @@ async def test_an_idle_driver_still_looks_by_the_clock(engine: Engine) -> None:
     await eventually(lambda: engine.statistics().pass_count >= passes + 3)
 
 
-async def test_the_driver_makes_no_pass_right_after_training_code_made_one(engine: Engine) -> None:
+async def test_driver_makes_no_pass_right_after_one_of_training_code(engine: Engine) -> None:
     engine.start()
     await yields(2)
     passes = engine.statistics().pass_count
@@ -279,7 +279,7 @@ async def test_the_driver_makes_no_pass_right_after_training_code_made_one(engin
     assert engine.statistics().pass_count <= passes + 42
 
 
-async def test_a_transport_that_rings_is_not_polled_while_nothing_comes() -> None:
+async def test_transport_that_rings_is_not_polled_while_idle() -> None:
     transport = ScriptedTransport(wakes=True)
     engine = Engine(transport, asyncio.get_running_loop())  # type: ignore[arg-type]
     engine.start()
@@ -299,7 +299,7 @@ async def test_a_transport_that_rings_is_not_polled_while_nothing_comes() -> Non
     assert engine.statistics().pass_count == passes, "stopped means stopped"
 
 
-async def test_a_ring_of_a_thread_brings_one_pass_in_the_turn_of_the_loop_that_hears_it() -> None:
+async def test_ring_of_a_thread_causes_one_pass_in_the_next_loop_turn() -> None:
     transport = ScriptedTransport(wakes=True)
     transport.capabilities = dataclasses.replace(transport.capabilities, misses_wakes=False, rings_from_threads=True)
     engine = Engine(transport, asyncio.get_running_loop())  # type: ignore[arg-type]
@@ -356,7 +356,7 @@ async def outcome(task: asyncio.Task[Any]) -> Any:
 
 
 @pytest.mark.slow
-async def test_messages_that_nobody_takes_on_one_tag_do_not_slow_the_others() -> None:
+async def test_unread_messages_of_one_tag_do_not_slow_the_others() -> None:
     async with engines(2) as (_, made):
         here, there = made[0].transport, made[1].transport
 
@@ -375,7 +375,7 @@ async def test_messages_that_nobody_takes_on_one_tag_do_not_slow_the_others() ->
         assert min(duration() for _ in range(3)) < 20 * alone, "it was 250 times as long"
 
 
-async def test_a_lost_rank_fails_the_requests_that_involve_it_and_no_others() -> None:
+async def test_lost_rank_fails_only_the_requests_that_involve_it() -> None:
     """LocalHub.lose: rank 2 of 3 dies while everything of every kind is under way between all of them."""
     big = 1 << 20
     async with engines(3) as (hub, made):

@@ -102,7 +102,7 @@ def test_nobody_goes_on_connecting_to_a_process_that_has_ended(common: SealedSto
     process.reception.close()
 
 
-def test_a_process_that_leaves_the_world_ends_its_meetings_and_those_of_others_with_it(common: SealedStore) -> None:
+def test_leaving_the_world_ends_the_leavers_pending_meetings(common: SealedStore) -> None:
     first, second = Process(common, 0, 0, "0.0"), Process(common, 2, 0, "2.0")
     common.set("world/meeting 0.0 1.1/1", "1.1")
     common.set("world/meeting 0.0 2.0/0", "0.0")

@@ -355,7 +355,7 @@ def test_a_server_refuses_wrong_options(options: dict[str, Any], words: str) -> 
     ad.run_local(main, ranks=2, strict=True)
 
 
-def test_a_rank_that_is_no_client_is_refused_and_unlike_items_too() -> None:
+def test_non_client_rank_and_unlike_items_are_refused() -> None:
     async def main(world: ad.World) -> None:
         if world.rank == 3:
             await serve_replay_buffer([0, 1], capacity=5)

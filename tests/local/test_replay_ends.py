@@ -171,7 +171,7 @@ def test_leaving_while_large_items_come(seed: int, fails: bool) -> None:
     assert report.results[0] == 50_000
 
 
-def test_a_large_add_of_a_client_that_has_left_keeps_nobody_waiting() -> None:
+def test_large_add_of_a_client_that_left_blocks_no_rank() -> None:
     """The server's grant comes to a block that has been left by an exception; the server once waited for its answer."""
 
     async def main(world: ad.World) -> Any:
@@ -194,7 +194,7 @@ def test_a_large_add_of_a_client_that_has_left_keeps_nobody_waiting() -> None:
     assert ad.run_local(main, ranks=3, strict=True)[0] == 0
 
 
-def test_a_draw_does_not_wait_for_a_large_add_whose_client_left_before_it_was_granted() -> None:
+def test_draw_does_not_wait_for_a_large_add_without_a_grant() -> None:
     """The server hears of the add and of the leaving in one pass; it once took the add to be under way for ever."""
 
     async def main(world: ad.World) -> Any:
@@ -216,7 +216,7 @@ def test_a_draw_does_not_wait_for_a_large_add_whose_client_left_before_it_was_gr
 
 
 @pytest.mark.slow
-def test_a_draw_that_a_server_grants_no_more_is_told_that_it_has_ended() -> None:
+def test_draw_that_a_server_no_longer_grants_is_told_of_the_end() -> None:
     """The client's grant comes when the server has been cancelled; the client once waited for its items for ever."""
 
     async def main(world: ad.World, until_s: float) -> None:
@@ -262,7 +262,7 @@ def test_clients_of_a_server_that_gives_up_are_told_why(on: Any, row_count: int)
 
 
 @pytest.mark.parametrize("seed", seeds(20))
-def test_a_server_that_gives_up_and_returns_at_once_is_heard_all_the_same(seed: int) -> None:
+def test_server_that_gives_up_and_returns_is_still_received(seed: int) -> None:
     """Its reason may be overtaken by the news that it has left."""
 
     async def main(world: ad.World) -> str:
@@ -280,7 +280,7 @@ def test_a_server_that_gives_up_and_returns_at_once_is_heard_all_the_same(seed: 
 
 
 @pytest.mark.parametrize("seed", seeds(10))
-def test_who_is_alone_and_has_added_nothing_does_not_wait_for_itself(seed: int) -> None:
+def test_lone_client_that_added_nothing_does_not_await_itself(seed: int) -> None:
     async def client(world: ad.World, buffer: ReplayBuffer) -> int:
         with pytest.raises(ad.BusyError, match=r"n is 5; 'replay' holds 0 items, and nobody else may add"):
             await buffer.sample(5)
@@ -292,9 +292,7 @@ def test_who_is_alone_and_has_added_nothing_does_not_wait_for_itself(seed: int) 
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_draws_that_all_clients_wait_in_are_warned_of_once_and_deadlock(
-    seed: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_draws_that_all_clients_await_warn_once_and_deadlock(seed: int, caplog: pytest.LogCaptureFixture) -> None:
     """It was a silent hang: everybody in ``sample``, and nobody left to add."""
 
     async def client(world: ad.World, buffer: ReplayBuffer) -> None:
@@ -312,7 +310,7 @@ def test_draws_that_all_clients_wait_in_are_warned_of_once_and_deadlock(
 
 
 @pytest.mark.parametrize(("pause_s", "count"), [(9.0, 0), (30.0, 1)])
-def test_a_task_that_adds_late_is_believed_in_and_its_items_are_drawn(
+def test_late_adding_task_is_waited_for_and_its_items_are_drawn(
     pause_s: float, count: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def client(world: ad.World, buffer: ReplayBuffer) -> int:
@@ -329,9 +327,7 @@ def test_a_task_that_adds_late_is_believed_in_and_its_items_are_drawn(
 
 
 @pytest.mark.parametrize("adds", [False, True])
-def test_a_draw_beside_a_rank_that_trains_for_long_is_no_reason_to_warn(
-    adds: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_draw_during_another_ranks_long_training_does_not_warn(adds: bool, caplog: pytest.LogCaptureFixture) -> None:
     async def client(world: ad.World, buffer: ReplayBuffer) -> None:
         await buffer.add(torch.zeros(5, 2))
         if world.rank == 0:
@@ -350,7 +346,7 @@ def test_a_draw_beside_a_rank_that_trains_for_long_is_no_reason_to_warn(
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_items_unlike_the_others_are_not_stored_behind_the_refusal(seed: int) -> None:
+def test_unlike_items_are_not_stored_after_the_refusal(seed: int) -> None:
     """They are as long as the others', so that nothing but their declaration tells them apart."""
 
     async def client(world: ad.World, buffer: ReplayBuffer) -> None:
@@ -441,7 +437,7 @@ def test_who_waits_for_room_hears_of_a_failure_elsewhere() -> None:
     assert [str(error) for error in caught] == ["rank 2 failed: KeyError: 'elsewhere' [rank=2]"] * 3
 
 
-def test_room_that_was_given_to_a_cancelled_request_goes_to_the_next() -> None:
+def test_room_granted_to_a_cancelled_request_serves_the_next() -> None:
     async def client(world: ad.World, buffer: ReplayBuffer) -> list[int]:
         await buffer.add(torch.zeros(5, 2))
         tasks = [asyncio.create_task(buffer.sample(1)) for _ in range(4)]

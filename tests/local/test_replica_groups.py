@@ -66,7 +66,7 @@ def test_ranks_that_are_right_do_not_wait_for_one_that_is_not(monkeypatch: pytes
 
 
 @pytest.mark.long
-def test_where_each_replica_has_a_process_group_of_its_own_the_numbers_are_compared(
+def test_replicas_with_own_process_groups_compare_their_numbers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     start(monkeypatch, [[0, 1]] * 4, size=2)

@@ -15,7 +15,7 @@ from asyncdist.messaging.engine import Engine
 # ---------------------------------------------------------------------------------------------------------- requests
 
 
-async def test_a_request_that_is_done_at_once_never_joins_the_outstanding(engine: Engine) -> None:
+async def test_request_done_at_once_never_becomes_outstanding(engine: Engine) -> None:
     request, told = ScriptedRequest(done=True), []
     engine.watch(request, "x", told.append)
     assert told == [None]
@@ -115,7 +115,7 @@ async def test_a_defect_in_a_transport_loses_no_other_request(engine: Engine) ->
 
 
 @pytest.mark.parametrize("completes", [True, False], ids=["would complete in that pass", "never completes"])
-async def test_what_a_completion_disowns_in_its_pass_is_under_way_no_more(engine: Engine, completes: bool) -> None:
+async def test_request_disowned_by_a_completion_leaves_its_pass(engine: Engine, completes: bool) -> None:
     """It went on being tested and counted, so that the end of the rank waited for it."""
     told: list[str] = []
     before, failing, after = ScriptedRequest(), ScriptedRequest(), ScriptedRequest()
@@ -174,9 +174,7 @@ async def test_a_deadline_leaves_the_request_with_the_engine(engine: Engine) -> 
 # ------------------------------------------------------------------------------------------------ abandoned receives
 
 
-async def test_an_abandoned_receive_that_cannot_be_cancelled_keeps_its_message(
-    engine: Engine, transport: ScriptedTransport
-) -> None:
+async def test_abandoned_uncancellable_receive_keeps_its_message(engine: Engine, transport: ScriptedTransport) -> None:
     await abandon(engine, bytearray(8))
     buffer, request = transport.posted[0]
     assert request.cancel_calls == 1
@@ -225,9 +223,7 @@ async def test_several_abandoned_receives_keep_their_order(engine: Engine, trans
     assert engine.outstanding() == ()
 
 
-async def test_a_message_that_came_in_the_moment_of_cancellation_is_kept(
-    engine: Engine, transport: ScriptedTransport
-) -> None:
+async def test_message_that_arrives_during_cancellation_is_kept(engine: Engine, transport: ScriptedTransport) -> None:
     task = asyncio.ensure_future(engine.receive(bytearray(8), 1, 5))
     await yields(1)
     buffer, request = transport.posted[0]
@@ -243,7 +239,7 @@ async def test_a_message_that_came_in_the_moment_of_cancellation_is_kept(
         assert engine.outstanding() == ()
 
 
-async def test_a_truncated_message_for_an_abandoned_receive_is_not_lost_in_silence(
+async def test_truncated_message_of_an_abandoned_receive_is_logged(
     engine: Engine, transport: ScriptedTransport
 ) -> None:
     await abandon(engine, bytearray(1))
@@ -258,7 +254,7 @@ async def test_a_truncated_message_for_an_abandoned_receive_is_not_lost_in_silen
     assert await task == (1, 4)
 
 
-async def test_a_kept_message_that_does_not_fit_the_next_buffer_names_both_sizes(
+async def test_kept_message_too_large_for_the_next_buffer_names_sizes(
     engine: Engine, transport: ScriptedTransport
 ) -> None:
     await abandon(engine, bytearray(100))

@@ -19,7 +19,7 @@ from protocols import (
 )
 
 
-def test_donors_and_replacers_hear_of_a_round_from_its_beginning_to_its_end() -> None:
+def test_donors_and_replacers_observe_a_round_from_start_to_end() -> None:
     lockstep = Lockstep(3)
 
     async def main(world: ad.World) -> list[PolicyEvent]:

@@ -48,7 +48,7 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("is_beside", [False, True])
-def test_safetensors_opens_the_weights_and_all_goes_on_to_the_bit(is_beside: bool, tmp_path: Path) -> None:
+def test_safetensors_opens_the_weights_and_training_resumes(is_beside: bool, tmp_path: Path) -> None:
     async def main(world: World) -> None:
         model = Odd(world.rank)
         optimizer = torch.optim.Adam(model.parameters())
@@ -74,7 +74,7 @@ def test_safetensors_opens_the_weights_and_all_goes_on_to_the_bit(is_beside: boo
     ad.simulate(main, ranks=2, strict=True).value()
 
 
-def test_tied_weights_are_loaded_by_the_load_model_of_safetensors(tmp_path: Path) -> None:
+def test_tied_weights_load_by_safetensors_load_model(tmp_path: Path) -> None:
     model = nn.ModuleDict({"b": nn.Linear(3, 3), "a": nn.Linear(3, 3)})
     model["a"].weight = model["b"].weight
     write_model(tmp_path / "model", model.state_dict())
@@ -100,7 +100,7 @@ def test_tensors_that_overlap_or_share_come_back_as_they_were(state: dict[str, A
     assert all(torch.equal(value, found[name]) for name, value in state.items())
 
 
-def test_weights_that_are_torn_or_missing_are_refused_and_nothing_changes(tmp_path: Path) -> None:
+def test_torn_or_missing_weights_are_refused_without_a_change(tmp_path: Path) -> None:
     async def main(_: World) -> None:
         folder = await ad.save_population(tmp_path, nn.Linear(2, 2), format="safetensors")
         file = folder / "rank-00000.safetensors"
@@ -119,9 +119,7 @@ def test_weights_that_are_torn_or_missing_are_refused_and_nothing_changes(tmp_pa
     ad.simulate(main, ranks=1, strict=True).value()
 
 
-def test_a_format_that_is_unknown_or_not_installed_is_refused_on_all_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_or_uninstalled_format_is_refused_on_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main(world: World) -> None:
         with pytest.raises(ValueError, match="format is 'pickle'; allowed: 'torch', 'safetensors'"):
             await ad.save_population(tmp_path, nn.Linear(2, 2), format="pickle")  # type: ignore[arg-type]

@@ -23,9 +23,7 @@ from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy
 
 @pytest.mark.parametrize("gives_up", [0, 1])
 @pytest.mark.parametrize("moment", range(1, 12))
-async def test_a_group_whose_start_is_cancelled_at_any_moment_is_made_by_all_or_by_none(
-    moment: int, gives_up: int
-) -> None:
+async def test_group_cancelled_at_any_moment_exists_on_all_or_none(moment: int, gives_up: int) -> None:
     async with worlds(2) as made:
         starts = [asyncio.ensure_future(world.new_group([0, 1])) for world in made]
         await yields(moment)
@@ -43,7 +41,7 @@ async def test_a_group_whose_start_is_cancelled_at_any_moment_is_made_by_all_or_
             assert not (agreements.led.over or agreements.led.joins or agreements._verdicts or agreements._forsaken)
 
 
-async def test_a_leader_whose_caller_is_cancelled_when_a_member_has_objected_keeps_nothing() -> None:
+async def test_leader_cancelled_after_an_objection_keeps_nothing() -> None:
     """It objected itself, to what was over, and kept that for members who had been told and never came again."""
     async with worlds(2) as (leader, member):
         starting = asyncio.ensure_future(leader.new_group([0, 1]))
@@ -65,7 +63,7 @@ def late_verdict(main: Callable[[World], Any]) -> Any:
     return report.results
 
 
-def test_members_whose_time_is_up_before_one_hears_go_are_told_in_time_and_make_the_group_all_the_same() -> None:
+def test_timed_out_members_of_a_late_go_still_make_the_group() -> None:
     """The one went away, and rank 0 was alone in a collective start."""
 
     async def main(world: World) -> tuple[str, float]:
@@ -86,7 +84,7 @@ def test_members_whose_time_is_up_before_one_hears_go_are_told_in_time_and_make_
 
 
 @pytest.mark.parametrize("times", [1, 3])
-def test_a_step_of_average_all_that_is_cancelled_before_it_hears_go_averages_first(times: int) -> None:
+def test_step_cancelled_before_its_go_averages_first(times: int) -> None:
     """The one that was cancelled skipped the average, and what it averaged later was not what the others did."""
 
     async def main(world: World) -> tuple[bool, list[float]]:
@@ -116,9 +114,7 @@ def test_a_step_of_average_all_that_is_cancelled_before_it_hears_go_averages_fir
 
 @pytest.mark.parametrize("gives_up", [0, 1])
 @pytest.mark.parametrize("moment", range(1, 9))
-def test_a_step_of_average_all_that_is_cancelled_at_any_moment_leaves_the_members_in_step(
-    moment: int, gives_up: int
-) -> None:
+def test_step_cancelled_at_any_moment_leaves_members_in_step(moment: int, gives_up: int) -> None:
     """Cancelled before it had come, it was counted all the same: the others averaged with a later step of that rank."""
 
     async def main(world: World) -> tuple[list[float], int]:
@@ -189,7 +185,7 @@ def test_what_main_waits_for_in_a_start_is_said() -> None:
 # -- starts that are given up before this rank has come ----------------------------------------------------------------
 
 
-def test_a_start_that_waits_for_a_late_rank_holds_up_no_other_one() -> None:
+def test_start_that_waits_for_a_late_rank_delays_no_other_start() -> None:
     """Rank 1 finished the first one before it came to the second, and rank 2 waited for a minute."""
 
     async def main(world: World) -> float:
@@ -211,7 +207,7 @@ def test_a_start_that_waits_for_a_late_rank_holds_up_no_other_one() -> None:
 
 @pytest.mark.parametrize("gives_up", [0, 1, 2])
 @pytest.mark.parametrize("how", ["cancelled", "time is up"])
-def test_a_start_that_is_given_up_among_others_is_the_same_one_on_all_ranks(gives_up: int, how: str) -> None:
+def test_start_given_up_among_others_is_the_same_on_all_ranks(gives_up: int, how: str) -> None:
     """Rank 1, which leads in one case and follows in the other, makes three groups of a kind; one is given up."""
 
     async def main(world: World, ranks: list[int]) -> list[str]:
@@ -257,7 +253,7 @@ async def pair(world: World) -> Group:
 
 
 @pytest.mark.parametrize("start", [enter_average_all, enter_mesh])
-def test_a_start_that_needs_a_group_does_not_wait_for_another_group_which_waits_for_a_rank(start: Any) -> None:
+def test_start_with_a_group_does_not_wait_for_other_groups_ranks(start: Any) -> None:
     """It waited behind that group until its time was up."""
 
     async def main(world: World) -> float:
@@ -272,7 +268,7 @@ def test_a_start_that_needs_a_group_does_not_wait_for_another_group_which_waits_
     assert max(report.results) < 0.2 and report.virtual_time_s > 40
 
 
-def test_a_policy_is_not_entered_again_while_a_start_of_it_that_was_given_up_still_waits() -> None:
+def test_policy_is_not_reentered_while_an_abandoned_start_waits() -> None:
     """Both starts went on, and the first one's end closed the policy of the second."""
 
     async def main(world: World) -> list[str]:
@@ -318,7 +314,7 @@ def test_a_policy_that_could_not_be_started_may_be_entered_again() -> None:
 
 
 @pytest.mark.parametrize("moment", range(1, 5))
-def test_a_policy_whose_leaving_is_cancelled_keeps_nothing_of_its_model(moment: int) -> None:
+def test_policy_cancelled_while_leaving_keeps_no_model(moment: int) -> None:
     """What is kept between its averages, twice the model, stayed for as long as the model lived."""
 
     async def main(world: World) -> int:
@@ -342,7 +338,7 @@ def test_a_policy_whose_leaving_is_cancelled_keeps_nothing_of_its_model(moment: 
     assert simulate(main, ranks=2, seed=moment, strict=True).results == (0, 0)
 
 
-def test_members_stay_in_step_with_one_whose_model_was_changed_in_a_step() -> None:
+def test_members_stay_in_step_after_a_model_change_in_a_step() -> None:
     """They waited for its next step, and were one behind it from then on."""
 
     async def main(world: World) -> list[str]:
@@ -363,7 +359,7 @@ def test_members_stay_in_step_with_one_whose_model_was_changed_in_a_step() -> No
     assert results[0] == results[2] == ["True", "RemoteError", "True"]
 
 
-def test_members_are_told_where_the_time_of_one_is_up_in_a_part_of_a_start_to_which_all_had_come() -> None:
+def test_members_learn_of_a_timeout_within_a_part_of_a_start() -> None:
     """It left the start in the middle, and the others waited for it in their first step for ever."""
 
     async def main(world: World, moment_s: float) -> str:

@@ -16,7 +16,7 @@ SCOPE = 78
 STATE = {"step": 5, "moments": torch.arange(2_000_000.0)}  # two chunks
 
 
-async def test_a_state_is_taken_in_its_round_alone_and_a_donor_that_has_ended_answers() -> None:
+async def test_state_is_taken_in_its_round_and_ended_donors_answer() -> None:
     async with worlds(2) as (first, second):
         donor, newcomer = StateTransfer(first.services, SCOPE), StateTransfer(second.services, SCOPE)
 

@@ -259,7 +259,7 @@ async def test_a_lost_receiver_ends_the_senders_stream() -> None:
         await eventually(lambda: not made[0].outstanding())
 
 
-async def test_what_does_not_leave_for_a_lost_receiver_is_not_counted_and_no_more_is_tried(
+async def test_send_to_a_lost_receiver_is_not_counted_or_repeated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with engines(2) as (_, made):
@@ -361,7 +361,7 @@ async def test_more_grants_than_slots_are_dropped_and_counted() -> None:
         b._streams._grants[0].clear()
 
 
-async def test_an_old_stream_on_the_slot_does_not_take_the_cancel_of_a_new_one() -> None:
+async def test_old_stream_does_not_take_the_cancel_of_a_new_one() -> None:
     """The receiver has had everything, granted the slot anew and given up, before the old sender has noticed."""
     async with worlds(2) as (a, b):
         a._streams._under_way[1, 0] = old = OutboundStream(a.services.slots, chunks_of(1), 1, 0)
@@ -408,7 +408,7 @@ def test_statistics_count_the_bytes() -> None:
     assert ad.run_local(main, ranks=2, strict=True) == [(4000, 0), (0, 4000)]
 
 
-async def test_a_stream_whose_first_chunks_arrive_while_they_are_posted_comes_whole() -> None:
+async def test_stream_whose_first_chunks_arrive_while_posting_is_whole() -> None:
     async with engines(2) as (_, made):
         slots, targets = Slots(made[1]), rooms(10)
         sending = asyncio.ensure_future(OutboundStream(Slots(made[0]), chunks_of(10), 1, slot=0).run())

@@ -80,7 +80,7 @@ def test_what_is_no_group_is_refused() -> None:
     ad.simulate(main, ranks=1).value()
 
 
-def test_tasks_that_lose_a_rank_in_groups_of_their_own_do_not_get_the_group_of_another_task() -> None:
+def test_tasks_that_lose_a_rank_get_no_other_tasks_group() -> None:
     """Both came to a list of the same ranks, and each got the group that was asked for first on each rank."""
 
     async def job(world: World, group: ad.Group, value: float) -> float:
@@ -116,7 +116,7 @@ def test_a_rank_is_told_of_a_loss_by_a_leader_that_has_not_come() -> None:
         assert report.results[1] < 2
 
 
-def test_a_member_that_dies_while_it_makes_the_group_may_have_given_it_to_some() -> None:
+def test_member_that_dies_in_a_start_may_leave_some_a_group() -> None:
     """Of these some then asked for the survivors of that group, and the others for those of the one before."""
 
     async def main(world: World) -> tuple[int, ...]:

@@ -105,7 +105,7 @@ def test_the_last_to_leave_leaves_nothing_behind(name: str) -> None:
     assert modes_now() == before
 
 
-def test_tasks_of_a_rank_have_its_modes_and_ranks_begin_with_the_caller_s() -> None:
+def test_tasks_have_their_ranks_modes_and_ranks_the_callers() -> None:
     async def ask() -> bool:
         await asyncio.sleep(0)
         return torch.is_grad_enabled()
@@ -123,7 +123,7 @@ def test_tasks_of_a_rank_have_its_modes_and_ranks_begin_with_the_caller_s() -> N
             assert torch.is_grad_enabled() == caller
 
 
-def test_a_rank_without_grad_takes_no_gradients_from_one_that_trains() -> None:
+def test_rank_without_grad_takes_no_gradients_from_a_trainer() -> None:
     """Rank 0 evaluates, and waits for rank 1 meanwhile, which trains."""
 
     async def main(world: ad.World) -> float:

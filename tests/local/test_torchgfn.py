@@ -63,7 +63,7 @@ def test_an_infinite_threshold_acts_always_or_never(threshold: float | None) -> 
 
 
 @pytest.mark.parametrize("kind", ["selective", "fast", "all"])
-def test_a_policy_of_the_training_ranks_beside_a_rank_that_does_not_train(kind: str) -> None:
+def test_policy_of_the_training_ranks_with_an_idle_rank(kind: str) -> None:
     """Regression: the first call looked at ``group`` after it had begun a start of all ranks."""
 
     def main(world: ad.blocking.World) -> Any:

@@ -92,7 +92,7 @@ def test_everybody_takes_the_mean_of_all() -> None:
     assert ad.run_local(main, ranks=3, strict=True) == [[1.0, 2.0]] * 3
 
 
-def test_a_checkpoint_brings_the_weights_and_the_random_state_of_the_gpu_back(tmp_path: object) -> None:
+def test_checkpoint_restores_gpu_weights_and_random_state(tmp_path: object) -> None:
     async def main(world: ad.World) -> bool:
         model = nn.Linear(8, 8).to(world.device)
         optimizer = torch.optim.Adam(model.parameters())

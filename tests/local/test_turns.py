@@ -59,7 +59,7 @@ def test_ranks_that_wait_for_a_leader_that_has_not_come_go_on(leaders: tuple[lis
     assert report.virtual_time_s < 0.1
 
 
-def test_lists_that_differ_are_told_where_each_rank_waits_for_the_leader() -> None:
+def test_differing_lists_are_reported_to_ranks_awaiting_a_leader() -> None:
     async def main(world: World) -> None:
         with pytest.raises(ad.DisagreementError, match="each waits for the other"):
             await world.new_group([1, 0] if world.rank == 0 else [0, 1])
@@ -67,7 +67,7 @@ def test_lists_that_differ_are_told_where_each_rank_waits_for_the_leader() -> No
     assert ad.simulate(main, ranks=2, strict=True).virtual_time_s < 5
 
 
-def test_a_rank_whose_task_is_late_for_one_group_waits_for_another_that_a_rank_is_late_for() -> None:
+def test_rank_late_for_one_group_awaits_one_late_for_another() -> None:
     """Rank 1 waited for rank 2 in the one and had come to the other, yet rank 2 was told that each waits."""
 
     async def main(world: World) -> None:
@@ -113,7 +113,7 @@ def test_a_start_that_is_postponed_may_be_given_up_at_any_moment(rank: int, how:
 
 
 @pytest.mark.parametrize("blocked_s", [2, 20])
-def test_a_rank_whose_loop_is_blocked_until_its_time_is_up_gets_what_the_others_have_made(blocked_s: float) -> None:
+def test_rank_blocked_past_its_timeout_gets_the_others_group(blocked_s: float) -> None:
     """It was told that some had not finished other starts, and the others had a group without it."""
 
     async def main(world: World, moment_s: float) -> str:
@@ -130,7 +130,7 @@ def test_a_rank_whose_loop_is_blocked_until_its_time_is_up_gets_what_the_others_
         assert isinstance(report.value(), str) and len(set(report.results)) == 1
 
 
-def test_policies_that_tasks_enter_in_overlapping_groups_are_all_started() -> None:
+def test_policies_entered_in_overlapping_groups_all_start() -> None:
     """The policies' groups were asked for in the order in which their members had agreed, another one on each rank."""
 
     async def train(world: World, group: ad.Group, kind: Any, value: float) -> float:
@@ -156,7 +156,7 @@ def test_policies_that_tasks_enter_in_overlapping_groups_are_all_started() -> No
         assert results == ([1.0, 0.5], [1.0, 1.5, 0.5], [1.0, 1.5]), seed
 
 
-def test_tasks_that_each_make_groups_one_after_the_other_do_not_wait_for_each_other() -> None:
+def test_tasks_that_make_groups_in_turn_do_not_await_each_other() -> None:
     """In a third of these runs ranks were told that each waits for the other, or their time was up.
 
     A rank was in a group that the others were to make after another one, and for that one they waited for this rank.
@@ -192,7 +192,7 @@ def test_tasks_that_each_make_groups_one_after_the_other_do_not_wait_for_each_ot
         assert report.virtual_time_s < 0.5, seed
 
 
-def test_an_error_of_the_other_start_ends_a_start_that_was_postponed_behind_it() -> None:
+def test_error_of_one_start_ends_the_start_postponed_behind_it() -> None:
     async def main(world: World) -> list[str]:
         lists = [[0, 1, 2], [1, 0]] if world.rank == 0 else [[1, 0], [0, 1, 2]]
         starts = [world.new_group(ranks, timeout_s=5) for ranks in lists if world.rank < 2]
@@ -204,7 +204,7 @@ def test_an_error_of_the_other_start_ends_a_start_that_was_postponed_behind_it()
     assert first == second[::-1]
 
 
-def test_a_group_is_the_same_one_on_all_ranks_where_tasks_ask_for_several_of_the_same_ranks() -> None:
+def test_concurrent_tasks_get_the_same_group_on_all_ranks() -> None:
     """The group of a policy on one rank was that of a mesh, or of a task that had asked for one, on another rank."""
 
     async def main(world: World, order: list[list[int]]) -> dict[str, str]:

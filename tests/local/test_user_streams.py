@@ -43,7 +43,7 @@ async def test_a_grant_is_answered_in_the_pass_that_brings_it() -> None:
         assert not sender._streams._under_way
 
 
-async def test_a_send_that_is_cancelled_before_it_heard_of_its_grant_answers_it() -> None:
+async def test_send_cancelled_before_its_grant_arrived_answers_it() -> None:
     """Its stream had begun; nobody ran it, and the receiver would have waited for the rest for ever."""
     async with worlds(2) as (sender, receiver):
         sending, receiving = await grant_that_has_come(sender, receiver)
@@ -58,7 +58,7 @@ async def test_a_send_that_is_cancelled_before_it_heard_of_its_grant_answers_it(
 
 
 @pytest.mark.slow
-async def test_a_thousand_chunks_that_are_there_already_are_taken_one_after_the_other(
+async def test_thousand_waiting_chunks_are_taken_in_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each of them posted the receive of the next from within its own arrival, as deep as Python goes."""

@@ -125,7 +125,7 @@ def test_only_a_rank_whose_tasks_all_wait_is_warned_of(
     assert len(warnings(caplog)) == count
 
 
-def test_of_a_collective_that_is_a_task_by_itself_it_is_said_what_its_messages_wait_for(
+def test_warning_shows_the_waits_of_a_collective_that_is_a_task(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """No line of the user's is in it that could be named, and its work is done by another task."""
@@ -320,7 +320,7 @@ async def receives_again_and_again(world: ad.World, channel: ad.Channel[Note]) -
         (waits_with_a_timeout, 10.0, 0),
     ],
 )
-def test_only_a_main_whose_wait_does_not_end_by_itself_is_spoken_of(
+def test_only_a_main_that_waits_without_an_end_is_reported(
     work: Work, period_s: float, count: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main(world: ad.World) -> None:
@@ -389,7 +389,7 @@ def test_a_wait_for_tasks_goes_on_to_what_these_wait_for(
     ("work", "count"),
     [(meets, 1), (averages, 1), (asks_the_others, 1), (sums, 1), (sums_along_an_axis, 1), (receives, 0), (own, 0)],
 )
-def test_where_nobody_asks_a_main_that_waits_in_a_collective_is_spoken_of_and_no_server(
+def test_by_default_a_stuck_collective_is_reported_but_no_server(
     work: Work, count: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main(world: ad.World) -> None:
@@ -431,7 +431,7 @@ def test_the_user_of_a_job_says_how_long_a_main_may_wait(
             ad.run(main, transport="local")
 
 
-def test_on_ctrl_c_every_rank_of_a_process_says_what_it_was_waiting_for() -> None:
+def test_ctrl_c_shows_for_each_rank_of_a_process_its_wait() -> None:
     async def main(world: ad.World) -> None:
         if world.rank == 0:
             asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGINT)
@@ -445,7 +445,7 @@ def test_on_ctrl_c_every_rank_of_a_process_says_what_it_was_waiting_for() -> Non
     assert second.startswith("rank 1 was waiting for a message on Note, tag 100, in test_on_ctrl_c")
 
 
-def test_on_ctrl_c_a_rank_that_is_about_to_go_on_was_waiting_for_nothing() -> None:
+def test_ctrl_c_shows_no_wait_for_a_rank_about_to_continue() -> None:
     """Its line ended with "rank 0 was waiting for about to run"."""
 
     async def main(world: ad.World) -> None:
@@ -461,7 +461,7 @@ def test_on_ctrl_c_a_rank_that_is_about_to_go_on_was_waiting_for_nothing() -> No
     assert note.startswith("rank 1 was waiting for a message on Note, tag 100")
 
 
-def test_a_main_that_waits_for_ever_is_ended_where_that_is_asked_for() -> None:
+def test_main_that_waits_forever_is_ended_if_requested() -> None:
     async def main(world: ad.World) -> None:
         channel = world.channel(Note, tag=100)
         if world.rank == 0:

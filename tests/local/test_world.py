@@ -115,7 +115,7 @@ async def test_ranks_are_hosted_inside_a_running_loop_as_outside(way: str) -> No
             values(-5)
 
 
-async def test_what_cannot_be_run_inside_a_loop_names_the_line_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_call_that_cannot_run_inside_a_loop_names_one_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"asyncdist\.run\(main, transport='local', ranks=2\)"):
         async with ad.open_world(ranks=2):
             pass
@@ -220,7 +220,7 @@ def test_an_error_of_main_comes_out_as_it_is() -> None:
             ad.run_local(main, ranks=ranks)
 
 
-async def test_no_group_of_exceptions_hides_behind_what_a_notebook_shows() -> None:
+async def test_notebook_shows_no_exception_group() -> None:
     """IPython looks for one through all contexts, and does not end the cell, or does not mark it as failed."""
     first = KeyError("first")
     for raised in (ValueError("main"), StopAsyncIteration(), StopIteration(), RankLostError("other", rank=3)):
@@ -418,7 +418,7 @@ def test_what_is_left_over_is_named(leave: Any, words: str, ranks: int, caplog: 
         ad.run_local(main, ranks=ranks, strict=True)
 
 
-def test_a_strict_end_that_finds_something_does_not_make_the_others_wait() -> None:
+def test_failed_strict_end_does_not_make_the_others_wait() -> None:
     async def main(world: ad.World) -> None:
         if world.rank == 0:
             await leave_a_slot(world)
@@ -492,7 +492,7 @@ def test_ranks_that_end_early_do_not_end_the_others() -> None:
 
 @pytest.mark.parametrize(("number", "ends"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_signal_that_comes_while_main_blocks_until_it_returns_is_raised(
+def test_signal_while_main_blocks_until_its_return_is_raised(
     number: signal.Signals, ends: type[BaseException], ranks: int
 ) -> None:
     """One rank returned its value: in a notebook, or in a script's loop over runs, Ctrl-C had no effect."""
@@ -506,7 +506,7 @@ def test_a_signal_that_comes_while_main_blocks_until_it_returns_is_raised(
         ad.run_local(main, ranks=ranks)
 
 
-def test_a_main_that_catches_the_cancellation_by_a_signal_returns_its_value() -> None:
+def test_main_that_catches_its_signals_cancellation_returns() -> None:
     async def main(world: ad.World) -> str:
         signal.raise_signal(signal.SIGINT)
         try:
@@ -518,7 +518,7 @@ def test_a_main_that_catches_the_cancellation_by_a_signal_returns_its_value() ->
     assert ad.run_local(main, ranks=1) == ["saved"]
 
 
-def test_a_signal_after_everything_has_ended_finds_nothing_to_stop() -> None:
+def test_signal_after_the_end_of_everything_stops_nothing() -> None:
     """Between the end of the loop and that of the handlers."""
     loop = asyncio.new_event_loop()
     with Interrupts() as interrupts:

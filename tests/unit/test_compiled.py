@@ -41,7 +41,7 @@ def test_what_was_compiled_in_part_is_not_used(tmp_path: Path, monkeypatch: pyte
     assert "not compiled" in copy.describe()
 
 
-def test_an_installation_that_is_not_compiled_is_not_told_to_install_a_checkout(
+def test_interpreted_installation_is_not_told_to_compile_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`asyncdist doctor` said `pip install -e .` where no checkout is, and that the sources had changed."""

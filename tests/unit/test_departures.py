@@ -132,7 +132,7 @@ class Story:
 
 
 @pytest.mark.parametrize("seed", seeds(60))
-def test_all_hear_that_all_have_ended_whoever_is_lost_and_whatever_is_spoiled(seed: int) -> None:
+def test_all_learn_that_all_ended_despite_losses_and_damage(seed: int) -> None:
     rng = random.Random(seed)
     story = Story(rng.choice([2, 3, 5, 17, 33]), rng, spoiled=0.2 * (seed % 4 == 3))
     to_lose = rng.sample(range(story.size), rng.randint(0, story.size // 2)) if seed % 3 == 0 else []
@@ -184,7 +184,7 @@ def test_who_stays_hears_of_each_that_has_left(seed: int) -> None:
 
 
 @pytest.mark.parametrize("size", [17, 100, 300])
-def test_where_all_end_together_each_rank_sends_six_messages_and_keeps_one_fact(size: int) -> None:
+def test_equal_ends_cost_six_messages_and_one_fact_per_rank(size: int) -> None:
     story = Story(size, random.Random(0))
     for rank in range(size):
         story.ranks[rank].add(Departure.of(rank, Stage.LEFT), rank)
@@ -211,7 +211,7 @@ def test_a_rank_is_over_when_all_have_heard_that_all_have_ended(size: int) -> No
 
 
 @pytest.mark.parametrize("size", [17, 33])
-def test_a_rank_that_has_lost_all_above_it_hears_of_the_end_from_others(size: int) -> None:
+def test_rank_that_lost_all_above_it_learns_the_end_from_others(size: int) -> None:
     story = Story(size, random.Random(0))
     orphan = size - 1
     for rank in range(size):

@@ -17,7 +17,7 @@ def test_an_end_is_named_by_its_code_or_signal() -> None:
     assert name_ranks([2, 0]) == "ranks 0, 2" and name_ranks([1]) == "rank 1"
 
 
-def test_the_first_end_that_says_something_is_the_cause_and_told_at_once() -> None:
+def test_first_informative_end_is_the_cause_and_is_told_at_once() -> None:
     ends = JobEnds(3, goes_on_by="--survive")
     assert ends.note(2, 7) == "rank 2 ended with exit code 7; stopping the others"
     assert ends.note(0, 143) is None and ends.note(1, 5) is None
@@ -37,7 +37,7 @@ def test_a_signal_that_was_passed_on_is_named_as_such() -> None:
     assert ends.note(0, -signal.SIGUSR2) == f"rank 0 {how}; stopping the others"
 
 
-def test_ranks_that_fail_by_an_exception_are_named_together_at_the_end() -> None:
+def test_ranks_that_fail_by_an_exception_are_named_together() -> None:
     """Regression: mpirun blamed the rank that ended first, which had stopped because of another one."""
     ends = JobEnds(3)
     assert [ends.note(rank, 1) for rank in (1, 0, 2)] == [None] * 3
@@ -94,7 +94,7 @@ def test_a_surviving_job_whose_last_rank_was_killed_has_failed() -> None:
 
 
 @pytest.mark.parametrize("codes", [{0: -9, 1: 0}, {1: 3, 0: 0}, {1: -9}])
-def test_a_surviving_job_ends_well_if_a_rank_outlives_the_lost_ones(codes: dict[int, int]) -> None:
+def test_surviving_job_succeeds_if_a_rank_outlives_the_lost_ones(codes: dict[int, int]) -> None:
     ends = JobEnds(2, survives=True)
     assert [ends.note(rank, code) for rank, code in codes.items()] == [None] * len(codes)
     assert ends.conclude(0) == (0, [])

@@ -248,7 +248,7 @@ def test_snapshot_then_load_restores_every_bit_in_place() -> None:
     assert all(parameter.requires_grad and parameter.is_leaf for parameter in model.parameters())
 
 
-def test_a_snapshot_allocates_nothing_and_does_not_follow_the_model() -> None:
+def test_snapshot_allocates_nothing_and_ignores_later_changes() -> None:
     model = nn.Linear(3, 3)
     state = FlatState(model)
     buffers = state.new_buffers()
@@ -305,9 +305,7 @@ def narrow(model: Mixed) -> None:
         (narrow, r"'wide' was float64 \(3, 2\) and is float32 \(3, 2\)"),
     ],
 )
-def test_a_model_that_changes_its_layout_is_refused_before_anything_is_written(
-    change: Callable[[Mixed], None], said: str
-) -> None:
+def test_model_with_a_changed_layout_is_refused_before_a_write(change: Callable[[Mixed], None], said: str) -> None:
     model = Mixed()
     state = FlatState(model)
     buffers = state.new_buffers()

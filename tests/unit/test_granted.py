@@ -127,7 +127,7 @@ def hear_all(end: End) -> None:
     end.callbacks.empty()
 
 
-def test_messages_meet_their_receives_in_order_and_say_how_long_they_are(ends: list[End]) -> None:
+def test_messages_match_receives_in_order_and_report_their_size(ends: list[End]) -> None:
     rooms = [bytearray(10) for _ in range(4)]
     receives = [ends[1].passage.receive(room) for room in rooms]
     sends = [ends[0].passage.send(memoryview(data)) for data in (b"a" * 10, b"bc", b"", b"d")]

@@ -20,6 +20,6 @@ STARTS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("how", STARTS)
-def test_a_process_is_refused_and_the_place_for_such_a_test_is_named(how: str) -> None:
+def test_guard_refuses_a_process_and_names_the_right_folder(how: str) -> None:
     with pytest.raises(RuntimeError, match="belong to tests/launched"):
         STARTS[how]()

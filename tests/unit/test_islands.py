@@ -98,7 +98,7 @@ def test_without_islands_and_alone_there_is_no_island() -> None:
 # -- the decision -----------------------------------------------------------------------------------------------------
 
 
-def test_a_guest_gives_where_it_is_better_than_all_that_are_replaced() -> None:
+def test_guest_gives_if_it_is_better_than_all_replaced_ranks() -> None:
     metrics = {0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0}
     found = decide(metrics, rules(replacement_ratio=0.5), {9: 2.5})
     assert found is not None
@@ -108,7 +108,7 @@ def test_a_guest_gives_where_it_is_better_than_all_that_are_replaced() -> None:
         assert without == decide(metrics, rules(replacement_ratio=0.5))
 
 
-def test_a_guest_that_is_best_gives_alone_where_the_best_does_and_weighs_what_it_gains() -> None:
+def test_best_guest_gives_alone_as_the_best_and_weighs_its_gain() -> None:
     metrics = {0: 1.0, 1: 2.0, 2: 3.0}
     found = decide(metrics, rules(averaging_strategy="best_only"), {9: 5.0})
     assert found is not None and (found.donors, found.guests, found.best) == ((9,), (9,), 9)
@@ -189,7 +189,7 @@ def test_the_best_emigrates_every_so_many_decisions() -> None:
     assert coordinator.statistics().emigrant_count == 1
 
 
-def test_no_round_waits_for_a_guest_for_longer_than_for_its_own_donors() -> None:
+def test_round_waits_no_longer_for_a_guest_than_for_its_donors() -> None:
     alone, _ = coordinator_with({})
     slow, sends = coordinator_with({70: joined(step_s=1.05)})
     assert 70 in [send.dest for send in sends], "twice as slow as its hosts"
@@ -204,7 +204,7 @@ def test_no_round_waits_for_a_guest_for_longer_than_for_its_own_donors() -> None
     assert 70 not in [send.dest for send in sends], "much slower than its hosts"
 
 
-def test_a_guest_that_gives_alone_is_waited_for_as_the_slowest_replacer() -> None:
+def test_guest_giving_alone_is_awaited_as_the_slowest_replacer() -> None:
     coordinator, sends = coordinator_with({70: joined(step_s=1.05)}, averaging_strategy="best_only")
     assert [send.dest for send in sends] == [0, 70]
     assert coordinator.next_deadline() == 0.5 + 8.0 / 4
@@ -228,7 +228,7 @@ def test_a_guest_that_is_gone_costs_a_round_no_more_than_a_donor(how: str) -> No
     assert not coordinator.finished
 
 
-def test_a_guest_that_is_lost_before_it_is_asked_is_forgotten_and_an_old_one_is_not_asked() -> None:
+def test_lost_guest_is_forgotten_and_an_old_one_is_not_asked() -> None:
     coordinator = OpenedCoordinator(range(2), rules(migrate_every=1, max_report_age_s=5.0))
     for rank, at in ((70, 0.0), (71, -6.0), (72, 0.0), (73, 0.0)):
         coordinator.migrants.invite(rank, 0)

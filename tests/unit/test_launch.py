@@ -79,7 +79,7 @@ def test_no_usable_mpi_is_explained(
     assert "\n" not in str(caught.value)
 
 
-def test_ranks_get_a_share_of_the_cores_and_the_users_settings_win() -> None:
+def test_ranks_share_the_cores_and_the_users_settings_win() -> None:
     environment = mpirun.build_environment("openmpi", {"PATH": "p"}, ranks=4, threads=None, cores=8)
     assert (environment["OMP_NUM_THREADS"], environment["OMPI_MCA_osc"], environment["PATH"]) == ("2", "^ucx", "p")
     environment = mpirun.build_environment("openmpi", {"OMP_NUM_THREADS": "5"}, ranks=4, threads=None, cores=8)
@@ -98,7 +98,7 @@ def test_open_mpi_has_a_home(environ: dict[str, str], home: str, monkeypatch: py
     assert made["HOME"] == home
 
 
-def test_open_mpi_takes_hosts_and_slots_as_given_within_an_allocation() -> None:
+def test_open_mpi_takes_hosts_and_slots_as_in_the_allocation() -> None:
     assert "PRTE_MCA_ras" not in mpirun.build_environment("openmpi", {}, ranks=4, threads=None, cores=8)
     environment = mpirun.build_environment("openmpi", {"SLURM_JOB_ID": "7"}, ranks=4, threads=None, cores=8)
     assert environment["PRTE_MCA_ras"] == environment["PRTE_MCA_plm"] == "^slurm"
@@ -217,7 +217,7 @@ def test_a_host_without_loopback_is_one_line(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(("given", "first", "last"), [("32768\t60999\n", 16384, 32767), ("", 24576, 49151)])
-def test_a_free_port_is_none_that_the_kernel_gives_to_connections(
+def test_free_port_is_outside_the_kernels_range_for_connections(
     given: str, first: int, last: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """One that it had given to a connection meanwhile kept a job from starting, once."""
@@ -266,7 +266,7 @@ def test_a_rank_waits_until_what_it_has_printed_is_read(monkeypatch: pytest.Monk
     assert len(naps) >= 4
 
 
-def test_mpirun_of_mpich_is_asked_to_end_the_job_and_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpirun_of_mpich_is_asked_to_end_only_this_job(monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     try:

@@ -160,7 +160,7 @@ def test_launcher_is_detected(environ: dict[str, str], expected: Launch) -> None
         (OPENMPI, "auto", (1, 4), "mpi"),
     ],
 )
-def test_a_group_that_the_program_made_counts_where_no_launcher_says_anything(
+def test_programs_own_process_group_counts_without_a_launcher(
     environ: dict[str, str], wanted: str, group: tuple[int, int], transport: str
 ) -> None:
     found = launch.detect(environ, wanted=wanted, group=group)
@@ -196,7 +196,7 @@ def test_a_variable_that_names_no_transport_changes_nothing(value: str) -> None:
     assert launch.detect(OPENMPI | {"ASYNCDIST_TRANSPORT": value}) == launch.detect(OPENMPI)
 
 
-def test_a_named_transport_is_not_hindered_by_what_others_left_behind() -> None:
+def test_named_transport_ignores_leftover_launcher_variables() -> None:
     """The variables of launchers that it has nothing to do with may be nonsense."""
     nonsense = {"RANK": "5", "PMI_SIZE": "many", "PMI_RANK": "7", "SLURM_STEP_NUM_TASKS": "x", "SLURM_PROCID": "y"}
     assert launch.detect(nonsense, wanted="local") == Launch("local", 1, 0, "no launcher")
@@ -253,9 +253,7 @@ def test_a_shell_or_one_task_in_slurm_is_one_process(environ: dict[str, str]) ->
         (OPENMPI | {"PMI_SIZE": "2", "PMI_RANK": "0"}, ["OMPI_COMM_WORLD_SIZE=4", "PMI_SIZE=2"]),
     ],
 )
-def test_malformed_or_contradictory_variables_are_named_with_their_values(
-    environ: dict[str, str], words: list[str]
-) -> None:
+def test_bad_launcher_variables_are_named_with_their_values(environ: dict[str, str], words: list[str]) -> None:
     with pytest.raises(ValueError) as caught:
         launch.detect(environ)
     assert [word for word in words if word not in str(caught.value)] == []
@@ -273,7 +271,7 @@ def test_singleton_worlds_are_explained() -> None:
     ("library", "way"),
     [("Open MPI v4.1.4", "srun --mpi=pmix -n 4"), ("MPICH 5.0.2", "srun --mpi=pmi2 -n 4"), ("Other", "or srun --mpi")],
 )
-def test_singleton_worlds_of_srun_name_the_plugin_that_joins_them(library: str, way: str) -> None:
+def test_singleton_worlds_of_srun_name_the_plugin_to_join_them(library: str, way: str) -> None:
     with pytest.raises(TransportError, match="srun started 4 ranks") as caught:
         mpi_launchers.check_world_size(
             4, 1, library, source="SLURM_STEP_NUM_TASKS", list_plugins=lambda: ["none", "pmi2", "pmix"]
@@ -284,7 +282,7 @@ def test_singleton_worlds_of_srun_name_the_plugin_that_joins_them(library: str, 
     assert (caught.value.expected, caught.value.actual) == (4, 1)
 
 
-def test_open_mpi_under_the_plugin_of_mpich_is_told_which_one_is_its_own() -> None:
+def test_open_mpi_under_the_plugin_of_mpich_names_its_own_plugin() -> None:
     """pmi2 sets the variables of MPICH's mpirun, so the error spoke of two mpiruns where there was none."""
     environ, started = RECORDED["srun --mpi=pmi2 -n 2"]
     with pytest.raises(TransportError, match=r"srun started 2 ranks.*srun --mpi=pmix -n 2 ") as caught:
@@ -297,7 +295,7 @@ def test_open_mpi_under_the_plugin_of_mpich_is_told_which_one_is_its_own() -> No
         assert not slurm.is_sruns("PMI_SIZE", hydra)
 
 
-def test_mpich_under_open_mpis_mpirun_is_refused_before_it_can_abort() -> None:
+def test_mpich_under_open_mpi_is_refused_before_it_aborts() -> None:
     version = "MPICH Version:      5.0.2\nMPICH Release date: Fri Sep 25 2026\nMPICH ABI:          18:2:6\n\x00"
     said = r"Open MPI's mpirun started 4 ranks.*\(MPICH Version: 5\.0\.2\)"
     with pytest.raises(TransportError, match=said) as caught:
@@ -325,7 +323,7 @@ MPICH = (
         ),
     ],
 )
-def test_mpich_without_pmix_is_refused_under_it_before_it_can_abort(
+def test_mpich_without_pmix_is_refused_before_it_aborts(
     version: str, tasks: dict[str, str], started: str, way: str
 ) -> None:
     environ = RECORDED["srun --mpi=pmix -n 2"][0] | tasks
@@ -351,7 +349,7 @@ def test_mpich_without_pmix_is_refused_under_it_before_it_can_abort(
         ("Open MPI v5.0.11", {}),
     ],
 )
-def test_other_libraries_and_launchers_with_pmix_are_left_to_themselves(version: str, changes: dict[str, str]) -> None:
+def test_other_libraries_and_launchers_with_pmix_are_accepted(version: str, changes: dict[str, str]) -> None:
     environ = RECORDED["srun --mpi=pmix -n 2"][0] | changes
     mpi_launchers.check_library(launch.detect(environ), version, environ=environ, list_plugins=list)
 
@@ -380,7 +378,7 @@ def test_threads_are_a_share_of_the_cores_unless_the_user_chose(
     assert launch.threads_per_rank(environ, cores) == threads
 
 
-def test_what_an_outer_launcher_has_set_is_cleared_and_what_the_user_has_set_stays() -> None:
+def test_outer_launchers_variables_are_cleared_and_users_kept() -> None:
     users = {"PATH": "p", "OMPI_MCA_btl": "self", "PMIX_MCA_x": "1", "HYDRA_IFACE": "lo", "OMP_NUM_THREADS": "2"}
     meeting = {"MASTER_ADDR": "h", "MASTER_PORT": "29500"}
     for name, (environ, _) in RECORDED.items():
@@ -392,7 +390,7 @@ def test_what_an_outer_launcher_has_set_is_cleared_and_what_the_user_has_set_sta
     assert launch.without_launchers(users | TORCHRUN) == users
 
 
-def test_one_that_mpi_leaves_alone_among_the_workers_of_torchrun_is_told() -> None:
+def test_lone_mpi_rank_among_torchrun_workers_is_refused() -> None:
     with pytest.raises(TransportError) as caught:
         launch.check_alone(TORCHRUN | {"ASYNCDIST_TRANSPORT": "mpi"})
     for words in ("ASYNCDIST_TRANSPORT=mpi asks for MPI", "TORCHELASTIC_RUN_ID says", "one of 4 ranks"):

@@ -170,13 +170,13 @@ def test_no_folder_is_too_large_to_look_through() -> None:
             assert count <= (14 if folder.name == "asyncdist" else count_max), folder
 
 
-def test_mpi4py_is_imported_in_the_mpi_transport_the_doctor_and_a_rival_alone() -> None:
+def test_mpi4py_is_imported_only_by_the_mpi_modules_and_a_rival() -> None:
     users = {name for name, tree in ASYNCDIST.items() if uses(tree, "mpi4py")}
     assert users == {"transports.mpi", "launch.doctor", "bench.rivals"}
     assert not any(uses(tree, "mpi4py") for tree in PROTOCOLS.values())
 
 
-def test_torch_distributed_is_imported_where_processes_meet_alone() -> None:
+def test_torch_distributed_is_imported_only_by_meeting_modules() -> None:
     """Plain functions of ``launch_subprocesses`` bring collectives of their own and need a process group of torch."""
     users = {name for name, tree in ASYNCDIST.items() if uses(tree, "torch.distributed")}
     meeting = {f"meeting.{name}" for name in ("connecting", "rendezvous", "sealed_store", "serving")}
@@ -198,12 +198,12 @@ def test_a_concrete_transport_is_known_to_what_opens_it_alone() -> None:
     assert users - both == {"transports.select", "runtime.run"}
 
 
-def test_asyncdist_never_imports_protocols_but_where_they_are_given_away_or_measured() -> None:
+def test_asyncdist_imports_protocols_only_to_offer_or_measure() -> None:
     users = {folder_of(name) for name, tree in ASYNCDIST.items() if uses(tree, "asyncdist.protocols")}
     assert users == {"integrations", "bench"}
 
 
-def test_the_package_finds_its_protocols_whatever_a_user_calls_so() -> None:
+def test_package_finds_its_protocols_if_a_user_has_that_name_too() -> None:
     """Users write ``from protocols import ...``; that may be another package on their path."""
     for trees in (ASYNCDIST, PROTOCOLS):
         for name, tree in trees.items():
@@ -234,7 +234,7 @@ def test_decision_cores_know_no_loop_no_clock_and_no_chance(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_environment_is_read_in_one_module_and_before_it_alone() -> None:
+def test_environment_is_read_in_one_module_or_before_it_loads() -> None:
     readers = set()
     for package, trees in (("asyncdist", ASYNCDIST), ("protocols", PROTOCOLS)):
         for name, tree in trees.items():

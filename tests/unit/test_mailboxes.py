@@ -87,7 +87,7 @@ def no_failure(*_: object) -> Any:
     raise AssertionError("nothing failed here")
 
 
-def test_a_message_while_the_last_one_is_under_way_leaves_by_itself_and_in_order() -> None:
+def test_message_behind_one_in_flight_is_sent_next_in_order() -> None:
     transport = Transport(holds=True)
     outbox = transport.outbox()
     first = outbox.post(Number(1), 1, 0)
@@ -117,7 +117,7 @@ def test_buffers_are_shared_by_scopes_and_kinds_of_one_size() -> None:
     assert len(transport.repeated) == 1
 
 
-def test_a_channel_that_comes_and_goes_leaves_nothing_more_prepared() -> None:
+def test_channel_that_was_closed_leaves_nothing_prepared() -> None:
     transport = Transport()
     for scope in range(2, 50):
         transport.outbox(scope).post(Number(scope), 1, 0)

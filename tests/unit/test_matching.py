@@ -55,7 +55,7 @@ def test_a_large_message_to_oneself_is_sent_when_it_is_received(matcher: Matcher
     assert receive.test() and send.test() and rung and buffer == data
 
 
-def test_a_lost_rank_fails_its_receives_alone_and_keeps_what_came_whole(matcher: Matcher) -> None:
+def test_lost_rank_fails_its_receives_and_keeps_whole_messages(matcher: Matcher) -> None:
     matcher.deliver(inline(1, 5, b"z"))
     mine, others, anybodys = (post(matcher, 1, source, 6)[0] for source in (1, 2, ANY_SOURCE))
     matcher.lose(1, RankLostError("rank 1 is gone", rank=1))
@@ -77,7 +77,7 @@ def test_a_matched_receive_cannot_be_withdrawn(matcher: Matcher) -> None:
     assert receive.test() and not receive.cancelled and buffer == b"k"
 
 
-def test_the_inbox_rings_once_for_all_that_came_and_again_after_a_look() -> None:
+def test_inbox_rings_once_per_batch_and_again_after_a_look() -> None:
     inbox, rung, seen = CallbackQueue(), list[None](), list[int]()
     inbox.put(seen.append, 1)  # before anybody listens
     inbox.set_bell(lambda: rung.append(None))
@@ -88,7 +88,7 @@ def test_the_inbox_rings_once_for_all_that_came_and_again_after_a_look() -> None
     assert (len(rung), seen) == (2, [1, 2])
 
 
-def test_a_look_between_a_call_and_its_bell_does_not_silence_the_next_one() -> None:
+def test_look_between_a_call_and_its_bell_keeps_the_next_bell() -> None:
     """It did: a rank slept for ever with a message in its inbox."""
     inbox, rung, seen = CallbackQueue(), list[None](), list[int]()
 

@@ -197,7 +197,7 @@ def test_infinities_that_all_tensors_hold_stay_for_any_weights(weights: list[flo
     assert torch.equal(total, mask) and mean.is_agreed
 
 
-def test_product_sum_and_quotient_are_rounded_apart_and_chunks_are_left_alone() -> None:
+def test_product_sum_and_quotient_round_apart_and_keep_chunks() -> None:
     parts, weights = samples(torch.float32, 2, 0), [0.1, 0.6]
     kept = [part.clone() for part in parts]
     one, two = (part.numpy() * np.float32(weight) for part, weight in zip(parts, weights, strict=True))
@@ -205,7 +205,7 @@ def test_product_sum_and_quotient_are_rounded_apart_and_chunks_are_left_alone() 
     assert all(torch.equal(part, before) for part, before in zip(parts, kept, strict=True))
 
 
-def test_the_first_tensor_needs_no_zeros_and_keeps_the_sign_of_zero() -> None:
+def test_first_tensor_needs_no_zeros_and_keeps_the_sign_of_zero() -> None:
     found = mean_of([torch.tensor([-0.0, 1.0, 2.0])], [1.0])
     assert found.tolist() == [0.0, 1.0, 2.0]
     assert math.copysign(1.0, found[0].item()) == -1.0

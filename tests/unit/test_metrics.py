@@ -102,13 +102,13 @@ def test_samples_are_the_counters_and_each_is_described() -> None:
     assert {*found, "steps_per_second"} == set(EXPORTED)
 
 
-def test_a_rate_is_known_where_time_has_passed_and_nothing_was_started_anew() -> None:
+def test_rate_is_known_if_time_has_passed_without_a_restart() -> None:
     earlier = replace(COUNTERS, time_s=8.0, policies=(replace(POLICY, step=30),))
     assert [sample.value for sample in samples(COUNTERS, earlier) if sample.name == "steps_per_second"] == [5.0]
     assert (per_second(4, 4, 2.0), per_second(4, 2, 0.0), per_second(1, 2, 1.0)) == (0.0, None, None)
 
 
-def test_counters_are_read_again_where_a_dictionary_has_grown_meanwhile() -> None:
+def test_counters_are_read_again_if_a_dictionary_has_grown() -> None:
     attempts = []
 
     class Growing:
@@ -383,7 +383,7 @@ def test_a_line_without_an_end_is_shown_in_parts() -> None:
     assert to.getvalue().count("\n") > 1
 
 
-def test_a_terminal_that_is_gone_or_lacks_a_letter_holds_nobody_up() -> None:
+def test_lost_or_limited_terminal_blocks_no_rank() -> None:
     to = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     copied([b"caf\xc3\xa9\n" * 12_000], to)
     to.close()

@@ -120,7 +120,7 @@ def test_a_row_of_another_name_is_found_out() -> None:
     assert "report_load_imbalance" in reached.offered and "random" not in reached.offered
     other = reach(
         ROOT / "tests" / "local" / "test_collectives.py",
-        "test_a_lost_rank_ends_the_collective_of_those_that_wait_for_it",
+        "test_lost_rank_ends_the_collective_of_the_ranks_awaiting_it",
     )
     assert "barrier" in other.attributes and "barrier" not in other.offered, "of another object than the package"
     assert not is_run("tests/unit/test_timing_report.py", "EVEN") and not is_run(
@@ -182,7 +182,7 @@ def names_of_scripts() -> dict[str, list[str]]:
 
 
 @pytest.mark.slow  # torchgfn takes seconds to import
-def test_what_a_script_of_torchgfn_imports_has_the_arguments_of_torchgfn() -> None:
+def test_what_a_script_of_torchgfn_imports_has_its_arguments() -> None:
     """The module is offered under the same names; ``gfn.utils.distributed`` is parsed, since it would load MPI."""
     from asyncdist.integrations import torchgfn
 

@@ -46,7 +46,7 @@ def admission(coordinator: RoundCoordinator, rank: int, *, donor: int, now: floa
     return number
 
 
-def test_a_newcomer_gets_the_best_members_state_and_counts_from_then_on() -> None:
+def test_newcomer_gets_the_best_members_state_and_then_counts() -> None:
     coordinator = running([1.0, 5.0, 3.0])
     coordinator.on_lost(2, 1.0)
     number = admission(coordinator, 2, donor=1, now=2.0)
@@ -75,7 +75,7 @@ def test_a_newcomer_is_neither_waited_for_nor_judged() -> None:
     assert not coordinator.on_report(2, 19, 9.0, 1.0, 4.0)
 
 
-def test_another_donor_gives_after_a_failure_and_after_the_others_next_decision() -> None:
+def test_next_donor_gives_after_a_failure_and_a_new_decision() -> None:
     coordinator = running([1.0, 5.0, 3.0])
     coordinator.on_lost(0, 1.0)
     number = admission(coordinator, 0, donor=1, now=2.0)
@@ -98,7 +98,7 @@ def test_a_newcomer_that_waits_is_no_straggler_of_a_decision() -> None:
     assert after.stragglers == before.stragglers
 
 
-def test_the_time_of_an_admission_covers_what_comes_after_the_weights() -> None:
+def test_admission_time_covers_the_work_after_the_weights() -> None:
     coordinator = running([1.0, 5.0, 3.0])
     coordinator.on_lost(2, 1.0)
     (number,) = {send.round for send in coordinator.on_newcomer(2, 1, 2.0)}
@@ -107,13 +107,13 @@ def test_the_time_of_an_admission_covers_what_comes_after_the_weights() -> None:
     assert send.message.timeout_s == 10.0 + (1 + 1) * 1.0 + (3 + 7) * 1.0
 
 
-def test_a_coordinator_that_takes_over_counts_a_rank_that_an_earlier_one_has_admitted() -> None:
+def test_new_coordinator_counts_a_rank_admitted_before() -> None:
     coordinator = OpenedCoordinator([0, 1], rules(), may_join=[0, 1, 2])
     coordinator.on_joined(2, Joined(7, -1, -1, 9, 1.0, 1.0, 1.0, incarnation=3), 0.0)
     assert coordinator.members() == ((0, 0), (1, 0), (2, 3))
 
 
-def test_a_coordinator_that_takes_over_believes_no_rank_that_has_no_part_in_the_policy() -> None:
+def test_new_coordinator_ignores_a_rank_outside_the_policy() -> None:
     coordinator = OpenedCoordinator([0, 1], rules(), may_join=[0, 1, 2])
     assert coordinator.on_joined(3, Joined(7, -1, -1, 9, 1.0, 1.0, 1.0), 0.0) == ()
     assert coordinator.on_report(3, 9, 1.0, 1.0, 0.0) == ()
@@ -192,7 +192,7 @@ def test_a_state_with_changed_bytes_is_a_state_or_refused(data: st.DataObject) -
         unpacked(state)
 
 
-async def test_ranks_that_are_met_together_are_asked_before_it_is_known_that_none_of_them_has_the_policy() -> None:
+async def test_ranks_met_together_are_all_asked_for_the_policy() -> None:
     """A newcomer that met all others in one turn ended: it took those that it had asked, which were none, for all."""
     unmet, asked = {1, 2, 3}, []
     welcome = Welcome(0, 0, 0, 0, 0, ((1, 0), (2, 0), (3, 0)))

@@ -139,7 +139,7 @@ def test_how_many_are_drawn(members: int, options: dict[str, Any], count: int) -
     assert donor_limit(members, OneSidedRules(**options)) == count
 
 
-def test_small_groups_are_looked_at_whole_and_larger_ones_by_a_sample() -> None:
+def test_small_groups_are_read_whole_and_larger_ones_by_sample() -> None:
     assert SAMPLE_COUNT == TOLD_COUNT_MAX, "in a group whose members are told all, all are looked at"
     for mode in REPLACEMENT_MODES:
         for options in ({}, {"donor_count": 2}, {"donor_ratio": 1.0}):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from asyncdist.tensors.optimizers.reset import reset_optimizer_state
 
 
-def test_an_optimizer_whose_constructor_makes_its_state_has_the_first_one_again() -> None:
+def test_reset_restores_the_state_that_the_constructor_makes() -> None:
     """Adagrad's step asked for it in older releases of torch, and raised KeyError: 'sum' after a reset."""
 
     class Older(torch.optim.Adagrad):

@@ -234,7 +234,7 @@ def test_an_optimizer_that_puts_the_old_weights_back_is_reported(caplog: pytest.
     assert "Hidden after an average put the old weights back" in caplog.text
 
 
-def test_another_optimizer_that_trains_is_reported_where_one_is_reset(caplog: pytest.LogCaptureFixture) -> None:
+def test_reset_reports_another_optimizer_that_trains_the_model(caplog: pytest.LogCaptureFixture) -> None:
     model = build()
     first, second = (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for _ in range(2))
     weights = held(model, first, is_reset=True)

@@ -59,7 +59,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert found.ranks[0].unix_s(102.0) - found.began_at == 2.0
 
 
-def test_safe_points_are_written_in_their_order_with_the_next_event(tmp_path: Path) -> None:
+def test_safe_points_are_written_in_order_with_the_next_event(tmp_path: Path) -> None:
     clock = Clock()
     to = RecordWriter(RecordOptions(tmp_path), clock, 0)
     to.open(header(size=2))
@@ -91,7 +91,7 @@ def test_safe_points_are_written_in_their_order_with_the_next_event(tmp_path: Pa
     assert (last.kind, last.fields) == ("safe_point", (True, 5, 9)), "the end of a file waits for no event"
 
 
-def test_safe_points_alone_fill_blocks_and_after_the_end_nothing_is_kept(tmp_path: Path) -> None:
+def test_safe_points_alone_fill_blocks_and_none_follow_the_end(tmp_path: Path) -> None:
     to = RecordWriter(RecordOptions(tmp_path, limit_nbytes=100_000), Clock(), 0)
     to.open(header())
 
@@ -134,9 +134,7 @@ def test_a_torn_file_is_read_up_to_its_last_whole_block(
     assert re.search(r"ends within a block, at byte \d+, after [12] blocks", caplog.text)
 
 
-def test_a_notebook_has_no_script_and_the_arguments_of_its_kernel_are_none_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_notebook_recording_has_no_script_or_kernel_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A story began with 'job 0000abcd: , 1 rank', and a report had ' -f kernel.json' for a script."""
     monkeypatch.setattr(sys, "argv", ["ipykernel_launcher.py", "-f", "kernel.json"])
     monkeypatch.setattr(sys.modules["__main__"], "__file__", None)
@@ -159,7 +157,7 @@ def test_a_forked_child_writes_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     assert not to.is_recording and not list(read_recording(tmp_path).ranks[0].events())
 
 
-def test_what_a_rank_writes_after_its_recording_was_opened_is_not_read(tmp_path: Path) -> None:
+def test_records_written_after_the_opening_are_not_read(tmp_path: Path) -> None:
     """A report reads each file several times: what came meanwhile was there in the second time alone."""
     clock = Clock()
     to = RecordWriter(RecordOptions(tmp_path), clock, 0)
@@ -275,7 +273,7 @@ def test_an_empty_or_missing_folder_is_refused(tmp_path: Path) -> None:
         read_recording(tmp_path / "missing")
 
 
-def test_a_full_disk_costs_one_warning_and_what_was_written_stays(
+def test_full_disk_causes_one_warning_and_keeps_earlier_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = Clock()
@@ -318,7 +316,7 @@ def test_a_file_ends_at_its_limit(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert cut.kind == "cut" and cut.get("why") in caplog.text, "it does not look as that of a killed rank"
 
 
-def test_a_header_for_which_there_is_no_room_leaves_an_empty_file(tmp_path: Path) -> None:
+def test_header_without_room_leaves_an_empty_file(tmp_path: Path) -> None:
     to = RecordWriter(RecordOptions(tmp_path, limit_nbytes=100), Clock(), 0)
     to.open(header())
     to.close()

@@ -32,7 +32,7 @@ def agenda_of(*entries: Entry, woken_count: int = 0) -> Agenda:
         (1, 2, False),
     ],
 )
-def test_a_message_that_ended_no_wait_before_a_safe_point_is_seen_there(
+def test_message_that_ended_no_wait_is_seen_at_the_safe_point(
     woken_count: int, woken_before_point: int, is_seen: bool
 ) -> None:
     first, second = (Taken(0, woken_count, 0, 0.0, [(source, 1)]) for source in (2, 3))
@@ -41,14 +41,14 @@ def test_a_message_that_ended_no_wait_before_a_safe_point_is_seen_there(
     assert agenda.is_seen_at_point(second) == is_seen
 
 
-def test_what_a_task_takes_by_itself_and_what_no_safe_point_follows_is_not_put_off() -> None:
+def test_events_without_a_safe_point_after_them_are_not_delayed() -> None:
     by_task = TakenByTask(0, 0, 0, 0.0, [(2, 1)])
     assert not agenda_of(by_task, SafePoint(0)).is_seen_at_point(by_task)
     last = Taken(0, 0, 0, 0.0, [(2, 1)])
     assert not agenda_of(last).is_seen_at_point(last)
 
 
-def test_a_line_that_read_the_clock_after_a_message_is_shown_that_first() -> None:
+def test_clock_read_after_a_message_is_shown_the_message_first() -> None:
     """Its task had been started before, and went on with what the message brought."""
     message = Taken(0, 0, 0, 0.0, [(2, 1)])
     agenda = agenda_of(message)
@@ -79,7 +79,7 @@ def test_a_line_that_read_the_clock_after_a_message_is_shown_that_first() -> Non
         ([(2, 1)], 1, False),  # it wakes no other one
     ],
 )
-def test_of_two_that_are_woken_before_a_safe_point_one_may_have_gone_on(
+def test_one_of_two_woken_before_a_safe_point_may_continue(
     keys: list[tuple[int, int]], woken_before_point: int, is_alone: bool
 ) -> None:
     sight = Taken(0, 0, 0, 0.0, keys)
@@ -87,7 +87,7 @@ def test_of_two_that_are_woken_before_a_safe_point_one_may_have_gone_on(
     assert agenda.wakes_one_before_point(sight) == is_alone
 
 
-def test_what_user_code_takes_before_a_safe_point_comes_before_what_is_seen_there() -> None:
+def test_user_takes_precede_the_events_seen_at_the_safe_point() -> None:
     deferred, by_task = Taken(0, 1, 0, 0.0, [(2, 1)]), TakenByTask(0, 1, 1, 0.0, [(3, 1)])
     agenda = agenda_of(deferred, by_task, SafePoint(1), woken_count=1)
     assert agenda.is_seen_at_point(deferred)

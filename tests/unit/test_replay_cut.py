@@ -23,13 +23,13 @@ def sent(dest: int, tag: int = TAG) -> Event:
 
 
 @pytest.mark.parametrize(("marks_signal", "count"), [(True, 3), (False, 2)])
-def test_a_rank_that_a_signal_has_ended_is_shown_what_came_before_it(marks_signal: bool, count: int) -> None:
+def test_rank_ended_by_a_signal_is_shown_the_earlier_events(marks_signal: bool, count: int) -> None:
     """Where the signal was raised in user code, its place is not known: that is after the last step."""
     events = [received(0), STEP, received(0), *([INTERRUPTED] if marks_signal else []), received(0), OVER]
     assert cut_at_signals({0: [sent(0), sent(0), sent(0)], 1: events})[1] == events[:count]
 
 
-def test_a_signal_that_comes_after_another_one_had_been_raised_in_user_code_is_not_the_first() -> None:
+def test_second_signal_raised_in_user_code_is_not_the_first() -> None:
     assert cut_at_signals({0: [STEP, received(0), OVER, INTERRUPTED]}) == {0: [STEP]}
 
 

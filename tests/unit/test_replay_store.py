@@ -179,7 +179,7 @@ def test_prioritised_draws_follow_the_priorities(count: int) -> None:
     assert drawn.weights.max() <= 1.0
 
 
-def test_new_items_have_the_largest_priority_so_far_and_updates_count() -> None:
+def test_new_items_have_the_largest_priority_and_updates_count() -> None:
     store = ReplayStore(4, alpha=1.0, seed=0)
     store.add(rows_of([0, 1]), np.array([8.0, 0.0]))
     store.add(rows_of([2]))
@@ -207,7 +207,7 @@ def test_alpha_zero_is_uniform() -> None:
     assert (abs(counts - 10_000) < 600).all()
 
 
-def test_a_number_between_two_blocks_does_not_draw_what_has_no_chance() -> None:
+def test_number_between_two_blocks_draws_no_zero_priority_item() -> None:
     """0.1 + 0.2 - 0.2 > 0.1: the second block seemed to begin behind the number, at a first item without a chance."""
     store = ReplayStore(1024, alpha=1.0, seed=0)
     priorities = np.zeros(1024)
@@ -221,7 +221,7 @@ def test_a_number_between_two_blocks_does_not_draw_what_has_no_chance() -> None:
     assert set(store._priorities.draw(near).tolist()) <= {0, 513}
 
 
-def test_priorities_without_a_sum_are_refused_and_nothing_is_stored() -> None:
+def test_priorities_without_a_sum_are_refused_and_not_stored() -> None:
     store = ReplayStore(4, alpha=2.0, seed=0)
     store.add(rows_of([0, 1]), np.array([1e150, 1.0]))
     for wrong in (1e160, 1.3e154):

@@ -45,7 +45,7 @@ def test_ranks_are_those_of_the_counterparts() -> None:
     assert replica.follower.state is State.READING and replica.follower.assignment_count == 1
 
 
-def test_a_round_that_the_leader_gives_up_ends_for_all_and_its_reason_is_told() -> None:
+def test_round_given_up_by_the_leader_ends_for_all_with_a_reason() -> None:
     replica = Replica()
     replica.leader.on_assign(ASSIGN, 1)
     replica.leader.on_frozen(FROZEN, 1)

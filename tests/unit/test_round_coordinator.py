@@ -67,7 +67,7 @@ def test_safe_points_of_a_stream_lengthen_the_timeout() -> None:
     assert send.message.timeout_s == 8.0 + 11 * 0.5 + 10 * 0.5 + 0.5
 
 
-def test_a_sharded_round_names_its_reducers_and_freezes_with_those_that_are_left() -> None:
+def test_sharded_round_names_reducers_and_freezes_with_the_rest() -> None:
     coordinator = OpenedCoordinator(range(4), rules(route="sharded"))
     sends = report_all(coordinator, [0.0, 1.0, 2.0, 3.0])
     named = {"reducers": (1, 2, 3)}
@@ -85,7 +85,7 @@ def test_a_sharded_round_names_its_reducers_and_freezes_with_those_that_are_left
     assert coordinator.statistics().routes == {"direct": 0, "sharded": 1}
 
 
-def test_replacers_of_one_host_are_told_from_which_rank_each_part_comes() -> None:
+def test_replacers_of_one_host_learn_the_source_of_each_part() -> None:
     coordinator = OpenedCoordinator(
         range(4), rules(route="sharded", replacement_ratio=0.5), model_nbytes=SHARED_NBYTES_MIN
     )
@@ -102,7 +102,7 @@ def test_replacers_of_one_host_are_told_from_which_rank_each_part_comes() -> Non
     assert frozen.timeout_s == 8.0 + 2 * (2 * 0.5 + 0.5) + (2 * 0.5 + 8 * 2 * 0.5) + (2 * 0.5 + 0.5) + 0.5
 
 
-def test_where_replacers_are_more_they_reduce_as_long_as_they_take_part() -> None:
+def test_more_numerous_replacers_reduce_while_they_take_part() -> None:
     coordinator = OpenedCoordinator(
         range(4), rules(route="sharded", averaging_strategy="best_only", replacement_ratio=0.7)
     )
@@ -217,7 +217,7 @@ def test_a_decision_without_action_spends_the_reports() -> None:
     assert brief(coordinator.on_report(1, 19, 2.0, 0.5, 1.0)) == [(0, 1, "Assign"), (1, 1, "Assign")]
 
 
-def test_cooldown_counts_iterations_of_the_fastest_and_needs_a_threshold() -> None:
+def test_cooldown_counts_fastest_iterations_with_a_threshold() -> None:
     for threshold, expected in ((5.0, [0, 2]), (None, [0, 1, 2])):
         coordinator = OpenedCoordinator(range(2), rules(threshold=threshold, cooldown=20))
         acted = []
@@ -401,7 +401,7 @@ def test_law_a_coordinator_is_a_function_of_its_events(
 @pytest.mark.slow
 @LAWS
 @given(st.integers(2, 6), st.integers(0, 5), st.integers(1, 4))
-def test_law_live_members_are_judged_again_after_any_silent_round(size: int, silent: int, repeats: int) -> None:
+def test_law_live_members_are_judged_again_after_a_silent_round(size: int, silent: int, repeats: int) -> None:
     """Liveness: with any members silent, each batch of reports from the others leads to one more decision."""
     coordinator = OpenedCoordinator(range(size), rules(quorum=0.5))
     now = 0.0

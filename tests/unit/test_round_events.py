@@ -69,7 +69,7 @@ def test_a_replacer_hears_why_its_round_was_abandoned() -> None:
     assert told.note(told.member.on_end("complete", 3), reason="complete") == []
 
 
-def test_after_an_application_nothing_follows_and_a_role_that_is_refused_is_abandoned() -> None:
+def test_applied_role_ends_its_events_and_a_refused_one_abandons() -> None:
     told = Told()
     told.assign(TO_TAKE, 3)
     told.note(told.member.on_frozen(FROZEN, 3))
@@ -97,7 +97,7 @@ def test_a_newcomer_hears_of_no_role_before_it_makes_steps() -> None:
     assert told.note(told.member.on_end("time is up", 3), reason="time is up") == []
 
 
-def test_a_callback_that_raises_is_told_the_rest_in_the_next_step() -> None:
+def test_callback_that_raises_gets_the_rest_in_the_next_step() -> None:
     told: list[Any] = []
 
     def on_event(event: PolicyEvent) -> None:

@@ -126,7 +126,7 @@ def test_a_donor_reduces_until_its_round_ends() -> None:
     assert not member.reducing
 
 
-def test_a_replacer_reduces_for_the_others_after_it_has_applied_and_while_it_leaves() -> None:
+def test_replacer_still_reduces_after_applying_or_when_leaving() -> None:
     member = RoundMember()
     frozen = Frozen((2,), (1.0,), (9,), 2, 30.0, (0, 1))
     before = RefuseUpTo(2), Reduce(3, TO_TAKE_AND_REDUCE), Ask(3, TO_TAKE_AND_REDUCE)
@@ -141,7 +141,7 @@ def test_a_replacer_reduces_for_the_others_after_it_has_applied_and_while_it_lea
     assert member.on_left() == (Tell(Leave()),)
 
 
-def test_a_member_that_declines_leaves_early_or_loses_its_coordinator_does_not_reduce() -> None:
+def test_declining_leaving_or_orphaned_member_does_not_reduce() -> None:
     member = RoundMember()
     member.on_assign(TO_GIVE_AND_REDUCE, 3)
     member.on_step()
@@ -177,7 +177,7 @@ def test_a_report_from_before_the_last_average_makes_no_replacer() -> None:
     assert member.state is State.IDLE and member.declined == {reason: 1}
 
 
-def test_a_replacer_that_fetches_for_others_shares_until_the_round_ends() -> None:
+def test_replacer_that_fetches_for_others_shares_until_round_end() -> None:
     member = RoundMember()
     reduce, ask = Reduce(3, TO_TAKE_AND_SHARE), Ask(3, TO_TAKE_AND_SHARE)
     assert member.on_assign(TO_TAKE_AND_SHARE, 3) == (RefuseUpTo(2), reduce, ask)
@@ -196,7 +196,7 @@ def test_weights_that_are_not_finite_are_declined() -> None:
     assert member.state is State.IDLE
 
 
-def test_an_exchange_that_fails_abandons_the_round_and_the_next_step_says_so() -> None:
+def test_failed_exchange_abandons_the_round_and_the_step_says_so() -> None:
     member = member_in(State.READING)
     assert member.on_failed(3, "lost") == (Discard(3, "lost"), Tell(Abandoned("lost"), 3))
     assert member.wants_step and member.on_step() is None and not member.wants_step
@@ -248,7 +248,7 @@ def test_a_member_that_is_out_hears_nothing() -> None:
     assert member.state is State.OUT and member.last_round == 5 and not member.wants_step
 
 
-def test_leaving_gives_up_and_declines_but_finishes_what_is_given() -> None:
+def test_leaving_gives_up_and_declines_but_finishes_its_giving() -> None:
     assert member_in(State.IDLE).on_leave() == (RefuseUpTo(math.inf),)
     declined = Tell(Decline("leaving"), 3)
     assert member_in(State.CHOSEN).on_leave() == (declined, RefuseUpTo(math.inf))
@@ -324,7 +324,7 @@ def call(member: RoundMember, name: str, number: int) -> Instructions:
 
 @LAWS
 @given(st.lists(st.tuples(CALLS, st.integers(1, 4)), max_size=40))
-def test_in_any_order_of_events_resources_are_freed_once_and_each_application_was_read(
+def test_any_order_of_events_frees_resources_once(
     calls: list[tuple[str, int]],
 ) -> None:
     """One snapshot on offer at most, one exchange at most, both given back by the end; nothing after the farewell."""
@@ -364,7 +364,7 @@ def test_in_any_order_of_events_resources_are_freed_once_and_each_application_wa
     assert not offered and not exchanging and not reducing and member.state is State.OUT
 
 
-def test_reasons_that_hold_numbers_are_counted_together_beyond_some() -> None:
+def test_reasons_that_hold_numbers_share_a_count_beyond_a_limit() -> None:
     counts: Counter[str] = Counter()
     for number in range(1000):
         count_reason(counts, f"round {number} began")

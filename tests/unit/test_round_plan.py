@@ -49,7 +49,7 @@ def test_parts_come_back(parts: list[bytes]) -> None:
 
 
 @given(st.binary(max_size=40), st.integers(0, 9))
-def test_any_bytes_are_ascending_ranks_and_sound_numbers_or_refused(packed: bytes, count: int) -> None:
+def test_any_bytes_decode_to_valid_ranks_and_numbers_or_fail(packed: bytes, count: int) -> None:
     with suppress(ValueError):
         ranks = unpack_ranks(packed)
         assert list(ranks) == sorted(set(ranks)) and all(rank >= 0 for rank in ranks)
@@ -151,7 +151,7 @@ def test_damaged_bytes_are_refused_or_say_something_that_fits() -> None:
     assert opened_count
 
 
-def test_a_round_of_a_thousand_ranks_is_told_in_a_few_hundred_bytes() -> None:
+def test_round_of_a_thousand_ranks_takes_a_few_hundred_bytes() -> None:
     """As lists of numbers the first was 3,000 bytes, and the second 9,000 and more."""
     named = tuple(range(1000))
     replacers = tuple(random.Random(1).sample(named, 250))

@@ -182,7 +182,7 @@ def test_weighted_mean_is_uniform_when_nobody_gains() -> None:
     assert decision == Decision((1, 2, 3), (0,), (1.0, 1.0, 1.0), 3)
 
 
-def test_weighted_mean_measures_from_the_worst_finite_participant() -> None:
+def test_weighted_mean_measures_from_worst_finite_participant() -> None:
     decision = decide({0: NAN, 1: 1.0, 2: 2.0, 3: 4.0}, rules(averaging_strategy="weighted_mean"))
     assert decision == Decision(donors=(2, 3), replacers=(0,), weights=(1.0, 3.0), best=3), "rank 1 would weigh 0"
 
@@ -332,7 +332,7 @@ def test_auto_chooses_by_donors_replacers_and_model(
 
 
 @pytest.mark.parametrize(("nbytes", "count"), [(1, 1), (MIB, 16), (1000 * MIB, 96)])
-def test_auto_has_few_reducers_for_a_small_model_and_they_take_turns(nbytes: int, count: int) -> None:
+def test_auto_rotates_few_reducers_for_a_small_model(nbytes: int, count: int) -> None:
     decision = Decision(tuple(range(96)), tuple(range(96, 128)), (1.0,) * 96, 0)
     rounds = [reducers_of(decision, "auto", nbytes, turn) for turn in range(96)]
     assert {len(reducers) for reducers in rounds} == {count}
@@ -373,7 +373,7 @@ def moved(decision: Decision, reducers: tuple[int, ...], hosts: dict[int, int]) 
 
 
 @pytest.mark.parametrize("replacer", range(4))
-def test_donors_of_the_host_that_gives_more_reduce_where_that_spares_the_network(replacer: int) -> None:
+def test_donors_of_the_larger_host_reduce_to_spare_the_network(replacer: int) -> None:
     """Two models cross the network directly, 4/3 where all donors reduce, and one each way where those of one host."""
     donors, hosts = tuple(rank for rank in range(4) if rank != replacer), {0: 5, 1: 5, 2: 6, 3: 6}
     decision = Decision(donors, (replacer,), (1.0,) * 3, donors[0])
@@ -385,9 +385,7 @@ def test_donors_of_the_host_that_gives_more_reduce_where_that_spares_the_network
 
 @LAWS
 @given(st.lists(st.integers(1, 4), min_size=3, max_size=24), st.integers(1, 23))
-def test_where_hosts_are_known_no_network_has_more_to_carry_and_no_rank_more_than_two_models(
-    listed: list[int], replacer_count: int
-) -> None:
+def test_known_hosts_bound_network_load_and_two_models_per_rank(listed: list[int], replacer_count: int) -> None:
     replacer_count = min(replacer_count, len(listed) - 1)
     replacers, donors = tuple(range(replacer_count)), tuple(range(replacer_count, len(listed)))
     decision, hosts = Decision(donors, replacers, (1.0,) * len(donors), donors[-1]), dict(enumerate(listed))
@@ -398,7 +396,7 @@ def test_where_hosts_are_known_no_network_has_more_to_carry_and_no_rank_more_tha
     assert busiest <= 2 and network <= moved(decision, everywhere, hosts)[2] + 1e-9
 
 
-def test_auto_knows_that_replacers_of_one_host_share_what_they_fetch() -> None:
+def test_auto_counts_one_fetch_for_all_replacers_of_a_host() -> None:
     """Six replacers on one host take the one donor's model: five of six parts come once, and not six times."""
     decision, hosts = Decision((6,), tuple(range(6)), (1.0,), 6), {6: 2, **dict.fromkeys(range(6), 1)}
     assert reducers_of(decision, "auto", 13 * MIB, 0, hosts) == tuple(range(6)), "one model in place of six"

@@ -34,7 +34,7 @@ LAWS = settings(deadline=None, derandomize=True, max_examples=200)
 times = st.floats(0.0, 1e6)
 
 
-def test_the_grace_is_what_is_left_of_a_cadence_after_quorum_and_round() -> None:
+def test_grace_is_the_rest_of_a_cadence_after_quorum_and_round() -> None:
     assert grace_s(10.0, 2.0, []) == 8.0
     assert grace_s(10.0, 2.0, [3.0, 4.0, 100.0]) == 4.0
     assert grace_s(10.0, 2.0, [9.0]) == 0.0
@@ -46,7 +46,7 @@ def test_law_no_grace_delays_the_round_beyond_the_next_reports(cadence: float, q
     assert 0 <= grace_s(cadence, quorum, rounds) <= max(0.0, cadence - quorum)
 
 
-def test_the_cadence_is_that_of_the_median_member_whose_interval_is_known() -> None:
+def test_cadence_is_that_of_the_median_member_with_an_interval() -> None:
     assert cadence_s([]) == cadence_s([0.0, 0.0]) == 0.0
     assert cadence_s([0.0, 5.0, 500.0]) == 5.0
     assert cadence_s([5.0, 4.0, 6.0]) == 5.0
@@ -67,7 +67,7 @@ def test_a_member_between_two_reports_is_not_late() -> None:
     assert is_late(pace._replace(silent_s=INF), 5.0)
 
 
-def test_a_round_takes_three_steps_of_its_slowest_rank_and_as_long_again_as_it_is_overdue() -> None:
+def test_round_takes_three_steps_of_the_slowest_plus_overdue() -> None:
     pace = Pace(step_s=2.0, interval_s=5.0, silent_s=4.0)
     assert hold_s(pace, 1) == 6.0
     assert hold_s(pace, 10) == 24.0
@@ -75,13 +75,13 @@ def test_a_round_takes_three_steps_of_its_slowest_rank_and_as_long_again_as_it_i
     assert hold_s(pace._replace(interval_s=0.0, silent_s=7.0), 1) == 6.0
 
 
-def test_a_round_may_take_as_long_as_a_cadence_or_twice_as_long_as_with_the_median_rank() -> None:
+def test_round_may_take_one_cadence_or_twice_the_median_time() -> None:
     assert free_s({}, 4.0) == 0.0
     assert free_s({0: 1.0, 1: 1.0, 2: 50.0}, 4.0) == FREE_CADENCES * 4.0
     assert free_s({0: 3.0, 1: 3.0, 2: 50.0}, 4.0) == 6.0
 
 
-def test_slow_ranks_are_those_that_take_longer_unless_too_few_are_left() -> None:
+def test_slow_ranks_take_longer_unless_too_few_members_remain() -> None:
     assert slow_ranks({0: 1.0, 1: 9.0, 2: 2.0}, 2.0) == {1}
     assert slow_ranks({0: 1.0, 1: 9.0}, 2.0) == frozenset(), "one rank alone has nobody to average with"
 
@@ -101,7 +101,7 @@ def test_a_grace_of_the_user_is_kept_to(given_s: float) -> None:
     assert patience.deadline is None
 
 
-def test_a_slow_rank_takes_part_when_that_holds_rounds_up_for_a_tenth_of_the_time() -> None:
+def test_slow_rank_takes_part_if_it_delays_rounds_by_a_tenth() -> None:
     patience = Patience(None, 1)
     paces = {rank: Pace(1.0, 5.0, 0.0) for rank in range(3)} | {3: Pace(10.0, 50.0, 0.0)}
     assert patience.slow_ranks(paces.items(), 5.0, 0.0) == {3}
@@ -143,7 +143,7 @@ def test_law_one_look_at_the_slowest_pace_changes_nothing(
     assert vars(one) == vars(two)
 
 
-def test_where_the_slowest_pace_is_quick_enough_no_other_one_is_looked_at() -> None:
+def test_no_other_pace_is_tried_if_the_slowest_is_fast_enough() -> None:
     paces: Iterator[tuple[int, Pace]] = iter([(0, Pace(1.0, 5.0, 1.0))])
     assert Patience(None, 1).slow_ranks(paces, 5.0, 0.0, slowest=Pace(1.0, 5.0, 1.0)) == frozenset()
     assert len(list(paces)) == 1
@@ -171,7 +171,7 @@ def finish(coordinator: RoundCoordinator, now: float) -> None:
     coordinator.on_abandoned(replacer, number, "test", now)
 
 
-def test_ranks_that_are_expected_are_waited_for_and_a_slow_one_is_not() -> None:
+def test_expected_ranks_are_awaited_and_a_slow_one_is_not() -> None:
     coordinator = OpenedCoordinator(range(4), SelectiveRules())
     for begin in (0.0, 5.0, 10.0):
         for rank in (1, 2, 3):
@@ -206,7 +206,7 @@ def test_a_slow_rank_is_named_with_its_offset() -> None:
     assert coordinator.statistics().stragglers[-1] == Straggler(2, 0, 245.75)
 
 
-def test_a_member_that_is_only_between_two_reports_is_no_straggler() -> None:
+def test_member_between_two_reports_is_not_a_straggler() -> None:
     coordinator = OpenedCoordinator(range(3), SelectiveRules(grace_s=0.0))
     for begin in (0.0, 5.0):
         for rank in range(3):
@@ -218,7 +218,7 @@ def test_a_member_that_is_only_between_two_reports_is_no_straggler() -> None:
     assert coordinator.statistics().decision_count >= 3 and not later
 
 
-def test_the_first_decision_waits_for_the_first_reports_within_a_cadence() -> None:
+def test_first_decision_awaits_first_reports_within_a_cadence() -> None:
     coordinator = OpenedCoordinator(range(4), SelectiveRules())
     report(coordinator, 0, 5.0)
     report(coordinator, 1, 5.5)

@@ -23,7 +23,7 @@ def test_quantiles_of_even_values_are_within_two_percent(span: tuple[float, floa
     assert histogram.quantile(1.0) <= max(values)
 
 
-def test_of_one_value_every_quantile_is_near_it_and_of_none_it_is_no_number() -> None:
+def test_quantiles_of_one_value_are_near_it_and_of_none_are_nan() -> None:
     histogram = LogHistogram()
     assert math.isnan(histogram.quantile(0.5))
     histogram.add(3.0)
@@ -31,7 +31,7 @@ def test_of_one_value_every_quantile_is_near_it_and_of_none_it_is_no_number() ->
 
 
 @pytest.mark.parametrize("start_s", [0.0, 29.0, 3600.0])
-def test_values_that_come_late_are_told_apart_as_those_that_come_at_once(start_s: float) -> None:
+def test_late_values_are_told_apart_like_values_at_once(start_s: float) -> None:
     """A job that had imported and compiled for half a minute, and trained for a second, had thirteen columns of 200."""
     bins = TimeBins()
     for place in range(1000):

@@ -51,12 +51,12 @@ def test_the_number_of_tasks_on_a_host(text: str, node: str, size: int | None) -
     assert slurm.local_size(environ) == size == environment.local_size(environ)
 
 
-def test_steps_that_follow_each_other_have_ports_of_their_own_that_no_kernel_gives_away() -> None:
+def test_successive_steps_have_ports_outside_the_kernels_range() -> None:
     ports = [slurm.port(job, step) for job in range(40_000, 40_100) for step in range(100)]
     assert len(set(ports)) == len(ports) and min(ports) >= 15000 and max(ports) < 32768
 
 
-def test_a_task_without_a_plugin_meets_the_others_on_the_first_host() -> None:
+def test_task_without_a_plugin_meets_others_on_the_first_host() -> None:
     found = environment.torch_rendezvous({**STEP, "SLURM_STEP_NODELIST": "localhost,host[1-2]"})
     assert (found.rank, found.size, found.address, found.port) == (2, 3, "localhost", slurm.port(7, 2))
     assert not found.is_store_served and found.job == "slurm 7.2"
@@ -94,9 +94,7 @@ ELSEWHERE = (
         ("", "", "0", False),
     ],
 )
-def test_a_rank_0_that_is_known_not_to_be_on_the_first_host_is_told(
-    node: str, tasks: str, rank: str, is_known: bool
-) -> None:
+def test_rank_0_known_to_be_off_the_first_host_is_reported(node: str, tasks: str, rank: str, is_known: bool) -> None:
     """The store of rank 0 was tried for 90 s where it was not, and the others waited for 300 s."""
     places = {"SLURM_NODEID": node, "SLURM_GTIDS": tasks, "SLURM_PROCID": rank, "SLURM_STEP_NUM_TASKS": "30"}
     environ = {**STEP, **places, "SLURM_STEP_NODELIST": "localhost,host[1-2]"}

@@ -41,7 +41,7 @@ def of(*stories: RankStory) -> dict[int, RankStory]:
     return {each.rank: each for each in stories}
 
 
-def test_what_several_ranks_that_do_the_same_have_to_say_is_said_once() -> None:
+def test_equal_statements_of_several_ranks_are_printed_once() -> None:
     """Each of them had lines of its own."""
     channel = ChannelState("Note", 100, 0, 0, 0, False)
     worker = Wait("worker", "Event.wait")
@@ -59,7 +59,7 @@ def test_what_several_ranks_that_do_the_same_have_to_say_is_said_once() -> None:
 
 
 class TestWhoWaitsForWhom:
-    def test_ranks_in_a_circle_are_stuck_and_who_waits_for_them_is_too(self) -> None:
+    def test_ranks_in_a_circle_and_ranks_awaiting_them_are_stuck(self) -> None:
         stories = of(story(0, waits_for(1)), story(1, waits_for(0)), story(2, waits_for(0)))
         stuck = stuck_ranks(stories)
         assert stuck == {0, 1, 2}
@@ -78,7 +78,7 @@ class TestWhoWaitsForWhom:
     def test_who_waits_for_a_rank_that_may_move_is_not_stuck(self, other: RankStory) -> None:
         assert not stuck_ranks(of(story(0, waits_for(1)), other))
 
-    def test_one_of_several_senders_is_enough_and_all_members_are_needed(self) -> None:
+    def test_one_of_several_senders_suffices_but_all_members_are_due(self) -> None:
         in_circle = story(0, waits_for(1)), story(1, waits_for(0))
         assert stuck_ranks(of(*in_circle, story(2, waits_for(0, 1, 3)))) == {0, 1}  # rank 3 does not tell
         all_three = replace(story(2, collective(1)), started={7100: 1})
@@ -93,7 +93,7 @@ class TestWhoWaitsForWhom:
         stories = of(replace(story(0, waits), lost=(2,)), replace(story(1, waits_for(0, 2)), lost=(2,)))
         assert stuck_ranks(stories) == {0, 1}
 
-    def test_of_a_collective_those_are_awaited_that_have_not_entered_it(self) -> None:
+    def test_members_outside_a_collective_are_shown_as_awaited(self) -> None:
         stories = of(replace(story(0), started={7100: 3}), replace(story(1), started={7100: 2}))
         assert awaited_ranks(collective(3), stories) == (1, 2)
         assert awaited_ranks(collective(2), stories) == (2,)
@@ -102,7 +102,7 @@ class TestWhoWaitsForWhom:
         stories = of(story(0, waits_for(1)), story(1, state="blocks"))
         assert circle(stuck_ranks(stories), stories) == ()
 
-    def test_those_for_whom_most_wait_come_first_and_before_them_who_does_not_await(self) -> None:
+    def test_most_awaited_ranks_are_first_after_ranks_that_run(self) -> None:
         stories = of(story(0, waits_for(1)), story(1, waits_for(0)), story(2, waits_for(1)), story(3, state="blocks"))
         assert by_root(stories) == [3, 1, 0, 2]
 
@@ -146,7 +146,7 @@ class TestWords:
         kept = "rank 2 does not answer (pid 99): it stands in compiled code that keeps the interpreter; no message"
         assert kept in told["S"] and kept in told["R"]
 
-    def test_what_is_blocked_what_has_returned_and_what_a_policy_has_come_to(self) -> None:
+    def test_report_shows_blocked_returned_and_policy_states(self) -> None:
         policy = PolicyState("", 12, 0.5, 3, "reporting", 0)
         blocked = replace(story(0, state="blocks"), line="load (data.py:3)", inner_line="read (io.py:9)")
         blocked = replace(blocked, policies=(policy,))
@@ -199,7 +199,7 @@ class TestWords:
         )
 
 
-def test_what_a_rank_waited_for_as_a_signal_came_is_told_where_it_is_known() -> None:
+def test_report_shows_the_wait_of_a_rank_at_the_signal_if_known() -> None:
     events = (Event(1.0, "interrupted", ()), Event(2.0, "interrupted", ("barrier, in main (train.py:9)",)))
     assert events_in_words(events, 5.0, 2) == (
         "was interrupted by a signal 4.0 s ago",
@@ -250,7 +250,7 @@ class TestSockets:
         monkeypatch.setattr(environment, "shared_directories", lambda: [str(tmp_path)])
         return tmp_path / f"asyncdist-{os.getuid()}"
 
-    def test_a_rank_that_answers_is_heard_and_one_that_does_not_is_not(self, base: Path) -> None:
+    def test_answering_rank_is_reported_and_a_silent_one_is_not(self, base: Path) -> None:
         listeners = [sockets.listen("job", rank) for rank in range(3)]
 
         def answer(listener: socket.socket, data: bytes) -> None:
@@ -369,7 +369,7 @@ class TestSockets:
         assert "job" not in sockets.jobs()
         assert len(list(folder.iterdir())) == 3
 
-    def test_a_process_of_another_user_gets_no_answer_and_is_not_asked(
+    def test_process_of_another_user_is_not_asked_or_answered(
         self, base: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         opened = sockets.listen("job", 0)
@@ -424,7 +424,7 @@ def test_a_word_that_is_neither_a_job_nor_a_folder_is_named(
 
 
 @pytest.mark.parametrize(("asked", "tells"), [((), True), ((2,), True), ((0,), False), ((0, 2), False)])
-def test_of_ranks_that_a_signal_asks_together_the_lowest_tells_what_all_do(
+def test_lowest_of_several_signalled_ranks_reports_for_all(
     asked: tuple[int, ...], tells: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     places = [sockets.Place(Path(str(rank)), rank, 100 + rank) for rank in (0, 2)]

@@ -24,7 +24,7 @@ from protocols.selective.succession import (
 ORDER = (0, 1, 2, 3)
 
 
-def test_the_first_of_the_order_claims_and_the_others_nominate_it() -> None:
+def test_first_of_the_order_claims_and_the_others_nominate_it() -> None:
     views = {rank: Succession(rank, ORDER, 0) for rank in (1, 2, 3)}
     assert views[1].on_lost(0) == (Claim(2),)
     assert views[2].on_lost(0) == (Nominate(1),)
@@ -35,14 +35,14 @@ def test_the_first_of_the_order_claims_and_the_others_nominate_it() -> None:
     assert views[3].on_lost(0) == ()
 
 
-def test_a_rank_that_has_left_the_policy_is_passed_over_but_coordinates_on() -> None:
+def test_rank_that_left_the_policy_is_skipped_but_can_coordinate() -> None:
     view = Succession(2, ORDER, 0)
     assert view.on_left(0) == () and view.coordinator == 0
     assert view.on_lost(0) == (Nominate(1),)
     assert view.on_left(1) == (Claim(3),)
 
 
-def test_a_rank_that_does_not_answer_is_passed_over_for_the_time_being() -> None:
+def test_unresponsive_rank_is_skipped_for_the_time_being() -> None:
     view = Succession(3, ORDER, 0)
     asked = [view.on_lost(0)]
     asked += [view.on_cadence() for _ in range(2 * NOMINATION_COUNT_MAX)]

@@ -113,7 +113,7 @@ async def test_all_that_live_hear_the_verdict_or_none_ever_does() -> None:
     assert min(sum(told > 0 for _, told in ends), sum(told == 0 for _, told in ends)) > 10
 
 
-async def test_what_a_dead_rank_has_passed_on_counts_for_nobody_when_it_comes_too_late() -> None:
+async def test_late_news_forwarded_by_a_dead_rank_does_not_count() -> None:
     """The leader dies, and then the only one that has heard: its word to rank 2 is still on its way."""
     members = Members(4)
     asking = [asyncio.ensure_future(members.be_member(rank)) for rank in (2, 3)]
@@ -181,7 +181,7 @@ def test_what_is_kept_is_bounded() -> None:
     assert len(termination._heard) == len(termination._excluded) == 64 and not termination._open
 
 
-async def test_a_member_that_does_not_answer_in_time_is_named_and_waited_for() -> None:
+async def test_member_without_a_timely_answer_is_named_and_awaited() -> None:
     members, late = Members(4), []
     asking = asyncio.ensure_future(
         members.terminations[1].ask(members.meeting, lambda: (0,), lambda: 1 in members.told, late.append, 0.0)

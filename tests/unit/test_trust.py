@@ -49,7 +49,7 @@ def test_garbage_is_never_a_sealed_value(data: bytes) -> None:
     assert OURS.unseal("newcomer/1", data) is None and JobSecret().unseal("newcomer/1", data) is None
 
 
-def test_a_proof_is_that_of_one_process_to_another_over_one_connection() -> None:
+def test_proof_holds_for_one_process_pair_on_one_connection() -> None:
     proofs = [
         secret.proof(*facts) for secret in (OURS, OTHER) for facts in (("w/0", 0, 1), ("w/0", 1, 0), ("w/1", 0, 1))
     ]
@@ -191,7 +191,7 @@ def test_rank_0_says_that_other_hosts_do_not_reach_it(
 
 
 @pytest.mark.slow
-def test_a_connection_to_a_process_without_the_secret_is_given_up() -> None:
+def test_connection_to_a_process_without_the_secret_is_closed() -> None:
     """It has the place of a rank in gloo: whoever connects first to a port with its number gets that."""
     store = HashStore()
     assert connect(SealedStore(store, OURS), SealedStore(store, OURS)) == [None, None]
@@ -381,7 +381,7 @@ def test_a_programs_own_process_group_says_where_its_store_is(
     assert environment.secret_of_group(address, 1, {}).is_missing
 
 
-def test_processes_that_draw_the_users_secret_at_once_have_the_same(tmp_path: Path) -> None:
+def test_processes_that_draw_the_users_secret_at_once_agree(tmp_path: Path) -> None:
     found: list[str | None] = []
     threads = [threading.Thread(target=lambda: found.append(secret_files.shared([str(tmp_path)]))) for _ in range(8)]
     for thread in threads:
@@ -439,7 +439,7 @@ sys.stdin.read() if sys.argv[2] == "lives" else os._exit(9)
 
 @pytest.mark.workers
 @pytest.mark.parametrize("lives", [True, False])
-def test_a_living_rank_is_found_and_a_child_that_outlives_it_is_none(lives: bool, tmp_path: Path) -> None:
+def test_living_rank_is_found_but_not_a_child_that_outlives_it(lives: bool, tmp_path: Path) -> None:
     """Regression: a process with the RANK of a living rank waited for its answer until the start was given up."""
     words = [sys.executable, "-c", HOLD, str(tmp_path), "lives" if lives else "ends"]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:

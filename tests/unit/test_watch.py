@@ -67,7 +67,7 @@ def test_a_pause_of_the_rank_that_waits_is_no_silence() -> None:
             watch.on_answer(index + 1, now)
 
 
-def test_an_answer_that_waits_for_the_rank_that_asked_is_not_late() -> None:
+def test_reply_that_waits_for_the_asking_rank_is_not_late() -> None:
     """An evaluation follows each report, and the answer is read after it."""
     watch = Watch()
     for index in range(50):

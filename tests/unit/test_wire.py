@@ -222,7 +222,7 @@ def test_ints_beyond_64_bits_are_refused(value: int) -> None:
         (HoldsPicky(Point(1.0, 2.0)), r"`\$.inner`"),  # type: ignore[arg-type]
     ],
 )
-def test_a_value_of_the_wrong_type_is_refused_by_name_before_it_is_sent(message: Any, words: str) -> None:
+def test_value_of_the_wrong_type_is_refused_before_it_is_sent(message: Any, words: str) -> None:
     with pytest.raises(LocalProtocolError, match=words):
         Codec(type(message)).encode(message)
 
@@ -235,7 +235,7 @@ def test_a_wrong_value_deep_inside_is_refused(change: dict[str, Any]) -> None:
         Codec(Everything).encode(dataclasses.replace(good, **change))
 
 
-def test_what_is_shared_with_the_last_message_is_not_checked_again() -> None:
+def test_parts_shared_with_the_last_message_are_not_rechecked() -> None:
     counted.clear()
     codec, numbers = Codec(Counting), tuple(range(5))
     for value in range(3):
@@ -261,7 +261,7 @@ def test_what_differs_from_the_last_message_is_checked(first: RealFirst, then: R
         codec.encode(then)
 
 
-def test_a_list_that_has_changed_since_the_last_message_is_checked() -> None:
+def test_list_changed_since_the_last_message_is_checked() -> None:
     codec, numbers = Codec(RealFirst), [1.0]
     codec.encode(RealFirst(1.0, numbers))  # type: ignore[arg-type]
     numbers.append("2.0")  # type: ignore[arg-type]
@@ -269,7 +269,7 @@ def test_a_list_that_has_changed_since_the_last_message_is_checked() -> None:
         codec.encode(RealFirst(1.0, numbers))  # type: ignore[arg-type]
 
 
-def test_a_message_that_goes_to_many_ranks_is_packed_once_and_one_that_can_change_each_time() -> None:
+def test_immutable_message_to_many_ranks_is_packed_once() -> None:
     codec = Codec(RealFirst | One)
     numbers = RealFirst(0.0, (1.0, 2.0))
     kind, payload = codec.encode(numbers)
@@ -447,7 +447,7 @@ def test_random_bytes_are_no_frame(data: bytes) -> None:
 @example(b"\xc7\x01\x05x", 0)  # an extension type
 @example(b"\x81\x90\x90", 0)  # a map whose key is no key
 @example(b"\x91\xa1\xff", 0)  # no UTF-8
-def test_a_payload_with_a_valid_checksum_raises_nothing_but_frame_errors(payload: bytes, kind: int) -> None:
+def test_payload_with_a_valid_checksum_raises_only_frame_errors(payload: bytes, kind: int) -> None:
     try:
         message = receive(VICTIM, frame_of(payload, kind=kind))
     except FrameError:
@@ -471,9 +471,7 @@ VALUES = st.recursive(
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.dictionaries(st.sampled_from(FIELD_NAMES), VALUES), st.sampled_from([0, 1, 2]))
-def test_well_formed_values_of_the_wrong_types_raise_nothing_but_frame_errors(
-    values: dict[str, Any], kind: int
-) -> None:
+def test_well_formed_wrong_types_raise_only_frame_errors(values: dict[str, Any], kind: int) -> None:
     try:
         message = receive(VICTIM, frame_of(msgspec.msgpack.encode(values), kind=kind))
     except FrameError:
