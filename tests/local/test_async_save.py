@@ -178,7 +178,7 @@ def test_rank_killed_during_a_save_leaves_a_whole_population(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_one_task_saves_while_another_one_trains_another_model(tmp_path: Path, *, is_async: bool) -> None:
-    """A step of the other task's policy was refused for a ``world.compute`` that no program had called."""
+    """Regression: a step of the other task's policy was refused for a ``world.compute`` that no program had called."""
     saved: list[Path] = []
 
     async def train(name: str) -> None:
@@ -228,7 +228,7 @@ def test_policy_of_a_model_being_saved_refuses_other_tasks_steps(
 def test_rank_whose_save_was_given_up_learns_that_the_job_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It asked without a pause whether its file was whole: the loop stood still, deaf to signals, and memory grew."""
+    """Regression: the rank polled its file without a pause: the loop stood still, and memory grew."""
     writing, may_end = threading.Event(), threading.Event()
     _hold_the_disk(monkeypatch, writing, may_end)
 

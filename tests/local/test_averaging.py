@@ -134,7 +134,7 @@ def test_a_model_that_has_changed_since() -> None:
 def test_buffers_kept_in_inference_mode_serve_the_next_call(
     average: Any, shares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was made of inference tensors, which nobody may write outside that mode: the job ended."""
+    """Regression: it was made of inference tensors, which nobody may write outside that mode: the job ended."""
     monkeypatch.setattr(shared_memory_reduce, "SHARED_NBYTES_MIN", 0)
 
     async def main(world: ad.World) -> bool:

@@ -210,7 +210,7 @@ def test_an_error_of_nest_asyncio_says_that_uvloop_was_chosen(monkeypatch: pytes
 
 
 def test_policy_refuses_a_builder_of_another_model() -> None:
-    """It was called at the first replacement, hours later. What training draws is the same as without that look."""
+    """Regression: the builder was first called at the first replacement, hours later."""
     model = Mixed(0.0)
     for policy in (AsyncSelectiveAveragingPolicy, OneSidedSelectiveAveragingPolicy):
         with pytest.raises(ValueError, match=r"model_builder made another model .* 'counts'"):
@@ -550,7 +550,7 @@ def test_a_main_with_its_other_arguments_bound_is_one() -> None:
 
 
 def test_a_world_inside_a_world_is_refused() -> None:
-    """It gave each simulated rank a world of one rank, in which everything went on, to no purpose."""
+    """Regression: it gave each simulated rank a world of one rank, in which everything went on, to no purpose."""
 
     async def inner(world: ad.World) -> None:
         async with ad.open_world():

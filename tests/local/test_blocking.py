@@ -34,7 +34,7 @@ def made_policy() -> AsyncSelectiveAveragingPolicy:
 
 
 def test_error_of_a_block_keeps_the_lines_that_raised_it() -> None:
-    """Leaving the policy put None in the place of the traceback, so the user saw no line of the own code."""
+    """Regression: leaving the policy replaced the traceback by None, so the user saw no line of their code."""
     from asyncdist.integrations.pytorch import SelectiveAveraging
 
     def fails() -> None:
@@ -136,7 +136,7 @@ def test_outside_of_a_world(call: Callable[[], Any], told: str) -> None:
 
 
 def test_a_call_in_a_thread_that_has_no_world_names_the_thread() -> None:
-    """It said that there was none here, and to open one, while the main thread was inside of one."""
+    """Regression: it said that there was none here, and to open one, while the main thread was inside of one."""
     with ad.blocking.open_world(), concurrent.futures.ThreadPoolExecutor(1, "loader") as threads:
         refused = threads.submit(ad.blocking.barrier).exception()
     assert str(refused).startswith("no world here for barrier, in thread 'loader_0' (a rank's calls are made in the")
@@ -276,7 +276,7 @@ def test_modes_of_torch_are_each_ranks_own() -> None:
 
 
 def test_an_integration_that_is_left_open_ends_with_its_rank() -> None:
-    """Hosted ranks waited for ever for each other's policies, which only a process's world had left at its end."""
+    """Regression: hosted ranks waited forever for each other's policies, which were never left."""
     from asyncdist.integrations.pytorch import SelectiveAveraging
 
     def main(world: ad.blocking.World) -> None:

@@ -58,7 +58,7 @@ def test_signal_after_the_loops_last_turn_is_raised_on_return(
 
 
 def test_signal_as_a_call_begins_names_no_function_of_asyncdist() -> None:
-    """The rank 'was waiting for outcome_of'."""
+    """Regression: the rank 'was waiting for outcome_of'."""
 
     async def struck() -> None:
         signal.raise_signal(signal.SIGINT)
@@ -81,7 +81,7 @@ def test_signal_in_a_call_that_runs_no_loop_is_raised_at_its_end() -> None:
 
 
 def test_cancelling_main_as_a_call_ends_stops_the_next_call() -> None:
-    """It was thrown into a call that had not begun, which ended main: nobody was there to stop the loop."""
+    """Regression: it was thrown into a call that had not begun, which ended main: nobody was there to stop the loop."""
 
     async def cancelled_at_the_end() -> int:
         task, loop = asyncio.current_task(), asyncio.get_running_loop()

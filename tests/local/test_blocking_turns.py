@@ -205,7 +205,7 @@ def test_a_call_whose_loop_runs_yields_at_its_safe_points(turns: list[int]) -> N
 
 
 def test_task_with_constant_safe_points_delays_no_call(turns: list[int]) -> None:
-    """It did not let the loop stop until the next look at descriptors."""
+    """Regression: it did not let the loop stop until the next look at descriptors."""
     counts = [0]
 
     async def spins(world: ad.World) -> None:

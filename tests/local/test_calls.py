@@ -34,7 +34,7 @@ NAMES = [*CALLS]
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("one", "other"), [(one, NAMES[i - 1]) for i, one in enumerate(NAMES)])
 def test_calls_that_differ_are_both_named_with_their_lines(one: str, other: str, seed: int) -> None:
-    """A broadcast that met a gather was a deadlock of two waits, on what nobody could see."""
+    """Regression: a broadcast that met a gather was a deadlock of two waits, on what nobody could see."""
 
     async def main(world: ad.World) -> None:
         await ad.barrier()

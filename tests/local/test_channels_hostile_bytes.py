@@ -147,7 +147,7 @@ async def test_a_frame_with_an_epoch_is_dropped_by_a_channel_without(pair: list[
 
 
 async def test_frame_that_uses_reserved_bits_of_its_route_is_dropped(pair: list[World]) -> None:
-    """It waited for a channel that no rank can open; a thousand of them stalled a user's tag for ever."""
+    """Regression: it waited for a channel that no rank can open; a thousand of them stalled a user's tag for ever."""
     a, b = both(pair)
     route = bytearray(wire.pack_route(0, NONCE, 0, a.scope))
     route[2] = 1

@@ -32,7 +32,7 @@ async def test_a_receive_that_fails_does_not_keep_what_came_meanwhile(pair: list
 
 
 async def test_timeout_reports_messages_for_a_channel_that_is_not_open(pair: list[World]) -> None:
-    """Two ranks that open one tag under different types waited for each other in silence."""
+    """Regression: two ranks that open one tag under different types waited for each other in silence."""
     numbers, words = pair[0].channel(Number, tag=TAG), pair[1].channel(Word, tag=TAG)
     for i in range(2):
         words.send_nowait(Word(str(i)), 0)

@@ -252,7 +252,7 @@ async def test_unfinished_requests_of_a_leaver_keep_their_buffers(
 
 
 def test_empty_tensor_in_a_gather_is_refused_with_its_rank() -> None:
-    """It was taken for the notice that a rank is lost, and the next message for the number of that rank."""
+    """Regression: it was taken for the notice that a rank is lost, and the next message for the number of that rank."""
 
     async def main(world: ad.World) -> None:
         gathering = ad.gather(torch.ones(0 if world.rank == 1 else 3), root=0)

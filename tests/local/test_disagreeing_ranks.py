@@ -131,7 +131,7 @@ def test_models_that_differ_under_a_reserved_coordinator() -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_reserved_coordinator_and_missing_group_name_both_lists(size: int) -> None:
-    """After a minute it was told that rank 1 had not come, which waited for it."""
+    """Regression: after a minute it was told that rank 1 had not come, which waited for it."""
 
     async def main(world: ad.World) -> None:
         lists = rf"rank 0 starts '.*{'1,0' if size == 2 else '1-2,0'}', rank [12] '.* on ranks 0-{size - 1}'.*group="
@@ -151,7 +151,7 @@ def test_reserved_coordinator_and_missing_group_name_both_lists(size: int) -> No
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_members_that_name_different_coordinators_are_told_both(size: int) -> None:
-    """After a minute each was told that the others had not come."""
+    """Regression: after a minute each was told that the others had not come."""
 
     async def main(world: ad.World) -> None:
         model = narrow(0)
@@ -198,7 +198,7 @@ def test_a_timeout_that_is_no_duration_is_refused_by_each_start(timeout_s: Any) 
 
 
 def test_uncoordinated_members_are_refused_before_any_message() -> None:
-    """No member was a KeyError, and others came to a timeout after a minute."""
+    """Regression: no member was a KeyError, and others came to a timeout after a minute."""
     wrong: list[tuple[Any, type[Exception]]] = [
         *(([], ValueError), ([0, 0], ValueError), ([0, 2], ValueError), ([0, -1], ValueError), ([0, 1], ValueError)),
         *((["0"], ValueError), ([0.0], ValueError), (0, TypeError), ("0", TypeError), (None, TypeError)),

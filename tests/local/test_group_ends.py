@@ -110,7 +110,7 @@ def test_groups_already_made_are_freed_on_cancellation() -> None:
 
 
 def test_cost_of_a_free_grows_linearly_with_the_members(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each member looked at all of them whenever it heard of one: half the time of a simulation of 128 ranks."""
+    """Regression: each member looked at all of them at each notice, half the time of 128 simulated ranks."""
     asked: list[int] = []
     left_after = MembershipLog.left_after
 
@@ -187,7 +187,7 @@ def test_collective_begun_before_the_free_completes() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_group_is_freed_as_soon_as_its_last_collective_ends(seed: int) -> None:
-    """What freed it was woken just before the collective was over, and by nothing else."""
+    """Regression: what freed it was woken just before the collective was over, and by nothing else."""
 
     async def main(world: World) -> float:
         group = await ad.new_group([0, 1])

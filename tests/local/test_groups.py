@@ -213,7 +213,7 @@ async def test_mistake_is_raised_on_its_rank_and_sent_to_the_others() -> None:
 
 
 def test_the_first_whose_time_is_up_ends_it_for_all() -> None:
-    """It went away without a word, and the others made a group with it."""
+    """Regression: it went away without a word, and the others made a group with it."""
 
     async def main(world: World) -> tuple[int, ...]:
         await world.sleep({0: 9, 1: 0, 2: 17}[world.rank])
@@ -229,7 +229,7 @@ def test_the_first_whose_time_is_up_ends_it_for_all() -> None:
 @pytest.mark.parametrize("late", [0, 1, 2])
 @pytest.mark.parametrize("cancelled", [0, 1, 2])
 async def test_a_cancelled_member_is_not_counted_on(cancelled: int, late: int) -> None:
-    """The others began without it, or waited until their time was up, and the next time it was one time ahead."""
+    """Regression: the others began without it, or timed out, and its next start was one ahead of theirs."""
     ranks = (0, 1, 2)
     async with worlds(3) as made:
         for _ in range(3):
@@ -272,7 +272,7 @@ def nothing_is_kept(world: World) -> bool:
 @pytest.mark.parametrize("first", ["leaves", "objects"])
 @pytest.mark.parametrize("how", ["leaves the world", "withdraws"])
 async def test_refused_start_is_not_kept_for_members_that_never_arrive(first: str, how: str) -> None:
-    """Members that had left counted among those still to be told, so each such meeting was kept for ever."""
+    """Regression: members that had left counted as still to be told, so the leader kept such meetings."""
     async with worlds(3) as made:
         ranks = (0, 1, 2)
 
@@ -315,7 +315,7 @@ async def test_a_meeting_without_one_who_has_left_is_not_kept(how: str) -> None:
 
 @pytest.mark.parametrize("objector", [0, 1])
 async def test_objection_reaches_later_members_after_its_leader_left(objector: int) -> None:
-    """They were told that the leader had left, as if that had been the reason."""
+    """Regression: they were told that the leader had left, as if that had been the reason."""
     async with worlds(3) as made:
         made[objector].agreements.object((0, 1, 2), "policy", ValueError("no"))
         await yields(5)
@@ -426,7 +426,7 @@ async def test_subjects_name_each_rank_of_the_group_all_the_same() -> None:
     ids=str,
 )
 def test_lists_that_differ_are_told_at_once(lists: dict[int, list[list[int]]]) -> None:
-    """Each waited for the other for a minute, and was then told that the other had not come."""
+    """Regression: each waited for the other for a minute, and was then told that the other had not come."""
 
     async def main(world: World) -> None:
         with pytest.raises(DisagreementError, match="and each waits for the other") as caught:
@@ -506,7 +506,7 @@ async def test_rank_lost_before_a_world_was_opened_is_known_in_it() -> None:
 
 
 def test_rank_lost_at_any_moment_of_a_start_is_named_alike() -> None:
-    """Who sent to it before the world had heard of its loss got the transport's own error, a leader's verdict too."""
+    """Regression: a send before the world knew of the loss raised the transport's own error."""
 
     async def main(world: World) -> str:
         try:
@@ -526,7 +526,7 @@ def test_rank_lost_at_any_moment_of_a_start_is_named_alike() -> None:
 
 
 def test_start_timeout_reports_the_wait_of_the_first_to_give_up() -> None:
-    """Each named its own timeout_s: 30 s, after one."""
+    """Regression: each named its own timeout_s: 30 s, after one."""
 
     async def main(world: World) -> str:
         if world.rank == 2:
@@ -542,7 +542,7 @@ def test_start_timeout_reports_the_wait_of_the_first_to_give_up() -> None:
 
 @pytest.mark.parametrize("tidies_up_s", [0.0, 1.0])
 def test_a_task_that_fails_beside_a_start_is_what_is_raised(tidies_up_s: float) -> None:
-    """The start that it cancelled was told as the failure, and came back in place of the cause."""
+    """Regression: the start that it cancelled was told as the failure, and came back in place of the cause."""
 
     async def main(world: World) -> None:
         async def fail() -> None:
@@ -581,7 +581,7 @@ async def test_leader_cancelled_after_the_decision_keeps_nothing() -> None:
 
 
 def test_groups_that_are_made_together_have_tags_of_their_own() -> None:
-    """Two that a rank's tasks asked for at once were given one tag, on which the messages of both would travel."""
+    """Regression: two groups that a rank's tasks asked for at once had one tag for the messages of both."""
 
     async def main(world: World) -> set[int]:
         return {group.tag for group in await asyncio.gather(*map(ad.new_group, ([0, 1], [1, 0], [0, 1])))}

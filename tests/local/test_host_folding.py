@@ -380,7 +380,7 @@ async def test_memory_goes_with_the_last_who_uses_it() -> None:
 
 
 def test_the_policy_that_averages_all_does_so_in_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It sent every element, between processes of one host too."""
+    """Regression: it sent every element, between processes of one host too."""
     folded: list[int] = []
     fold_on_host = nonblocking.fold_on_host
 

@@ -53,7 +53,7 @@ async def given_up_after(seconds: float | None, call: asyncio.Future[object]) ->
 
 @pytest.mark.parametrize("goes_on", ["barrier", "training"])
 def test_members_learn_that_one_rank_gave_up_waiting_for_a_save(goes_on: str, tmp_path: Path) -> None:
-    """They met its next call in place of the save's second helper, or waited for that helper until it left."""
+    """Regression: the members met its next call instead of the save's second helper, or waited for it."""
 
     async def main(world: World) -> tuple[str, float]:
         if world.rank == 2:
@@ -194,7 +194,7 @@ def test_a_save_waits_for_one_that_this_rank_has_given_up(tmp_path: Path) -> Non
 
 
 def test_rank_lost_in_a_save_is_named_and_delays_no_later_save(tmp_path: Path) -> None:
-    """The exchange that was under way was cancelled, and the making of a group in it told the others of that alone."""
+    """Regression: the others heard only of the cancelled exchange, and not of the lost rank."""
 
     async def main(world: World) -> str:
         try:

@@ -92,7 +92,7 @@ def test_a_difference_is_an_import_and_two_lines_at_most(page: Path) -> None:
 
 
 def test_the_tables_of_options_are_those_of_the_policies() -> None:
-    """The page let readers give the one-sided policy all options of the other one."""
+    """Regression: the page let readers give the one-sided policy all options of the other one."""
     page = (pages.ROOT / "docs" / "policies.md").read_text()
     rounds, own = (section(page, f"## {title}") for title in ("Selective averaging", "Without a coordinator"))
     shared = set(re.findall(r"`(\w+)`", own.partition("it takes ")[2].partition("; the others")[0]))
@@ -116,7 +116,7 @@ def options_of(text: str) -> set[str]:
 
 
 def test_models_of_the_integrations_begin_equal() -> None:
-    """The programs left the seed out, so a user who copied one averaged weights that had nothing in common."""
+    """Regression: the programs set no seed, so whoever copied one averaged unrelated weights."""
     found = [block for block in pages.blocks(pages.ROOT / "docs" / "integrations.md") if block.language == "diff"]
     assert len(found) == 8
     for block in found:

@@ -108,7 +108,7 @@ def test_a_place_that_another_one_takes_first_is_not_taken_twice() -> None:
 def test_of_two_that_take_some_of_the_free_places_each_one_wins(
     moves_off: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both were refused."""
+    """Regression: both were refused."""
     store = job_of(["held", "free 1", "free 2"])
     store.set("place/2", "held by a rival")
     pauses: list[float] = []
@@ -150,7 +150,7 @@ class Refuses:
 def test_store_that_closes_during_the_call_means_the_job_is_over(
     kind: type, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It said that what listens there is no store."""
+    """Regression: it said that what listens there is no store."""
     monkeypatch.setattr("torch.distributed.TCPStore", kind)
     place_claims.main("127.0.0.1", 1, 1, VERSION)  # where nobody listens
     assert json.loads(capsys.readouterr().out) == {"error": "the job is over"}

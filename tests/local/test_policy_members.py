@@ -114,7 +114,7 @@ def test_a_policy_on_a_sub_group() -> None:
 
 @pytest.mark.parametrize("strategy", ["mean", "reset_weights"])
 def test_a_lone_trainer_has_the_coordinator_that_it_names(strategy: Any) -> None:
-    """The coordinator waited for its only member for a minute, and ended the job."""
+    """Regression: the coordinator waited for its only member for a minute, and ended the job."""
 
     async def main(world: ad.World) -> Any:
         if world.rank == 1:

@@ -111,7 +111,7 @@ def test_a_policy_goes_on_with_its_state(kind: Any, tmp_path: Path) -> None:
 
 
 def test_resumed_rank_may_change_from_metric_to_age() -> None:
-    """It was never replaced again."""
+    """Regression: it was never replaced again."""
 
     async def main(world: World) -> int:
         model, optimizer = made()
@@ -386,7 +386,7 @@ async def newest(world: World, path: Path) -> Path:
 
 
 def test_save_on_a_full_disk_names_the_file_and_leaves_no_part(tmp_path: Path) -> None:
-    """Torch told of an unexpected position, and the half file stayed, so that no later save had room either."""
+    """Regression: torch reported an unexpected position, and the half file filled the disk for later saves."""
     part = tmp_path / "rank-00000.pt.part"
     part.symlink_to("/dev/full")
     state = {"model": {"weight": torch.ones(1 << 16)}}

@@ -293,7 +293,7 @@ def test_lone_client_that_added_nothing_does_not_await_itself(seed: int) -> None
 
 @pytest.mark.parametrize("seed", range(5))
 def test_draws_that_all_clients_await_warn_once_and_deadlock(seed: int, caplog: pytest.LogCaptureFixture) -> None:
-    """It was a silent hang: everybody in ``sample``, and nobody left to add."""
+    """Regression: it was a silent hang: everybody in ``sample``, and nobody left to add."""
 
     async def client(world: ad.World, buffer: ReplayBuffer) -> None:
         await buffer.add(torch.zeros(5, 2))
@@ -417,7 +417,7 @@ def test_priorities_of_any_floating_dtype_and_those_too_large() -> None:
 
 
 def test_who_waits_for_room_hears_of_a_failure_elsewhere() -> None:
-    """Code that caught the error of its other request waited for ever: asyncio's locks hear nothing of a failure."""
+    """Regression: code that caught the error of its other request waited forever on an asyncio lock."""
     caught: list[BaseException | Any] = []
 
     async def main(world: ad.World) -> None:
@@ -450,7 +450,7 @@ def test_room_granted_to_a_cancelled_request_serves_the_next() -> None:
 
 
 def test_a_request_that_could_not_be_sent_is_not_waited_for() -> None:
-    """It kept its room, and leaving the block waited for its answer for ever."""
+    """Regression: it kept its room, and leaving the block waited for its answer for ever."""
 
     async def client(world: ad.World, buffer: ReplayBuffer) -> list[int]:
         wide = {f"a column with a long name, number {number}": torch.zeros(1) for number in range(3000)}

@@ -47,7 +47,7 @@ def test_the_groups_of_the_replicas_are_right(given: list[Any], monkeypatch: pyt
 
 @pytest.mark.long
 def test_ddp_over_all_ranks_is_refused_with_both_lists(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four ranks trained as two replicas, and DDP mixed the gradients of weights that differed, without a word."""
+    """Regression: DDP silently mixed the gradients of two replicas whose weights differed."""
     told = r"DDP synchronises the ranks \[0, 1, 2, 3\], and this rank's replica is \[(0, 1|2, 3)\]"
     with pytest.raises(ValueError, match=told):
         start(monkeypatch, [[0, 1, 2, 3]] * 4)

@@ -42,7 +42,7 @@ async def test_group_cancelled_at_any_moment_exists_on_all_or_none(moment: int, 
 
 
 async def test_leader_cancelled_after_an_objection_keeps_nothing() -> None:
-    """It objected itself, to what was over, and kept that for members who had been told and never came again."""
+    """Regression: the leader objected to a start that was over, and kept that for members already told."""
     async with worlds(2) as (leader, member):
         starting = asyncio.ensure_future(leader.new_group([0, 1]))
         await yields(5)
@@ -64,7 +64,7 @@ def late_verdict(main: Callable[[World], Any]) -> Any:
 
 
 def test_timed_out_members_of_a_late_go_still_make_the_group() -> None:
-    """The one went away, and rank 0 was alone in a collective start."""
+    """Regression: the one went away, and rank 0 was alone in a collective start."""
 
     async def main(world: World) -> tuple[str, float]:
         try:
@@ -85,7 +85,7 @@ def test_timed_out_members_of_a_late_go_still_make_the_group() -> None:
 
 @pytest.mark.parametrize("times", [1, 3])
 def test_step_cancelled_before_its_go_averages_first(times: int) -> None:
-    """The one that was cancelled skipped the average, and what it averaged later was not what the others did."""
+    """Regression: the cancelled rank skipped the average, and its later averages differed from the others'."""
 
     async def main(world: World) -> tuple[bool, list[float]]:
         model = torch.nn.Linear(1, 1, bias=False)
@@ -115,7 +115,7 @@ def test_step_cancelled_before_its_go_averages_first(times: int) -> None:
 @pytest.mark.parametrize("gives_up", [0, 1])
 @pytest.mark.parametrize("moment", range(1, 9))
 def test_step_cancelled_at_any_moment_leaves_members_in_step(moment: int, gives_up: int) -> None:
-    """Cancelled before it had come, it was counted all the same: the others averaged with a later step of that rank."""
+    """Regression: a step cancelled before it was sent still counted: others averaged with a later step."""
 
     async def main(world: World) -> tuple[list[float], int]:
         model = torch.nn.Linear(1, 1, bias=False)
@@ -186,7 +186,7 @@ def test_what_main_waits_for_in_a_start_is_said() -> None:
 
 
 def test_start_that_waits_for_a_late_rank_delays_no_other_start() -> None:
-    """Rank 1 finished the first one before it came to the second, and rank 2 waited for a minute."""
+    """Regression: rank 1 finished the first one before it came to the second, and rank 2 waited for a minute."""
 
     async def main(world: World) -> float:
         if world.rank == 0:
@@ -254,7 +254,7 @@ async def pair(world: World) -> Group:
 
 @pytest.mark.parametrize("start", [enter_average_all, enter_mesh])
 def test_start_with_a_group_does_not_wait_for_other_groups_ranks(start: Any) -> None:
-    """It waited behind that group until its time was up."""
+    """Regression: it waited behind that group until its time was up."""
 
     async def main(world: World) -> float:
         if world.rank == 0:
@@ -269,7 +269,7 @@ def test_start_with_a_group_does_not_wait_for_other_groups_ranks(start: Any) -> 
 
 
 def test_policy_is_not_reentered_while_an_abandoned_start_waits() -> None:
-    """Both starts went on, and the first one's end closed the policy of the second."""
+    """Regression: both starts went on, and the first one's end closed the policy of the second."""
 
     async def main(world: World) -> list[str]:
         model = torch.nn.Linear(1, 1)
@@ -315,7 +315,7 @@ def test_a_policy_that_could_not_be_started_may_be_entered_again() -> None:
 
 @pytest.mark.parametrize("moment", range(1, 5))
 def test_policy_cancelled_while_leaving_keeps_no_model(moment: int) -> None:
-    """What is kept between its averages, twice the model, stayed for as long as the model lived."""
+    """Regression: what is kept between its averages, twice the model, stayed for as long as the model lived."""
 
     async def main(world: World) -> int:
         model = torch.nn.Linear(1, 1)
@@ -339,7 +339,7 @@ def test_policy_cancelled_while_leaving_keeps_no_model(moment: int) -> None:
 
 
 def test_members_stay_in_step_after_a_model_change_in_a_step() -> None:
-    """They waited for its next step, and were one behind it from then on."""
+    """Regression: they waited for its next step, and were one behind it from then on."""
 
     async def main(world: World) -> list[str]:
         model = torch.nn.Linear(2, 2)
@@ -360,7 +360,7 @@ def test_members_stay_in_step_after_a_model_change_in_a_step() -> None:
 
 
 def test_members_learn_of_a_timeout_within_a_part_of_a_start() -> None:
-    """It left the start in the middle, and the others waited for it in their first step for ever."""
+    """Regression: it left the start in the middle, and the others waited for it in their first step for ever."""
 
     async def main(world: World, moment_s: float) -> str:
         told = "averaged"

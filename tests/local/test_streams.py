@@ -163,7 +163,7 @@ async def test_a_receiver_that_gives_up_discards_until_the_answer(taken: int) ->
 
 
 async def test_slots_are_taken_lowest_first_in_the_same_time_each() -> None:
-    """Thousands of streams at once took a time that grew with the square of their number."""
+    """Regression: thousands of streams at once took a time that grew with the square of their number."""
 
     def duration(count: int) -> float:
         slots = Slots(made[0])

@@ -81,7 +81,7 @@ def test_what_is_no_group_is_refused() -> None:
 
 
 def test_tasks_that_lose_a_rank_get_no_other_tasks_group() -> None:
-    """Both came to a list of the same ranks, and each got the group that was asked for first on each rank."""
+    """Regression: both tasks had a list of the same ranks, and each got the group asked for first."""
 
     async def job(world: World, group: ad.Group, value: float) -> float:
         with pytest.raises(RankLostError):
@@ -103,7 +103,7 @@ def test_tasks_that_lose_a_rank_get_no_other_tasks_group() -> None:
 
 
 def test_a_rank_is_told_of_a_loss_by_a_leader_that_has_not_come() -> None:
-    """It waited for the leader, which had heard of the loss earlier and went on without the lost rank."""
+    """Regression: it waited for the leader, which had heard of the loss earlier and went on without the lost rank."""
 
     async def main(world: World) -> float:
         if world.rank == 1:

@@ -25,7 +25,7 @@ def nothing_is_kept(world: World) -> bool:
 
 
 def test_groups_that_tasks_ask_for_in_any_order_are_made() -> None:
-    """Two ranks that waited for each other were told so after a second, although each was about to make the other."""
+    """Regression: two ranks got an error for waiting for each other, though each was about to continue."""
 
     async def main(world: World, orders: list[list[int]]) -> tuple[Any, ...]:
         lists = [LISTS[i] for i in orders[world.rank] if world.rank in LISTS[i]]
@@ -48,7 +48,7 @@ def test_groups_that_tasks_ask_for_in_any_order_are_made() -> None:
 
 @pytest.mark.parametrize("leaders", [([0, 1], [1, 0]), ([1, 0], [0, 1])], ids=str)
 def test_ranks_that_wait_for_a_leader_that_has_not_come_go_on(leaders: tuple[list[int], list[int]]) -> None:
-    """Each waited for the verdict of the other in the group that it leads itself, for a minute."""
+    """Regression: each waited for the verdict of the other in the group that it leads itself, for a minute."""
 
     async def main(world: World) -> float:
         lists = leaders if world.rank == 0 else leaders[::-1]
@@ -68,7 +68,7 @@ def test_differing_lists_are_reported_to_ranks_awaiting_a_leader() -> None:
 
 
 def test_rank_late_for_one_group_awaits_one_late_for_another() -> None:
-    """Rank 1 waited for rank 2 in the one and had come to the other, yet rank 2 was told that each waits."""
+    """Regression: rank 1 waited for rank 2 in one group only, yet rank 2 was told that each waits."""
 
     async def main(world: World) -> None:
         async def make(ranks: list[int], late: int, late_s: float) -> None:
@@ -114,7 +114,7 @@ def test_a_start_that_is_postponed_may_be_given_up_at_any_moment(rank: int, how:
 
 @pytest.mark.parametrize("blocked_s", [2, 20])
 def test_rank_blocked_past_its_timeout_gets_the_others_group(blocked_s: float) -> None:
-    """It was told that some had not finished other starts, and the others had a group without it."""
+    """Regression: it was told that some had not finished other starts, and the others had a group without it."""
 
     async def main(world: World, moment_s: float) -> str:
         if world.rank == 0:
@@ -131,7 +131,7 @@ def test_rank_blocked_past_its_timeout_gets_the_others_group(blocked_s: float) -
 
 
 def test_policies_entered_in_overlapping_groups_all_start() -> None:
-    """The policies' groups were asked for in the order in which their members had agreed, another one on each rank."""
+    """Regression: the policies' groups were asked for in another order on each rank."""
 
     async def train(world: World, group: ad.Group, kind: Any, value: float) -> float:
         model = torch.nn.Linear(1, 1, bias=False)
@@ -157,7 +157,7 @@ def test_policies_entered_in_overlapping_groups_all_start() -> None:
 
 
 def test_tasks_that_make_groups_in_turn_do_not_await_each_other() -> None:
-    """In a third of these runs ranks were told that each waits for the other, or their time was up.
+    """Regression: in a third of these runs ranks were told that each waits for the other, or their time was up.
 
     A rank was in a group that the others were to make after another one, and for that one they waited for this rank.
     """
@@ -205,7 +205,7 @@ def test_error_of_one_start_ends_the_start_postponed_behind_it() -> None:
 
 
 def test_concurrent_tasks_get_the_same_group_on_all_ranks() -> None:
-    """The group of a policy on one rank was that of a mesh, or of a task that had asked for one, on another rank."""
+    """Regression: a policy's group on one rank was a mesh's group on another rank."""
 
     async def main(world: World, order: list[list[int]]) -> dict[str, str]:
         async def late(i: int, start: Any) -> Any:

@@ -40,7 +40,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_a_task_that_reads_a_channel_for_ever_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    """It held the end of the job without a word."""
+    """Regression: it held the end of the job without a word."""
 
     async def main(world: ad.World) -> None:
         channel = world.channel(Note, tag=100)
@@ -366,7 +366,7 @@ def test_only_a_main_that_waits_without_an_end_is_reported(
 def test_a_wait_for_tasks_goes_on_to_what_these_wait_for(
     work: Work, told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The line of main said nothing of theirs, and a barrier was called all_gather."""
+    """Regression: the line of main said nothing of theirs, and a barrier was called all_gather."""
 
     async def main(world: ad.World) -> None:
         channel = world.channel(Note, tag=100)
@@ -446,7 +446,7 @@ def test_ctrl_c_shows_for_each_rank_of_a_process_its_wait() -> None:
 
 
 def test_ctrl_c_shows_no_wait_for_a_rank_about_to_continue() -> None:
-    """Its line ended with "rank 0 was waiting for about to run"."""
+    """Regression: its line ended with "rank 0 was waiting for about to run"."""
 
     async def main(world: ad.World) -> None:
         if world.rank == 0:
@@ -476,7 +476,7 @@ def test_main_that_waits_forever_is_ended_if_requested() -> None:
 
 
 def test_a_stall_is_no_timeout_of_the_wait_itself() -> None:
-    """A loop over receive(timeout_s=...) took it for one, and went round and round."""
+    """Regression: a loop over receive(timeout_s=...) took it for one, and went round and round."""
     rounds = 0
 
     async def main(world: ad.World) -> None:

@@ -495,7 +495,7 @@ def test_ranks_that_end_early_do_not_end_the_others() -> None:
 def test_signal_while_main_blocks_until_its_return_is_raised(
     number: signal.Signals, ends: type[BaseException], ranks: int
 ) -> None:
-    """One rank returned its value: in a notebook, or in a script's loop over runs, Ctrl-C had no effect."""
+    """Regression: one rank returned its value: in a notebook, or in a script's loop over runs, Ctrl-C had no effect."""
 
     async def main(world: ad.World) -> int:
         if world.rank == 0:

@@ -183,7 +183,7 @@ def test_lazy_parameters_are_refused_by_name() -> None:
 
 
 def test_a_dtensor_is_refused_by_name_and_by_what_takes_it() -> None:
-    """Of its gradients torch said only, in the midst of a reduction, that it had got a mixture."""
+    """Regression: of its gradients torch said only, in the midst of a reduction, that it had got a mixture."""
     from torch.distributed.device_mesh import init_device_mesh  # which takes a second to import
     from torch.distributed.tensor import Replicate, distribute_tensor
 

@@ -200,7 +200,7 @@ def test_a_script_that_is_no_python_starts_no_rank(
 
 
 def test_a_host_without_loopback_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks waited a minute for their store, and then told of C++ frames."""
+    """Regression: ranks waited a minute for their store, and then told of C++ frames."""
 
     def refuse(*_: object, **__: object) -> NoReturn:
         raise OSError(101, "Network is unreachable")
@@ -244,7 +244,7 @@ def test_where_the_kernel_gives_all_ports_it_gives_this_one_too(
 
 
 def test_a_rank_waits_until_what_it_has_printed_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a traceback the first line alone came out, where mpirun was slow to read before it was told to abort."""
+    """Regression: only a traceback's first line was printed if mpirun read slowly before it aborted."""
     source, target = os.pipe()
     spare = os.dup(2)
     naps = []

@@ -112,7 +112,7 @@ WEIGHTS = st.one_of(
 @LAWS
 @given(st.integers(0, 10_000), WEIGHTS)
 def test_law_the_mean_of_equal_values_is_that_value(dtype: torch.dtype, seed: int, weights: list[float]) -> None:
-    """Sum and quotient of three equal float32 missed one in seven by a unit in the last place.
+    """Regression: sum and quotient of three equal float32 missed one in seven by a unit in the last place.
 
     Values near 1e-33 with weights near 1e-6 moved by one part in a million: their products are subnormal.
     """
@@ -152,7 +152,7 @@ def test_law_the_mean_is_near_the_exact_one(
 @pytest.mark.parametrize("dtype", WIDE)
 @pytest.mark.parametrize("count", [2, 3, 4, 7])
 def test_masks_of_the_smallest_finite_value_stay_what_they_are(dtype: torch.dtype, count: int) -> None:
-    """Two of them add up to -inf, and that was applied: from then on no rank could give any more."""
+    """Regression: two of them add up to -inf, and that was applied: from then on no rank could give any more."""
     real = dtype.to_real()
     smallest = torch.finfo(real).min
     mask = torch.tensor([smallest, -smallest, 0.0, 1.5], dtype=real).repeat(2).view(dtype)
@@ -188,7 +188,7 @@ def test_what_is_not_finite_stays_so_and_spoils_no_other_element() -> None:
 
 @pytest.mark.parametrize("weights", [[1e-300, 1e300], [1e300, 1e-300], [1e-6, 1.0, 1e300, 1e-300]])
 def test_infinities_that_all_tensors_hold_stay_for_any_weights(weights: list[float]) -> None:
-    """A weight that rounds to zero in float32 made NaN of an infinity."""
+    """Regression: a weight that rounds to zero in float32 made NaN of an infinity."""
     mask = torch.tensor([-math.inf, math.inf, 1.0])
     total, mean = torch.empty(3), WeightedMean()
     for place, weight in enumerate(weights):

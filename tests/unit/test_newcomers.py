@@ -193,7 +193,7 @@ def test_a_state_with_changed_bytes_is_a_state_or_refused(data: st.DataObject) -
 
 
 async def test_ranks_met_together_are_all_asked_for_the_policy() -> None:
-    """A newcomer that met all others in one turn ended: it took those that it had asked, which were none, for all."""
+    """Regression: a newcomer that met all others in one turn took the none that it had asked for all."""
     unmet, asked = {1, 2, 3}, []
     welcome = Welcome(0, 0, 0, 0, 0, ((1, 0), (2, 0), (3, 0)))
 

@@ -135,7 +135,7 @@ def test_a_torn_file_is_read_up_to_its_last_whole_block(
 
 
 def test_notebook_recording_has_no_script_or_kernel_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A story began with 'job 0000abcd: , 1 rank', and a report had ' -f kernel.json' for a script."""
+    """Regression: a story began with 'job 0000abcd: , 1 rank', and a report had ' -f kernel.json' for a script."""
     monkeypatch.setattr(sys, "argv", ["ipykernel_launcher.py", "-f", "kernel.json"])
     monkeypatch.setattr(sys.modules["__main__"], "__file__", None)
     recorded(tmp_path)
@@ -145,7 +145,7 @@ def test_notebook_recording_has_no_script_or_kernel_arguments(tmp_path: Path, mo
 
 
 def test_a_forked_child_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A DataLoader's worker whose data set asked the world for its time wrote the rank's own events once more."""
+    """Regression: a DataLoader's worker whose data set asked for the time wrote its rank's events again."""
     clock = Clock()
     to = RecordWriter(RecordOptions(tmp_path), clock, 0)
     to.open(header())

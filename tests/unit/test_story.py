@@ -42,7 +42,7 @@ def of(*stories: RankStory) -> dict[int, RankStory]:
 
 
 def test_equal_statements_of_several_ranks_are_printed_once() -> None:
-    """Each of them had lines of its own."""
+    """Regression: each of them had lines of its own."""
     channel = ChannelState("Note", 100, 0, 0, 0, False)
     worker = Wait("worker", "Event.wait")
     ranks = [

@@ -97,7 +97,7 @@ def test_an_epoch_that_no_frame_can_carry_is_not_believed() -> None:
 
 
 def test_a_claim_that_this_rank_has_not_made_is_not_believed() -> None:
-    """It followed itself, coordinated nothing, and no round had it any more."""
+    """Regression: it followed itself, coordinated nothing, and no round had it any more."""
     view = Succession(2, ORDER, 0)
     assert view.on_claim(7, 2, 3) == () and (view.epoch, view.coordinator) == (0, 0)
 
