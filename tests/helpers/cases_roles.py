@@ -147,12 +147,12 @@ async def case_the_backend_s_own_objects(world: ad.World) -> None:
 async def case_plans_that_do_not_fit(world: ad.World) -> None:
     size = world.size
     for options, words in (
-        ({"num_remote_buffers": size}, f"num_remote_buffers is {size} with {size} ranks; allowed: 0 to {size // 2}"),
-        ({"num_remote_buffers": -1}, "num_remote_buffers is -1; allowed: a whole number of 0 or more"),
-        ({"num_agent_groups": 0}, "num_agent_groups is 0; allowed: a whole number of 1 or more"),
-        ({"num_agent_groups": size + 1}, f"num_agent_groups is {size + 1} with {size} training ranks; allowed: 1"),
-        ({"coordinator": size}, f"coordinator is {size}; allowed: None, or a rank from 0 to {size - 1}"),
-        ({"placement": "nodes"}, "placement is 'nodes'; allowed: 'arithmetic', 'host'"),
+        ({"num_remote_buffers": size}, ("num_remote_buffers", f"{size} with {size} ranks", f"0 to {size // 2}")),
+        ({"num_remote_buffers": -1}, ("num_remote_buffers", "-1", "0")),
+        ({"num_agent_groups": 0}, ("num_agent_groups", "0", "1")),
+        ({"num_agent_groups": size + 1}, ("num_agent_groups", f"{size + 1} with {size} training ranks", "1")),
+        ({"coordinator": size}, ("coordinator", f"{size}", f"None, or a rank from 0 to {size - 1}")),
+        ({"placement": "nodes"}, ("placement", "'nodes'", "'arithmetic', 'host'")),
         (
             {"dist_backend": "ccl"},
             f"dist_backend is 'ccl', and this world runs on {world.transport_name}",
@@ -161,7 +161,7 @@ async def case_plans_that_do_not_fit(world: ad.World) -> None:
             ({"dist_backend": "ccl"}, "this torch has registered gloo"),
             ({"dist_backend": "nccl"}, "NCCL ignores tags and matches messages by the order of issue"),
         ][: 2 * (world.transport_name == "torch")],
-        ({"layout": ad.RankLayout.arithmetic(size + 1)}, f"the layout is for {size + 1} ranks; allowed: {size}"),
+        ({"layout": ad.RankLayout.arithmetic(size + 1)}, ("the layout", f"for {size + 1} ranks", f"{size}")),
     ):
         await refused(ad.initialize_distributed_compute(**options), ValueError, words)  # type: ignore[arg-type]
     if size > 1:
@@ -181,13 +181,13 @@ async def case_a_plan_that_does_not_fit_on_one_rank(world: ad.World) -> None:
             (
                 {"num_remote_buffers": size},
                 ValueError,
-                f"num_remote_buffers is {size} with {size} ranks; allowed: 0 to",
+                ("num_remote_buffers", f"{size} with {size} ranks", "0 to"),
             ),
             ({"num_agent_groups": size + 1}, ValueError, f"num_agent_groups is {size + 1} with {size} training ranks"),
-            ({"coordinator": -1}, ValueError, f"coordinator is -1; allowed: None, or a rank from 0 to {size - 1}"),
-            ({"placement": "nodes"}, ValueError, "placement is 'nodes'; allowed: 'arithmetic', 'host'"),
+            ({"coordinator": -1}, ValueError, ("coordinator", "-1", f"None, or a rank from 0 to {size - 1}")),
+            ({"placement": "nodes"}, ValueError, ("placement", "'nodes'", "'arithmetic', 'host'")),
             ({"dist_backend": "ccl"}, ValueError, "dist_backend is 'ccl', and this world runs on"),
-            ({"layout": "flat"}, TypeError, "layout is 'flat'; allowed: a RankLayout, or None"),
+            ({"layout": "flat"}, TypeError, ("layout", "'flat'", "RankLayout", "None")),
         ):
             chosen: dict[str, Any] = options if world.rank == failing else {}
             call = ad.initialize_distributed_compute(**chosen)

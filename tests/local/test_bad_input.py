@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 from scripts.population import Mixed, clone_state, equal_states, sgd
+from support.facts import names, naming
 from support.local import run
 from torch import nn
 
@@ -33,72 +34,72 @@ from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy, OneSidedS
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "facts"),
     [
-        ({"replacement_ratio": 1.5}, ["replacement_ratio is 1.5", "from 0 to 1"]),
-        ({"replacement_ratio": -0.1}, ["replacement_ratio is -0.1", "from 0 to 1"]),
-        ({"replacement_ratio": math.nan}, ["replacement_ratio is nan", "from 0 to 1"]),
-        ({"replacement_ratio": "0.5"}, ["replacement_ratio is '0.5'", "a number"]),
-        ({"momentum": 1.01}, ["momentum is 1.01", "from 0 to 1"]),
-        ({"momentum": -1}, ["momentum is -1", "from 0 to 1"]),
-        ({"momentum": math.nan}, ["momentum is nan", "from 0 to 1"]),
-        ({"momentum": None}, ["momentum is None", "from 0 to 1"]),
-        ({"average_every": 0}, ["average_every is 0", "1 or more"]),
-        ({"average_every": -5}, ["average_every is -5", "1 or more"]),
-        ({"average_every": 2.0}, ["average_every is 2.0", "whole number"]),
-        ({"average_every": True}, ["average_every is True", "whole number"]),
-        ({"averaging_strategy": "median"}, ["averaging_strategy is 'median'", "'mean'", "'reset_weights'"]),
-        ({"metric_mode": "maximum"}, ["metric_mode is 'maximum'", "'max'", "'min'"]),
-        ({"route": "ring"}, ["route is 'ring'", "'auto', 'direct', 'sharded'"]),
-        ({"islands": 0}, ["islands is 0", "1 or more, or None"]),
-        ({"islands": 2.0}, ["islands is 2.0", "whole number"]),
-        ({"island_size": 1}, ["island_size is 1", "2 or more, or None"]),
-        ({"island_size": True}, ["island_size is True", "whole number"]),
-        ({"islands": 2, "island_size": 4}, ["islands is 2 and island_size is 4", "one of them"]),
-        ({"islands": 2, "migrate_every": 0}, ["migrate_every is 0", "1 or more"]),
-        ({"islands": 2, "migration": "star"}, ["migration is 'star'", "'ring', 'random'"]),
-        ({"migrate_every": 10}, ["migrate_every is 10; allowed: none without islands or island_size"]),
-        ({"migration": "ring"}, ["migration is 'ring'; allowed: none without islands or island_size"]),
-        ({"islands": 2, "coordinator": 0}, ["coordinator is 0", "none beside islands"]),
-        ({"island_size": 2, "successors": [1]}, ["successors is [1]", "none beside islands"]),
+        ({"replacement_ratio": 1.5}, ["replacement_ratio", "1.5", "0", "1"]),
+        ({"replacement_ratio": -0.1}, ["replacement_ratio", "-0.1", "0", "1"]),
+        ({"replacement_ratio": math.nan}, ["replacement_ratio", "nan", "0", "1"]),
+        ({"replacement_ratio": "0.5"}, ["replacement_ratio", "'0.5'"]),
+        ({"momentum": 1.01}, ["momentum", "1.01", "0", "1"]),
+        ({"momentum": -1}, ["momentum", "-1", "0", "1"]),
+        ({"momentum": math.nan}, ["momentum", "nan", "0", "1"]),
+        ({"momentum": None}, ["momentum", "None", "0", "1"]),
+        ({"average_every": 0}, ["average_every", "0", "1"]),
+        ({"average_every": -5}, ["average_every", "-5", "1"]),
+        ({"average_every": 2.0}, ["average_every", "2.0"]),
+        ({"average_every": True}, ["average_every", "True"]),
+        ({"averaging_strategy": "median"}, ["averaging_strategy", "'median'", "'mean'", "'reset_weights'"]),
+        ({"metric_mode": "maximum"}, ["metric_mode", "'maximum'", "'max'", "'min'"]),
+        ({"route": "ring"}, ["route", "'ring'", "'auto', 'direct', 'sharded'"]),
+        ({"islands": 0}, ["islands", "0", "1", "None"]),
+        ({"islands": 2.0}, ["islands", "2.0"]),
+        ({"island_size": 1}, ["island_size", "1", "2", "None"]),
+        ({"island_size": True}, ["island_size", "True"]),
+        ({"islands": 2, "island_size": 4}, ["islands", "2", "island_size", "4", "one of them"]),
+        ({"islands": 2, "migrate_every": 0}, ["migrate_every", "0", "1"]),
+        ({"islands": 2, "migration": "star"}, ["migration", "'star'", "'ring', 'random'"]),
+        ({"migrate_every": 10}, ["migrate_every", "10", "none without islands or island_size"]),
+        ({"migration": "ring"}, ["migration", "'ring'", "none without"]),
+        ({"islands": 2, "coordinator": 0}, ["coordinator", "0", "none beside islands"]),
+        ({"island_size": 2, "successors": [1]}, ["successors", "[1]", "none beside"]),
         (
             {"islands": 2, "averaging_strategy": "reset_weights", "model_builder": lambda: nn.Linear(1, 1)},
-            ["averaging_strategy is 'reset_weights'", "donors beside islands"],
+            ["averaging_strategy", "'reset_weights'", "donors beside islands"],
         ),
-        ({"optimizer_state": "drop"}, ["optimizer_state is 'drop'", "'keep', 'reset'"]),
+        ({"optimizer_state": "drop"}, ["optimizer_state", "'drop'", "'keep', 'reset'"]),
         ({"averaging_strategy": "reset_weights"}, ["reset_weights", "model_builder"]),
-        ({"model_builder": 3}, ["model_builder is 3", "callable"]),
-        ({"metric": 3.0}, ["metric is 3.0", "callable"]),
-        ({"threshold": math.nan}, ["threshold is nan", "finite"]),
-        ({"cooldown": -1}, ["cooldown is -1", "0 or more"]),
-        ({"cooldown": 1.5}, ["cooldown is 1.5", "whole number"]),
-        ({"quorum": 2}, ["quorum is 2", "from 0 to 1"]),
-        ({"grace_s": -1}, ["grace_s is -1", "0 or more"]),
-        ({"grace_s": math.inf}, ["grace_s is inf", "finite"]),
-        ({"max_report_age_s": 0}, ["max_report_age_s is 0", "above 0"]),
-        ({"round_timeout_s": 0}, ["round_timeout_s is 0", "above 0"]),
-        ({"start_timeout_s": 0}, ["start_timeout_s is 0", "above 0"]),
-        ({"start_timeout_s": math.inf}, ["start_timeout_s is inf", "finite"]),
-        ({"drain_timeout_s": -2}, ["drain_timeout_s is -2", "above 0"]),
-        ({"drain_timeout_s": math.inf}, ["drain_timeout_s is inf", "finite"]),
-        ({"on_event": 7}, ["on_event is 7", "callable"]),
-        ({"name": 7}, ["name is 7", "text"]),
-        ({"name": "x" * 70_000}, ["name is 'xxx", "xxx...; allowed: a text of up to 200 characters"]),
-        ({"group": [0, 1]}, ["group is [0, 1]", "a Group"]),
-        ({"group": "x"}, ["group is 'x'", "a Group"]),
-        ({"world": 3}, ["world is 3", "a World"]),
-        ({"coordinator": 1.0}, ["coordinator is 1.0", "whole number of 0 or more, or None"]),
-        ({"coordinator": True}, ["coordinator is True", "whole number"]),
-        ({"coordinator": "0"}, ["coordinator is '0'", "whole number"]),
-        ({"coordinator": -1}, ["coordinator is -1", "0 or more"]),
+        ({"model_builder": 3}, ["model_builder", "3", "callable"]),
+        ({"metric": 3.0}, ["metric", "3.0"]),
+        ({"threshold": math.nan}, ["threshold", "nan", "finite"]),
+        ({"cooldown": -1}, ["cooldown", "-1", "0"]),
+        ({"cooldown": 1.5}, ["cooldown", "1.5"]),
+        ({"quorum": 2}, ["quorum", "2", "0", "1"]),
+        ({"grace_s": -1}, ["grace_s", "-1", "0"]),
+        ({"grace_s": math.inf}, ["grace_s", "inf"]),
+        ({"max_report_age_s": 0}, ["max_report_age_s", "0"]),
+        ({"round_timeout_s": 0}, ["round_timeout_s", "0"]),
+        ({"start_timeout_s": 0}, ["start_timeout_s", "0"]),
+        ({"start_timeout_s": math.inf}, ["start_timeout_s", "inf"]),
+        ({"drain_timeout_s": -2}, ["drain_timeout_s", "-2", "0"]),
+        ({"drain_timeout_s": math.inf}, ["drain_timeout_s", "inf"]),
+        ({"on_event": 7}, ["on_event", "7"]),
+        ({"name": 7}, ["name", "7", "text"]),
+        ({"name": "x" * 70_000}, ["name", "...", "200"]),
+        ({"group": [0, 1]}, ["group", "[0, 1]", "Group"]),
+        ({"group": "x"}, ["group", "'x'", "Group"]),
+        ({"world": 3}, ["world", "3", "World"]),
+        ({"coordinator": 1.0}, ["coordinator", "1.0", "0", "None"]),
+        ({"coordinator": True}, ["coordinator", "True"]),
+        ({"coordinator": "0"}, ["coordinator", "'0'"]),
+        ({"coordinator": -1}, ["coordinator", "-1", "0"]),
     ],
     ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
 )
-def test_policy_refuses_an_option_out_of_range(options: dict[str, Any], words: list[str]) -> None:
+def test_policy_refuses_an_option_out_of_range(options: dict[str, Any], facts: list[str]) -> None:
     model = Mixed()
     with pytest.raises((ValueError, TypeError)) as caught:
         AsyncSelectiveAveragingPolicy(model, sgd(model), **{"average_every": 1, **options})
-    assert all(word in str(caught.value) for word in words), caught.value
+    assert names(caught.value, *facts), caught.value
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -106,7 +107,7 @@ def test_policy_refuses_a_coordinator_that_is_not_a_rank(ranks: int) -> None:
     async def main(world: ad.World) -> None:
         model = Mixed()
         policy = AsyncSelectiveAveragingPolicy(model, sgd(model), average_every=1, coordinator=ranks)
-        with pytest.raises(ValueError, match=rf"coordinator is {ranks}; allowed: a rank from 0 to {ranks - 1}"):
+        with pytest.raises(ValueError, match=naming("coordinator", ranks, 0, ranks - 1)):
             async with policy:
                 pass
 
@@ -123,7 +124,7 @@ def test_whole_numbers_of_numpy_are_counts() -> None:
 @pytest.mark.parametrize("options", [{"average_every": 0}, {"optimizer_state": "x"}, {"start_timeout_s": -1}])
 def test_the_other_policy_refuses_them_too(options: dict[str, Any]) -> None:
     model = Mixed()
-    with pytest.raises(ValueError, match=f"{next(iter(options))} is .*; allowed: "):
+    with pytest.raises(ValueError, match=naming(*options, *map(repr, options.values()))):
         AverageAllPolicy(model, sgd(model), **{"average_every": 1, **options})
 
 
@@ -143,11 +144,11 @@ def holding(tensor: torch.Tensor) -> nn.Module:
 
 @pytest.mark.filterwarnings("ignore:.*[Qq]uantiz:UserWarning", "ignore:.*[Qq]uantiz:DeprecationWarning")
 @pytest.mark.parametrize(
-    ("build", "words"),
+    ("build", "facts"),
     [
-        (nn.Identity, ["Identity has neither parameters nor persistent buffers"]),
-        (lambda: [1, 2], ["model is a list", "torch.nn.Module"]),
-        (lambda: nn.Linear(2, 2, device="meta"), ["'weight'", "meta device"]),
+        (nn.Identity, ["Identity", "parameters", "buffers"]),
+        (lambda: [1, 2], ["model", "list", "torch.nn.Module"]),
+        (lambda: nn.Linear(2, 2, device="meta"), ["'weight'", "meta"]),
         (lambda: holding(torch.eye(3).to_sparse()), ["'strange'", "sparse"]),
         (lambda: holding(torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)), ["'strange'", "quantised"]),
         (overlapping, ["'two'", "'one'", "overlap"]),
@@ -156,19 +157,19 @@ def holding(tensor: torch.Tensor) -> nn.Module:
     ],
     ids=["empty", "no-module", "meta", "sparse", "quantised", "overlapping", "expanded", "lazy"],
 )
-def test_a_model_that_cannot_be_averaged_is_refused_by_name(build: Callable[[], Any], words: list[str]) -> None:
+def test_a_model_that_cannot_be_averaged_is_refused_by_name(build: Callable[[], Any], facts: list[str]) -> None:
     optimizer = sgd(nn.Linear(1, 1))
     for policy_class in (AsyncSelectiveAveragingPolicy, AverageAllPolicy):
         with pytest.raises((TypeError, ValueError)) as caught:
             policy_class(build(), optimizer, average_every=1)
-        assert all(word in str(caught.value) for word in words), caught.value
+        assert names(caught.value, *facts), caught.value
 
 
 def test_an_optimizer_of_another_model_is_refused() -> None:
     model, other = nn.Linear(2, 3), nn.Linear(5, 7)
-    with pytest.raises(ValueError, match=r"parameter 0 of the optimizer's group 0, of shape \(7, 5\), is not in this"):
+    with pytest.raises(ValueError, match=naming("parameter 0", "group 0", "(7, 5)")):
         AsyncSelectiveAveragingPolicy(model, sgd(other), average_every=1)
-    with pytest.raises(TypeError, match=r"optimizer is a Linear; allowed: a torch\.optim\.Optimizer"):
+    with pytest.raises(TypeError, match=naming("optimizer", "Linear", "torch.optim.Optimizer")):
         AsyncSelectiveAveragingPolicy(model, other, average_every=1)  # type: ignore[arg-type]
     AsyncSelectiveAveragingPolicy(model, torch.optim.SGD([model.bias], lr=1.0), average_every=1)  # a part of it is fine
 
@@ -186,7 +187,7 @@ def test_policy_refuses_adapters_added_during_training() -> None:
         model = nn.Sequential(nn.Linear(2, 2))
         async with AverageAllPolicy(model, sgd(model), average_every=1) as policy:
             model.add_module("adapter", nn.Linear(2, 2))
-            with pytest.raises(ValueError, match=r"is new: .* leave the policy and enter a new one, on all ranks"):
+            with pytest.raises(ValueError, match=naming("adapter")):
                 await policy.step()
         async with AverageAllPolicy(model, sgd(model), average_every=1) as policy:
             assert await policy.step()
@@ -213,7 +214,7 @@ def test_policy_refuses_a_builder_of_another_model() -> None:
     """Regression: the builder was first called at the first replacement, hours later."""
     model = Mixed(0.0)
     for policy in (AsyncSelectiveAveragingPolicy, OneSidedSelectiveAveragingPolicy):
-        with pytest.raises(ValueError, match=r"model_builder made another model .* 'counts'"):
+        with pytest.raises(ValueError, match=naming("model_builder", "'counts'")):
             policy(
                 model,
                 sgd(model),
@@ -280,19 +281,19 @@ def test_donor_whose_model_has_changed_gives_no_snapshot() -> None:
 
 
 @pytest.mark.parametrize(
-    ("metric", "words"),
+    ("metric", "facts"),
     [
-        (None, ["due at iteration 2", "None", "a number or a callable"]),
-        ("0.5", ["metric is '0.5'", "a number"]),
-        (object, ["metric is <object", "a number"]),
-        ([1.0], ["metric is [1.0]", "a number"]),
-        (torch.zeros(3), ["shape (3,)", "one real number"]),
-        (torch.zeros(0), ["shape (0,)", "one real number"]),
-        (torch.tensor(1j), ["complex64", "one real number"]),
-        (lambda: None, ["metric is None", "a number"]),
-        (10**400, ["metric is 1000", "a number"]),
-        (np.complex64(1j), ["metric is", "1j", "a number"]),
-        (np.ones(2), ["metric is array([1., 1.])", "a number"]),
+        (None, ["2", "None", "a number or a callable"]),
+        ("0.5", ["metric", "'0.5'", "a number"]),
+        (object, ["metric", "<object"]),
+        ([1.0], ["metric", "[1.0]"]),
+        (torch.zeros(3), ["(3,)", "one real number"]),
+        (torch.zeros(0), ["(0,)"]),
+        (torch.tensor(1j), ["torch.complex64"]),
+        (lambda: None, ["metric", "None"]),
+        (10**400, ["metric", "1" + 79 * "0"]),
+        (np.complex64(1j), ["metric", "1j"]),
+        (np.ones(2), ["metric", "array([1., 1.])"]),
     ],
     ids=[
         "none",
@@ -308,7 +309,7 @@ def test_donor_whose_model_has_changed_gives_no_snapshot() -> None:
         "numpy-vector",
     ],
 )
-def test_metric_that_is_not_a_number_is_refused_only_when_due(metric: Any, words: list[str]) -> None:
+def test_metric_that_is_not_a_number_is_refused_only_when_due(metric: Any, facts: list[str]) -> None:
     async def main(world: ad.World) -> None:
         model = Mixed(float(world.rank))
         start = clone_state(model)
@@ -317,7 +318,7 @@ def test_metric_that_is_not_a_number_is_refused_only_when_due(metric: Any, words
                 await policy.step(metric)
             with pytest.raises((TypeError, ValueError)) as caught:
                 await policy.step(metric)
-            assert all(word in str(caught.value) for word in words), caught.value
+            assert names(caught.value, *facts), caught.value
             assert policy.statistics().report_count == 0
         coordinator = policy.statistics().coordinator
         assert coordinator is None or set(coordinator.reports.values()) == {0}
@@ -436,7 +437,7 @@ def test_messages_that_cannot_be_sent() -> None:
         with pytest.raises(ad.LocalProtocolError, match=r"Note\(text=5\): Expected `str`, got `int`"):
             notes.send_nowait(Note(5), other)  # type: ignore[arg-type]
         for dest in (-1, 2):
-            with pytest.raises(ad.LocalProtocolError, match=rf"dest is {dest}; ranks go from 0 to 1"):
+            with pytest.raises(ad.LocalProtocolError, match=naming("dest", dest, 0, 1)):
                 await notes.send(Note("lost"), dest)
         with pytest.raises(TypeError, match="frozen dataclass"):
             world.channel(Mutable, tag=11)
@@ -461,7 +462,7 @@ def test_streams_that_do_not_fit() -> None:
             with pytest.raises(ad.LocalProtocolError, match="rank 1 receives 12 bytes, this rank sends 16"):
                 await world.send_stream(torch.zeros(4), 1)
         else:
-            with pytest.raises(ad.RemoteProtocolError, match="rank 0 gave up"):
+            with pytest.raises(ad.RemoteProtocolError, match="rank 0"):
                 await world.receive_stream(torch.zeros(3), 0)
 
     run(main, 2)
@@ -475,23 +476,23 @@ async def nothing(world: ad.World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("main", "options", "words"),
+    ("main", "options", "facts"),
     [
-        (print, {}, "main must be a coroutine function"),
-        (nothing, {"transport": "tcp"}, "transport is 'tcp'; allowed are 'auto', 'local', 'mpi', 'torch'"),
-        (nothing, {"transport": "local", "ranks": 0}, "ranks is 0; allowed: a whole number of 1 or more"),
-        (nothing, {"ranks": 3}, "ranks=3 needs transport='local'"),
-        (nothing, {"loop": "trio"}, "loop is 'trio'; allowed are 'uvloop', 'asyncio'"),
-        (nothing, {"grace_s": 0}, "grace_s is 0; allowed: a number of seconds above 0"),
-        (nothing, {"grace_s": "1"}, "grace_s is '1'; allowed: a number of seconds above 0"),
-        (nothing, {"watchdog_s": 0}, "watchdog_s is 0; allowed: a number of seconds above 0"),
+        (print, {}, ("main", "print")),
+        (nothing, {"transport": "tcp"}, ("transport", "'tcp'", "'auto', 'local', 'mpi', 'torch'")),
+        (nothing, {"transport": "local", "ranks": 0}, ("ranks", "0", "1")),
+        (nothing, {"ranks": 3}, ("ranks=3", "transport='local'")),
+        (nothing, {"loop": "trio"}, ("loop", "'trio'", "'uvloop', 'asyncio'")),
+        (nothing, {"grace_s": 0}, ("grace_s", "0")),
+        (nothing, {"grace_s": "1"}, ("grace_s", "'1'", "0")),
+        (nothing, {"watchdog_s": 0}, ("watchdog_s", "0")),
     ],
     ids=["main", "transport", "ranks", "ranks-elsewhere", "loop", "grace", "grace-text", "watchdog"],
 )
-def test_run_refuses_what_it_cannot_do(main: Any, options: dict[str, Any], words: str) -> None:
+def test_run_refuses_what_it_cannot_do(main: Any, options: dict[str, Any], facts: tuple[str, ...]) -> None:
     with pytest.raises((TypeError, ValueError)) as caught:
         ad.run(main, **options)
-    assert words in str(caught.value)
+    assert names(caught.value, *facts), caught.value
 
 
 async def no_world() -> None:
@@ -519,7 +520,7 @@ def line_of(function: Any) -> str:
             (),
             rf"given the world, and {line_of(no_world)} takes no argument: write async def no_world\(world\)",
         ),
-        (no_world, (1,), rf"given the world, and {line_of(no_world)} takes no argument"),
+        (no_world, (1,), line_of(no_world)),
         (
             configured,
             (),
@@ -531,8 +532,8 @@ def line_of(function: Any) -> str:
             (1,),
             rf"the world and 1 more argument, which does not fit {line_of(configured)}: too many",
         ),
-        (plain, (), rf"main must be a coroutine function \(async def\); got {line_of(plain)}"),
-        (functools.partial(plain), (), rf"main must be a coroutine function .*; got {line_of(plain)}"),
+        (plain, (), line_of(plain)),
+        (functools.partial(plain), (), line_of(plain)),
         (3, (), r"main must be a coroutine function \(async def\); got 3"),
     ],
 )
@@ -558,7 +559,7 @@ def test_a_world_inside_a_world_is_refused() -> None:
 
     async def outer() -> int:
         async with ad.open_world() as first:
-            with pytest.raises(ad.LocalProtocolError, match="open here already"):
+            with pytest.raises(ad.LocalProtocolError, match="<World rank 0 of 1, local>"):
                 await inner(first)
         async with ad.open_world() as second:  # one after the other is fine
             return second.size

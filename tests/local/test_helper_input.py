@@ -1,4 +1,4 @@
-"""What makes no sense as an argument of a helper: one clear error that names the value and what is allowed."""
+""("What makes no sense as an argument of a helper: one clear error that names the value and what", "allowed.")""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ def one_sided(**options: Any) -> object:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: ad.new_mesh({"POP": 1}, group=[0, 1]), "group is [0, 1]; allowed: a Group"),
-        (lambda: ad.is_main_process(group=[0, 1]), "group is [0, 1]; allowed: a Group"),  # type: ignore[arg-type]
-        (lambda: ad.RankLayout(2, (0, 1), {}), "agent_groups[0] is 0; allowed: a list of ranks"),  # type: ignore[arg-type]
-        (lambda: ad.RankLayout(2, "01", {}), "agent_groups is '01'; allowed: a list of groups of ranks"),  # type: ignore[arg-type]
-        (lambda: ad.RankLayout(1, ((0,),), None), "clients is None; allowed: a dict"),  # type: ignore[arg-type]
-        (lambda: ad.RankLayout(2, ((0,),), {1: 0}), "clients[1] is 0; allowed: a list of ranks"),  # type: ignore[dict-item]
-        (lambda: ad.initialize_distributed_compute(layout="x"), "layout is 'x'; allowed: a RankLayout, or None"),
-        (lambda: ad.all_gather({"a": TENSOR}), "tensor is a dict; allowed: a tensor, or a tree"),
-        (lambda: ad.psum(TENSOR, ["POP"]), "axis_name is ['POP']; allowed: the name of an axis, or None"),  # type: ignore[arg-type]
-        (lambda: ad.psum(TENSOR, "POP", mesh="x"), "mesh is 'x'; allowed: a Mesh"),  # type: ignore[arg-type]
-        (lambda: ad.gradient_update(WRONG, torch.optim.SGD([TENSOR])), "loss_fn is 5; allowed: a function"),
-        (lambda: ad.agent_gradient_update(WRONG, torch.optim.SGD([TENSOR])), "loss_fn is 5; allowed: a function"),
+        (lambda: ad.new_mesh({"POP": 1}, group=[0, 1]), ("group", "[0, 1]", "Group")),
+        (lambda: ad.is_main_process(group=[0, 1]), ("group", "[0, 1]", "Group")),  # type: ignore[arg-type]
+        (lambda: ad.RankLayout(2, (0, 1), {}), ("agent_groups[0]", "0", "a list of ranks")),  # type: ignore[arg-type]
+        (lambda: ad.RankLayout(2, "01", {}), ("agent_groups", "'01'", "a list of groups of ranks")),  # type: ignore[arg-type]
+        (lambda: ad.RankLayout(1, ((0,),), None), ("clients", "None", "a dict")),  # type: ignore[arg-type]
+        (lambda: ad.RankLayout(2, ((0,),), {1: 0}), ("clients[1]", "0", "a list of ranks")),  # type: ignore[dict-item]
+        (lambda: ad.initialize_distributed_compute(layout="x"), ("layout", "'x'", "RankLayout", "None")),
+        (lambda: ad.all_gather({"a": TENSOR}), ("tensor", "a dict", "a tensor, or a tree")),
+        (lambda: ad.psum(TENSOR, ["POP"]), ("axis_name", "['POP']", "the name of an axis, or None")),  # type: ignore[arg-type]
+        (lambda: ad.psum(TENSOR, "POP", mesh="x"), ("mesh", "'x'", "Mesh")),  # type: ignore[arg-type]
+        (lambda: ad.gradient_update(WRONG, torch.optim.SGD([TENSOR])), ("loss_fn", "5", "a function")),
+        (lambda: ad.agent_gradient_update(WRONG, torch.optim.SGD([TENSOR])), ("loss_fn", "5", "a function")),
         (lambda: ad.report_load_imbalance([{5: [1.0]}]), "rank 0 has a step 5; allowed: names"),  # type: ignore[dict-item]
         (lambda: ad.report_time_info([{"a": ["x"]}]), "rank 0, step 'a': 'x' is no number of seconds"),  # type: ignore[dict-item]
-        (lambda: one_sided(timing=[]), "timing is []; allowed: a dict, or None"),
+        (lambda: one_sided(timing=[]), ("timing", "[]", "a dict, or None")),
     ],
 )
 def test_one_sentence_names_the_value_and_what_is_allowed(call: Callable[[], Any], words: str) -> None:

@@ -287,15 +287,15 @@ def test_wrong_arguments_are_named() -> None:
         for batch, words in ((torch.ones(3, 3), "unlike the first"), (torch.ones(2, 2).double(), "float64")):
             with pytest.raises(ValueError, match=words):
                 await buffer.add(batch)
-        with pytest.raises(ValueError, match="n is 0; allowed: a whole number of 1 or more"):
+        with pytest.raises(ValueError, match=naming("n", "0", "1")):
             await buffer.sample(0)
         with pytest.raises(ad.LocalProtocolError, match="n is 1001; 'replay' holds at most 1000 items"):
             await buffer.sample(1001)
         for beta in (2, "x"):
-            with pytest.raises(ValueError, match=f"beta is {beta!r}; allowed: a number from 0 to 1"):
+            with pytest.raises(ValueError, match=naming("beta", f"{beta!r}", "0", "1")):
                 await buffer.sample(1, beta=beta)  # type: ignore[arg-type]
         for n in (True, 1.0, "3"):
-            with pytest.raises(ValueError, match=f"n is {n!r}; allowed: a whole number of 1 or more"):
+            with pytest.raises(ValueError, match=naming("n", f"{n!r}", "1")):
                 await buffer.sample(n)  # type: ignore[arg-type]
         assert len((await buffer.sample(np.int64(3))).ids) == 3  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="this buffer draws uniformly"):
@@ -313,12 +313,12 @@ def test_wrong_priorities_are_named() -> None:
         for wrong, words in (([1.0], "1 priorities for 2 items"), ([1.0, -1.0], "-1.0"), ([1.0, torch.nan], "nan")):
             with pytest.raises(ValueError, match=words):
                 await buffer.add(torch.ones(2), priorities=wrong)
-        with pytest.raises(TypeError, match="priorities is 'ab'; allowed: numbers, one for each item"):
+        with pytest.raises(TypeError, match=naming("priorities", "'ab'", "numbers, one for each item")):
             await buffer.add(torch.ones(2), priorities="ab")  # type: ignore[arg-type]
         for ids in ([1.7, 2], torch.tensor([1.0, 2.0])):
-            with pytest.raises(ValueError, match=r"ids is .*; allowed: whole numbers, as Sample.ids has them"):
+            with pytest.raises(ValueError, match=naming("ids", "whole numbers, as Sample.ids has them")):
                 await buffer.update_priorities(ids, [1.0, 1.0])  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="ids is 'ab'; allowed: whole numbers"):
+        with pytest.raises(TypeError, match=naming("ids", "'ab'", "whole numbers")):
             await buffer.update_priorities("ab", [1.0, 1.0])  # type: ignore[arg-type]
         await buffer.add(torch.ones(2), priorities=[0, 0])
         with pytest.raises(ad.LocalProtocolError, match="every priority is zero"):
@@ -331,20 +331,20 @@ def test_wrong_priorities_are_named() -> None:
     ("options", "words"),
     [
         ({"clients": []}, "clients is empty; a replay buffer needs at least one"),
-        ({"clients": [0, 0]}, r"clients is \[0, 0\]; allowed: ranks from 0 to 1, each once"),
+        ({"clients": [0, 0]}, ("clients", "[0, 0]", "ranks from 0 to 1, each once")),
         ({"clients": [5]}, r"clients is \[5\]"),
-        ({"clients": 0}, "clients is 0; allowed: ranks from 0 to 1, each once"),
-        ({"clients": None}, "clients is None; allowed: ranks from 0 to 1, each once"),
-        ({"clients": "01"}, "clients is '01'; allowed"),
-        ({"alpha": "x"}, "alpha is 'x'; allowed: a finite number of 0 or more"),
-        ({"seed": "x"}, "seed is 'x'; allowed: a whole number of 0 or more"),
-        ({"seed": -1}, "seed is -1; allowed: a whole number of 0 or more"),
-        ({"score": 5}, "score is 5; allowed: a function of a batch, or None"),
-        ({"prioritized": "no"}, "prioritized is 'no'; allowed: True, False"),
-        ({"capacity": 0}, "capacity is 0; allowed: a whole number of 1 or more"),
+        ({"clients": 0}, ("clients", "0", "ranks from 0 to 1, each once")),
+        ({"clients": None}, ("clients", "None", "ranks from 0 to 1, each once")),
+        ({"clients": "01"}, ("clients", "'01'")),
+        ({"alpha": "x"}, ("alpha", "'x'", "0")),
+        ({"seed": "x"}, ("seed", "'x'", "0")),
+        ({"seed": -1}, ("seed", "-1", "0")),
+        ({"score": 5}, ("score", "5", "a function of a batch, or None")),
+        ({"prioritized": "no"}, ("prioritized", "'no'", "True, False")),
+        ({"capacity": 0}, ("capacity", "0", "1")),
         ({"in_flight_max": 1.5}, "in_flight_max is 1.5"),
-        ({"alpha": -1}, "alpha is -1; allowed: a finite number of 0 or more"),
-        ({"name": 3}, "name is 3; allowed: a string"),
+        ({"alpha": -1}, ("alpha", "-1", "0")),
+        ({"name": 3}, ("name", "3", "a string")),
     ],
 )
 def test_a_server_refuses_wrong_options(options: dict[str, Any], words: str) -> None:
@@ -379,7 +379,7 @@ def test_non_client_rank_and_unlike_items_are_refused() -> None:
 def test_a_timeout_that_is_no_time_is_refused(seconds: Any) -> None:
     async def main(world: ad.World) -> None:
         with pytest.raises(
-            ValueError, match=f"start_timeout_s is {seconds!r}; allowed: a finite number of seconds above 0"
+            ValueError, match=naming("start_timeout_s", f"{seconds!r}", "0")
         ):
             ReplayBuffer(0, start_timeout_s=seconds)
 

@@ -96,16 +96,16 @@ def test_it_can_be_read() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((4, 0, 3), "num_agent_groups is 3 with 4 training ranks; allowed: 1, 2, 4"),
-        ((7, 1, 4), "num_agent_groups is 4 with 6 training ranks; allowed: 1, 2, 3, 6"),
-        ((4, 3, 1), "num_remote_buffers is 3 with 4 ranks; allowed: 0 to 2"),
-        ((4, 9, 1), "num_remote_buffers is 9 with 4 ranks; allowed: 0 to 2"),
-        ((1, 1, 1), "num_remote_buffers is 1 with 1 ranks; allowed: 0 to 0"),
-        ((4, -1, 1), "num_remote_buffers is -1; allowed: a whole number of 0 or more"),
-        ((4, 1.0, 1), "num_remote_buffers is 1.0; allowed"),
-        ((4, 0, 0), "num_agent_groups is 0; allowed: a whole number of 1 or more"),
-        ((0, 0, 1), "world_size is 0; allowed: a whole number of 1 or more"),
-        ((True, 0, 1), "world_size is True; allowed"),
+        ((4, 0, 3), ("num_agent_groups", "3 with 4 training ranks", "1, 2, 4")),
+        ((7, 1, 4), ("num_agent_groups", "4 with 6 training ranks", "1, 2, 3, 6")),
+        ((4, 3, 1), ("num_remote_buffers", "3 with 4 ranks", "0 to 2")),
+        ((4, 9, 1), ("num_remote_buffers", "9 with 4 ranks", "0 to 2")),
+        ((1, 1, 1), ("num_remote_buffers", "1 with 1 ranks", "0 to 0")),
+        ((4, -1, 1), ("num_remote_buffers", "-1", "0")),
+        ((4, 1.0, 1), ("num_remote_buffers", "1.0")),
+        ((4, 0, 0), ("num_agent_groups", "0", "1")),
+        ((0, 0, 1), ("world_size", "0", "1")),
+        ((True, 0, 1), ("world_size", "True")),
     ],
 )
 def test_numbers_that_do_not_fit(arguments: tuple[Any, ...], words: str) -> None:
@@ -123,7 +123,7 @@ def test_a_coordinator_that_leaves_nobody_to_train() -> None:
         RankLayout.arithmetic(1, coordinator=0)
     with pytest.raises(ValueError, match="num_remote_buffers is 1 with 1 ranks beside the coordinator"):
         RankLayout.arithmetic(2, 1, coordinator=0)
-    with pytest.raises(ValueError, match="coordinator is 2; allowed: None, or a rank from 0 to 1"):
+    with pytest.raises(ValueError, match=naming("coordinator", "2", "None, or a rank from 0 to 1")):
         RankLayout.arithmetic(2, coordinator=2)
 
 

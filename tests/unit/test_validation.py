@@ -1,0 +1,81 @@
+"""The wording of the errors for wrong values; tests of a function's own options compare only option and value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncdist import validation
+
+
+@pytest.mark.parametrize(
+    ("check", "kind", "words"),
+    [
+        (lambda: validation.count("n", 0), ValueError, "n is 0; allowed: a whole number of 1 or more"),
+        (lambda: validation.count("n", 2.0), ValueError, "n is 2.0; allowed: a whole number of 1 or more"),
+        (lambda: validation.count("n", True), ValueError, "n is True; allowed: a whole number of 1 or more"),
+        (lambda: validation.count("n", -1, least=0), ValueError, "n is -1; allowed: a whole number of 0 or more"),
+        (
+            lambda: validation.count("n", 0, besides=", or None"),
+            ValueError,
+            "n is 0; allowed: a whole number of 1 or more, or None",
+        ),
+        (lambda: validation.whole("n", 1.5), TypeError, "n is 1.5; allowed: a whole number"),
+        (lambda: validation.ranks("r", "01"), TypeError, "r is '01'; allowed: a sequence of ranks, each once"),
+        (lambda: validation.ranks("r", [1, 1]), ValueError, "r is [1, 1]; allowed: a sequence of ranks, each once"),
+        (lambda: validation.ranks("r", [-1]), ValueError, "r[0] is -1; allowed: a whole number of 0 or more"),
+        (lambda: validation.fraction("f", 1.5), ValueError, "f is 1.5; allowed: a number from 0 to 1"),
+        (lambda: validation.fraction("f", math.nan), ValueError, "f is nan; allowed: a number from 0 to 1"),
+        (lambda: validation.seconds("s", 0), ValueError, "s is 0; allowed: a finite number of seconds above 0"),
+        (
+            lambda: validation.seconds("s", math.inf),
+            ValueError,
+            "s is inf; allowed: a finite number of seconds above 0",
+        ),
+        (
+            lambda: validation.seconds("s", "1", finite=False),
+            ValueError,
+            "s is '1'; allowed: a number of seconds above 0",
+        ),
+        (
+            lambda: validation.refuse("name", "x" * 300, "a short string"),
+            ValueError,
+            f"name is '{'x' * 199}...; allowed: a short string",
+        ),
+    ],
+)
+def test_error_names_option_value_and_what_is_allowed(
+    check: Callable[[], Any], kind: type[Exception], words: str
+) -> None:
+    with pytest.raises(kind) as caught:
+        check()
+    assert str(caught.value) == words
+
+
+def test_numbers_of_other_types_are_returned_as_pythons_own() -> None:
+    found = [
+        validation.count("n", np.int64(3)),
+        validation.whole("n", np.int8(-3)),
+        *validation.ranks("r", [np.int32(2)]),
+    ]
+    assert found == [3, -3, 2] and {type(value) for value in found} == {int}
+    assert type(validation.fraction("f", np.float32(0.5))) is float
+    assert validation.seconds("s", math.inf, finite=False) == math.inf
+
+
+def test_missing_library_names_the_extra_that_installs_it() -> None:
+    assert (
+        validation.missing_library("live=True", "rich", "live") == "live=True needs rich: pip install 'asyncdist[live]'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("avg_every", "did you mean average_every?"), ("zzz", "allowed: average_every, world")],
+)
+def test_misspelt_name_gets_the_nearest_or_all_allowed_names(name: str, words: str) -> None:
+    assert validation.meant(name, ["world", "average_every"]) == words
