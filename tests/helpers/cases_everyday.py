@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.facts import names
 from support.values_of_all_types import LARGE, UNSUPPORTED, VALUES, same
 
 import asyncdist as ad
@@ -337,9 +338,7 @@ async def case_scalars_of_a_group_come_in_its_order(world: ad.World) -> None:
             is_root = world.rank == (members[0] if root is None else root)
             assert found == ([2**60 + rank for rank in members] if is_root else None)
         wrong = len(members) + 1  # the world's size, if it has more than one rank
-        await refused(
-            ad.gather_scalar_from_all_ranks(lambda: 1, wrong, group=group), ValueError, f"world_size is {wrong}"
-        )
+        await refused(ad.gather_scalar_from_all_ranks(lambda: 1, wrong, group=group), ValueError, "world_size", wrong)
         last = members[-1]
         fn = (lambda: fail("no number")) if world.rank == last else (lambda: 1)
         await expect_failure(ad.gather_scalar_from_all_ranks(fn, group=group), world, last, "no number")
@@ -370,23 +369,23 @@ async def case_outsiders_and_bad_arguments(world: ad.World) -> None:
         lambda: ad.zero_only(group=outside).__aenter__(),
         lambda: ad.zero_first(True, group=outside).__aenter__(),
     ):
-        await refused(call(), LocalProtocolError, f"rank {world.rank} is not in the group [0]")
+        await refused(call(), LocalProtocolError, f"rank {world.rank}", [0])
     size = world.size
     wrong: list[Any] = [size, -1, 0.0, True, "0"]
     for root in wrong:
-        await refused(ad.compute_and_broadcast(lambda: 1, root=root), LocalProtocolError, f"root is {root!r}")
-    await refused(ad.gather_from_all_ranks(lambda: 1, size + 1), ValueError, f"world_size is {size + 1}")
-    await refused(ad.compute_and_broadcast(3), TypeError, "fn is 3; allowed")  # type: ignore[call-overload]
-    await refused(ad.reduce_and_broadcast(lambda: 1, None), TypeError, "fn2 is None; allowed")  # type: ignore[call-overload]
-    await refused(ad.zero_first(1).__aenter__(), TypeError, "is_main is 1; allowed: True, False")  # type: ignore[arg-type]
-    await refused(ad.barrier(group=[0, 1]), TypeError, "group is [0, 1]; allowed")  # type: ignore[arg-type]
+        await refused(ad.compute_and_broadcast(lambda: 1, root=root), LocalProtocolError, "root", repr(root))
+    await refused(ad.gather_from_all_ranks(lambda: 1, size + 1), ValueError, "world_size", size + 1)
+    await refused(ad.compute_and_broadcast(3), TypeError, "fn", 3)  # type: ignore[call-overload]
+    await refused(ad.reduce_and_broadcast(lambda: 1, None), TypeError, "fn2", None)  # type: ignore[call-overload]
+    await refused(ad.zero_first(1).__aenter__(), TypeError, "is_main", 1, True, False)  # type: ignore[arg-type]
+    await refused(ad.barrier(group=[0, 1]), TypeError, "group", [0, 1])  # type: ignore[arg-type]
     await ad.barrier()
 
 
-async def refused(awaitable: Any, kind: type[Exception], words: str) -> None:
+async def refused(awaitable: Any, kind: type[Exception], *facts: object) -> None:
     try:
         await awaitable
     except kind as error:
-        assert words in str(error), error
+        assert names(error, *facts), error
     else:
-        raise AssertionError(f"{words}: not refused")
+        raise AssertionError(f"{facts}: not refused")

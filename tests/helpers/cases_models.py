@@ -221,7 +221,7 @@ async def case_groups_divide_by_their_own_size(world: ad.World) -> None:
         ad.average_gradients(model, outside),
         ad.gather_distributed_data(torch.ones(1), training_group=outside),
     ):
-        await refused(call, LocalProtocolError, f"rank {world.rank} is not in the group [0]")
+        await refused(call, LocalProtocolError, f"rank {world.rank}", [0])
     await ad.barrier()
 
 
@@ -439,6 +439,6 @@ async def case_data_that_does_not_fit_together(world: ad.World) -> None:
     await failure(
         world, last, lambda: ad.gather_distributed_data([object()] if world.rank == last else [1]), "object at [0]"
     )
-    await refused(ad.gather_distributed_data(good, world.size + 1), ValueError, f"world_size is {world.size + 1}")
-    await refused(ad.gather_distributed_data(good, rank=world.rank + 1), ValueError, f"rank is {world.rank + 1}")
+    await refused(ad.gather_distributed_data(good, world.size + 1), ValueError, "world_size", world.size + 1)
+    await refused(ad.gather_distributed_data(good, rank=world.rank + 1), ValueError, "rank", world.rank + 1)
     await ad.barrier()

@@ -159,7 +159,7 @@ def test_what_a_blocking_call_is_refused_for() -> None:
         thread.start()
         thread.join()
         assert "in thread 'Thread" in str(errors[0])
-        with pytest.raises(ad.LocalProtocolError, match=r"await asyncdist\.barrier here|inside another one"):
+        with pytest.raises(ad.LocalProtocolError, match=r"await asyncdist\.barrier|inside another one"):
             world.call(inside)
         for opens in (ad.blocking.open_world().__enter__, lambda: ad.run(inside), lambda: ad.simulate(inside, ranks=2)):
             with pytest.raises((ad.LocalProtocolError, TypeError)):
@@ -167,9 +167,9 @@ def test_what_a_blocking_call_is_refused_for() -> None:
         world.safe_point()
 
     async def main(_: ad.World) -> None:
-        with pytest.raises(ad.LocalProtocolError, match=r"await asyncdist\.barrier here"):
+        with pytest.raises(ad.LocalProtocolError, match=r"await asyncdist\.barrier"):
             ad.blocking.barrier()
-        with pytest.raises(ad.LocalProtocolError, match="a world is open here already"):
+        with pytest.raises(ad.LocalProtocolError, match="<World rank 0 of 1"):
             ad.blocking.open_world().__enter__()
 
     ad.run(main)
@@ -179,7 +179,7 @@ def test_a_policy_by_itself_opens_a_world_for_its_block() -> None:
     with ad.blocking.policy(made_policy()) as policy:
         assert not policy.step(1.0)
         assert ad.blocking.current_world().size == 1
-    with pytest.raises(RuntimeError, match="no world here"):
+    with pytest.raises(RuntimeError, match="open_world"):
         ad.blocking.current_world()
 
 
@@ -292,7 +292,7 @@ def test_an_integration_that_is_left_open_ends_with_its_rank() -> None:
         copy.deepcopy(left[0])
     ad.simulate(ad.blocking.hosted(main), ranks=2, seed=3, strict=True).value()
     assert [averaging.policy for averaging in left] == [None] * 4
-    with pytest.raises(ad.ClosedError, match="has ended here"):  # an assertion told nothing
+    with pytest.raises(ad.ClosedError, match="close"):  # an assertion told nothing
         left[0].step(1.0)
 
 
@@ -305,7 +305,7 @@ def test_blocking_call_in_a_coroutine_is_refused_with_the_remedy() -> None:
         model = nn.Linear(2, 1)
         with pytest.raises(ad.LocalProtocolError, match="enter a policy of protocols here, with async with"):
             SelectiveAveraging(model, torch.optim.SGD(model.parameters(), lr=0.1), 10)
-        with pytest.raises(ad.LocalProtocolError, match="and this is a coroutine: await"):
+        with pytest.raises(ad.LocalProtocolError, match=r"await asyncdist\.barrier"):
             ad.blocking.barrier()
 
     ad.run_local(main, ranks=1, strict=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.facts import naming
 from support.seeds import seeds
 
 import asyncdist as ad
@@ -102,9 +103,9 @@ def test_a_mistake_of_one_rank_alone_does_not_count() -> None:
 
     async def main(world: ad.World) -> None:
         if world.rank == 1:
-            with pytest.raises(ad.LocalProtocolError, match="root is 9"):
+            with pytest.raises(ad.LocalProtocolError, match=naming("root", 9)):
                 await ad.broadcast(THREE.clone(), 9)
-            with pytest.raises(ad.LocalProtocolError, match="op is 'mean'"):
+            with pytest.raises(ad.LocalProtocolError, match=naming("op", "'mean'")):
                 await ad.all_reduce(THREE.clone(), "mean")  # type: ignore[arg-type]
         await ad.broadcast(THREE.clone())
         await ad.all_reduce(THREE.clone())

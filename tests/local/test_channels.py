@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from support.channels import TAG, Blob, Number, Word, both, dropped
+from support.facts import naming
 from support.local import worlds, yields
 
 from asyncdist import World, tags
@@ -81,7 +82,7 @@ async def test_a_message_above_the_limit_names_both_numbers(pair: list[World]) -
 async def test_a_rank_that_does_not_exist_is_refused(pair: list[World], dest: int) -> None:
     a, _ = both(pair)
     for send in (a.send_nowait, a.send):
-        with pytest.raises(LocalProtocolError, match="ranks go from 0 to 1") as caught:
+        with pytest.raises(LocalProtocolError, match=naming(0, 1)) as caught:
             result = send(Number(1), dest)
             if result is not None:
                 await result
@@ -119,7 +120,7 @@ async def test_send_nowait_is_busy_beyond_the_capacity(pair: list[World]) -> Non
 
 @pytest.mark.parametrize("tag", [-1, 32768, 10**9, 1.0, "7", None, True])
 async def test_what_is_no_tag_is_refused(pair: list[World], tag: Any) -> None:
-    with pytest.raises(LocalProtocolError, match="a tag is an int from 0 to 32767"):
+    with pytest.raises(LocalProtocolError, match=naming(0, 32767)):
         pair[0].channel(Number, tag=tag)
 
 
@@ -139,7 +140,7 @@ async def test_what_is_no_tag_is_refused(pair: list[World], tag: Any) -> None:
     ],
 )
 async def test_reserved_tags_are_refused_and_say_for_what(pair: list[World], tag: int) -> None:
-    with pytest.raises(LocalProtocolError, match="is reserved for"):
+    with pytest.raises(LocalProtocolError, match=naming(tag)):
         pair[0].channel(Number, tag=tag)
 
 
@@ -150,7 +151,7 @@ async def test_every_tag_that_is_not_reserved_can_be_had(pair: list[World]) -> N
 
 async def test_two_owners_of_one_tag_collide_by_name(pair: list[World]) -> None:
     pair[0].channel(Number, tag=TAG, name="first")
-    with pytest.raises(LocalProtocolError, match=r"'first'.*'second' must use another"):
+    with pytest.raises(LocalProtocolError, match=r"'first'.*'second'"):
         pair[0].channel(Number, tag=TAG, name="second")
     pair[0].channel(Number, tag=TAG, name="first")
     with pytest.raises(LocalProtocolError, match="is open already"):
@@ -166,12 +167,12 @@ async def test_tag_of_closed_channels_is_free_for_another_type(pair: list[World]
     words = [pair[0].channel(Word, tag=TAG)]
     await words[0].send(Word("early"), 1)
     assert (await b.receive()).message == Number(1)
-    with pytest.raises(LocalProtocolError, match="tag 77 belongs to channel 'Number'"):
+    with pytest.raises(LocalProtocolError, match="'Number'"):
         pair[1].channel(Word, tag=TAG)
     b.close()
     words.append(pair[1].channel(Word, tag=TAG))
     assert (await words[1].receive()).message == Word("early")
-    with pytest.raises(LocalProtocolError, match="tag 77 belongs to channel 'Word'"):
+    with pytest.raises(LocalProtocolError, match="'Word'"):
         pair[0].channel(Number, tag=TAG)
 
 
@@ -218,7 +219,7 @@ async def test_each_send_to_a_rank_that_has_left_is_refused(pair: list[World]) -
         with pytest.raises(ClosedError, match="rank 1 has left and receives nothing more") as caught:
             await a.send(Number(1), 1)
         assert (caught.value.dest, caught.value.tag) == (1, TAG)
-        with pytest.raises(ClosedError, match="rank 1 has left"):
+        with pytest.raises(ClosedError, match="rank 1"):
             a.send_nowait(Number(1), 1)
         await a.send(Number(2), 0)  # to itself
     await b.send(Number(3), 0)  # who has left may send

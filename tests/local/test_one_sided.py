@@ -18,6 +18,7 @@ import pytest
 import torch
 from scripts.one_sided import Ledger
 from scripts.population import Mixed, clone_state, equal_states, fill, flat_state, identity, sgd, values
+from support.facts import names, naming
 from support.local import run
 from torch import nn
 
@@ -301,7 +302,7 @@ def test_weights_that_are_not_finite_are_given_to_nobody() -> None:
 def test_one_sided_reset_copies_weights_and_clears_optimizer() -> None:
     members = train(averaging_strategy="reset_weights", model_builder=lambda: Mixed(7.0))
     info = members[0].replacements[0]
-    assert (info.donors, info.weights, info.nbytes) == ((), (), 0) and "fresh weights" in str(info)
+    assert (info.donors, info.weights, info.nbytes) == ((), (), 0)
     assert values(members[0].model, floating=True) == {7.0}
     assert members[0].counts.averaging_ranks == 0 and members[0].counts.received_nbytes == 0
 
@@ -347,7 +348,7 @@ def test_step_says_what_it_did_and_statistics_count_it() -> None:
     info = members[0].replacements[0]
     assert info.averaged_this_iteration is True and info.round == 1 and info.weights == pytest.approx((1 / 3,) * 3)
     age = f"{info.staleness_steps} step{'' if info.staleness_steps == 1 else 's'} old"
-    assert str(info) == f"round 1: average of ranks 1, 2, 3 ({age})"
+    assert names(info, "round 1", "1, 2, 3", age)
     packing = Packing(FlatState(Mixed()).entries)
     assert info.nbytes == 2 * packing.averaged_nbytes + packing.nbytes
     counts, infos = members[0].counts, members[0].infos
@@ -421,7 +422,7 @@ def test_a_metric_is_asked_for_only_when_it_is_due() -> None:
         ) as policy:
             for _ in range(9):
                 await policy.step()
-            with pytest.raises(ValueError, match="due at iteration 9"):
+            with pytest.raises(ValueError, match=naming(9)):
                 await policy.step()
             for _ in range(20):
                 await policy.step(metric if world.rank == 0 else 1.0)
@@ -437,7 +438,7 @@ def test_one_rank_does_nothing_but_checks_its_input() -> None:
         async with OneSidedSelectiveAveragingPolicy(model, sgd(model), average_every=2, age_range=(1, 1)) as policy:
             for _ in range(9):
                 assert not await policy.step(0.0)
-            with pytest.raises(ValueError, match="due at iteration 9"):
+            with pytest.raises(ValueError, match=naming(9)):
                 await policy.step()
         assert equal_states(clone_state(model), start)
         assert policy.statistics().total_iterations == 10 and policy.statistics().num_replacements == 0
@@ -446,10 +447,10 @@ def test_one_rank_does_nothing_but_checks_its_input() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "facts"),
     [
         ({"replacement_mode": "old"}, ["replacement_mode", "'old'", "'age', 'threshold', 'worst_ratio'"]),
-        ({"age_range": (9, 3)}, ["age_range", "(9, 3)", "1 <= shortest <= longest"]),
+        ({"age_range": (9, 3)}, ["age_range", "(9, 3)"]),
         ({"threshold_metric": math.inf}, ["threshold_metric", "inf"]),
         ({"replacement_ratio": 1.5}, ["replacement_ratio", "1.5", "0", "1"]),
         ({"averaging_strategy": "median"}, ["averaging_strategy", "'median'", "'mean'", "'reset_weights'"]),
@@ -469,11 +470,11 @@ def test_one_rank_does_nothing_but_checks_its_input() -> None:
     ],
     ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
 )
-def test_one_sided_policy_refuses_an_option_out_of_range(options: dict[str, Any], words: list[str]) -> None:
+def test_one_sided_policy_refuses_an_option_out_of_range(options: dict[str, Any], facts: list[str]) -> None:
     model = Mixed()
     with pytest.raises((ValueError, TypeError)) as caught:
         OneSidedSelectiveAveragingPolicy(model, sgd(model), **{"average_every": 1, **options})
-    assert all(word in str(caught.value) for word in words), caught.value
+    assert names(caught.value, *facts), caught.value
 
 
 def test_options_and_models_that_differ_are_refused_at_the_start() -> None:
@@ -491,12 +492,12 @@ def test_options_and_models_that_differ_are_refused_at_the_start() -> None:
         return said
 
     for options, models in run(main, 2):
-        assert "option age_range is [5, 5] on rank 0 and [5, 6] on rank 1" in options
-        assert "the models differ" in models
+        assert names(options, "age_range", [5, 5], "rank 0", [5, 6], "rank 1")
+        assert names(models, "'embed.weight'", (5, 3), (4, 3))
 
 
 def test_a_model_builder_of_another_model_is_named() -> None:
-    with pytest.raises(ValueError, match="model_builder made another model"):
+    with pytest.raises(ValueError, match="model_builder"):
         train(averaging_strategy="reset_weights", model_builder=lambda: Mixed(width=9))
 
 

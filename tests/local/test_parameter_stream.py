@@ -346,7 +346,7 @@ async def test_failed_donor_is_named_when_the_early_request_is_used() -> None:
         party.desks[1].end_rounds(ROUND)
         for donor in DONORS[1:]:
             party.offer(donor)
-        with pytest.raises(StreamAborted, match="rank 1 gave up"):
+        with pytest.raises(StreamAborted, match="rank 1"):
             await intake.run(WEIGHTS, deadline=party.deadline())
         await party.is_over()
 
@@ -364,6 +364,6 @@ async def test_no_more_grants_wait_than_the_bound(monkeypatch: pytest.MonkeyPatc
             party.offer(donor)
         for intake in intakes[:2]:
             await intake.run(WEIGHTS, deadline=party.deadline())
-        with pytest.raises(StreamAborted, match="rank 1 gave up"):
+        with pytest.raises(StreamAborted, match="rank 1"):
             await intakes[2].run(WEIGHTS, deadline=party.deadline())
         await party.is_over()

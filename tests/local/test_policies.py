@@ -21,6 +21,7 @@ from scripts.population import (
     sgd,
     values,
 )
+from support.facts import naming
 from support.local import run
 from support.policies import Lockstep, fill_gradients, train
 from torch import nn
@@ -95,11 +96,11 @@ def test_one_rank_does_nothing_but_checks_its_input() -> None:
         async with AsyncSelectiveAveragingPolicy(model, sgd(model), average_every=2) as policy:
             for _ in range(9):
                 assert not await policy.step(0.0)
-            with pytest.raises(ValueError, match="due at iteration 9"):
+            with pytest.raises(ValueError, match=naming(9)):
                 await policy.step()
         assert equal_states(clone_state(model), start)
         assert policy.statistics().replacement_count == 0
-        with pytest.raises(ValueError, match="replacement_ratio is 7"):
+        with pytest.raises(ValueError, match=naming("replacement_ratio", 7)):
             AsyncSelectiveAveragingPolicy(model, sgd(model), average_every=2, replacement_ratio=7)
 
     run(main, 1)
@@ -154,7 +155,6 @@ def test_reset_copies_fresh_weights_and_clears_the_optimizer(with_optimizer: boo
                 if info:
                     replaced += 1
                     assert info.donors == () and info.weights == () and info.nbytes == 0
-                    assert "fresh weights" in str(info)
                     assert values(model, floating=True) == {7.0} and values(model, floating=False) == {7.0, 1.0}
                     assert optimizer.state is state and not state
                     assert identity(model) == objects
@@ -428,7 +428,7 @@ def test_the_call_form_of_the_seed() -> None:
                 await policy(61, Mixed(), optimizer, 0.0)
             with pytest.raises(ValueError, match="group is 'others'; allowed: None, or the policy's own"):
                 await policy(61, model, optimizer, 0.0, group="others")
-            with pytest.raises(ValueError, match="expose_params is False; allowed: None, True"):
+            with pytest.raises(ValueError, match=naming("expose_params", False)):
                 await policy(61, model, optimizer, 0.0, expose_params=False)
         assert policy.statistics().report_count == 12  # iterations 4, 9, ... 59
         return count

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from scripts.population import Mixed, sgd
+from support.facts import naming
 from torch import nn
 
 import asyncdist as ad
@@ -113,7 +114,7 @@ def test_a_ported_call_before_the_start_is_refused_as_a_step_is() -> None:
 
 @pytest.mark.parametrize("number", [-1, 1.5, "3", None, True])
 def test_what_is_no_iteration_is_refused(number: Any) -> None:
-    with pytest.raises(ValueError, match=r"iteration is .*; allowed: a whole number of 0 or more"):
+    with pytest.raises(ValueError, match=naming("iteration", repr(number), 0)):
         ported(AverageAllPolicy, [number], average_every=1)
 
 
@@ -277,7 +278,7 @@ def test_model_of_a_deleted_trainer_is_outside_any_wrapper(monkeypatch: pytest.M
     gc.disable()
     try:
         trainer = Trainer(model)
-        with pytest.raises(ad.LocalProtocolError, match="model is inside DistributedDataParallel"):
+        with pytest.raises(ad.LocalProtocolError, match="DistributedDataParallel"):
             start_beside(model)
         wrapped = weakref.ref(trainer.wrapped)
         del trainer
@@ -294,7 +295,7 @@ def test_a_wrapper_that_is_older_than_the_world_is_found(monkeypatch: pytest.Mon
     wrapped = Wrapped(model)
     gc.freeze()
     try:
-        with pytest.raises(ad.LocalProtocolError, match="model is inside DistributedDataParallel"):
+        with pytest.raises(ad.LocalProtocolError, match="DistributedDataParallel"):
             start_beside(model)
     finally:
         gc.unfreeze()
@@ -311,7 +312,7 @@ def test_wrappers_whose_constructor_has_not_run_are_looked_over(monkeypatch: pyt
     start_beside(nn.Linear(2, 2))
     model = nn.Linear(2, 2)
     half.other = nn.Sequential(model)
-    with pytest.raises(ad.LocalProtocolError, match="model is inside DistributedDataParallel"):
+    with pytest.raises(ad.LocalProtocolError, match="DistributedDataParallel"):
         start_beside(model)
     assert type(bare) is Wrapped
 
@@ -398,7 +399,7 @@ def test_python_names_step_where_it_is_not_awaited() -> None:
     with pytest.warns(RuntimeWarning) as caught:
         ad.run_local(main, ranks=1)
     texts = [str(warning.message) for warning in caught]
-    assert "coroutine 'SpawnPolicy.step' was never awaited" in texts[0] and "no step" in texts[1]
+    assert "'SpawnPolicy.step'" in texts[0] and "no step" in texts[1]
     line = (
         Path(__file__).read_text().splitlines().index("            policy.step(1.0)  # type: ignore[unused-coroutine]")
     )

@@ -324,7 +324,7 @@ def test_a_rank_that_was_replaced_since_it_was_judged_declines() -> None:
         return dict(policy.statistics().declined)
 
     declined, nothing = run(main, 2)
-    assert list(declined.values()) == [1] and "after the one that was judged" in next(iter(declined))
+    assert list(declined.values()) == [1] and "replaced" in next(iter(declined))
     assert not nothing
 
 
@@ -462,7 +462,7 @@ def test_when_the_coordinator_is_lost_another_member_takes_over(caplog: pytest.L
     assert iterations == [20, 200, 200, 200]
     assert len(rounds) > 3
     warnings = [record.getMessage() for record in caplog.records if "coordinates now" in record.getMessage()]
-    assert warnings == ["this rank coordinates now, after rank 0, which is gone"]
+    assert len(warnings) == 1 and "rank 0" in warnings[0]
 
 
 @pytest.mark.usefixtures("short_grace")
@@ -536,4 +536,4 @@ def test_replacer_keeps_its_weights_if_a_donor_is_lost_midstream(monkeypatch: py
     with pytest.raises((Died, ad.RankLostError)):
         run(main, 4)
     assert states == [{0.0}]
-    assert "the stream from rank 3 did not complete: rank 3 is gone [rank=3]" in abandoned
+    assert any("rank=3" in reason for reason in abandoned)

@@ -130,7 +130,7 @@ def test_large_message_overtaken_by_the_goodbye_is_received(monkeypatch: pytest.
     large.arrived[0, 1] = on_its_way
     assert receive.test()
     assert buffer == DATA
-    with pytest.raises(RankLostError, match="rank 0 is gone"):
+    with pytest.raises(RankLostError, match="rank 0"):
         receiver.irecv(bytearray(1), 0, TAG).test()
 
 
@@ -141,7 +141,7 @@ def test_large_message_without_any_bytes_is_lost_with_its_sender(monkeypatch: py
     assert not receive.test()
     monkeypatch.setattr(sender, "_poll", lambda: None)  # it does not hear the answer
     sender.close()
-    with pytest.raises(RankLostError, match="rank 0 is gone"):
+    with pytest.raises(RankLostError, match="rank 0"):
         receive.test()
 
 
@@ -156,7 +156,7 @@ def test_bulk_message_arrives_though_control_lost_its_sender() -> None:
     later = receiver.irecv(bytearray(1), 0, TAG)
     assert receive.test()
     assert buffer == DATA
-    with pytest.raises(RankLostError, match="rank 0 is gone"):
+    with pytest.raises(RankLostError, match="rank 0"):
         later.test()
 
 
@@ -175,14 +175,14 @@ def test_bulk_message_overtaken_by_the_senders_end_is_received(
     on_its_way = cable.arrived.pop((0, 1))
     hub.lose(0)
     if asks_for_more:
-        with pytest.raises(RankLostError, match="rank 0 is gone"):
+        with pytest.raises(RankLostError, match="rank 0"):
             receiver.isend(b"more", 0, TAG).test()
     assert not receive.test()
     assert not receiver.lost_ranks()
     cable.arrived[0, 1] = on_its_way
     assert receive.test()
     assert buffer == DATA
-    with pytest.raises(RankLostError, match="rank 0 is gone"):
+    with pytest.raises(RankLostError, match="rank 0"):
         receiver.irecv(bytearray(1), 0, TAG).test()
     assert receiver.lost_ranks() == {0}
 
@@ -194,7 +194,7 @@ def test_bulk_message_that_never_arrives_is_lost_with_its_sender() -> None:
     receive = receiver.irecv(bytearray(NBYTES), 0, TAG)
     assert not receive.test()
     hub.lose(0)
-    with pytest.raises(RankLostError, match="rank 0 is gone"):
+    with pytest.raises(RankLostError, match="rank 0"):
         receive.test()
 
 
@@ -205,5 +205,5 @@ def test_reply_read_from_a_closed_peer_fails_its_send() -> None:
     assert not receive.test()
     receiver.close()
     for send in (sender.isend(b"small", 1, TAG), large):
-        with pytest.raises(RankLostError, match="rank 1 is gone"):
+        with pytest.raises(RankLostError, match="rank 1"):
             send.test()

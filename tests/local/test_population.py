@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from support import jax_table
+from support.facts import naming
 
 import asyncdist as ad
 from asyncdist.errors import ClosedError, LocalProtocolError
@@ -164,7 +165,7 @@ async def test_trees_that_differ_are_told_to_all_in_any_order(world: ad.World) -
         if mesh.axis_index("POP") == 0:
             assert torch.equal((await ad.psum(tree, "DP"))["a"], torch.full((2,), 2.0))
         else:
-            with pytest.raises(ad.DisagreementError, match=r"tree\['b'\] exists on rank 3 and not on rank 2"):
+            with pytest.raises(ad.DisagreementError, match=naming("tree['b']", "rank 3", "rank 2")):
                 await ad.psum(tree, "DP")
         assert (await ad.psum(torch.tensor([world.rank]), "POP")).item() == 2 * mesh.axis_index("DP") + 2
 
@@ -294,7 +295,7 @@ async def test_training_steps_that_cannot_be() -> None:
         await ad.gradient_update(lambda p: p["w"].sum(), descent, has_aux=True)(None, params)
     with pytest.raises(TypeError, match=r"params\['n'\] is int64; allowed: floating"):
         await ad.gradient_update(square, descent)(None, {"n": torch.ones(2).long()})
-    with pytest.raises(TypeError, match=r"params\['n'\] is a float; allowed as leaves"):
+    with pytest.raises(TypeError, match=naming("params['n']", "float")):
         await ad.gradient_update(square, descent)(None, {"n": 1.0})
     with pytest.raises(ValueError, match="1 of the SGD's 2 parameters are not in params"):
         await ad.gradient_update(lambda p: p.sum(), sgd)(None, weight)
@@ -356,7 +357,7 @@ def test_a_tree_is_sharded_over_an_axis() -> None:
 
 def test_outside_any_world() -> None:
     assert not ad.is_dist_initialized() and ad.get_process_id() == 0
-    with pytest.raises(RuntimeError, match="no world here"):
+    with pytest.raises(RuntimeError, match=r"asyncdist\.run"):
         ad.get_global_ranks()
     with pytest.raises(LocalProtocolError, match="axis 'POP' is unknown here: no mesh is open"):
         ad.psum(torch.ones(1), "POP")

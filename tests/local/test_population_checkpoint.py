@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.facts import naming
 from torch import nn
 
 import asyncdist as ad
@@ -143,7 +144,7 @@ def test_a_copy_does_not_draw_what_its_original_draws(tmp_path: Path) -> None:
         return int(policy.state_dict()["dies_at"])
 
     saved = ad.simulate(main, ranks=2, strict=True).results
-    with pytest.warns(UserWarning, match="2 of 4 begin as copies"):
+    with pytest.warns(UserWarning, match=naming(2, 4)):
         loaded = ad.simulate(main, ranks=4, strict=True).results
     assert loaded[:2] == saved
     assert len(set(loaded)) == 4

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.facts import naming
 from support.replay import on_ranks, run
 from support.seeds import seeds
 
@@ -206,7 +207,7 @@ def test_draw_does_not_wait_for_a_large_add_without_a_grant() -> None:
                     async with asyncio.timeout(0):
                         await buffer.add(torch.zeros(1, 30_000))
                 await world.sleep(0.1)
-                with pytest.raises(ad.BusyError, match="holds 0 items, and those who added have left"):
+                with pytest.raises(ad.BusyError, match=naming("0 items", "left")):
                     await buffer.sample(10)
         return None
 
@@ -251,7 +252,7 @@ def test_clients_of_a_server_that_gives_up_are_told_why(on: Any, row_count: int)
                 await serving
             await world.sleep(0.01)
         else:
-            with pytest.raises(ad.RemoteError, match="ended before its clients: ZeroDivisionError: division by zero"):
+            with pytest.raises(ad.RemoteError, match="ZeroDivisionError: division by zero"):
                 async with ReplayBuffer(1) as buffer:
                     await buffer.add(torch.zeros(row_count))
         await ad.barrier()
@@ -270,7 +271,7 @@ def test_server_that_gives_up_and_returns_is_still_received(seed: int) -> None:
             with contextlib.suppress(KeyError):
                 await serve_replay_buffer([0], capacity=5, score=lambda _: {}["x"])
             return "gave up"
-        with pytest.raises(ad.RemoteError, match="ended before its clients: KeyError: 'x'"):
+        with pytest.raises(ad.RemoteError, match="KeyError: 'x'"):
             async with ReplayBuffer(1) as buffer:
                 await buffer.add(torch.zeros(1))
         return "told"
@@ -434,7 +435,7 @@ def test_who_waits_for_room_hears_of_a_failure_elsewhere() -> None:
 
     with pytest.raises(KeyError, match="elsewhere"):
         ad.simulate(main, ranks=3, seed=0).value()
-    assert [str(error) for error in caught] == ["rank 2 failed: KeyError: 'elsewhere' [rank=2]"] * 3
+    assert [error.rank for error in caught] == [2] * 3 and all("'elsewhere'" in str(error) for error in caught)
 
 
 def test_room_granted_to_a_cancelled_request_serves_the_next() -> None:
@@ -530,7 +531,7 @@ def test_a_start_that_times_out_names_the_argument_group() -> None:
             return
         model = torch.nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(ad.StartTimeoutError, match=r"rank 1 did not come within 1 s; a .* group="):
+        with pytest.raises(ad.StartTimeoutError, match=naming("rank 1", "1 s", "group=")):
             await AverageAllPolicy(model, optimizer, average_every=10, start_timeout_s=1.0).__aenter__()
 
     ad.simulate(main, ranks=2, seed=1).value()

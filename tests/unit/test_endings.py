@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 
 import pytest
+from support.facts import names
 
 from asyncdist.launch.supervision.endings import JobEnds, exit_code, how_ended, name_ranks
 
@@ -19,7 +20,7 @@ def test_an_end_is_named_by_its_code_or_signal() -> None:
 
 def test_first_informative_end_is_the_cause_and_is_told_at_once() -> None:
     ends = JobEnds(3, goes_on_by="--survive")
-    assert ends.note(2, 7) == "rank 2 ended with exit code 7; stopping the others"
+    assert names(ends.note(2, 7), f"rank 2 {how_ended(7)}")
     assert ends.note(0, 143) is None and ends.note(1, 5) is None
     assert ends.conclude(143) == (7, [])
 
@@ -34,20 +35,20 @@ def test_a_kill_names_the_option_with_which_the_others_go_on() -> None:
 def test_a_signal_that_was_passed_on_is_named_as_such() -> None:
     ends = JobEnds(2, goes_on_by="--survive", passed_on={signal.SIGUSR2})
     how = "was killed by SIGUSR2, which asyncdist run passed on: the script has no handler for it"
-    assert ends.note(0, -signal.SIGUSR2) == f"rank 0 {how}; stopping the others"
+    assert names(ends.note(0, -signal.SIGUSR2), f"rank 0 {how}")
 
 
 def test_ranks_that_fail_by_an_exception_are_named_together() -> None:
     """Regression: mpirun blamed the rank that ended first, which had stopped because of another one."""
     ends = JobEnds(3)
     assert [ends.note(rank, 1) for rank in (1, 0, 2)] == [None] * 3
-    assert ends.conclude(1) == (1, ["ranks 0, 1, 2 ended with exit code 1"])
+    assert ends.conclude(1) == (1, [f"ranks 0, 1, 2 {how_ended(1)}"])
 
 
 def test_an_exit_code_after_the_victims_is_the_cause() -> None:
     ends = JobEnds(2)
     assert ends.note(0, 1) is None
-    assert ends.note(1, 3) == "rank 1 ended with exit code 3"
+    assert ends.note(1, 3) == f"rank 1 {how_ended(3)}"
     assert ends.conclude(1) == (3, [])
 
 

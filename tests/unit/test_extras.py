@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from support.facts import names
 
 from asyncdist import validation
 
@@ -31,7 +32,7 @@ def test_an_integration_names_the_extra_that_it_needs(
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(ModuleNotFoundError) as raised:
         importlib.import_module(module)
-    assert str(raised.value) == f"{module} needs {library}: pip install 'asyncdist[{extra}]'"
+    assert names(raised.value, module, library, f"asyncdist[{extra}]")
     assert any(requirement.startswith(library) for requirement in EXTRAS[extra])
 
 

@@ -174,7 +174,8 @@ def test_a_guest_is_a_donor_of_one_round_and_then_forgotten() -> None:
     statistics = coordinator.statistics()
     assert statistics.guests == ((1, 70),) and 70 not in statistics.reports
     assert coordinator.on_ready(70, 1, 9, 3.0) == ()
-    assert coordinator.statistics().ignored == {"Ready from a rank that is no member": 1}
+    ((reason, count),) = coordinator.statistics().ignored.items()
+    assert reason.startswith("Ready") and count == 1
     sends = [send for rank in range(4) for send in coordinator.on_report(rank, 30, float(rank), 0.5, 3.0)]
     assert {send.dest for send in sends} == set(range(4))
 
@@ -237,7 +238,8 @@ def test_lost_guest_is_forgotten_and_an_old_one_is_not_asked() -> None:
     assert coordinator.on_lost(70, 0.0) == coordinator.on_lost(72, 0.0) == ()
     for rank, incarnation in ((72, 0), (73, 1), (74, 0)):  # it is lost; it is another process; it was not invited
         coordinator.on_joined(rank, joined(incarnation=incarnation), 0.0)
-    assert coordinator.statistics().ignored == {"Joined from a rank that is no member": 3}
+    ((reason, count),) = coordinator.statistics().ignored.items()
+    assert reason.startswith("Joined") and count == 3
     sends = [send for rank in range(2) for send in coordinator.on_report(rank, 9, float(rank), 0.5, 0.0)]
     assert {send.dest for send in sends} == {0, 1}
 

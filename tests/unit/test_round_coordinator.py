@@ -249,7 +249,8 @@ def test_the_freeze_does_not_wait_for_a_slow_donor() -> None:
     assert isinstance(sends[-1].message, Frozen)
     assert sends[-1].message.best == 1
     assert coordinator.on_ready(3, 1, 12, 3.0) == ()
-    assert coordinator.statistics().ignored == {"Ready from a rank that owes none": 1}
+    ((reason, count),) = coordinator.statistics().ignored.items()
+    assert reason.startswith("Ready") and count == 1
 
 
 def test_no_donor_left_ends_the_round() -> None:
