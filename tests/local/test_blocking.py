@@ -300,7 +300,7 @@ def test_blocking_call_in_a_coroutine_is_refused_with_the_remedy() -> None:
     from asyncdist.integrations.pytorch import SelectiveAveraging
 
     async def main(_: ad.World) -> None:
-        with pytest.raises(ad.LocalProtocolError, match="write async with AsyncSelectiveAveragingPolicy"):
+        with pytest.raises(ad.LocalProtocolError, match="AsyncSelectiveAveragingPolicy"):
             ad.blocking.policy(made_policy()).__enter__()
         model = nn.Linear(2, 1)
         with pytest.raises(ad.LocalProtocolError, match="enter a policy of protocols here, with async with"):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from scripts.population import Mixed, sgd
-from support.facts import naming
+from support.facts import names, naming
 
 import asyncdist as ad
 from asyncdist.integrations import joining, pytorch
@@ -295,7 +295,7 @@ def test_a_best_metric_that_becomes_worse_is_told_once(
         ad.run_local(main, ranks=4, strict=True)
     told = [record.getMessage() for record in caplog.records if "has become worse since the start" in record.message]
     assert len(told) == (1 if mode == "max" else 0), told
-    assert all(text.startswith(f"{kind.__name__}, rank 0: a larger metric is better here") for text in told)
+    assert all(names(text, kind.__name__, "rank 0") for text in told)
 
 
 def rising_in_a_policy(kind: Any, **options: Any) -> Any:

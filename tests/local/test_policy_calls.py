@@ -106,7 +106,7 @@ def test_a_ported_call_before_the_start_is_refused_as_a_step_is() -> None:
         model = Mixed(float(world.rank))
         optimizer = sgd(model)
         policy = AverageAllPolicy(model, optimizer, average_every=1)
-        with pytest.raises(ad.ClosedError, match="before async with AverageAllPolicy"):
+        with pytest.raises(ad.ClosedError, match="AverageAllPolicy"):
             await policy(0, model, optimizer, group=world.group)
 
     ad.run_local(main, ranks=2, strict=True)

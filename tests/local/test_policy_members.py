@@ -461,7 +461,7 @@ def test_when_the_coordinator_is_lost_another_member_takes_over(caplog: pytest.L
         run(main, 4)
     assert iterations == [20, 200, 200, 200]
     assert len(rounds) > 3
-    warnings = [record.getMessage() for record in caplog.records if "coordinates now" in record.getMessage()]
+    warnings = [record.getMessage() for record in caplog.records if record.name == "protocols.selective.leadership"]
     assert len(warnings) == 1 and "rank 0" in warnings[0]
 
 

@@ -186,7 +186,7 @@ def test_large_add_of_a_client_that_left_blocks_no_rank() -> None:
                 adding = asyncio.create_task(buffer.add(torch.zeros(1, 30_000)))
                 await asyncio.sleep(0)
                 raise KeyError
-        with pytest.raises(ad.ClosedError, match="was left"):
+        with pytest.raises(ad.ClosedError):
             await adding
         return None
 
@@ -406,7 +406,7 @@ def test_a_hostile_client_is_refused_and_the_others_are_served(hostile: list[Any
 def test_priorities_of_any_floating_dtype_and_those_too_large() -> None:
     async def client(world: ad.World, buffer: ReplayBuffer) -> list[int]:
         await buffer.add(torch.arange(3), priorities=torch.tensor([0, 1, 0], dtype=torch.bfloat16, requires_grad=False))
-        with pytest.raises(ad.LocalProtocolError, match=r"a priority is 1e\+200; 1000 of it\^2\.0 have no sum"):
+        with pytest.raises(ad.LocalProtocolError, match=naming("1e+200", 1000)):
             await buffer.add(torch.arange(1), priorities=[1e200])
         with pytest.raises(ad.LocalProtocolError, match=r"a priority is 1e\+200"):
             await buffer.update_priorities([0], [1e200])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.facts import naming
 
 from asyncdist import environment, slurm
 
@@ -70,7 +71,7 @@ def test_where_ranks_meet_is_the_users_to_say() -> None:
 
 
 def test_a_first_host_that_is_not_known_is_named() -> None:
-    with pytest.raises(ValueError, match=r"MASTER_ADDR='no\.such\.host\.invalid' leads to no host"):
+    with pytest.raises(ValueError, match=naming("MASTER_ADDR", "no.such.host.invalid")):
         environment.torch_rendezvous({**STEP, "SLURM_STEP_NODELIST": "no.such.host.invalid"})
 
 

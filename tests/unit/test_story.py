@@ -160,10 +160,9 @@ class TestWords:
 
     def test_of_one_rank(self) -> None:
         own = story(1, waits_for(0), Wait("helper", "sleep", "help (train.py:3)", ends_by_itself=True))
-        assert tell_rank(own).splitlines() == [
-            "rank 1 (of 3, pid 101) waits 60 s for rank 0: a message, tag 100, in main (train.py:7)",
-            "  its task helper is in sleep, which ends by itself, in help (train.py:3)",
-        ]
+        first, second = tell_rank(own).splitlines()
+        assert first.startswith("rank 1 (of 3, pid 101) ") and names(first, "60 s", "rank 0", "tag 100", "train.py:7")
+        assert second == "  its task helper is in sleep, which ends by itself, in help (train.py:3)"
 
     def test_128_ranks_are_told_on_one_screen(self) -> None:
         channels = (ChannelState("Note", 100, 0, 0, 0, False),)
