@@ -266,7 +266,7 @@ def test_the_last_table_has_the_counters_that_ranks_leave(tmp_path: Path) -> Non
     assert re.search(r"^ +1 +mine +977 ", capture.get(), re.MULTILINE), capture.get()
 
 
-def test_of_a_rank_that_was_started_again_the_newest_process_counts(tmp_path: Path) -> None:
+def test_newest_process_of_a_restarted_rank_counts(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     view, console = JobView(), pytest.importorskip("rich.console").Console(width=120)
     view.drawn_at_end(console, [replace(COUNTERS, incarnation=1, policies=(replace(POLICY, step=50),))])

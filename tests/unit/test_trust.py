@@ -337,9 +337,7 @@ def test_a_host_without_a_writable_folder_has_folders_anyway(monkeypatch: pytest
     assert environment.shared_directories({})[-1] == "/tmp"
 
 
-def test_the_secret_is_in_the_home_where_others_have_taken_all_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_secret_is_in_the_home_if_others_took_all_other_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: another user made the eight folders that are tried in /tmp, and jobs had no secret, silently."""
     shared, home = tmp_path / "tmp", tmp_path / "home"
     shared.mkdir()
