@@ -59,31 +59,6 @@ def plain(world: ad.World) -> None:
     del world
 
 
-@pytest.mark.parametrize(
-    ("main", "options", "error", "words"),
-    [
-        (plain, {}, TypeError, "plain"),
-        (None, {}, TypeError, "None"),
-        (nothing, {"transport": "tcp"}, ValueError, "transport is 'tcp'"),
-        (nothing, {"transport": "local", "ranks": 0}, ValueError, "ranks is 0"),
-        (nothing, {"transport": "local", "ranks": -1}, ValueError, "ranks is -1"),
-        (nothing, {"transport": "local", "ranks": 2.0}, ValueError, "ranks is 2.0"),
-        (nothing, {"transport": "local", "ranks": True}, ValueError, "ranks is True"),
-        (nothing, {"ranks": 2}, ValueError, "transport='local'"),
-        (nothing, {"transport": "mpi", "ranks": 2}, ValueError, "transport='local'"),
-        (nothing, {"loop": "trio"}, ValueError, "loop is 'trio'"),
-        (nothing, {"grace_s": 0}, ValueError, "grace_s is 0"),
-        (nothing, {"grace_s": -1.0}, ValueError, "grace_s is -1.0"),
-        (nothing, {"grace_s": float("nan")}, ValueError, "grace_s is nan"),
-    ],
-)
-def test_wrong_options_are_refused_before_anything_starts(
-    main: Any, options: dict[str, Any], error: type[Exception], words: str
-) -> None:
-    with pytest.raises(error, match=words):
-        ad.run(main, **options)
-
-
 @pytest.mark.parametrize("way", ["run", "run_local", "simulate"])
 async def test_ranks_are_hosted_inside_a_running_loop_as_outside(way: str) -> None:
     """As in a cell of a notebook: with its context variables and torch modes, which stay what they are there."""
