@@ -157,7 +157,7 @@ async def test_a_ring_and_an_accumulator_serve_round_after_round() -> None:
             await party.is_over()
 
 
-def test_ring_keeps_slots_only_for_small_states_and_accumulators(chunk_nbytes: int) -> None:
+def test_ring_caches_small_states_as_long_as_their_accumulator(chunk_nbytes: int) -> None:
     state, ring = FlatState(Mixed(width=16)), new_ring()
     accumulator = state.new_buffers(accumulate=True)
     layout = ring.layout_of(accumulator)

@@ -67,7 +67,7 @@ def test_ranks_that_are_right_do_not_wait_for_one_that_is_not(monkeypatch: pytes
 
 
 @pytest.mark.long
-def test_replicas_with_own_process_groups_compare_their_numbers(
+def test_replicas_with_own_process_groups_compare_rank_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     start(monkeypatch, [[0, 1]] * 4, size=2)

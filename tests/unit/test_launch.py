@@ -266,7 +266,7 @@ def test_a_rank_waits_until_what_it_has_printed_is_read(monkeypatch: pytest.Monk
     assert len(naps) >= 4
 
 
-def test_mpirun_of_mpich_is_asked_to_end_only_this_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_abort_over_pmi_goes_only_to_the_mpirun_of_this_job(monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     try:

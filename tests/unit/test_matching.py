@@ -89,7 +89,7 @@ def test_inbox_rings_once_per_batch_and_again_after_a_look() -> None:
 
 
 def test_look_between_a_call_and_its_bell_keeps_the_next_bell() -> None:
-    """Regression: it did: a rank slept for ever with a message in its inbox."""
+    """Regression: a rank slept forever with a message in its inbox."""
     inbox, rung, seen = CallbackQueue(), list[None](), list[int]()
 
     def look_then_ring() -> None:
