@@ -67,7 +67,7 @@ def test_signal_as_a_call_begins_names_no_function_of_asyncdist() -> None:
     with pytest.raises(KeyboardInterrupt) as raised, ad.blocking.open_world() as world:
         world.call(struck)
     (note,) = raised.value.__notes__
-    assert note.startswith("rank 0 was waiting for a blocking call, in test_a_signal_as_a_call_begins"), note
+    assert note.startswith("rank 0 was waiting for a blocking call, in test_signal_as_a_call_begins"), note
 
 
 def test_signal_in_a_call_that_runs_no_loop_is_raised_at_its_end() -> None:
