@@ -439,7 +439,7 @@ def test_another_model_after_exhausted_memory_loses_no_training(kind: str, caplo
         assert "ranks 0-1" in apart
 
 
-def test_a_training_in_the_except_clause_continues_with_its_policy() -> None:
+def test_training_in_an_except_clause_continues_its_policy() -> None:
     """Regression: outside of a block, exhausted memory was not noticed, and the second start was joined by no rank."""
     from asyncdist.integrations.pytorch import SelectiveAveraging
 
