@@ -176,7 +176,7 @@ ad.run(main)
 """
 
 
-def test_no_world_begins_without_a_rank_that_is_not_started_again(tmp_path: Path) -> None:
+def test_no_world_begins_without_a_rank_that_is_not_restarted(tmp_path: Path) -> None:
     """Rank 1 is killed twice, and then the other two are killed once."""
     script = tmp_path / "script.py"
     script.write_text(ONE_IS_GONE)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -279,6 +280,11 @@ def test_every_module_says_what_it_is() -> None:
     for trees in (ASYNCDIST, PROTOCOLS):
         for name, tree in trees.items():
             assert ast.get_docstring(tree), name
+
+
+def test_names_of_tests_have_at_most_60_characters() -> None:
+    texts = [path.read_text() for path in (ROOT / "tests").rglob("*.py")]
+    assert not [name for text in texts for name in re.findall(r"\bdef (test_\w{56,})\(", text)]
 
 
 def test_type_checkers_find_each_module_by_both_names(monkeypatch: pytest.MonkeyPatch) -> None:
