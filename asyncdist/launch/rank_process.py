@@ -13,7 +13,9 @@ import multiprocessing
 import multiprocessing.util
 import os
 import signal
+import struct
 import sys
+import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Final, ParamSpec, cast
@@ -41,13 +43,15 @@ _LAST: Final = -1000
 
 #: The function has returned, or has called ``sys.exit(0)``.
 RETURNED: Final = b"."
-#: The rank has failed by itself; the traceback follows.
+#: The rank has failed by itself; the moment, as ``MOMENT``, and the traceback follow.
 CAUSE: Final = b"!"
 #: The rank has perhaps failed by itself: what torch.distributed says of a peer that has died is a RuntimeError like any
 #: other.
 PERHAPS: Final = b"?"
 #: The rank has failed because it lost another one.
 CONSEQUENCE: Final = b"-"
+#: The moment of a failure, on the monotonic clock that all processes of a host share.
+MOMENT: Final = struct.Struct("<d")
 
 
 def init_and_run(func: Callable[P, Any], cfg: MultiprocessConfig, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -239,4 +243,4 @@ class _Story:
         else:
             text = format_error(error)
         self._told = True
-        self._pipe.send_bytes(kind + text.encode(errors="replace"))
+        self._pipe.send_bytes(kind + MOMENT.pack(time.monotonic()) + text.encode(errors="replace"))

@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from operator import attrgetter
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, ParamSpec, cast
@@ -41,6 +42,7 @@ from asyncdist.launch.config import MultiprocessConfig
 from asyncdist.launch.rank_process import (
     CAUSE,
     CONSEQUENCE,
+    MOMENT,
     PERHAPS,
     RETURNED,
     START_TIMEOUT_S,
@@ -220,6 +222,7 @@ class _Child:
         returned: whether its function has returned, or has called ``sys.exit(0)``.
         failure: the traceback that it sent, or how it ended without one.
         kind: whether the failure is its own; see :mod:`asyncdist.launch.rank_process`.
+        failed_at_s: The moment of the failure, or that at which it was found, on the monotonic clock.
         rest: pidfds of the processes that it had started when it was told to stop.
     """
 
@@ -230,6 +233,7 @@ class _Child:
     returned: bool = False
     failure: str | None = None
     kind: bytes = CAUSE
+    failed_at_s: float = 0.0
     rest: list[int] = field(default_factory=list)
 
     def read(self) -> None:
@@ -240,8 +244,9 @@ class _Child:
                 if message == RETURNED:
                     self.returned = True
                 elif message:
-                    self.kind = message[:1]
-                    self.failure = message[1:].decode()
+                    self.kind, text_begin = message[:1], 1 + MOMENT.size
+                    (self.failed_at_s,) = MOMENT.unpack(message[1:text_begin])
+                    self.failure = message[text_begin:].decode()
                 self.started = True
         except (EOFError, OSError):
             self.pipe.close()
@@ -262,7 +267,7 @@ class _Child:
                 else ' before it ran: is launch_subprocesses called under if __name__ == "__main__":, and what travels '
                 "defined above it?"
             )
-            self.failure = how + hint
+            self.failure, self.failed_at_s = how + hint, time.monotonic()
         return True
 
     def stop(self) -> None:
@@ -348,10 +353,9 @@ def _wait_for_news(living: Sequence[_Child], timeout_s: float | None) -> None:
 def _find_cause(ranks: Sequence[_Child]) -> str:
     """Describe the rank that failed by itself, after a moment where only ranks that may have lost it have reported."""
     began_at = time.monotonic()
-    failed: list[_Child] = []
     while True:
         living = [child for child in ranks if not child.reap()]
-        failed += [child for child in ranks if child.failure is not None and child not in failed]
+        failed = sorted((child for child in ranks if child.failure is not None), key=attrgetter("failed_at_s"))
         first = {kind: [child for child in failed if child.kind == kind][:1] for kind in _PATIENCE_S}
         found = next(iter(first[CAUSE] + first[PERHAPS] + first[CONSEQUENCE]))
         left_s = began_at + _PATIENCE_S[found.kind] - time.monotonic()

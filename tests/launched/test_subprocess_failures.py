@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import multiprocessing
 import os
 import re
 import signal
@@ -14,7 +15,8 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
@@ -49,6 +51,17 @@ def fail_on_rank_1(folder: str, how: str) -> None:
     time.sleep(600)
 
 
+def test_of_two_failures_the_earlier_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the lower rank was named if the launcher read both messages at once."""
+    monkeypatch.setattr(spawn._Child, "end_rest", lambda self: None)
+    children = []
+    for rank in (1, 0):  # in the order in which they fail
+        ours, theirs = multiprocessing.Pipe(duplex=False)
+        rank_process._Story(theirs).tell(RuntimeError(f"story of rank {rank}"))
+        children.append(spawn._Child(rank, cast(Any, SimpleNamespace(exitcode=1)), ours))
+    assert "story of rank 1" in spawn._find_cause(children[::-1])
+
+
 def wait_gone(pids: list[int]) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while left := [pid for pid in pids if is_alive(pid)]:
@@ -81,7 +94,7 @@ def test_a_failing_rank_is_the_error_and_the_others_are_stopped(
     ranks = 2 if method == "spawn" else 3  # each rank that is spawned imports torch
     with pytest.raises(RuntimeError) as caught:
         launch_here(fail_on_rank_1, config(ranks, launch_method=method), str(tmp_path), how)
-    assert [word for word in words if word not in str(caught.value)] == []
+    assert [word for word in words if word not in str(caught.value)] == [], caught.value
     assert [pid for pid in pids_in(tmp_path, ranks) if is_alive(pid)] == []
 
 
