@@ -275,7 +275,7 @@ def torch_rendezvous(environ: Mapping[str, str] = os.environ) -> TorchRendezvous
         ValueError: Variables are missing, are no numbers or contradict each other; names all of them. Or MASTER_ADDR
             leads to no host, or Slurm tells of a rank 0 that is not where the ranks would meet.
     """
-    why_missing = ""
+    why_missing, own = "", environ
     missing = [name for name in TORCH_NAMES if not environ.get(name)]
     if missing and slurm.find_step(variables := Variables(environ)) is not None:
         variables.check()
@@ -305,7 +305,7 @@ def torch_rendezvous(environ: Mapping[str, str] = os.environ) -> TorchRendezvous
         job=environ.get("TORCHELASTIC_RUN_ID", ""),
         empty_count=variables.number(EMPTY_VARIABLE) or 0,
         why_missing=why_missing,
-        secret=_secret_of_job(environ, environ["MASTER_ADDR"], launch.expected_size),
+        secret=_secret_of_job(own, environ["MASTER_ADDR"], launch.expected_size),
         is_loopback=is_loopback,
     )
 

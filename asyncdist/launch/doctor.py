@@ -98,6 +98,7 @@ class Facts:
         gpus: the names of the GPUs that torch sees.
         gpu_error: why torch sees no GPU where there are some.
         torch_error: why the torch transport cannot start, by its backend or its variables.
+        secret_error: why the secret that the user has given cannot be used.
         notes: what else is wrong, each with its cure in the text.
     """
 
@@ -124,6 +125,7 @@ class Facts:
     gpus: Sequence[str] = ()
     gpu_error: str | None = None
     torch_error: str | None = None
+    secret_error: str | None = None
     notes: Sequence[str] = field(default=())
 
     @property
@@ -151,7 +153,10 @@ def find_problems(facts: Facts) -> list[Problem]:
         problems.append(Problem("this torch was built without gloo", "install another build of torch"))
     problems += _mpi_problems(facts)
     problems += _thread_problems(facts)
-    if facts.torch_error is not None:
+    if facts.secret_error is not None:
+        cure = "jobs on torch are refused with it: correct it, or unset the variable (docs/trust.md)"
+        problems.append(Problem(facts.secret_error, cure))
+    if facts.torch_error not in (None, facts.secret_error):
         cure = "start with torchrun, or asyncdist run --transport torch, which set what is needed, or correct it"
         problems.append(Problem(facts.torch_error, cure))
     if facts.gpu_error is not None:
@@ -391,6 +396,7 @@ def gather(environ: Mapping[str, str]) -> Facts:
         gpus=gpus,
         gpu_error=None if gpus else _explain_no_gpu(),
         torch_error=_check_torch(started, environ) if started.transport == "torch" and backends else None,
+        secret_error=_check_secret(environ),
         notes=[hint for hint in hints if hint is not None],
         starter=_find_starter(installation) if started.transport == "mpi" else None,
     )
@@ -534,6 +540,15 @@ def _check_torch(started: Launch, environ: Mapping[str, str]) -> str | None:
     try:
         select.check_torch_backend(started.backend)
         environment.torch_rendezvous(environ)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _check_secret(environ: Mapping[str, str]) -> str | None:
+    """Return why the secret that the user has given cannot be used; None if it can, or there is none."""
+    try:
+        environment.given_secret(environ)
     except ValueError as error:
         return str(error)
     return None

@@ -278,6 +278,7 @@ class Process:
             entrance.incarnation,
             entrance.process,
             self.callbacks,
+            running=entrance.running,
             late_places=range(where.size - where.empty_count, where.size),
             vacant=entrance.vacant,
         )

@@ -14,12 +14,16 @@ from torch.distributed import HashStore
 from asyncdist.errors import TransportError
 from asyncdist.transports.matching import CallbackQueue
 from asyncdist.transports.torch_distributed import backends
+from asyncdist.transports.torch_distributed.meeting import newcomers
 from asyncdist.transports.torch_distributed.meeting.newcomers import Reception
 from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
 from asyncdist.trust.job_secret import JobSecret
 
 #: Generous: what takes longer hangs.
 TIMEOUT_S = 60.0
+#: Names the world in the store.
+RUNNING = '{"world": "world"}'
+KEY = "asyncdist/running"
 
 
 class Process:
@@ -29,7 +33,7 @@ class Process:
         self.rank = rank
         self.callbacks = CallbackQueue()
         world = common.part("world")
-        self.reception = Reception(common, world, rank, incarnation, name, self.callbacks)
+        self.reception = Reception(common, world, rank, incarnation, name, self.callbacks, running=RUNNING)
         self.met: list[tuple[int, int, list[Any]]] = []
         self.missed: list[tuple[int, int]] = []
         self.announced: list[tuple[int, int]] = []
@@ -82,6 +86,28 @@ def test_a_value_that_an_outsider_deletes_ends_no_admissions(
     assert failed and process.announced == [(1, 1)]
     process.reception.close()
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize("change", [lambda store: store.delete_key(KEY), lambda store: store.set(KEY, "garbage")])
+def test_the_name_of_the_world_is_written_again(
+    change: Callable[[Any], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: no rank joined a job any longer once another user had deleted that value of the store."""
+    monkeypatch.setattr(newcomers, "_LOOKS_PER_RENEWAL", 1)
+    plain = HashStore()
+    job = SealedStore(plain, JobSecret(b"the secret of a job")).part("asyncdist")
+    job.set("running", RUNNING)
+    process = Process(job, 0, 0, "0.0")
+    job.set("world/newcomer/1", "1 1 01")
+    process.until(lambda: process.announced)
+    change(plain)
+    process.until(lambda: job.check(["running"]))
+    assert job.get("running").decode() == RUNNING
+    job.set("running", "the next world")
+    job.set("world/newcomer/2", "2 1 02")
+    process.until(lambda: len(process.announced) == 2)
+    process.reception.close()
+    assert job.get("running") == b"the next world"
 
 
 def test_nobody_goes_on_connecting_to_a_process_that_has_ended(common: SealedStore) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncdist import validation
+from asyncdist import environment, validation
 from asyncdist.environment import Launch
 from asyncdist.launch import doctor, mpirun
 from asyncdist.launch.doctor import Facts, Mpi
@@ -117,6 +117,8 @@ def test_all_is_well(facts: Facts) -> None:
         (replace(UNDER_MPIRUN, omp_threads="2", own_cores=1), "a rank bound to 1", "set OMP_NUM_THREADS=1"),
         (replace(WELL, omp_threads="all"), "OMP_NUM_THREADS is 'all'", "unset it"),
         (replace(UNDER_TORCHRUN, torch_error="MASTER_ADDR='x' leads to no host"), "MASTER_ADDR='x'", "torchrun"),
+        (replace(WELL, secret_error="the file has 3 characters"), "has 3 characters", "unset the variable"),
+        (replace(UNDER_TORCHRUN, secret_error="too short", torch_error="too short"), "too short", "correct it"),
         (replace(WELL, gpu_error="nvidia-smi lists 2 GPUs"), "nvidia-smi lists 2 GPUs", "build of torch"),
         (replace(WELL, notes=["4 ranks share 2 slots: start otherwise"]), "4 ranks share 2 slots", "start otherwise"),
     ],
@@ -129,6 +131,17 @@ def test_each_problem_is_named_with_its_cure(facts: Facts, what: str, cure: str)
     assert "1 thing to mend:\n  1. " in report
     assert problem.what in report
     assert f"     -> {problem.cure}" in report
+
+
+def test_a_secret_that_cannot_be_used_is_found(tmp_path: Path) -> None:
+    """Regression: the start of a job was the first to tell of it."""
+    path = tmp_path / "secret"
+    path.write_text("0123456789abcdef")
+    path.chmod(0o644)
+    environ = {environment.SECRET_FILE_VARIABLE: str(path)}
+    assert "has mode 0644, so other users can open it" in (doctor._check_secret(environ) or "")
+    path.chmod(0o600)
+    assert doctor._check_secret(environ) is None and doctor._check_secret({}) is None
 
 
 def test_problems_are_told_together() -> None:

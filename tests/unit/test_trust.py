@@ -290,6 +290,19 @@ def test_the_variable_is_taken_out_of_the_own_environment(monkeypatch: pytest.Mo
     assert environment.SECRET_VARIABLE not in environment.without_launchers({environment.SECRET_VARIABLE: "x"})
 
 
+def test_a_task_of_srun_takes_the_secret_out_of_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: processes that such a rank started later inherited the secret."""
+    monkeypatch.setattr(environment, "_hidden", {})
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    task = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_STEP_NODELIST": "localhost"}
+    for name, text in {**task, environment.SECRET_VARIABLE: "a secret of some length"}.items():
+        monkeypatch.setenv(name, text)
+    assert environment.torch_rendezvous().secret.key == b"a secret of some length"
+    assert environment.SECRET_VARIABLE not in os.environ
+    assert environment.torch_rendezvous().secret.key == b"a secret of some length"
+
+
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}
 
 

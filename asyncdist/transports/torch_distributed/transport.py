@@ -178,6 +178,7 @@ class TorchTransport(MatchedTransport):
                 entrance.incarnation,
                 entrance.process,
                 callbacks,
+                running=entrance.running,
                 late_places=range(size - rendezvous.empty_count, size),
                 vacant=entrance.vacant,
                 is_loopback=rendezvous.is_loopback,

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import json
 import logging
 import re
@@ -44,6 +45,8 @@ logger = logging.getLogger("asyncdist.transports.torch_distributed.meeting.newco
 
 #: The pause between two looks at the log.
 _PERIOD_S: Final = 0.1
+#: A process looks this often at the log for each time that it writes down again which world runs, if that is gone.
+_LOOKS_PER_RENEWAL: Final = 10
 #: How long a newcomer waits to be welcomed. Processes that end are found lost within a second, hosts within 30 s.
 _WELCOME_S: Final = 60.0
 #: How long two processes that both want to meet may take to come to an attempt, and by attempt to connect then: where
@@ -77,6 +80,7 @@ class Entrance:
         vacant: the places to which no process had come yet.
         nonce: a number that all processes of the world share.
         process: what the launcher calls this process. Its incarnation there may be larger: it counts the starts.
+        running: The value of the store by which processes that come later find this world.
         groups: those of all ranks, where this one was there when the world began.
 
     Raises:
@@ -107,9 +111,11 @@ class Entrance:
                 "that rank (RANK), and this process is refused",
                 rank=rendezvous.rank,
             )
-        if not token:
-            token = self._begin()
-            self.common.set(_RUNNING, json.dumps({"world": token, **_identity(rendezvous)}))
+        is_first = not token
+        token = token or self._begin()
+        self.running = json.dumps({"world": token, **_identity(rendezvous)})
+        if is_first:
+            self.common.set(_RUNNING, self.running)
         self.nonce = int(token[:8], 16)
         if rendezvous not in _entered:
             atexit.register(_say_ended, self.common, rendezvous.rank)
@@ -344,6 +350,7 @@ class Reception:
         incarnation: this process's.
         process: what its launcher calls it.
         callbacks: the loop's.
+        running: The value of the store by which processes that come later find this world.
         late_places: those that were empty when the world began.
         vacant: those of them to which no process had come when this one did.
         is_loopback: Whether all ranks, those that come later included, are on this host.
@@ -358,12 +365,14 @@ class Reception:
         process: str,
         callbacks: CallbackQueue,
         *,
+        running: str,
         late_places: Collection[int] = (),
         vacant: frozenset[int] = frozenset(),
         is_loopback: bool = False,
     ) -> None:
         self._is_loopback = is_loopback
         self._process = process
+        self._running = running
         self.incarnation = incarnation
         self.late_places = late_places
         self.vacant = vacant
@@ -421,8 +430,10 @@ class Reception:
             store, common = self._store.clone(), self._common.clone()
             number = 1
             said: set[str] = set()
-            while True:
+            for look in itertools.count():
                 try:
+                    if look % _LOOKS_PER_RENEWAL == 0:  # another user of this host may have deleted the value
+                        common.compare_set(_RUNNING, "", self._running)
                     number = self._read_log(store, number)
                     self._look_for_wanted(store, said)
                 except RuntimeError as error:  # another user of this host may have deleted a value since it was seen
