@@ -1,0 +1,134 @@
+"""Selective averaging in the Trainer of transformers: the losses and metrics by which a rank is judged."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from support import torchrun
+
+TRANSFORMERS_METRICS = """
+    from asyncdist.integrations.transformers import SelectiveAveraging
+    import torch
+    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+
+    for monitor in "eval_b_loss", "eval_los":
+        averaging = SelectiveAveraging(2, monitor=monitor)
+        for name in "eval_a_loss", "eval_b_loss", "eval_a_loss", "eval_b_loss":
+            averaging.on_evaluate(None, TrainerState(), TrainerControl(), metrics={name: 1.0, "epoch": 1})
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Linear(2, 1)
+
+        def forward(self, inputs, **_):
+            return {"loss": self.net(inputs).square().mean()}
+
+    averaging = SelectiveAveraging(2, monitor="eval_never")
+    arguments = TrainingArguments(output_dir="unused", max_steps=2, use_cpu=True, report_to=[], save_strategy="no")
+    Trainer(Model(), arguments, train_dataset=[{"inputs": torch.ones(2)}] * 8, callbacks=[averaging]).train()
+"""
+
+
+TRANSFORMERS_COMPILED = """
+    from asyncdist.integrations.transformers import SelectiveAveraging
+    import torch
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Linear(2, 1)
+
+        def forward(self, inputs, **_):
+            return {"loss": self.net(inputs).square().mean()}
+
+    class Count(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            seen.append(averaging._loss._count)
+            averaging._loss.reset()
+
+    data = [{"inputs": torch.ones(2)}] * 8
+    for options in (dict(torch_compile=True, torch_compile_backend="eager"), {}):
+        torch.compiler.reset()
+        seen = []
+        model = Model()
+        if not options:
+            model.compile(backend="eager")
+        arguments = TrainingArguments(output_dir="unused", max_steps=6, use_cpu=True, report_to=[], disable_tqdm=True,
+            save_strategy="no", logging_strategy="no", **options)
+        averaging = SelectiveAveraging(100)
+        Trainer(model, arguments, train_dataset=data, callbacks=[averaging, Count()]).train()
+        print("seen", seen)
+"""
+
+
+@pytest.mark.mpi
+def test_a_loss_observer_in_transformers_is_not_compiled(tmp_path: Path) -> None:
+    """Regression: it broke the model's graph, of which torch warned in 13 lines on each rank."""
+    script = tmp_path / "program.py"
+    script.write_text(textwrap.dedent(TRANSFORMERS_COMPILED))
+    ended = torchrun.run_jobs([([sys.executable, str(script)], {})], 100.0).check()
+    told = [line for line in ended.stdout.splitlines() if line.startswith("seen")]
+    assert told == ["seen [1, 1, 1, 1, 1, 1]"] * 2, ended.output()
+    assert "Graph break" not in ended.stderr and "metrics.py" not in ended.stderr, ended.stderr
+
+
+TRANSFORMERS_LOSSES = """
+    from asyncdist.integrations.transformers import SelectiveAveraging
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    class Judged(SelectiveAveraging):
+        def _metric(self):
+            judged.append(super()._metric())
+            return judged[-1]
+
+    class Own(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return model(**inputs).logits.square().mean()
+
+        loss_is_scaled_for_ga = False
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=50, n_positions=16))
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 50, (64, 8))]
+    cases = {"one batch": (Trainer, {}), "accumulated": (Trainer, {"gradient_accumulation_steps": 4}),
+        "smoothed": (Trainer, {"gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1}),
+        "own loss": (Own, {"gradient_accumulation_steps": 2})}
+    for name, (kind, options) in cases.items():
+        judged = []
+        arguments = TrainingArguments(output_dir="unused", max_steps=4, logging_steps=2, use_cpu=True,
+            learning_rate=0.0, report_to=[], disable_tqdm=True, save_strategy="no", per_device_train_batch_size=2,
+            **options)
+        trainer = kind(model, arguments, train_dataset=rows, callbacks=[Judged(2)])
+        trainer.train()
+        logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        assert len(logged) == 2, logged
+        assert torch.allclose(torch.tensor(judged), torch.tensor(logged), rtol=1e-3), (judged, logged)
+        print("agree", name)
+"""
+
+
+@pytest.mark.mpi
+def test_transformers_judges_a_rank_by_the_loss_that_it_logs(tmp_path: Path) -> None:
+    """Regression: accumulation divided it, and with label smoothing or an own loss a rank had no metric at all."""
+    script = tmp_path / "program.py"
+    script.write_text(textwrap.dedent(TRANSFORMERS_LOSSES))
+    ended = torchrun.run_jobs([([sys.executable, str(script)], {})], 100.0).check()
+    told = [line for line in ended.stdout.splitlines() if line.startswith("agree")]
+    assert told == ["agree one batch", "agree accumulated", "agree smoothed", "agree own loss"], ended.output()
+
+
+@pytest.mark.long
+@pytest.mark.mpi
+def test_a_metric_that_transformers_has_not_is_warned_of_once(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(textwrap.dedent(TRANSFORMERS_METRICS))
+    ended = torchrun.run_jobs([([sys.executable, str(script)], {})], 100.0).check()
+    assert ended.stderr.count("no metric") == 2, ended.output()
+    assert "eval_strategy is 'no', so only evaluations that the program starts give 'eval_never'" in ended.stderr
+    assert "no evaluation has given 'eval_los'" in ended.stderr and "epoch, eval_a_loss, eval_b_loss" in ended.stderr
