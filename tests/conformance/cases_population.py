@@ -314,7 +314,7 @@ async def case_trees_that_differ(end: Endpoint) -> None:
         if end.size == 1:
             continue
         if is_last and name == "no tensor":
-            with pytest.raises(TypeError, match=naming("psum", "tree[1]", "float")):
+            with pytest.raises(TypeError, match=r"psum takes trees of dense tensors; tree\[1\] is a float"):
                 await ad.psum(other, "POP", mesh=mesh)
         else:
             with pytest.raises(ad.DisagreementError) as caught:
@@ -347,11 +347,11 @@ async def case_what_is_refused_on_every_rank(end: Endpoint) -> None:
         for operation in (ad.psum, ad.pmax, ad.all_gather):
             with pytest.raises(TypeError, match=told):
                 await operation(tree, "POP", mesh=mesh)
-    with pytest.raises(TypeError, match=naming("pmin", "bool", "float64", "tree['z']", "complex64", [2])):
+    with pytest.raises(TypeError, match=r"pmin takes bool, .*float64; tree\['z'\] is complex64 of shape \[2\]"):
         await ad.pmin({"z": one.to(torch.complex64)}, "POP", mesh=mesh)
     with pytest.raises(TypeError, match=naming("psum", "bool", "complex128", "tree", "float8_e5m2")):
         await ad.psum(one.to(torch.float8_e5m2), "POP", mesh=mesh)
-    with pytest.raises(ValueError, match=naming("axis", 2, "tree", [2], -2, 1)):
+    with pytest.raises(ValueError, match=r"axis is 2; allowed for tree of shape \[2\]: -2 to 1"):
         await ad.all_gather(one, "POP", axis=2, mesh=mesh)
     with pytest.raises(ValueError, match=naming("tree", "none")):
         await ad.all_gather(one[0], "POP", tiled=True, mesh=mesh)
@@ -359,9 +359,9 @@ async def case_what_is_refused_on_every_rank(end: Endpoint) -> None:
         ad.psum(one, "DP", mesh=mesh)  # type: ignore[unused-coroutine]
     with pytest.raises(ad.LocalProtocolError, match=naming("'POP'", f"rank {end.rank}")):
         ad.psum(one, "POP")  # type: ignore[unused-coroutine]
-    with pytest.raises(TypeError, match=naming("all_gather")):
+    with pytest.raises(TypeError, match="belong to all_gather"):
         ad.all_gather(one, tiled=True)  # type: ignore[call-overload]
-    with pytest.raises(TypeError, match=naming("group", "world")):
+    with pytest.raises(TypeError, match="group and world belong to"):
         ad.all_gather(one, "POP", group=end.world.group)  # type: ignore[call-overload]
     assert (await ad.psum(torch.tensor([1]), "POP", mesh=mesh)).item() == end.size
 
@@ -473,7 +473,7 @@ async def case_populations_that_cannot_be_split(end: Endpoint) -> None:
                 await odd(wrong)
         with pytest.raises(TypeError, match=naming("argument 0[1]", "int")):
             await odd([rows, 3])
-        with pytest.raises(ValueError, match=naming("in_specs", 2, 1)):
+        with pytest.raises(ValueError, match="in_specs has 2 specs for 1 values"):
             await run(lambda x: x, mesh, ("POP", None), "POP")(rows)
         with pytest.raises(ValueError, match="equally many of each"):
             await run(lambda x, y: x, mesh, "POP", "POP")(rows, rows[: end.size])

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from support.channels import TAG, Number, Word, both
-from support.facts import names
 from support.local import yields
 
 from asyncdist import World
@@ -60,7 +59,7 @@ async def test_waiting_with_messages_for_an_unopened_channel_logs_once(
         second.send_nowait(Number(2), 0)
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 1, told
-    assert names(told[0], "Number", "0.01 s", "1 message on tag 77")
+    assert told[0].startswith("awaiting Number for 0.01 s: 1 message on tag 77 ")
     opened = pair[0].channel(Number, tag=TAG)
     assert (await opened.receive()).message.value == 1
     assert pair[0].services.early_frames() == []

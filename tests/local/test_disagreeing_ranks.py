@@ -98,7 +98,7 @@ def wrapped(rank: int) -> nn.Module:
     [
         (compiled, ["torch.compile", "'_orig_mod.'", "rank 1", "alike on all ranks"]),
         (wrapped, ["wrapped", "'inner.'", "rank 1"]),
-        (narrow, ["'1.weight'", "(3, 2)", "(4, 2)", "rank 1"]),
+        (narrow, ["the models differ: '1.weight'", "(3, 2)", "(4, 2)", "rank 1"]),
         (double, ["'weight'", "float64", "float32", "rank 2"]),
         (longer, ["'1.weight'", "rank 1"]),
         (untied, ["weight'", "rank 1"]),
