@@ -233,7 +233,7 @@ async def case_models_that_differ_are_named_everywhere(world: ad.World) -> None:
         if last == 0:
             await call(model)
         else:
-            facts = (f"rank {last}", "rank 0", "'weight'", (2, 3), (1, 3))
+            facts = (f"rank {last} is not the one on rank 0", "'weight'", (2, 3), (1, 3))
             await refused(call(model), DisagreementError, *facts)
     assert torch.equal(model.weight, before)
     await ad.average_models(nn.Linear(2, 2))

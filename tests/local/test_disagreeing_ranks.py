@@ -63,7 +63,7 @@ def test_policies_with_different_options_are_refused_everywhere(odd: dict[str, A
 
 def test_policies_of_different_classes_are_refused_everywhere() -> None:
     for text in disagree(lambda rank: (AsyncSelectiveAveragingPolicy if rank else AverageAllPolicy, {}, Mixed())):
-        assert names(text, "rank 0", "AverageAllPolicy", "rank 1", "AsyncSelectiveAveragingPolicy"), text
+        assert names(text, "the start of a policy", "AverageAllPolicy", "AsyncSelectiveAveragingPolicy"), text
 
 
 def narrow(rank: int) -> nn.Module:
@@ -207,7 +207,12 @@ def test_uncoordinated_members_are_refused_before_any_message() -> None:
     async def main(world: ad.World) -> None:
         if world.rank == 1:
             for members, kind in wrong:
-                with pytest.raises(kind, match=naming("members", repr(members), 0, 1, "without rank 1")):
+                with pytest.raises(
+                    kind,
+                    match=naming(
+                        "members", repr(members), "the ranks of a policy's group, from 0 to 1", "without rank 1"
+                    ),
+                ):
                     await protocols.coordinate(members)
             with pytest.raises(ValueError, match=naming("start_timeout_s", -1)):
                 await protocols.coordinate([0], start_timeout_s=-1)

@@ -428,7 +428,7 @@ def test_the_call_form_of_the_seed() -> None:
                 await policy(61, Mixed(), optimizer, 0.0)
             with pytest.raises(ValueError, match="group is 'others'; allowed: None, or the policy's own"):
                 await policy(61, model, optimizer, 0.0, group="others")
-            with pytest.raises(ValueError, match=naming("expose_params", False)):
+            with pytest.raises(ValueError, match="expose_params is False; allowed: None, True"):
                 await policy(61, model, optimizer, 0.0, expose_params=False)
         assert policy.statistics().report_count == 12  # iterations 4, 9, ... 59
         return count

@@ -317,7 +317,7 @@ def test_wrong_priorities_are_named() -> None:
         with pytest.raises(TypeError, match=naming("priorities", "'ab'", "numbers, one for each item")):
             await buffer.add(torch.ones(2), priorities="ab")  # type: ignore[arg-type]
         for ids in ([1.7, 2], torch.tensor([1.0, 2.0])):
-            with pytest.raises(ValueError, match=naming("ids", "whole numbers, as Sample.ids")):
+            with pytest.raises(ValueError, match=naming("ids", "whole numbers, as Sample.ids has them")):
                 await buffer.update_priorities(ids, [1.0, 1.0])  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=naming("ids", "'ab'")):
             await buffer.update_priorities("ab", [1.0, 1.0])  # type: ignore[arg-type]
