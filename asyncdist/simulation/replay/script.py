@@ -272,7 +272,8 @@ def _write_test(recording: Recording, ran: Script, path: Path) -> list[str]:
             script=os.path.relpath(ran.path, path.parent).replace("\\", "/"),
             arguments="".join(f", {word!r}" for word in ran.arguments),
         )
-        path.write_text(text, encoding="utf-8")
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
     except OSError as error:
         raise ScriptError(f"the test cannot be written: {why_not_written(error)}") from error
     return [f"wrote {path}, and the recording beside it, {folder}", f"run it: pytest {path}"]

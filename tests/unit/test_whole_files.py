@@ -1,0 +1,73 @@
+"""Files that commands write as a whole: where links of others lead, and what is left of a write that fails."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncdist.report import whole_files
+from asyncdist.report.whole_files import is_planted, whole_file, whole_folder
+
+OWN, OTHER, ROOT = 1000, 1001, 0
+LINK, PIPE, FILE = stat.S_IFLNK | 0o777, stat.S_IFIFO | 0o666, stat.S_IFREG | 0o644
+
+
+def found(mode: int, owner: int) -> Any:
+    return SimpleNamespace(st_mode=mode, st_uid=owner)
+
+
+@pytest.mark.parametrize(
+    ("kind", "owner", "folder_mode", "folder_owner", "planted"),
+    [
+        (LINK, OTHER, 0o1777, ROOT, True),
+        (PIPE, OTHER, 0o1777, ROOT, True),
+        (FILE, OTHER, 0o1777, ROOT, False),  # the kernel lets this user neither write nor replace it
+        (LINK, OWN, 0o1777, ROOT, False),
+        (LINK, ROOT, 0o1777, ROOT, False),
+        (LINK, OTHER, 0o1777, OTHER, False),  # whose folder it is
+        (LINK, OTHER, 0o0775, ROOT, False),
+    ],
+)
+def test_links_of_others_in_folders_of_all(
+    kind: int, owner: int, folder_mode: int, folder_owner: int, planted: bool
+) -> None:
+    folder = found(stat.S_IFDIR | folder_mode, folder_owner)
+    assert is_planted(found(kind, owner), folder, OWN) is planted
+
+
+def test_no_file_is_written_through_a_planted_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: asyncdist report, run in /tmp, overwrote the file to which another user's link led."""
+    victim, link = tmp_path / "victim", tmp_path / "job.html"
+    victim.write_text("precious")
+    link.symlink_to(victim)
+    monkeypatch.setattr(whole_files, "is_planted", lambda found, folder, user: stat.S_ISLNK(found.st_mode))
+    refused = pytest.raises(PermissionError, match="another user has put it into a folder of all users")
+    with refused as caught, whole_file(link) as file:
+        file.write_text("a page")
+    assert caught.value.filename == str(link) and victim.read_text() == "precious"
+    folder = tmp_path / "job-tables"
+    folder.symlink_to(tmp_path)
+    with pytest.raises(PermissionError), whole_folder(folder) as inside:
+        (inside / "ranks.csv").write_text("")
+    assert sorted(os.listdir(tmp_path)) == ["job-tables", "job.html", "victim"]
+
+
+def test_a_link_of_this_user_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "pages").mkdir()
+    (tmp_path / "newest.html").symlink_to("pages/job.html")
+    with whole_file(tmp_path / "newest.html") as file:
+        file.write_text("a page")
+    assert (tmp_path / "pages" / "job.html").read_text() == "a page" and (tmp_path / "newest.html").is_symlink()
+    assert os.listdir(tmp_path / "pages") == ["job.html"]
+
+
+def test_links_in_a_circle_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "one").symlink_to("two")
+    (tmp_path / "two").symlink_to("one")
+    with pytest.raises(OSError, match="symbolic links"), whole_file(tmp_path / "one"):
+        raise AssertionError("there is no file to write")
