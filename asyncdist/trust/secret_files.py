@@ -7,6 +7,8 @@ of the user on the host find them, and no other user's.
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import secrets
 import stat
@@ -19,6 +21,8 @@ from asyncdist.trust import job_secret, private_folders
 #: The secret of jobs of one host whose launcher gives them none.
 SHARED: Final = "secret"
 _NBYTES_MAX: Final = 4096
+#: The second time, an unusable file has been removed.
+_ATTEMPT_COUNT: Final = 2
 
 
 def read(path: str) -> str:
@@ -87,9 +91,14 @@ def find(name: str, bases: Iterable[str]) -> str | None:
     """Return the secret of asyncdist with this name; None if there is none."""
     for folder in private_folders.candidates(bases):
         with contextlib.suppress(OSError, ValueError), private_folders.opened(folder) as parent:
-            descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=parent)
-            return job_secret.check(_read_open(descriptor, name), name)
+            return _read_in(parent, name)
     return None
+
+
+def _read_in(parent: int, name: str) -> str:
+    """Return the secret with this name in a folder of this user. Raises OSError or ValueError if there is none."""
+    descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=parent)
+    return job_secret.check(_read_open(descriptor, name), name)
 
 
 def shared(bases: Iterable[str]) -> str | None:
@@ -98,11 +107,31 @@ def shared(bases: Iterable[str]) -> str | None:
     None if no folder can hold it.
     """
     bases = tuple(bases)
-    found = find(SHARED, bases)
-    for replaces in (False, True):  # a file that is there is replaced if it has no secret, as after a loss of power
-        if found is None and _in_own_folder(SHARED, job_secret.draw(), bases, replaces=replaces) is not None:
+    for _ in range(_ATTEMPT_COUNT):
+        found = find(SHARED, bases)
+        if found is None and _in_own_folder(SHARED, job_secret.draw(), bases, replaces=False) is not None:
             found = find(SHARED, bases)
-    return found
+        if found is not None:
+            return found
+        _remove_unusable(SHARED, bases)
+    return None
+
+
+def _remove_unusable(name: str, bases: Iterable[str]) -> None:
+    """Remove the files of this name that have no secret, as after a loss of power.
+
+    The ranks of a job do so at the same moment: under the lock none removes the file by which another one has replaced
+    it.
+    """
+    for folder in private_folders.candidates(bases):
+        with contextlib.suppress(OSError), private_folders.opened(folder) as parent:
+            with contextlib.suppress(OSError):  # a network drive may have no locks
+                fcntl.flock(parent, fcntl.LOCK_EX)  # until the folder is closed
+            try:
+                _read_in(parent, name)
+            except (ValueError, OSError) as error:
+                if isinstance(error, ValueError) or error.errno in (errno.ELOOP, errno.EACCES):
+                    os.unlink(name, dir_fd=parent)
 
 
 def remove(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
 import stat
@@ -411,6 +412,25 @@ def test_a_users_secret_that_cannot_be_used_is_replaced(text: str, mode: int, tm
     found = secret_files.shared([str(tmp_path)])
     assert found not in (None, text) and found == secret_files.shared([str(tmp_path)])
     assert path.stat().st_mode & 0o777 == 0o600 and len(list(path.parent.iterdir())) == 1
+
+
+@pytest.mark.parametrize("moment", [1, 2])
+def test_ranks_that_replace_the_users_secret_at_once_agree(
+    moment: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: ranks that found an empty file replaced each other's, and did not meet."""
+    bases, draw, drawn, other = [str(tmp_path)], job_secret.draw, itertools.count(1), list[str | None]()
+    assert secret_files.shared(bases) is not None
+    (path,) = tmp_path.glob("*/secret")
+    written(path, 0o600, "")
+
+    def draw_beside_another_rank() -> str:
+        if next(drawn) == moment:
+            other.append(secret_files.shared(bases))
+        return draw()
+
+    monkeypatch.setattr(job_secret, "draw", draw_beside_another_rank)
+    assert [secret_files.shared(bases)] == other != [None]
 
 
 def test_the_secret_of_a_job_is_kept_and_removed(tmp_path: Path) -> None:
