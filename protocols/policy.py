@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import dataclasses
 import json
 from collections.abc import Callable, Coroutine, Mapping
 from types import TracebackType
@@ -41,7 +42,14 @@ from asyncdist.protocols.misuse import (
     warn_of_opposite_metric,
 )
 from asyncdist.protocols.options import MetricMode, Parameters, check_callable
-from asyncdist.protocols.start_differences import LEFT_OUT, TrainedModels, explained, told_of_missing, told_of_rivals
+from asyncdist.protocols.start_differences import (
+    BEGINS_AGAIN,
+    LEFT_OUT,
+    TrainedModels,
+    explained,
+    told_of_missing,
+    told_of_rivals,
+)
 from asyncdist.protocols.start_without_lost import start_without_lost
 from asyncdist.protocols.step_info import StepInfo, fields_of
 from asyncdist.protocols.wrappers import check_not_inside, check_not_wrapped
@@ -84,6 +92,8 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         optimizer: the present optimizer. Assign another one if that trains the model from now on.
         is_alone: whether this rank is the only participant, known from the start on: then a policy checks its input
             and does nothing.
+        begins_again: whether this rank starts the policy because its memory was exhausted in another one. Set it before
+            the start, which then fails with ranks for which that is not so.
 
     Raises:
         TypeError, ValueError: an argument is not what it should be; the value and what is allowed are named.
@@ -149,6 +159,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self._stage: _Stage = "new"
         self._stepping = False
         self._is_beginning = False
+        self.begins_again = False
         self._world: World
         self._services: Services
         self._group: Group
@@ -236,7 +247,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
     async def _start_with(self, members: tuple[int, ...]) -> None:
         self._stage = "starting"
         leader = self._choose_leader(members)
-        with told_of_missing():
+        with told_of_missing(self._world.rank):
             await start_together(
                 self._services,
                 self._world.agreements,
@@ -579,6 +590,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
     def _agreed_values(self) -> dict[str, str]:
         """Return what must be equal on all members."""
         return {
+            **({BEGINS_AGAIN: "so"} if self.begins_again else {}),
             **({LEFT_OUT: self._flat.left_out_digest()[:16]} if self._flat.trained_only else {}),
             "class": type(self).__name__,
             "name": self.name or "(none)",
@@ -597,7 +609,8 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
             raise await explained(error, self._world, self._members, self._flat.fingerprint, start, left_s) from None
         if self._world.rank == next(rank for rank in self._group.ranks if rank not in self._services.gone):
             warn_of_first_weights(agreed.marks)
-        return agreed
+        values = {name: value for name, value in agreed.values.items() if name != BEGINS_AGAIN}
+        return dataclasses.replace(agreed, values=values)
 
     def _mark_of_first_weights(self) -> int | None:
         """Return a number that follows from the weights; None if they were trained before, or no mean is taken."""

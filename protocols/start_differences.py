@@ -19,6 +19,8 @@ from asyncdist.tensors.flat_state import Fingerprint, first_difference
 
 #: What members compare of the parameters that parameters="trainable" leaves out.
 LEFT_OUT: Final = "the hash of the parameters that are not trained"
+#: What members say that start a policy since their memory was exhausted. Of all differences it is named first.
+BEGINS_AGAIN: Final = "a start after exhausted memory"
 _WHOSE_START: Final = "a policy's ranks are those of its group=, by default all"
 
 
@@ -51,8 +53,11 @@ def told_of_rivals(agreements: Agreements, meeting: Meeting) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def told_of_missing() -> Iterator[None]:
+def told_of_missing(rank: int) -> Iterator[None]:
     """Start a policy in the body. Where ranks are missing, the error names the argument that decides which start it.
+
+    Args:
+        rank: This rank.
 
     Raises:
         StartTimeoutError: Some ranks did not come in time.
@@ -60,6 +65,8 @@ def told_of_missing() -> Iterator[None]:
     try:
         yield
     except StartTimeoutError as error:
+        if rank in error.missing:
+            raise
         raise StartTimeoutError(f"{error.message}; {_WHOSE_START}", **error.facts) from None
 
 

@@ -16,11 +16,12 @@ from asyncdist.blocking.callers import Caller, current_caller, find_caller, is_i
 from asyncdist.blocking.policies import Policy
 from asyncdist.blocking.process_world import process_world
 from asyncdist.blocking.world import World
-from asyncdist.errors import ClosedError, LocalProtocolError, StartTimeoutError
+from asyncdist.errors import ClosedError, DisagreementError, LocalProtocolError, StartTimeoutError
 from asyncdist.integrations.random_numbers import draw_apart
 from asyncdist.protocols import AsyncSelectiveAveragingPolicy, ReplicaAveragingPolicy, SpawnPolicy, StepInfo
 from asyncdist.protocols.misuse import is_larger_better
 from asyncdist.protocols.options import MetricMode, SelectiveOptions
+from asyncdist.protocols.start_differences import BEGINS_AGAIN
 from asyncdist.protocols.step_info import NOTHING, fields_of
 
 logger = logging.getLogger("asyncdist.integrations")
@@ -219,12 +220,14 @@ class Training(Generic[PolicyT]):
                 "continue alone, keep model and options, average_every too, independent of the batch size",
                 made._start_timeout_s,
             )
+        made.begins_again = is_again
         policy = Policy(made)
         try:
             with _told_of_open(others, made):
-                policy.__enter__()
-        except (StartTimeoutError, ClosedError) as error:
-            if not is_again or not current_caller("a policy").is_open:
+                _enter_with_all(policy)
+        except (DisagreementError, ClosedError) as error:
+            is_alone = isinstance(error, (StartTimeoutError, ClosedError)) or _is_of_two_kinds(error)
+            if not (is_again and is_alone and current_caller("a policy").is_open):
                 raise
             logger.warning(
                 "selective averaging: the other ranks have not started a new policy, so this rank trains on without "
@@ -360,6 +363,27 @@ def _told_of_open(others: Sequence[SpawnPolicy], made: SpawnPolicy) -> Iterator[
             "with SelectiveAveraging(...) as averaging, or begins again inside the except clause",
             **error.facts,
         ) from None
+
+
+def _enter_with_all(policy: Policy[Any]) -> None:
+    """Start a policy, anew if others were in the start of a rank that has run out of memory.
+
+    That rank waits alone for a while, and then trains without a policy: its start counts on the other ranks too, which
+    hear of it when they start their next policy.
+    """
+    while True:
+        try:
+            policy.__enter__()
+            return
+        except DisagreementError as error:
+            is_late = current_caller("a policy").world.rank in error.facts.get("missing", ())
+            if not is_late and (policy.awaited.begins_again or not _is_of_two_kinds(error)):
+                raise
+
+
+def _is_of_two_kinds(error: DisagreementError) -> bool:
+    """Return whether some ranks were in a start since their memory was exhausted, and others were not."""
+    return error.facts.get("difference") == BEGINS_AGAIN
 
 
 def _is_equal(one: SpawnPolicy, other: SpawnPolicy) -> bool:

@@ -388,7 +388,7 @@ def verdicts(rng: random.Random) -> None:
         verdict = judge(joins, came, missing, absent, lost, rng.choice(_TIMES_S))
         if not is_go(verdict):
             try:
-                raise_refusal(verdict)
+                raise_refusal(verdict, rng.randrange(size))
             except AsyncdistError:
                 late.keep(verdict, set(missing))
             else:
@@ -403,13 +403,13 @@ def verdicts(rng: random.Random) -> None:
             case 2:
                 late.take_all()
         assert len(late) <= len(keys)
-    _raise_any(draw_message(Verdict, rng, subject=keys[0].text, agreed=rng.randrange(2000)))
+    _raise_any(draw_message(Verdict, rng, subject=keys[0].text, agreed=rng.randrange(2000)), rng.randrange(size))
 
 
-def _raise_any(verdict: Verdict) -> None:
+def _raise_any(verdict: Verdict, rank: int) -> None:
     """Raise what a verdict of an untrue leader says."""
     try:
-        raise_refusal(verdict)
+        raise_refusal(verdict, rank)
     except AsyncdistError:
         assert not is_go(verdict) or verdict.lost
 

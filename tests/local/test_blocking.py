@@ -439,6 +439,38 @@ def test_another_model_after_exhausted_memory_loses_no_training(kind: str, caplo
         assert "ranks 0-1" in apart
 
 
+@pytest.mark.parametrize("pause_s", [5.0, 1.0], ids=["later", "meanwhile"])
+@pytest.mark.parametrize("apart", [0, 1])
+def test_all_start_again_after_one_has_trained_apart(apart: int, pause_s: float) -> None:
+    """Regression: the start that no rank had joined was counted, and the next one failed on every rank.
+
+    Another rank's next start, while the first one still waits for its own, was compared with that one and refused.
+    """
+    from asyncdist.integrations.pytorch import SelectiveAveraging
+
+    def main(world: ad.blocking.World) -> list[int | None]:
+        def training(count: int, *, every: int = 2, fails: bool = False, pause_s: float = 0.0) -> int | None:
+            torch.manual_seed(0)
+            model = nn.Linear(2, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with SelectiveAveraging(model, optimizer, every, start_timeout_s=3.0) as averaging:
+                for step in range(count):
+                    averaging.step(world.rank + step)
+                if fails:
+                    raise MemoryError
+                world.sleep(pause_s)
+                return None if averaging.policy is None else averaging.policy.iteration
+
+        if world.rank != apart:
+            return [training(4, pause_s=pause_s), training(6)]
+        with pytest.raises(MemoryError):
+            training(4, fails=True)
+        return [training(4, every=3), training(6)]
+
+    report = ad.simulate(ad.blocking.hosted(main), ranks=3, seed=1, strict=True, until_s=100.0)
+    assert report.results == tuple([None if rank == apart else 4, 6] for rank in range(3))
+
+
 def test_training_in_an_except_clause_continues_its_policy() -> None:
     """Regression: outside of a block, exhausted memory was not noticed, and the second start was joined by no rank."""
     from asyncdist.integrations.pytorch import SelectiveAveraging

@@ -532,13 +532,13 @@ def test_start_timeout_reports_the_wait_of_the_first_to_give_up() -> None:
     async def main(world: World) -> str:
         if world.rank == 2:
             await world.sleep(10)
-            return ""
         with pytest.raises(StartTimeoutError) as caught:
             await world.new_group([0, 1, 2], timeout_s=1 if world.rank else 30)
         return str(caught.value)
 
     report = simulate(main, ranks=3)
     assert all(names(said, "rank 2", "1 s") for said in report.results[:2]), report.results
+    assert "rank 2 came too late: the ranks that had come before gave up after 1 s" in report.results[2]
 
 
 @pytest.mark.parametrize("tidies_up_s", [0.0, 1.0])

@@ -259,6 +259,8 @@ def test_a_hidden_copy_is_reported_at_the_next_step(caplog: pytest.LogCaptureFix
         optimizer = Hidden(model.parameters(), lr=0.1)
         async with selective(model, optimizer) as policy:
             for _ in range(40):
+                for parameter in model.parameters():
+                    parameter.grad = torch.ones_like(parameter)
                 optimizer.step()
                 await policy.step(-1.0 - world.rank)
 

@@ -84,7 +84,10 @@ class Hidden(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
-                parameter.copy_(self.kept(parameter))
+                kept = self.kept(parameter)
+                if parameter.grad is not None:
+                    kept.sub_(group["lr"] * parameter.grad)
+                parameter.copy_(kept)
 
 
 class Lookahead:

@@ -217,21 +217,43 @@ def test_state_that_follows_the_weights_unknown_is_reported_once(caplog: pytest.
 
 def test_an_optimizer_that_puts_the_old_weights_back_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     model = build()
-    optimizer = Hidden(model.parameters(), lr=0.1)
+    optimizer = Hidden(model.parameters(), lr=0.01)
     train(model, optimizer)
     weights = held(model, optimizer)
     replace(model, weights)
     assert weights.is_watching
     weights.check_kept()
     assert not weights.is_watching and not caplog.records, "the new weights are there before the next step"
+    train(model, optimizer, 1)
     replace(model, weights)
     train(model, optimizer, 1)
-    replaced_again = held(model, optimizer)
-    replace(model, replaced_again)
+    weights.check_kept()
+    weights.check_kept()
+    assert weights.is_watching and not caplog.records, "the length of a step is not known before another one"
     train(model, optimizer, 1)
-    replaced_again.check_kept()
+    weights.check_kept()
+    assert not weights.is_watching
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "Hidden after an average put the old weights back" in caplog.text
+
+
+def test_a_rank_that_trains_alike_and_is_behind_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: a step of SGD from the weights that this rank had one step before led to its old ones again."""
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weights = held(model, optimizer)
+    before = values(model)
+    for count in range(8):
+        if count % 3 == 1:
+            with weights.following(), torch.no_grad():
+                nn.utils.vector_to_parameters(before, model.parameters())
+        before = values(model)
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach() - 3.0
+        optimizer.step()
+        if weights.is_watching:
+            weights.check_kept()
+    assert not caplog.records
 
 
 def test_reset_reports_another_optimizer_that_trains_the_model(caplog: pytest.LogCaptureFixture) -> None:

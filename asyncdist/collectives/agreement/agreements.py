@@ -227,7 +227,7 @@ class Agreements:
             self._object(Objection(its_key.text, "", rival.text), rival.leader)
         if verdict.objector == self._rank:
             raise Postponed if verdict.difference == POSTPONED else asyncio.CancelledError
-        raise_refusal(verdict)
+        raise_refusal(verdict, self._rank)
         return Agreed(verdict.agreed, dict(first.values), key.occurrence, verdict.marks)
 
     def postpone(self, meeting: Meeting) -> None:

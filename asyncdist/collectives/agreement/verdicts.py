@@ -233,8 +233,8 @@ def first_difference(joins: Mapping[int, Join], ranks: Sequence[int]) -> tuple[s
     return "", ""
 
 
-def raise_refusal(verdict: Verdict) -> None:
-    """Raise the error that ``verdict`` stands for, unless it says go."""
+def raise_refusal(verdict: Verdict, rank: int) -> None:
+    """Raise the error that ``verdict`` stands for on ``rank``, unless it says go."""
     if verdict.objector >= 0:
         raise remote_error(verdict.objector, verdict.difference, verdict.refusal)
     if verdict.lost:
@@ -243,7 +243,7 @@ def raise_refusal(verdict: Verdict) -> None:
     if verdict.gone:
         raise ClosedError(f"{verdict.key}: {_name(verdict.gone)} left", ranks=verdict.gone)
     if verdict.missing:
-        raise start_timeout_error(verdict)
+        raise _too_late_error(verdict, rank) if rank in verdict.missing else start_timeout_error(verdict)
     if verdict.refusal:
         raise DisagreementError(f"{verdict.key}: {verdict.refusal}", difference=verdict.difference)
 
@@ -257,6 +257,15 @@ def start_timeout_error(verdict: Verdict) -> StartTimeoutError:
     """Make the error that names the ranks that are missing in ``verdict``."""
     return StartTimeoutError(
         f"{verdict.key}: {_name(verdict.missing)} did not come within {verdict.waited_s:g} s", missing=verdict.missing
+    )
+
+
+def _too_late_error(verdict: Verdict, rank: int) -> StartTimeoutError:
+    """Make the error of a rank that came after the others had given up."""
+    return StartTimeoutError(
+        f"{verdict.key}: rank {rank} came too late: the ranks that had come before gave up after {verdict.waited_s:g} "
+        "s; allowed: another start, in which all ranks take part",
+        missing=verdict.missing,
     )
 
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,11 @@ from torch.utils.hooks import RemovableHandle
 from asyncdist.tensors.model_tensors import local_part
 from asyncdist.tensors.optimizers.copies import PROOF_COUNT, Copy, follows_unknown, held_by, kind_of, sample_of
 from asyncdist.tensors.optimizers.wrapped import wrapped_optimizers
+
+Verdict: TypeAlias = Literal["kept", "undone", "unknown"]
+
+#: How many times as long as a step the way to the old weights is at least, if the optimizer has put them back.
+_LENGTH_RATIO: Final = 4.0
 
 logger = logging.getLogger("asyncdist.optimizers")
 
@@ -95,8 +100,7 @@ class OptimizerWeights:
 
     Attributes:
         optimizer: The present optimizer.
-        is_watching: Whether weights have been replaced since the last step, so that :meth:`check_kept` can see whether
-            they stay.
+        is_watching: Whether weights have been replaced, and :meth:`check_kept` has not seen yet whether they stay.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, states: AveragedStates, *, is_reset: bool = False) -> None:
@@ -181,9 +185,10 @@ class OptimizerWeights:
             self._copies()
 
     def check_kept(self) -> None:
-        """Report, once, that the optimizer's step has put the old weights back. Call it at the next step."""
-        self.is_watching = False
-        if self._replaced is not None and self._replaced.is_undone():
+        """Report, once, that the optimizer's step has put the old weights back. Call it at each step while watching."""
+        verdict = self._replaced.judge() if self._replaced is not None else "kept"
+        self.is_watching = verdict == "unknown"
+        if verdict == "undone":
             self._report(
                 "undone",
                 "the step of %s after an average put the old weights back: it keeps weights that were not recognised. "
@@ -236,12 +241,13 @@ class OptimizerWeights:
 
 
 class _Replaced:
-    """Samples the model's weights before and after they are replaced, to see whether the next step undoes that."""
+    """Samples the model's weights before and after they are replaced, to see whether a step undoes that."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = [each for each in model.parameters() if each.requires_grad]
         self._old = self._sample()
         self._new = self._old
+        self._back: Tensor | None = None  # the weights at the step that found the old ones back
 
     def note_new(self) -> None:
         """Note the weights that are in place now."""
@@ -251,11 +257,27 @@ class _Replaced:
         """Tell whether the weights are others than those that were put in place."""
         return not torch.equal(self._sample(), self._new)
 
-    def is_undone(self) -> bool:
+    def judge(self) -> Verdict:
+        """Tell whether the optimizer keeps the new weights; call it after each of its steps until that is known.
+
+        Old weights that are back prove nothing if a step is as long as the way to them: where ranks train alike, it
+        leads from the weights of a rank that is a step behind to those that this rank had. The next step shows how
+        long a step is.
+        """
+        now, back = self._sample(), self._back
+        if back is None:
+            self._back = now if self._are_back(now) else None
+            return "kept" if self._back is None else "unknown"
+        step = float((now - back).norm())
+        if step == 0.0:  # gradients are accumulated
+            return "unknown"
+        return "undone" if float((self._new - self._old).norm()) > _LENGTH_RATIO * step else "kept"
+
+    def _are_back(self, now: Tensor) -> bool:
         """Tell whether nearly all weights are back where they were."""
         moved = (self._new - self._old).abs()
         is_seen = moved > 1e-3 * torch.maximum(self._new.abs(), self._old.abs())
-        is_back = (self._sample() - self._old).abs() < 0.05 * moved
+        is_back = (now - self._old).abs() < 0.05 * moved
         return int(is_seen.sum()) >= PROOF_COUNT and float((is_back & is_seen).sum()) > 0.9 * float(is_seen.sum())
 
     def _sample(self) -> Tensor:
