@@ -12,6 +12,7 @@ from typing import Final
 from asyncdist import ClosedError, DisagreementError, RankLostError, World
 from asyncdist.collectives.agreement.messages import Meeting
 from asyncdist.messaging.services import Services
+from asyncdist.waits import WaitId, WaitKind
 
 #: How much later than another rank this one may hear of a loss.
 _HEARD_AFTER_S: Final = 1.0
@@ -47,7 +48,7 @@ async def start_without_lost(
             # What ended it may have been told by another rank, which has heard of the loss earlier.
             until = min(give_up_at, services.time() + _HEARD_AFTER_S)
             hears = functools.partial(_has_changed, services, lost)
-            if not await services.engine.until(hears, "news of who is lost", deadline=until):
+            if not await services.engine.until(hears, WaitId(WaitKind.LOSSES), deadline=until):
                 raise
 
 

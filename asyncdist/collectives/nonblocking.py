@@ -50,6 +50,7 @@ from asyncdist.tensors.bucket import Bucket
 from asyncdist.tensors.byte_views import byte_view, check_dense, check_writable, empty_stack, to_host, write
 from asyncdist.tensors.means import mean_into
 from asyncdist.transports.base import GroupHandle, ReduceOp, Request
+from asyncdist.waits import WaitId, WaitKind
 
 T = TypeVar("T")
 
@@ -90,7 +91,7 @@ class Collectives:
         if group.size == 1:
             return
         if group.native is not None:
-            await self._native(group, group.native.barrier, "barrier")
+            await self._native(group, group.native.barrier, WaitId(WaitKind.BARRIER))
         else:
             await self._finish(group, self._by_messages.barrier, group)
 
@@ -106,7 +107,7 @@ class Collectives:
                 pass
             elif group.native is not None and len(view) <= in_pieces.COUNT_NBYTES_MAX:
                 start = functools.partial(group.native.broadcast, view, position)
-                await self._native(group, start, f"broadcast from rank {root}")
+                await self._native(group, start, WaitId(WaitKind.BROADCAST, number=root))
             elif group.native is not None:
                 await self._finish(group, self._in_pieces.broadcast, group.native, view, position)
             else:
@@ -120,15 +121,16 @@ class Collectives:
         self._note(group, "gather", tensor, root)
         send = to_host(tensor)
         receive = empty_stack(send, group.size) if self._rank == root else None
-        what = f"gather to rank {root}"
         if send.numel() == 0 or group.native is None:
             await self._finish(group, self._by_messages.gather, group, byte_view(send), receive, root)
         elif send.nbytes * group.size > in_pieces.COUNT_NBYTES_MAX:
             gather = functools.partial(group.native.gather, root=position)
-            await self._finish(group, self._in_pieces.exchange, group, send, receive, send.nbytes, gather, what)
+            args = send, receive, send.nbytes, gather, WaitKind.GATHER_IN_PIECES
+            await self._finish(group, self._in_pieces.exchange, group, *args)
         else:
             received = None if receive is None else byte_view(receive)
-            await self._native(group, functools.partial(group.native.gather, byte_view(send), received, position), what)
+            start = functools.partial(group.native.gather, byte_view(send), received, position)
+            await self._native(group, start, WaitId(WaitKind.GATHER, number=root))
         return None if receive is None else [part.to(tensor.device) for part in receive]
 
     async def all_gather(self, tensor: torch.Tensor, group: Group) -> list[torch.Tensor]:
@@ -142,11 +144,11 @@ class Collectives:
         elif group.native is not None:
             receive = empty_stack(send, group.size)
             if receive.nbytes > in_pieces.COUNT_NBYTES_MAX:
-                args = send, receive, send.nbytes, group.native.all_gather, "all_gather"
+                args = send, receive, send.nbytes, group.native.all_gather, WaitKind.ALL_GATHER_IN_PIECES
                 await self._finish(group, self._in_pieces.exchange, group, *args)
             else:
                 start = functools.partial(group.native.all_gather, byte_view(send), byte_view(receive))
-                await self._native(group, start, "all_gather")
+                await self._native(group, start, WaitId(WaitKind.ALL_GATHER))
         else:
             receive = await self._finish(group, self._by_messages.all_gather, group, send)
         return [part.to(tensor.device) for part in receive]
@@ -237,7 +239,7 @@ class Collectives:
             await self._finish(group, self._in_pieces.all_reduce, group.native, work, how)
         else:
             start = functools.partial(group.native.all_reduce, work.numpy(), how)
-            await self._native(group, start, f"all_reduce {op}")
+            await self._native(group, start, WaitId(WaitKind.ALL_REDUCE, name=op))
         observer = self._engine.observer
         if observer is not None and group.size > 2 and reductions.depends_on_order(work):
             observer.on_reduced(group.tag, byte_view(work))
@@ -262,11 +264,11 @@ class Collectives:
         elif group.native is not None:
             exchange = functools.partial(_all_to_all_evenly, group.native, group.size)
             if send.nbytes > in_pieces.COUNT_NBYTES_MAX:
-                args = send, receive, count, exchange, "all_to_all"
+                args = send, receive, count, exchange, WaitKind.ALL_TO_ALL_IN_PIECES
                 await self._finish(group, self._in_pieces.exchange, group, *args)
             else:
                 start = functools.partial(exchange, byte_view(send), byte_view(receive))
-                await self._native(group, start, "all_to_all")
+                await self._native(group, start, WaitId(WaitKind.ALL_TO_ALL))
         else:
             await self._finish(group, self._by_messages.all_to_all, group, send, receive)
         return [part.to(first.device) for part in receive]
@@ -341,7 +343,7 @@ class Collectives:
         self._engine.woken_count += 1
         return membership.begin(group)
 
-    async def _native(self, group: Group, start: Callable[[], Request], what: str) -> None:
+    async def _native(self, group: Group, start: Callable[[], Request], what: WaitId) -> None:
         """Start a collective of the backend, unless older ones of this rank have not all been started, and await it."""
         if self._membership is None:
             await self._engine.wait_or_disown(start(), what)
@@ -358,7 +360,7 @@ class Collectives:
             raise
         await self._engine.note_collective(group.tag)
 
-    async def _follow(self, group: Group, number: int, request: Request, what: str) -> None:
+    async def _follow(self, group: Group, number: int, request: Request, what: WaitId) -> None:
         """Wait for a collective of the backend, which goes on if the caller is cancelled, until a member leaves."""
         assert self._membership is not None, "what a sequence does is part of its task"
         membership, engine, waiter = self._membership, self._engine, self._engine.loop.create_future()
@@ -385,7 +387,7 @@ class Collectives:
             engine.collective_waits.discard(waiter)
             waiter.cancel()  # the error that it may get later would be reported as never retrieved
 
-    async def _started(self, start: Callable[[], Request], what: str) -> None:
+    async def _started(self, start: Callable[[], Request], what: WaitId) -> None:
         await self._engine.wait_or_disown(start(), what)
 
     # -- in turn ----------------------------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import CHUNK_NBYTES, Cancel, Grant, StreamAborted
 from asyncdist.tensors.byte_views import byte_view, split
 from asyncdist.transports.base import ReadWindow
+from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("asyncdist.collectives.one_sided")
 
@@ -250,7 +251,7 @@ class _OneSidedWindow(VersionedWindow):
         del deadline  # a copy in memory waits for no answer
         position, offset = self._positions[rank], self._offsets[record.version % 2]
         for index, target in enumerate(targets):
-            what = f"read of version {record.version} of rank {rank}"
+            what = WaitId(WaitKind.VERSION_READ, number=rank)
             await self._engine.wait(self._window.start_read(target, position, offset), what)
             self._services.read_nbytes += len(target)
             offset += len(target)
@@ -266,7 +267,8 @@ class _OneSidedWindow(VersionedWindow):
     async def _look(self, rank: int) -> tuple[int, list[VersionRecord]]:
         """Return the version that ``rank`` says it is writing, and its whole records."""
         head = bytearray(_HEAD_NBYTES)
-        await self._engine.wait(self._window.start_read(head, self._positions[rank], 0), f"records of rank {rank}")
+        what = WaitId(WaitKind.VERSION_RECORDS, number=rank)
+        await self._engine.wait(self._window.start_read(head, self._positions[rank], 0), what)
         records = []
         for start in _RECORD_OFFSETS:
             packed = bytes(head[start : start + _RECORD.size])
@@ -338,7 +340,7 @@ class _StreamedWindow(VersionedWindow):
     def begin(self) -> torch.Tensor | None:
         version = self.version + 1
         is_read = any(answer.version == version - 2 and not answer.stream.has_left for answer in self._answers)
-        if self._services.engine.measured(f"reads of the version before the last, {self._scope}", is_read):
+        if self._services.engine.measured(WaitId(WaitKind.VERSION_IN_USE, number=self._scope), is_read):
             return None
         self._begun = True
         return self._slots[version % 2]
@@ -441,7 +443,7 @@ class _StreamedWindow(VersionedWindow):
         try:
             if deadline is not None:
                 await self._services.engine.until(
-                    lambda: not self._answers, "the last reads of its exposed state", deadline=deadline
+                    lambda: not self._answers, WaitId(WaitKind.LAST_READS), deadline=deadline
                 )
         finally:
             for answer in self._answers:

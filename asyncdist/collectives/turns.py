@@ -33,6 +33,7 @@ from asyncdist.collectives.agreement.verdicts import Postponed
 from asyncdist.errors import StartTimeoutError
 from asyncdist.messaging.engine import Timer
 from asyncdist.messaging.services import Services
+from asyncdist.waits import WaitId, WaitKind
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,7 +117,7 @@ class Turns:
             # The word may have come while something blocked the loop: then the task goes on first.
             timer = engine.loop.call_soon(start.on_time_up, error)
 
-        timer = engine.call_later(left_s, "time of", on_time_up, about=start.meeting)
+        timer = engine.call_later(left_s, WaitId(WaitKind.TURN_TIMEOUT, name=start.meeting.key.text), on_time_up)
         try:
             yield
         finally:
@@ -131,7 +132,7 @@ class Turns:
             self._agreements.postpone(self._current.meeting)
         try:
             while True:
-                what = f"the turn of {meeting}"
+                what = WaitId(WaitKind.TURN, name=meeting.key.text)
                 await engine.until(lambda: self._current is None and waiting[0] is entry, what)
                 self._current = entry
                 try:

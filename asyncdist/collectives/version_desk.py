@@ -19,6 +19,7 @@ from asyncdist.errors import BusyError, RankLostError
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel, Envelope
 from asyncdist.messaging.services import Services
+from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("asyncdist.collectives.version_desk")
 
@@ -105,7 +106,7 @@ class VersionDesk:
             inquiry.unanswered.update([rank for rank in ranks if self._tell(Question(window, number), rank)])
             await self._services.engine.until(
                 lambda: not inquiry.unanswered,
-                "the newest versions of other members",
+                WaitId(WaitKind.VERSION_ANSWERS),
                 deadline=None if deadline == math.inf else deadline,
             )
         finally:

@@ -13,10 +13,10 @@ from asyncdist.collectives.groups import Group
 from asyncdist.errors import AsyncdistError, BusyError, ClosedError, LocalProtocolError, RankLostError, RemoteError
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel, Envelope
-from asyncdist.messaging.engine import Awaited
 from asyncdist.runtime.failing.process_ends import end_forked_child
 from asyncdist.runtime.world import World, current_world
 from asyncdist.tensors.serialization import cut_text
+from asyncdist.waits import WaitId, WaitKind
 
 AskT = TypeVar("AskT")
 AnswerT = TypeVar("AnswerT")
@@ -135,7 +135,7 @@ class Calls(Generic[AskT, AnswerT]):
         self._waiting[number] = dest, waiter
         try:
             await channel.send(question, dest, round=number)
-            what = Awaited.of_peer(f"an answer of rank {dest} on tag {self._tag}", dest, self._tag)
+            what = WaitId(WaitKind.ANSWER, self._tag, dest)
             await world.services.engine.park(waiter, what)
             answer: AnswerT = waiter.result()
             return answer

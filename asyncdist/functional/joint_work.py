@@ -29,6 +29,7 @@ from asyncdist.collectives.nonblocking import Collectives
 from asyncdist.messaging.polling import resolve_waiter
 from asyncdist.runtime.world import World
 from asyncdist.tensors import serialization
+from asyncdist.waits import WaitId, WaitKind
 
 T = TypeVar("T")
 
@@ -84,7 +85,7 @@ class JointWork(Generic[T]):
         async def in_turn() -> Any:
             earlier = self._previous
             if earlier is not None:
-                what = f"{self._operation}: the end of an earlier {earlier._operation}"
+                what = WaitId(WaitKind.EARLIER_WORK, name=earlier._operation)
                 await self._engine.until(lambda: earlier._is_over, what)
             return await prepare()
 

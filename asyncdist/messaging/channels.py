@@ -22,7 +22,7 @@ from typing import Any, Final, Generic
 from asyncdist.errors import AsyncdistError, BusyError, ClosedError, RankLostError
 from asyncdist.messaging import wire
 from asyncdist.messaging.demultiplexer import ChannelStatistics as ChannelStatistics, TagDemultiplexer
-from asyncdist.messaging.engine import Awaited, yield_to_loop
+from asyncdist.messaging.engine import yield_to_loop
 from asyncdist.messaging.mailboxes import (
     Envelope as Envelope,
     Inbox,
@@ -30,8 +30,9 @@ from asyncdist.messaging.mailboxes import (
     Outbox,
     Overflow as Overflow,
 )
-from asyncdist.messaging.polling import resolve_waiter
+from asyncdist.messaging.polling import Peers, resolve_waiter
 from asyncdist.transports.base import Request
+from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("asyncdist.messaging.channels")
 
@@ -79,7 +80,8 @@ class Channel(Generic[MessageT]):
         self.overflow: Overflow = overflow
         self.has_epochs = epoch is not None
         self.epoch = epoch or 0
-        self._awaiting = f"a message on {name}, tag {demultiplexer.tag}"
+        self._awaiting = WaitId(WaitKind.MESSAGE, demultiplexer.tag, name=name)
+        self._senders: Peers | None = None
         self._codec = codec
         self._engine = demultiplexer.engine
         self._capacity = capacity
@@ -171,7 +173,7 @@ class Channel(Generic[MessageT]):
     async def _has_waited_for(self, request: Request | None, dest: int) -> bool:
         """Wait until a message has left; return whether that took its time."""
         engine, tag = self._engine, self.demultiplexer.tag
-        name = "" if engine.observer is None else engine.observer.name_send("send", dest, tag)
+        name = None if engine.observer is None else engine.observer.name_send(WaitKind.MESSAGE_LEFT, dest, tag)
         if request is None:
             return await engine.repeat_sent(name, dest)
         waiter: asyncio.Future[None] = engine.loop.create_future()
@@ -184,9 +186,8 @@ class Channel(Generic[MessageT]):
             engine.wake_by(name, wake) if has_left and name and engine._in_pass else wake()
 
         self._watch(request, dest, on_done)
-        what = Awaited.of_peer(f"{self.name}: send to {dest}", dest, tag)
         try:
-            await engine.park(waiter, what, is_of_request=True)
+            await engine.park(waiter, self._sending(dest), is_of_request=True)
         finally:
             if name and not has_left:  # the wait has ended by something else
                 engine.wake_by(name, bool)
@@ -202,7 +203,11 @@ class Channel(Generic[MessageT]):
 
         demultiplexer.under_way_count += 1
         demultiplexer.slow_dests.add(dest)
-        self._engine.watch(request, f"{self.name}: send to {dest}", on_left)
+        self._engine.watch(request, self._sending(dest), on_left)
+
+    def _sending(self, dest: int) -> WaitId:
+        """Identify the wait until a message to ``dest`` has left."""
+        return WaitId(WaitKind.MESSAGE_SEND, self.demultiplexer.tag, dest, name=self.name)
 
     def _on_sent(self, error: AsyncdistError | None) -> None:
         self._sending_count -= 1
@@ -271,14 +276,17 @@ class Channel(Generic[MessageT]):
                 self.demultiplexer.early.watch()
             try:
                 if deadline is None:
-                    await self._engine.park(waiter, self._awaiting)
+                    await self._engine.park(waiter, self._awaiting, peers=self._senders)
                 else:
                     await self._wait_until(waiter, deadline, timeout_s or 0.0)
             finally:
                 inbox.wait_no_more(waiter)
 
     async def _wait_until(self, waiter: asyncio.Future[None], deadline: float, timeout_s: float) -> None:
-        if not await self._engine.park_until(waiter, lambda: self.is_ready, self._awaiting, deadline):
+        has_come = await self._engine.park_until(
+            waiter, lambda: self.is_ready, self._awaiting, deadline, peers=self._senders
+        )
+        if not has_come:
             early = self.demultiplexer.early.describe()
             hint = f"; {early}" if early else ""
             raise TimeoutError(f"{self.name}: no message for {timeout_s:g} s{hint}")
@@ -320,7 +328,7 @@ class Channel(Generic[MessageT]):
 
     def name_senders(self, senders: Callable[[], Iterable[int]]) -> None:
         """Let reports know which ranks may send here."""
-        self._awaiting = Awaited(self._awaiting, senders, self.demultiplexer.tag)
+        self._senders = senders
 
     def on_gone(self) -> None:
         """Let those that wait look whether anybody is left who could send: a rank has left, or is lost."""
@@ -337,7 +345,8 @@ class Channel(Generic[MessageT]):
             raise error
         elif self._is_forsaken is None:
             self._is_forsaken = False
-            self._engine.call_later(LAST_MESSAGES_S, "last messages on", self._note_silence, about=self.name)
+            what = WaitId(WaitKind.LAST_MESSAGES, self.demultiplexer.tag, name=self.name)
+            self._engine.call_later(LAST_MESSAGES_S, what, self._note_silence)
 
     def _note_silence(self) -> None:
         self._is_forsaken = True

@@ -28,6 +28,7 @@ from asyncdist.messaging.early_frames import EarlyFrames
 from asyncdist.messaging.engine import Engine
 from asyncdist.messaging.mailboxes import FrameReceiver, Inbox
 from asyncdist.transports.rank_sets import RankSet
+from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("asyncdist.messaging.demultiplexer")
 
@@ -295,7 +296,7 @@ class TagDemultiplexer:
         self.early.close()
         if self.receiver.is_posted:
             self.receiver.request.cancel()
-            self.engine.watch(self.receiver.request, f"closing tag {self.tag}", self._on_closed)
+            self.engine.watch(self.receiver.request, WaitId(WaitKind.CLOSED_TAG, self.tag), self._on_closed)
 
     def _on_closed(self, error: AsyncdistError | None) -> None:
         if error is None and not self.receiver.request.cancelled:

@@ -20,6 +20,7 @@ from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.polling import Pollable
 from asyncdist.tensors.byte_views import split
 from asyncdist.transports.cross_memory_attach import DirectWrite
+from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("asyncdist.messaging.streams")
 
@@ -70,9 +71,8 @@ class DirectWriteSender:
 
     def send_rest(self) -> None:
         """Write no more: send the number of bytes that have been written, and the rest."""
-        nbytes = self._engine.measured(
-            f"written to {self.stream.dest}, slot {self.stream.slot}", self.tail.written_nbytes
-        )
+        what = WaitId(WaitKind.WRITTEN_NBYTES, peer=self.stream.dest, number=self.stream.slot)
+        nbytes = self._engine.measured(what, self.tail.written_nbytes)
         while self.tail.written_nbytes < nbytes and self.tail.write_piece():  # in a replay, which is slower
             pass
         self.tail.written_nbytes = min(self.tail.written_nbytes, nbytes)

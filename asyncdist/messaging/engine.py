@@ -15,13 +15,14 @@ import types
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Generator, Iterable
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, Self, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from asyncdist import tags
 from asyncdist.errors import AsyncdistError, TruncationError
-from asyncdist.messaging.polling import Alarm, PendingRequest, Poller, resolve_waiter
+from asyncdist.messaging.polling import Alarm, Peers, PendingRequest, Poller, resolve_waiter
 from asyncdist.recording.observer import Observer
 from asyncdist.transports.base import Buffer, Request, Transport
+from asyncdist.waits import A_CONDITION, A_WAKE_UP, WaitId, WaitKind
 
 T = TypeVar("T")
 
@@ -30,35 +31,7 @@ DRAIN_PASS_COUNT_MAX: Final = 1000
 TALK_PASS_COUNT_MAX: Final = 16
 #: How long one safe point may go on completing requests.
 PROGRESS_BUDGET_S: Final = 0.01
-
-
-class Awaited(str):
-    """Says what is waited for, in words for reports, and which ranks can bring it.
-
-    What keeps such texts, or encodes them, takes ``str(...)`` of them.
-
-    Args:
-        text: the words.
-        peers: returns ranks of which each one can end the wait, at the time when it is asked.
-        tag: on which that happens.
-    """
-
-    __slots__ = ("peers", "tag")
-
-    peers: Callable[[], Iterable[int]]
-    tag: int | None
-
-    def __new__(cls, text: str, peers: Callable[[], Iterable[int]], tag: int | None = None) -> Self:
-        """Make the text, with what it knows."""
-        made = super().__new__(cls, text)
-        made.peers = peers
-        made.tag = tag
-        return made
-
-    @classmethod
-    def of_peer(cls, text: str, peer: int, tag: int | None = None) -> Self:
-        """Make it for a wait that one rank can end."""
-        return cls(text, lambda: (peer,), tag)
+_NO_WAIT: Final = WaitId(""), 0.0, None
 
 
 class Timer(Protocol):
@@ -93,7 +66,7 @@ class Engine(Poller):
 
     Attributes:
         collective_waits: the futures that coroutines await in collectives, for reports.
-        on_waited: called with what was waited for, in words, and the seconds that it took; None where nobody asks.
+        on_waited: Called with what was waited for, and the seconds that it took; None if no observer counts waits.
         observer: is told of safe points, waits and timers; None where nobody records or replays.
         is_loop_idle: returns whether the task that asks runs beside the loop, which stands still and has nothing to do;
             then it need not yield. None where tasks run in the loop alone.
@@ -113,7 +86,7 @@ class Engine(Poller):
     def __init__(self, transport: Transport, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(transport, loop)
         self.collective_waits: set[asyncio.Future[Any]] = set()
-        self.on_waited: Callable[[str, float], None] | None = None
+        self.on_waited: Callable[[WaitId, float], None] | None = None
         self.observer: Observer | None = None
         self.is_loop_idle: Callable[[], bool] | None = None
         self.clock: Callable[[], float] = loop.time
@@ -189,7 +162,7 @@ class Engine(Poller):
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
-    async def wait(self, request: Request, what: str) -> None:
+    async def wait(self, request: Request, what: WaitId) -> None:
         """Wait until ``request`` has completed.
 
         **Cancellation**: the request stays with the engine until it completes; its buffer is not free before that.
@@ -199,7 +172,7 @@ class Engine(Poller):
         """
         await self._wait(PendingRequest(request, what, None))
 
-    async def wait_or_disown(self, request: Request, what: str) -> None:
+    async def wait_or_disown(self, request: Request, what: WaitId) -> None:
         """Wait for a request in a task that is cancelled only where the request can never complete."""
         try:
             await self.wait(request, what)
@@ -218,12 +191,11 @@ class Engine(Poller):
             operation.disowned = True
         self._has_disowned = True
         self._operations[:] = [operation for operation in self._operations if not operation.disowned]
-        self._disowned += waited or [PendingRequest(request, "a request that nobody waits for", None)]
+        self._disowned += waited or [PendingRequest(request, WaitId(WaitKind.DISOWNED), None)]
 
     async def send(self, buffer: Buffer, dest: int, tag: int) -> None:
         """Send ``buffer`` and wait until it may be reused. **Cancellation**: the message is sent all the same."""
-        what = Awaited.of_peer(f"send to {dest}, tag {tag}", dest, tag)
-        await self.wait(self.transport.isend(buffer, dest, tag), what)
+        await self.wait(self.transport.isend(buffer, dest, tag), WaitId(WaitKind.SEND, tag, dest))
 
     async def receive(self, buffer: Buffer, source: int, tag: int) -> tuple[int, int]:
         """Receive one message into ``buffer``; returns its source and size in bytes.
@@ -232,7 +204,7 @@ class Engine(Poller):
         and tag.
         """
         abandoned = self._abandoned.setdefault((source, tag), deque())
-        what = Awaited.of_peer(f"receive from {source}, tag {tag}", source, tag)
+        what = WaitId(WaitKind.RECEIVE, tag, source)
         while abandoned:
             entry = abandoned[0]
             if not entry.resolved:
@@ -282,7 +254,7 @@ class Engine(Poller):
             entry.error = operation.error
             stash.append(entry)
 
-    async def _until(self, entry: _Abandoned, what: str) -> None:
+    async def _until(self, entry: _Abandoned, what: WaitId) -> None:
         waiter = self._new_waiter()
         entry.waiters.append(waiter)
         await self.park(waiter, what, is_of_request=True)
@@ -292,10 +264,17 @@ class Engine(Poller):
     def _new_waiter(self) -> asyncio.Future[None]:
         return asyncio.Future(loop=self.loop)  # the loop's own may be more than that, for users, and cost more
 
-    def awaited(self, waiter: Any) -> str | None:
-        """Describe what ``waiter`` waits for; None if it does not wait for this engine."""
+    def awaited(self, waiter: Any) -> WaitId | None:
+        """Return what ``waiter`` waits for; None if it does not wait for this engine."""
         found = self._waiters.get(waiter)
         return None if found is None else found[0]
+
+    def awaited_peers(self, waiter: Any) -> Iterable[int]:
+        """Return the ranks each of which can end the wait of ``waiter``, as far as they are known."""
+        what, _, peers = self._waiters.get(waiter, _NO_WAIT)
+        if peers is not None:
+            return peers()
+        return () if what.peer is None else (what.peer,)
 
     def awaited_s(self, waiter: Any) -> float | None:
         """Return for how many seconds ``waiter`` has waited; None if it does not wait for this engine."""
@@ -305,18 +284,20 @@ class Engine(Poller):
     async def until(
         self,
         condition: Callable[[], bool],
-        what: str = "a condition",
+        what: WaitId = A_CONDITION,
         *,
         deadline: float | None = None,
         is_of_request: bool = False,
+        peers: Peers | None = None,
     ) -> bool:
         """Wait until ``condition()`` holds; asked after every pass that completed something, and on :meth:`recheck`.
 
         Args:
             condition: cheap, and without side effects. What it raises is raised here.
-            what: the same in words, for reports.
+            what: The identity of the wait.
             deadline: on the loop's clock, in seconds. Everything that has arrived is taken in before it is judged.
             is_of_request: as for :meth:`park`.
+            peers: Returns the ranks each of which can end the wait, if they are several.
 
         Returns:
             Whether it holds; False when the deadline has passed.
@@ -330,7 +311,7 @@ class Engine(Poller):
                 if deadline is not None and self.loop.time() >= deadline:
                     if drained:
                         if self.observer is not None:
-                            self.observer.on_deadline(str(what))
+                            self.observer.on_deadline(what)
                         return False
                     await self.drain()
                     drained = True
@@ -339,7 +320,7 @@ class Engine(Poller):
                 self._conditions[waiter] = condition
                 alarm = Alarm(self.loop, deadline, waiter) if deadline is not None else None
                 try:
-                    await self.park(waiter, what, is_of_request=is_of_request or deadline is not None)
+                    await self.park(waiter, what, is_of_request=is_of_request or deadline is not None, peers=peers)
                 finally:
                     del self._conditions[waiter]
                     if alarm is not None:
@@ -351,15 +332,22 @@ class Engine(Poller):
                 self._note_woken(not is_of_request)
 
     async def park_until(
-        self, waiter: asyncio.Future[None], is_ready: Callable[[], bool], what: str, deadline: float
+        self,
+        waiter: asyncio.Future[None],
+        is_ready: Callable[[], bool],
+        what: WaitId,
+        deadline: float,
+        *,
+        peers: Peers | None = None,
     ) -> bool:
         """Wait for ``waiter`` as :meth:`park` does, up to a deadline.
 
         Args:
             waiter: a future of this loop.
             is_ready: whether there is what it stands for, asked when the deadline has passed.
-            what: what is waited for, in words, for reports.
+            what: The identity of the wait.
             deadline: on the loop's clock, in seconds. Everything that has arrived is taken in before it is judged.
+            peers: Returns the ranks each of which can end the wait, if they are several.
 
         Returns:
             False when the deadline has passed, and it is not ready.
@@ -367,26 +355,34 @@ class Engine(Poller):
         alarm = Alarm(self.loop, deadline, waiter)
         self._note_begun(True)
         try:
-            await self.park(waiter, what, is_of_request=True)
+            await self.park(waiter, what, is_of_request=True, peers=peers)
             if is_ready() or self.loop.time() < deadline:
                 return True
             await self.drain()
             if is_ready():
                 return True
             if self.observer is not None:
-                self.observer.on_deadline(str(what))
+                self.observer.on_deadline(what)
             return False
         finally:
             alarm.cancel()
             self._note_woken(True)  # as in until
 
-    async def park(self, waiter: asyncio.Future[None], what: str = "a wake-up", *, is_of_request: bool = False) -> None:
+    async def park(
+        self,
+        waiter: asyncio.Future[None],
+        what: WaitId = A_WAKE_UP,
+        *,
+        is_of_request: bool = False,
+        peers: Peers | None = None,
+    ) -> None:
         """Wait for ``waiter``, which a pass will settle; the driver polls as often as it can meanwhile.
 
         Args:
             waiter: a future of this loop.
-            what: what is waited for, in words, for reports.
+            what: The identity of the wait.
             is_of_request: whether that is a request's end: a send's, for example.
+            peers: Returns the ranks each of which can end the wait, if they are several.
         """
         if self.failure is not None:
             raise self.failure
@@ -394,7 +390,7 @@ class Engine(Poller):
             self.wake()
         is_counted = self.on_waited is not None
         began_at = self.loop.time()
-        self._waiters[waiter] = what, began_at
+        self._waiters[waiter] = what, began_at, peers
         self._note_begun(not is_of_request)
         try:
             await waiter
@@ -404,38 +400,35 @@ class Engine(Poller):
             del self._waiters[waiter]
             self._note_woken(not is_of_request)
             if self.on_waited is not None and is_counted:
-                self.on_waited(str(what), self.loop.time() - began_at)
+                self.on_waited(what, self.loop.time() - began_at)
 
-    def call_later(
-        self, delay_s: float, what: str, call: Callable[..., object], *args: Any, about: object = ""
-    ) -> Timer:
-        """Call ``call(*args)`` in so many seconds. What has arrived by then is taken in before.
+    def call_later(self, delay_s: float, what: WaitId, call: Callable[..., object], *args: Any) -> Timer:
+        """Schedule ``call(*args)`` after ``delay_s`` seconds. Messages that have arrived by then are delivered first.
 
         What a rank decides or sends at some time goes through this, and not through the loop: recordings tell when it
         happened, and in a replay it happens then.
 
         Args:
-            delay_s: the seconds.
-            what: names the timer, in words.
-            call: must not raise.
-            args: its arguments.
-            about: follows these words, where a rank has several such timers.
+            delay_s: The delay in seconds.
+            what: The identity of the timer.
+            call: A function that must not raise.
+            args: Its arguments.
         """
-        return self.loop.call_later(delay_s, self._fire, what, about, call, args)
+        return self.loop.call_later(delay_s, self._fire, what, call, args)
 
-    def _fire(self, what: str, about: object, call: Callable[..., object], args: tuple[Any, ...]) -> None:
+    def _fire(self, what: WaitId, call: Callable[..., object], args: tuple[Any, ...]) -> None:
         self.poll()
         if self.observer is not None:
-            self.observer.on_timer(f"{what} {about}".rstrip())
+            self.observer.on_timer(what)
         call(*args)
 
-    def wake_by(self, what: str, wake: Callable[[], object]) -> None:
+    def wake_by(self, what: WaitId, wake: Callable[[], object]) -> None:
         """Call ``wake()``, which lets a task go on, since work in a thread has ended, or a timer of asyncio has fired.
 
         Recordings tell when it happened, and in a replay it happens then.
 
         Args:
-            what: what has ended or fired, in words.
+            what: The identity of the work or the timer.
             wake: makes the task's next step ready, and nothing else.
         """
         if self.observer is not None:
@@ -447,11 +440,11 @@ class Engine(Poller):
         """Let a task that has just been made take its first step; in a replay it has seen by then what it had."""
         await yield_to_loop()
 
-    def measured(self, what: str, value: int) -> int:
+    def measured(self, what: WaitId, value: int) -> int:
         """Return a number that follows from nothing but timing; in a replay the recorded one, which ``what`` names."""
         return value if self.observer is None else self.observer.measured(what, value)
 
-    async def repeat_sent(self, name: str, dest: int) -> bool:
+    async def repeat_sent(self, name: WaitId | None, dest: int) -> bool:
         """Wait in a replay as long as a task did for what it sends, or fail if ``dest`` was lost; return whether so."""
         del name, dest
         return False
@@ -478,7 +471,7 @@ class Engine(Poller):
         waiter = asyncio.shield(task)
         self.collective_waits.add(waiter)
         try:
-            result = await self.settled_by(task, waiter, "a collective", counts=False)  # its end does
+            result = await self.settled_by(task, waiter, WaitId(WaitKind.COLLECTIVE), counts=False)  # its end does
         except AsyncdistError:
             await self.note_failed()
             raise
@@ -518,14 +511,14 @@ class Engine(Poller):
             task.remove_done_callback(wake)
 
     async def settled_by(
-        self, task: asyncio.Task[Any], future: asyncio.Future[T], what: str = "", *, counts: bool = True
+        self, task: asyncio.Task[Any], future: asyncio.Future[T], what: WaitId | None = None, *, counts: bool = True
     ) -> T:
         """Await ``future``, which ``task`` settles, and let reports see that.
 
         Args:
             task: settles it.
             future: is awaited.
-            what: this wait in words.
+            what: The identity of the wait; that of a wait for ``task`` by default.
             counts: whether it is one of the waits by which a recording tells places.
         """
         self._settlers[future] = task
@@ -539,7 +532,7 @@ class Engine(Poller):
             del self._settlers[future]
             self._note_woken(counts)
             if self.on_waited is not None and began_at is not None:
-                self.on_waited(what or task.get_name(), self.loop.time() - began_at)
+                self.on_waited(what or WaitId(WaitKind.TASK, name=task.get_name()), self.loop.time() - began_at)
 
     def settler(self, future: Any) -> asyncio.Task[Any] | None:
         """Return the task that settles ``future``, where a coroutine awaits it by :meth:`settled_by`."""
@@ -564,7 +557,7 @@ class Engine(Poller):
             and tag not in spoiled_tags
             and not (has_losses and tags.COLLECTIVE_FIRST <= tag <= tags.COLLECTIVE_LAST)
         )
-        return (*(operation.what for operation in self._operations), *stashed)
+        return (*(str(operation.what) for operation in self._operations), *stashed)
 
     def statistics(self) -> EngineStatistics:
         """Return the counts since the engine was made."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from asyncdist.errors import AsyncdistError
 from asyncdist.messaging.streams import WINDOW_COUNT, Slots, StreamEnd
+from asyncdist.waits import WaitId, WaitKind
 
 
 class OutboundStream(StreamEnd):
@@ -20,7 +21,7 @@ class OutboundStream(StreamEnd):
         is_open: whether more chunks follow, by :meth:`send_more` or :meth:`send_last`.
     """
 
-    _direction = "to"
+    _kind = WaitKind.STREAM_SEND
 
     def __init__(
         self, slots: Slots, chunks: Sequence[memoryview], dest: int, slot: int, *, is_open: bool = False
@@ -36,7 +37,7 @@ class OutboundStream(StreamEnd):
         self.is_stopping = self._aborted = False
         self.under_way_count = 0
         self.sent_nbytes = 0
-        self._told = ""  # names the wait for its end
+        self._told: WaitId | None = None  # the identity of the wait for its end
 
     @property
     def has_left(self) -> bool:
@@ -87,7 +88,7 @@ class OutboundStream(StreamEnd):
             aborts: whether to answer with the abort alone; then it returns False.
         """
         observer = self._engine.observer
-        name = self._told = "" if observer is None else observer.name_send("stream", self.dest, tag)
+        name = self._told = None if observer is None else observer.name_send(WaitKind.STREAM_LEFT, self.dest, tag)
         try:
             complete = False
             if aborts:
@@ -95,8 +96,8 @@ class OutboundStream(StreamEnd):
             else:
                 complete = await self.run()
         finally:
-            self._told = ""
-        if name:
+            self._told = None
+        if name is not None:
             await self._engine.repeat_sent(name, self.dest)
         return complete
 
@@ -173,4 +174,4 @@ class OutboundStream(StreamEnd):
         is_over = self.under_way_count == 0 and (self.is_stopping or self._is_posted)
         if is_over and self._told and self._engine._in_pass:
             self._engine.wake_by(self._told, bool)
-            self._told = ""
+            self._told = None

@@ -32,11 +32,12 @@ import contextvars
 import enum
 import os
 import time
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Iterable
+from typing import Final, TypeAlias
 
 from asyncdist.errors import AsyncdistError
 from asyncdist.transports.base import Request, Transport
+from asyncdist.waits import WaitId
 
 HOT_PASS_COUNT: Final = 100
 #: With a transfer under way the driver is hot for about as long as 16 MiB take, and yields the core to other processes.
@@ -54,6 +55,10 @@ SAFETY_PERIOD_S: Final = 0.05
 CLOCK_TICK_S: Final = 0.001
 #: An otherwise empty loop spends less than this between two ticks of the driver; more, and something else is running.
 ALONE_GAP_S: Final = 20e-6
+
+
+#: Returns the ranks each of which can end a wait, at the time when it is asked.
+Peers: TypeAlias = Callable[[], Iterable[int]]
 
 
 class DriverState(enum.Enum):
@@ -89,14 +94,14 @@ class PendingRequest:
 
     Attributes:
         request: the transport's.
-        what: describes it in reports, e.g. ``"receive from 3, tag 8001"``.
+        what: The identity of the wait for it.
         on_done: called once with the error, or None.
         disowned: whether it is not tested any more.
     """
 
     __slots__ = ("disowned", "error", "on_done", "request", "what")
 
-    def __init__(self, request: Request, what: str, on_done: Callable[[AsyncdistError | None], None] | None) -> None:
+    def __init__(self, request: Request, what: WaitId, on_done: Callable[[AsyncdistError | None], None] | None) -> None:
         self.request = request
         self.what = what
         self.on_done = on_done
@@ -129,7 +134,8 @@ class Poller:
         self._operations: list[PendingRequest] = []
         self._in_test: list[PendingRequest] = []  # those of the pass that is under way
         self._has_disowned = False  # some of these
-        self._waiters: dict[asyncio.Future[None], tuple[str, float]] = {}  # what they wait for, and since when
+        # What they wait for, since when, and the ranks that can end that, if they are several.
+        self._waiters: dict[asyncio.Future[None], tuple[WaitId, float, Peers | None]] = {}
         self._conditions: dict[asyncio.Future[None], Callable[[], bool]] = {}
         self._in_pass = False
         self._pass_count = 0
@@ -212,7 +218,7 @@ class Poller:
             time.sleep(WARM_SLEEP_S)
 
     def watch(
-        self, request: Request, what: str, on_done: Callable[[AsyncdistError | None], None] | None = None
+        self, request: Request, what: WaitId, on_done: Callable[[AsyncdistError | None], None] | None = None
     ) -> None:
         """Keep ``request`` until it has completed, then call ``on_done`` with the error or None.
 

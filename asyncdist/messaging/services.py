@@ -25,6 +25,7 @@ from asyncdist.messaging.demultiplexer import ReceivingChannel, TagDemultiplexer
 from asyncdist.messaging.engine import Engine
 from asyncdist.recording.events import EventLog
 from asyncdist.transports.rank_sets import RankSet
+from asyncdist.waits import WaitId
 
 logger = logging.getLogger("asyncdist.messaging.services")
 
@@ -138,11 +139,11 @@ class Services:
         self.last_progress: Any = None
         self.leftover_probes: list[Callable[[], Sequence[str]]] = []
         self.events = EventLog(self.time)
-        self.end_recording: Callable[[str, float], None] | None = None
+        self.end_recording: Callable[[WaitId | None, float], None] | None = None
         self.reports_in_turn = False
         self.read_nbytes = 0
         self.waited_s = 0.0
-        self._on_waited: Callable[[str, float], None] | None = None
+        self._on_waited: Callable[[WaitId, float], None] | None = None
         self._loop = loop
         self.nonce = nonce
         self._returned = RankSet()  # ranks whose main has returned
@@ -284,16 +285,16 @@ class Services:
         """Call ``listener(error)`` when a service task fails: no other task awaits it, and the error must be seen."""
         self._defect_listeners.append(listener)
 
-    def count_waits(self, on_waited: Callable[[str, float], None] | None = None) -> None:
+    def count_waits(self, on_waited: Callable[[WaitId, float], None] | None = None) -> None:
         """Count from now on how long the user's tasks wait; it costs each wait a microsecond.
 
         Args:
-            on_waited: called with what such a task has waited for, in words, and the seconds.
+            on_waited: Called with what such a task has waited for, and the seconds.
         """
         self._on_waited = on_waited or self._on_waited
         self.engine.on_waited = self._note_wait
 
-    def _note_wait(self, what: str, seconds: float) -> None:
+    def _note_wait(self, what: WaitId, seconds: float) -> None:
         if not self.is_service(asyncio.current_task()):
             self.waited_s += seconds
             if self._on_waited is not None:

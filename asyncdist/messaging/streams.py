@@ -24,8 +24,9 @@ from typing import ClassVar, Final
 
 from asyncdist import tags
 from asyncdist.errors import AsyncdistError, BusyError, RankLostError, RemoteProtocolError
-from asyncdist.messaging.engine import Awaited, Engine
+from asyncdist.messaging.engine import Engine
 from asyncdist.transports.base import Request
+from asyncdist.waits import WaitId, WaitKind
 
 CHUNK_NBYTES: Final = 4 << 20
 #: Chunks of a user's stream, whose targets all exist: small ones save nothing. One copies for some milliseconds.
@@ -82,7 +83,7 @@ class StreamAborted(RemoteProtocolError):
 class StreamEnd:
     """The common part of both ends: the engine keeps the requests, and a coroutine waits for what they change."""
 
-    _direction: ClassVar[str]
+    _kind: ClassVar[WaitKind]
 
     def __init__(self, slots: Slots, peer: int, slot: int) -> None:
         self._slots = slots
@@ -90,13 +91,8 @@ class StreamEnd:
         self._peer = peer
         self._incarnation = slots.incarnation_of(peer)
         self._tag = tags.BULK_FIRST + slot
+        self._what = WaitId(self._kind, self._tag, peer)
         self._error: AsyncdistError | None = None
-
-    @property
-    def _what(self) -> str:
-        """Describes this end, for reports."""
-        text = f"stream {self._direction} rank {self._peer}, tag {self._tag}"
-        return Awaited.of_peer(text, self._peer, self._tag)
 
     def _is_over(self) -> bool:
         """Note a loss of the peer if another process has its place: nothing of this stream may reach that one."""
@@ -145,7 +141,7 @@ class InboundStream(StreamEnd):
         taken_count: these chunks.
     """
 
-    _direction = "from"
+    _kind = WaitKind.STREAM_RECEIVE
 
     def __init__(
         self,

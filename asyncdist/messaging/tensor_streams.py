@@ -22,11 +22,11 @@ from asyncdist.errors import ClosedError, LocalProtocolError, RankLostError, Rem
 from asyncdist.messaging import streams
 from asyncdist.messaging.channels import Channel, Envelope
 from asyncdist.messaging.direct_write_streams import DirectWriteReceiver, DirectWriteSender, Writer
-from asyncdist.messaging.engine import Awaited
 from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.services import Services
 from asyncdist.tensors.byte_views import byte_view, check_dense, split
 from asyncdist.transports.cross_memory_attach import AttachToken, DirectWrite, PeerProcess
+from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("asyncdist.messaging.streams")
 
@@ -198,7 +198,7 @@ class UserStreams:
         waiting.append(outgoing)
         try:
             self._start_next(dest)
-            what = Awaited.of_peer(f"rank {dest} to receive a stream", dest, tags.PARAM)
+            what = WaitId(WaitKind.STREAM_RECEIVER, tags.PARAM, dest)
             await self._engine.until(lambda: outgoing.is_answered or dest in services.gone, what)
             if not outgoing.is_answered:
                 ended = "left" if dest in services.left else "was lost"

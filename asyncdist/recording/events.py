@@ -10,8 +10,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
+from asyncdist.waits import WaitId
+
 #: What a field of an event may be.
-Field: TypeAlias = int | float | str | Sequence[int] | Sequence[float] | None
+Field: TypeAlias = int | float | str | WaitId | Sequence[int] | Sequence[float] | None
 
 #: The kinds of events, each with the names of its fields. Seconds are seconds, times are those of the event.
 KINDS: Final[dict[str, tuple[str, ...]]] = {
@@ -106,6 +108,11 @@ class Event(NamedTuple):
         """Return a field by its name; None where the event has none."""
         place = _PLACES[self.kind].get(name, -1)
         return self.fields[place] if 0 <= place < len(self.fields) else None
+
+    @property
+    def wait(self) -> WaitId:
+        """The wait, the timer or the number of an event that has one."""
+        return WaitId(*self.get("what"))
 
     def __str__(self) -> str:
         named = zip(KINDS[self.kind], self.fields, strict=False)

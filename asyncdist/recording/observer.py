@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 
+from asyncdist.waits import WaitId, WaitKind
+
 
 class Observer:
     """Is told what a rank waits for and what ends that; does nothing with it by itself.
@@ -13,7 +15,7 @@ class Observer:
     """
 
     def __init__(self) -> None:
-        self._send_numbers: defaultdict[tuple[str, int, int], itertools.count[int]] = defaultdict(
+        self._send_numbers: defaultdict[tuple[WaitKind, int, int], itertools.count[int]] = defaultdict(
             lambda: itertools.count(1)
         )
 
@@ -36,10 +38,10 @@ class Observer:
 
     # -- what ends them ---------------------------------------------------------------------------------------------
 
-    def on_deadline(self, what: str) -> None:
-        """Note that the time has passed up to which a task waited for this, in words."""
+    def on_deadline(self, what: WaitId) -> None:
+        """Note that the time has passed up to which a task waited for this."""
 
-    def on_timer(self, what: str) -> None:
+    def on_timer(self, what: WaitId) -> None:
         """Note that a timer fires, or something else wakes a task that no message wakes."""
 
     def on_collective_ended(self, tag: int) -> None:
@@ -60,11 +62,11 @@ class Observer:
             result: its bytes, writable.
         """
 
-    def measured(self, what: str, value: int) -> int:
+    def measured(self, what: WaitId, value: int) -> int:
         """Return the number to be used in place of ``value``, which follows from nothing but timing."""
         del what
         return value
 
-    def name_send(self, what: str, dest: int, tag: int) -> str:
-        """Return a name for a send that a task waits for: by destination and tag, and by its number."""
-        return f"{what} {next(self._send_numbers[what, dest, tag])} to {dest}, tag {tag}"
+    def name_send(self, kind: WaitKind, dest: int, tag: int) -> WaitId:
+        """Identify a send that a task waits for: by destination and tag, and by its number."""
+        return WaitId(kind, tag, dest, next(self._send_numbers[kind, dest, tag]))

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, Final, NamedTuple
 
 import msgpack
 
+from asyncdist._version import __version__
 from asyncdist.errors import AsyncdistError
 from asyncdist.recording import schema
 from asyncdist.recording.events import Event
@@ -199,7 +200,18 @@ def read_recording(folder: str | os.PathLike[str], job: str | None = None) -> Re
         logger.warning("%s; it is left out", printable(str(error)))
     size = ranks[0].header.size
     missing = sorted(set(range(size)) - {each.rank for each in ranks})
-    return Recording(chosen, size, ranks, tuple(missing))
+    recording = Recording(chosen, size, ranks, tuple(missing))
+    if (told := told_of_other_version(recording)) is not None:
+        logger.warning("%s; kinds of waits that it does not know are shown by their keys", printable(told))
+    return recording
+
+
+def told_of_other_version(recording: Recording) -> str | None:
+    """Return a sentence that names both versions if another version of asyncdist made the recording; else None."""
+    for each in recording.ranks:
+        if each.header.asyncdist != __version__:
+            return f"{each.path} was written by asyncdist {each.header.asyncdist}, and this is asyncdist {__version__}"
+    return None
 
 
 def _chosen_job(root: Path, found: Sequence[RankRecording], job: str | None) -> str:
@@ -304,7 +316,7 @@ def _checked(path: Path, data: bytes) -> Header:
     if preamble.version != VERSION:
         raise RecordingError(
             f"{path} has version {preamble.version!r:.80} of the format, written by asyncdist "
-            f"{preamble.asyncdist!r:.80}; this one reads version {VERSION}"
+            f"{preamble.asyncdist!r:.80}; asyncdist {__version__} reads version {VERSION}"
         )
     try:
         return schema.read_header(data)

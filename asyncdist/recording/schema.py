@@ -34,6 +34,14 @@ Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=CLOCK_S_MAX)]
 Clock: TypeAlias = Annotated[float, Meta(ge=-CLOCK_S_MAX, le=CLOCK_S_MAX)]
 #: A number that each kind of table takes. NaN and infinities are numbers, as of metrics of a run that has diverged.
 Number: TypeAlias = Annotated[int, Meta(ge=-(1 << 53), le=1 << 53)] | float
+#: The fields of a :class:`asyncdist.waits.WaitId`. Another version may have other kinds.
+_Wait: TypeAlias = tuple[
+    Annotated[str, Meta(pattern=r"^[a-z][a-z_]{0,63}\Z")],
+    Count | None,
+    Annotated[int, Meta(ge=0, lt=SIZE_MAX)] | None,
+    Annotated[int, Meta(ge=-(1 << 53), le=1 << 53)] | None,
+    Text,
+]
 #: Fields that this version does not know.
 _Other: TypeAlias = bool | int | float | Text | list[int | float] | None
 #: Also the beginning of a file's name.
@@ -89,6 +97,7 @@ class Header(Struct, frozen=True, kw_only=True):
         rank, size, incarnation: of the world.
         transport: what carried the messages, as a string for people.
         hostname, pid: of the process.
+        asyncdist: Its version of asyncdist.
         script, script_digest, arguments: the program's path, its SHA-256 and its arguments.
         clock_s, unix_s: the clock of events and the clock of the day, at one moment.
         kinds: each kind of event, with the names of its fields.
@@ -101,6 +110,7 @@ class Header(Struct, frozen=True, kw_only=True):
     transport: Text
     hostname: Text
     pid: Annotated[int, Meta(ge=0, le=1 << 32)]
+    asyncdist: Annotated[str, Meta(max_length=80)]
     script: Text
     script_digest: Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")]
     arguments: list[Text]
@@ -171,7 +181,7 @@ def _types_of_fields(size: int) -> Mapping[str, Any]:
         **dict.fromkeys(("policy", "round", "iteration", "epoch", "incarnation", "line"), Count),
         **dict.fromkeys(("average_every", "model_nbytes", "ranks", "nbytes", "tag"), Count),
         **dict.fromkeys(("turn", "turns", "woken", "begun"), Count),
-        **dict.fromkeys(("class_name", "name", "state", "reason", "what", "error", "why", "story"), Text),
+        **dict.fromkeys(("class_name", "name", "state", "reason", "error", "why", "story"), Text),
         **dict.fromkeys(("rank", "source", "dest"), rank),
         "donor": rank_or_none,
         "coordinator": rank_or_none | None,
@@ -187,6 +197,7 @@ def _types_of_fields(size: int) -> Mapping[str, Any]:
         "has_ended": bool,
         "checksum": Annotated[int, Meta(ge=0, lt=1 << 32)] | None,
         "waited_for": Text,
+        "what": _Wait,
         "result": Annotated[str, Meta(pattern=r"^([0-9a-f]{2})*\Z", max_length=1 << 16)],
     }
 

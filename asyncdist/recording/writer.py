@@ -35,11 +35,12 @@ from asyncdist import validation
 from asyncdist._version import __version__
 from asyncdist.recording.events import KINDS, Field
 from asyncdist.recording.file_errors import why_not_written
+from asyncdist.waits import WaitId
 
 logger = logging.getLogger("asyncdist.recording.writer")
 
 FORMAT: Final = "asyncdist recording"
-VERSION: Final = 1
+VERSION: Final = 2
 #: Of the files of a recording.
 SUFFIX: Final = ".record"
 LIMIT_NBYTES: Final = 1 << 28
@@ -138,7 +139,13 @@ def readable(text: str) -> str:
 
 
 def _readable_fields(fields: tuple[Field, ...]) -> list[Field]:
-    return [readable(field) if isinstance(field, str) else field for field in fields]
+    return [_readable_field(field) for field in fields]
+
+
+def _readable_field(field: Field) -> Field:
+    if isinstance(field, WaitId):
+        return field._replace(name=readable(field.name))
+    return readable(field) if isinstance(field, str) else field
 
 
 def _digest_of(path: str) -> str:
@@ -257,7 +264,7 @@ class RecordWriter:
             _encode_into((_SAFE_POINT, at_us, False, 0, self._woken_count), block, -1)
         self._is_at_safe_point, self._turn_count = False, -1
 
-    def note_wait(self, what: str, seconds: float) -> None:
+    def note_wait(self, what: WaitId, seconds: float) -> None:
         """Write down that a task has waited."""
         if seconds >= WAIT_S_MIN:
             self.note("waited", what, seconds)

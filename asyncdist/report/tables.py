@@ -76,7 +76,8 @@ def rows(recording: Recording, wanted: Collection[str] = tuple(KINDS)) -> Iterat
         offset = clocks.offset(each)
         for event in each.events():
             if event.kind in wanted:
-                fields = [_plain(field) for field in event.fields[: len(KINDS[event.kind])]]
+                named = zip(KINDS[event.kind], event.fields, strict=False)
+                fields = [_plain(field) if name != "what" else str(event.wait) for name, field in named]
                 fields += [None] * (len(KINDS[event.kind]) - len(fields))
                 yield event.kind, (each.rank, each.incarnation, event.time_s + offset, *fields)
 

@@ -259,7 +259,7 @@ class _Tracks:
                 else:  # a counter has numbers alone
                     yield {"ph": "i", "s": "t", "name": f"{name} {value}", "tid": STEPS, **at}
             case "waited":
-                began_us, what = at_us - 1e6 * float(event.get("seconds")), str(event.get("what"))
+                began_us, what = at_us - 1e6 * float(event.get("seconds")), str(event.wait)
                 yield from self._added(WAITS, what, began_us, at_us, {}, slack_us=_WAIT_SLACK_US)
             case kind if kind in _POINTS:
                 facts = dict(zip(KINDS[kind], event.fields, strict=False))

@@ -24,6 +24,7 @@ from asyncdist.errors import ClosedError, DisagreementError, LocalProtocolError,
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
+from asyncdist.waits import WaitId, WaitKind
 
 #: How much later than another rank this one may hear of a loss before it asks again.
 _HEARD_AFTER_S: Final = 0.05
@@ -119,7 +120,7 @@ class GroupCreation:
                 # What ended it may have been told by another rank, which has heard of the loss earlier.
                 hears = functools.partial(services.gone.__ne__, gone)
                 until = min(give_up_at, services.time() + _HEARD_AFTER_S)
-                await services.engine.until(hears, "news of who is lost", deadline=until)
+                await services.engine.until(hears, WaitId(WaitKind.LOSSES), deadline=until)
 
     async def new_group(
         self,
@@ -176,7 +177,7 @@ class GroupCreation:
         await self._services.engine.shielded(self._services.spawn_service(self._end(group), name=name), group.tag)
 
     async def _end(self, group: Group) -> None:
-        what = f"the collectives of the group {short(group.ranks)} that this rank has started"
+        what = WaitId(WaitKind.GROUP_COLLECTIVES, name=short(group.ranks))
         await self._services.engine.until(lambda: not self._collectives.is_busy(group), what)
         freed = self.ledger.free(group)
         for rank in group.ranks:

@@ -16,6 +16,7 @@ from asyncdist.runtime.departing.departures import Stage
 from asyncdist.runtime.failing.failure import Everybody
 from asyncdist.runtime.world import World
 from asyncdist.transports.base import Transport
+from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("asyncdist.runtime.leaving")
 
@@ -33,13 +34,13 @@ async def leave(world: World, transport: Transport) -> list[str]:
     """
     world.peers.leave()
     world.refuse_streams()
-    await world.services.engine.until(lambda: world.services.task_count == 0, "the services of this rank to end")
+    await world.services.engine.until(lambda: world.services.task_count == 0, WaitId(WaitKind.OWN_SERVICES))
     # Before the barrier, while the peers still receive: after it a message may find no receiver. A peer in main takes a
     # user's messages at any time, and drops the rest when it leaves.
     is_nobody_in_main = _have_all_left(world, transport)
     await world.services.engine.until(
         lambda: not world.services.is_sending or is_nobody_in_main(),
-        "the other ranks to take the messages of this one",
+        WaitId(WaitKind.OWN_MESSAGES),
     )
     await _flush(world)
     await _last_barrier(world, transport)
@@ -55,29 +56,27 @@ async def _last_barrier(world: World, transport: Transport) -> None:
     own_group, announcements = transport.end_group, world.peers.announcements
     if own_group is not None:
         if announcements is not None:  # no rank sends anything more along the tree then
-            await world.services.engine.until(_have_all_left(world, transport), "the other ranks to leave")
+            await world.services.engine.until(_have_all_left(world, transport), WaitId(WaitKind.OTHERS_LEFT))
             await _flush(world)
-        await world.services.engine.wait(own_group.barrier(), "the other ranks to come to their end")
+        await world.services.engine.wait(own_group.barrier(), WaitId(WaitKind.OTHERS_ENDED))
         return
     world.peers.finalize()
     if announcements is not None:
-        await world.services.engine.until(
-            lambda: announcements.stage >= Stage.ENDED, "the other ranks to come to their end"
-        )
+        await world.services.engine.until(lambda: announcements.stage >= Stage.ENDED, WaitId(WaitKind.OTHERS_ENDED))
         await world.services.engine.until(
             lambda: announcements.is_over,
-            "all ranks to hear that all have come to their end",
+            WaitId(WaitKind.END_KNOWN),
             deadline=asyncio.get_running_loop().time() + _FLUSH_S,
         )
         return
     await world.services.engine.until(
         Everybody(world, transport, world.peers.answered, world.services.left),
-        "the other ranks to come to their end",
+        WaitId(WaitKind.OTHERS_ENDED),
     )
     # They are close to it. The wait is bounded, since the frame that says so may have been spoiled and dropped.
     await world.services.engine.until(
         Everybody(world, transport, world.peers.answered),
-        "the finalize messages of the other ranks",
+        WaitId(WaitKind.FINALIZE_MESSAGES),
         deadline=asyncio.get_running_loop().time() + _FINALIZE_S,
     )
 
@@ -94,7 +93,7 @@ async def _flush(world: World) -> None:
     """Wait, for a bounded time, until no request and no service of this rank is under way."""
     services, deadline = world.services, world.time() + _FLUSH_S
     await services.engine.until(
-        lambda: services.engine.is_idle and services.task_count == 0, "requests under way", deadline=deadline
+        lambda: services.engine.is_idle and services.task_count == 0, WaitId(WaitKind.OWN_REQUESTS), deadline=deadline
     )
 
 

@@ -23,6 +23,7 @@ from asyncdist.runtime.sleeps import set_sleeps_by
 from asyncdist.runtime.world import World
 from asyncdist.transports.base import Transport
 from asyncdist.transports.recorded import RecordedTransport
+from asyncdist.waits import WaitId
 
 #: What is there is handed to the kernel so often, also while nothing happens.
 _FLUSH_PERIOD_S: Final = 1.0
@@ -105,7 +106,7 @@ class Recording:
         call_at = self._loop.call_at
 
         def set_timer(
-            what: str,
+            what: WaitId,
             when: float,
             callback: Callable[..., object],
             args: tuple[Any, ...],
@@ -128,8 +129,8 @@ class Recording:
             self._timer = self._loop.call_later(_FLUSH_PERIOD_S, functools.partial(self._tick, writer))
 
     @staticmethod
-    def _end(writer: RecordWriter, what: str, seconds: float) -> None:
-        if what:
+    def _end(writer: RecordWriter, what: WaitId | None, seconds: float) -> None:
+        if what is not None:
             writer.note("waited", what, seconds)
         writer.close()
 
@@ -170,10 +171,10 @@ class _Recorder(Observer):
     def on_safe_point_ended(self, turn: int) -> None:
         self._writer.end_safe_point(turn)
 
-    def on_deadline(self, what: str) -> None:
+    def on_deadline(self, what: WaitId) -> None:
         self._writer.note("deadline", what, self._engine.turn, self._engine.woken_count)
 
-    def on_timer(self, what: str) -> None:
+    def on_timer(self, what: WaitId) -> None:
         engine = self._engine
         self._writer.note("timer", what, engine.turn, engine.woken_count, engine.begun_count)
 
@@ -188,7 +189,7 @@ class _Recorder(Observer):
             nbytes = len(result)
             self._writer.note("reduced", tag, nbytes, result.hex() if nbytes <= _RESULT_NBYTES_MAX else "")
 
-    def measured(self, what: str, value: int) -> int:
+    def measured(self, what: WaitId, value: int) -> int:
         self._writer.note("measured", what, value)
         return value
 

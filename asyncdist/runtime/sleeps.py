@@ -12,12 +12,14 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-#: Sets one timer: its name, its time on the loop's clock in seconds, what it calls, the arguments of that, its context.
-SetTimer = Callable[[str, float, Callable[..., object], tuple[Any, ...], contextvars.Context | None], Any]
+from asyncdist.waits import WaitId, WaitKind
+
+#: Sets a timer, given its identity, its time on the loop's clock in seconds, a function, its arguments and its context.
+SetTimer = Callable[[WaitId, float, Callable[..., object], tuple[Any, ...], contextvars.Context | None], Any]
 
 
 def set_sleeps_by(loop: asyncio.AbstractEventLoop, set_timer: SetTimer) -> Callable[[], None]:
-    """Have ``set_timer`` set the timers of asyncio's own functions in place of the loop; it names them by their number.
+    """Have ``set_timer`` set the timers of asyncio's own functions instead of the loop; their numbers tell them apart.
 
     Args:
         loop: of one rank alone.
@@ -32,7 +34,7 @@ def set_sleeps_by(loop: asyncio.AbstractEventLoop, set_timer: SetTimer) -> Calla
     def at(when: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None) -> Any:
         if not _is_of_asyncio(callback):
             return call_at(when, callback, *args, context=context)
-        return set_timer(f"sleep {next(numbers)}", when, callback, args, context)
+        return set_timer(WaitId(WaitKind.SLEEP, number=next(numbers)), when, callback, args, context)
 
     def later(
         delay: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
@@ -46,11 +48,6 @@ def set_sleeps_by(loop: asyncio.AbstractEventLoop, set_timer: SetTimer) -> Calla
 
     replaced.call_at, replaced.call_later = at, later
     return undo
-
-
-def is_end_of_stream(name: str) -> bool:
-    """Return whether this names a wait for the end of a stream."""
-    return name.startswith("stream ")
 
 
 def _is_of_asyncio(callback: Callable[..., object]) -> bool:

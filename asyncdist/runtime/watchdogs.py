@@ -261,7 +261,8 @@ def wait_of(task: asyncio.Task[Any], world: World | None) -> tuple[str, types.Fr
         # Of a collective the name of the user's call says more than the message that it waits for.
         if settler is not None and (position is None or awaited not in engine.collective_waits):
             awaited = waiter_of(settler)
-        what = engine.awaited(awaited)
+        known = engine.awaited(awaited)
+        what = None if known is None else str(known)
     if position is None:
         return what or (frames[-1].f_code.co_qualname if settler is None else settler.get_name()), None
     if what is None:

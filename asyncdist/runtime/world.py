@@ -32,6 +32,7 @@ from asyncdist.messaging.tensor_streams import UserStreams
 from asyncdist.runtime.compute import Computing, VirtualClock
 from asyncdist.runtime.peers import Peers
 from asyncdist.tensors.model_cache import Scratch
+from asyncdist.waits import WaitId, WaitKind
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -153,8 +154,10 @@ class World:
         self._nonce = nonce
         self._task_group: asyncio.TaskGroup | None = None
         self._main: asyncio.Task[Any] | None = None
-        self._computing = Computing(self.rank, loop, lambda wake: self._engine.wake_by("compute", wake))
-        self._file_work = Computing(self.rank, loop, lambda wake: self._engine.wake_by("work on files", wake))
+        self._computing = Computing(self.rank, loop, lambda wake: self._engine.wake_by(WaitId(WaitKind.COMPUTE), wake))
+        self._file_work = Computing(
+            self.rank, loop, lambda wake: self._engine.wake_by(WaitId(WaitKind.FILE_WORK), wake)
+        )
         self._models_in_use: list[object] = []
 
     def __repr__(self) -> str:

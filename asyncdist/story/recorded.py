@@ -133,7 +133,7 @@ def _rank(rank: int, last: _LastOf, end_s: float) -> list[str]:
     if last.waited is not None:
         ago = seconds_in_words(max(0.0, now - last.waited.time_s))
         seconds = seconds_in_words(last.waited.get("seconds"))
-        lines.append(f"    waited last for {last.waited.get('what')}, {seconds} long, until {ago} before the end")
+        lines.append(f"    waited last for {last.waited.wait}, {seconds} long, until {ago} before the end")
     if told := events_in_words(last.latest, now, EVENT_COUNT_MAX):
         lines.append(f"    lately: {'; '.join(told)}")
     return lines

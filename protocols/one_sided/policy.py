@@ -49,6 +49,7 @@ from asyncdist.protocols.policy import SpawnPolicy
 from asyncdist.protocols.step_info import NOTHING, PolicyEvent, SnapshotTaken, StepInfo
 from asyncdist.tensors.byte_layout import Packing
 from asyncdist.tensors.flat_state import FlatBuffers, SnapshotPool
+from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("protocols.one_sided.policy")
 
@@ -289,7 +290,7 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
         try:
             if error is None and self._services.engine.failure is None:
                 deadline = self._world.time() + self._averaging.drain_timeout_s
-                await self._services.engine.until(self._is_quiet, "the end of its own reads", deadline=deadline)
+                await self._services.engine.until(self._is_quiet, WaitId(WaitKind.OWN_READS), deadline=deadline)
         finally:
             self._states.clear()
             if not self._leftovers():  # it would keep model and buffers for the life of the world
@@ -381,7 +382,8 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
             self._expose(state, iteration, metric, began_at)
             return
         self._is_publishing = True
-        self._services.engine.watch(copy, "a snapshot", lambda _: self._expose(state, iteration, metric, began_at))
+        what = WaitId(WaitKind.SNAPSHOT)
+        self._services.engine.watch(copy, what, lambda _: self._expose(state, iteration, metric, began_at))
 
     def _expose(self, state: FlatBuffers, iteration: int, metric: float, began_at: float) -> None:
         """Publish a snapshot that is whole. One that holds NaN gets NaN as its metric, so that no rank takes it.

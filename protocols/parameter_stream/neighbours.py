@@ -26,6 +26,7 @@ from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import StreamAborted
 from asyncdist.protocols.parameter_stream.messages import LocateRequest, Location, StreamMessage
 from asyncdist.protocols.parameter_stream.parts import Part
+from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("protocols.parameter_stream.neighbours")
 
@@ -159,7 +160,9 @@ class Reading:
         """
         gone = self._services.gone
         if not await self._services.engine.until(
-            lambda: self._tensors is not None or self.donor in gone, f"rank {self.donor}'s snapshot", deadline=deadline
+            lambda: self._tensors is not None or self.donor in gone,
+            WaitId(WaitKind.DONOR_SNAPSHOT, number=self.donor),
+            deadline=deadline,
         ):
             raise TimeoutError(f"rank {self.donor} has not said in time where its snapshot lies")
         if self._tensors is None:

@@ -40,7 +40,7 @@ from asyncdist import (
     validation,
 )
 from asyncdist.messaging.channels import Channel
-from asyncdist.messaging.engine import Awaited, yield_to_loop
+from asyncdist.messaging.engine import yield_to_loop
 from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.polling import resolve_waiter
 from asyncdist.messaging.streams import CHUNK_NBYTES, Cancel, Grant, StreamAborted
@@ -69,6 +69,7 @@ from asyncdist.protocols.replay.store import Batch, RowLayout
 from asyncdist.protocols.replay.values import Sample, as_ids, as_priorities
 from asyncdist.runtime.failing.process_ends import end_forked_child
 from asyncdist.tensors.byte_views import split
+from asyncdist.waits import WaitId, WaitKind
 
 _REQUEST_COUNT: Final = 1 << 32  # the frame header has 32 bits for it
 #: A client repeats its ``Open`` after this time, then after twice as long, and so on. Between the end of one buffer and
@@ -151,7 +152,7 @@ class ReplayBuffer:
 
     async def _enter(self) -> Welcome:
         """Ask the server to be served, again and again, until it answers."""
-        engine, what = self._services.engine, self._what_is_awaited()
+        engine, what = self._services.engine, self._awaited()
         give_up_at, period_s = self._services.time() + self._start_timeout_s, _OPEN_PERIOD_S
         while self._welcome is None and self._error is None:
             if self._services.time() >= give_up_at:
@@ -181,20 +182,19 @@ class ReplayBuffer:
         try:
             engine = self._services.engine
             if error is None and engine.failure is None:
-                await engine.until(lambda: not self._adding_count, self._what_is_awaited("answers of "))
+                await engine.until(lambda: not self._adding_count, self._awaited(WaitKind.REPLAY_ANSWERS))
                 self._send(Leaving())
                 await engine.until(
                     lambda: not (self._adding_count or self._drawing_count or self._calls),
-                    self._what_is_awaited("answers of "),
+                    self._awaited(WaitKind.REPLAY_ANSWERS),
                 )
         finally:
             self._fail(ClosedError(f"the replay buffer {self._name!r} was left"))
             self._close()
 
-    def _what_is_awaited(self, part: str = "") -> Awaited:
-        """Say that this rank waits for the server, or for a part of it."""
-        text = f"{part}the replay buffer {self._name!r} on rank {self._server}"
-        return Awaited.of_peer(text, self._server, tags.REPLAY)
+    def _awaited(self, kind: WaitKind = WaitKind.REPLAY_SERVER) -> WaitId:
+        """Identify a wait that the server ends."""
+        return WaitId(kind, tags.REPLAY, self._server, name=self._name)
 
     def _close(self) -> None:
         assert self._channel is not None
@@ -334,14 +334,14 @@ class ReplayBuffer:
             limit: of its kind.
         """
         self._welcomed()
-        await limit.acquire(self._what_is_awaited("room for one more request to "))
+        await limit.acquire(self._awaited(WaitKind.REPLAY_ROOM))
         if self._error is not None:
             limit.release()
             raise self._error
         request, self._next_request = self._next_request, (self._next_request + 1) % _REQUEST_COUNT
         message, payload = make(request)
         call = self._calls[request] = PendingCall(self._services.engine.loop.create_future(), payload, limit)
-        what = self._what_is_awaited()
+        what = self._awaited()
         try:
             self._send(message)
             await self._services.engine.park(call.waiter, what)
@@ -386,7 +386,7 @@ class ReplayBuffer:
             except StreamAborted as error:  # the server says why on another tag, which may be slower
                 await services.engine.until(
                     lambda: self._error is not None,
-                    f"the reason why the replay buffer {self._name!r} ended",
+                    WaitId(WaitKind.REPLAY_END_REASON, name=self._name),
                     deadline=services.time() + _REASON_TIMEOUT_S,
                 )
                 failure: AsyncdistError | None = self._error
@@ -485,7 +485,7 @@ class ReplayBuffer:
         try:
             await self._services.engine.until(
                 lambda: self._error is not None or self._server not in self._services.left,
-                f"the reason why the replay buffer {self._name!r} ended",
+                WaitId(WaitKind.REPLAY_END_REASON, name=self._name),
                 deadline=self._services.time() + _REASON_TIMEOUT_S,
             )
             await self._services.engine.drain()

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from asyncdist import AsyncdistError
 from asyncdist.messaging.engine import Engine
+from asyncdist.waits import WaitId
 
 
 class PendingCall:
@@ -39,7 +40,7 @@ class RequestLimit:
         self._count = count
         self._waiters: deque[asyncio.Future[None]] = deque()
 
-    async def acquire(self, what: str) -> None:
+    async def acquire(self, what: WaitId) -> None:
         """Wait until one more request may be sent. Raises the error that ended the job, if one did."""
         if self._count and not self._waiters:
             self._count -= 1

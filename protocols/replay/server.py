@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from numbers import Real
 from typing import Any, Final
 
@@ -28,7 +28,6 @@ from asyncdist import BusyError, Envelope, RankLostError, RemoteProtocolError, W
 from asyncdist.collectives.agreement.rivals import REMIND_AFTER_S
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
-from asyncdist.messaging.engine import Awaited
 from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import CHUNK_NBYTES, Cancel, Grant, StreamAborted
@@ -56,6 +55,7 @@ from asyncdist.protocols.replay.store import Batch, ReplayStore, RowLayout
 from asyncdist.protocols.replay.values import ReplayStatistics, check_clients, check_options
 from asyncdist.tensors.byte_views import split
 from asyncdist.tensors.serialization import words_of
+from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("protocols.replay.client")
 
@@ -189,10 +189,13 @@ class _Server:
         return [client.rank for client in waiting if client.heard_at < heard_before]
 
     async def _wait_for_clients(self) -> None:
-        engine, text = self._services.engine, f"clients of the replay buffer {self._name!r}"
-        what = Awaited(text, lambda: (rank for rank, each in self._clients.items() if not each.is_done), tags.REPLAY)
+        engine, what = self._services.engine, WaitId(WaitKind.REPLAY_CLIENTS, tags.REPLAY, name=self._name)
+
+        def clients() -> Iterator[int]:
+            return (rank for rank, each in self._clients.items() if not each.is_done)
+
         if not self._has_warned and all_wait_to_draw(self._clients.values(), self._store.size):
-            if await engine.until(self._has_work, what, deadline=self._services.time() + _PATIENCE_S):
+            if await engine.until(self._has_work, what, deadline=self._services.time() + _PATIENCE_S, peers=clients):
                 return
             self._has_warned = True
             logger.warning(
@@ -204,7 +207,7 @@ class _Server:
                 _PATIENCE_S,
                 describe_draws(self._clients.values(), self._store.size),
             )
-        await engine.until(self._has_work, what)
+        await engine.until(self._has_work, what, peers=clients)
 
     def _is_finished(self) -> bool:
         return all(client.is_done for client in self._clients.values())

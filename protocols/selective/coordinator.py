@@ -47,6 +47,7 @@ from asyncdist.protocols.selective.round.state import Send
 from asyncdist.protocols.selective.rounds import RoundCoordinator
 from asyncdist.protocols.selective.rules import SelectiveRules
 from asyncdist.protocols.selective.statistics import CoordinatorStatistics
+from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("protocols.selective.coordinator")
 
@@ -187,7 +188,7 @@ class Coordinator:
                 if deadline is not None and services.time() >= deadline:
                     self._send(core.on_time(services.time()))
                 elif not self._is_over():
-                    await services.engine.until(self._has_work, "reports and answers of members", deadline=deadline)
+                    await services.engine.until(self._has_work, WaitId(WaitKind.REPORTS), deadline=deadline)
         except asyncio.CancelledError:
             if is_reserved and services.engine.failure is None:  # donors would wait in vain for the end of their round
                 self._send(core.on_stop())

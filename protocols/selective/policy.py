@@ -65,6 +65,7 @@ from asyncdist.protocols.selective.statistics import SelectiveStatistics
 from asyncdist.protocols.start_without_lost import lost_members
 from asyncdist.protocols.step_info import NOTHING, CoordinatorChanged, PolicyEvent, StepInfo
 from asyncdist.tensors.flat_state import SnapshotPool
+from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("protocols.selective.policy")
 
@@ -437,7 +438,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         try:
             if error is None and self._services.engine.failure is None:
                 until = self._world.time() + self._averaging.drain_timeout_s
-                await self._services.engine.until(self._is_quiet, "the end of its part in a round", deadline=until)
+                await self._services.engine.until(self._is_quiet, WaitId(WaitKind.OWN_ROUND), deadline=until)
         finally:  # cancelled or not: the others must hear of it
             self._carry_out(self._member.on_left())
             self._visits.close()

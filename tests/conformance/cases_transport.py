@@ -15,6 +15,7 @@ import torch
 
 from asyncdist.errors import AsyncdistError, TruncationError
 from asyncdist.transports.base import ANY_SOURCE, Request
+from asyncdist.waits import A_CONDITION
 from conformance.endpoint import Endpoint
 
 EAGER = 65536
@@ -392,7 +393,7 @@ async def case_receives_cancelled_at_random_among_messages_of_all_sizes(end: End
             buffer, source = bytearray(sizes[-1]), ANY_SOURCE if draw.random() < 0.03 else end.left
             request = end.transport.irecv(buffer, source, end.tag)
             posted[place] = request, buffer
-            end.engine.watch(request, "receive", functools.partial(on_done, place))
+            end.engine.watch(request, A_CONDITION, functools.partial(on_done, place))
             if posted and draw.random() < 0.15:
                 posted[draw.choice(list(posted))][0].cancel()
             await end.engine.until(lambda: len(posted) < window or len(contents) == count)
@@ -422,12 +423,12 @@ async def case_many_requests_at_once(end: Endpoint) -> None:
     for i in range(count // end.size):
         for peer in range(end.size):
             request = end.transport.irecv(buffers[peer, i], peer, end.tag)
-            end.engine.watch(request, "receive", lambda error: on_done("receive", error))
+            end.engine.watch(request, A_CONDITION, lambda error: on_done("receive", error))
     await end.barrier()
     for i in range(count // end.size):
         for peer in range(end.size):
             request = end.transport.isend(payload(end.rank, i, nbytes=8 + i * 100), peer, end.tag)
-            end.engine.watch(request, "send", lambda error: on_done("send", error))
+            end.engine.watch(request, A_CONDITION, lambda error: on_done("send", error))
     await end.engine.until(lambda: done["send"] == done["receive"] == len(buffers))
     for (peer, i), buffer in buffers.items():
         assert buffer == payload(peer, i, nbytes=8 + i * 100)
@@ -437,8 +438,8 @@ async def case_progress_without_the_driver(end: Endpoint) -> None:
     """A rank that only ever calls ``progress``, as training code does, completes its requests."""
     data, buffer = pattern(end.rank, MIB), bytearray(MIB)
     done: list[BaseException | None] = []
-    end.engine.watch(end.transport.irecv(buffer, end.left, end.tag), "receive", done.append)
-    end.engine.watch(end.transport.isend(data.numpy(), end.right, end.tag), "send", done.append)
+    end.engine.watch(end.transport.irecv(buffer, end.left, end.tag), A_CONDITION, done.append)
+    end.engine.watch(end.transport.isend(data.numpy(), end.right, end.tag), A_CONDITION, done.append)
     while len(done) < 2:
         await end.world.progress(budget_s=0.001)
     assert done == [None, None]

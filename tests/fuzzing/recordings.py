@@ -27,6 +27,7 @@ from asyncdist.report import commands, page
 from asyncdist.simulation.replay.job import ReplayedJob
 from asyncdist.simulation.replay.replay import check_replayable
 from asyncdist.story import command as story
+from asyncdist.waits import WaitId, WaitKind
 from fuzzing.mutations import mutate, odd_value
 from protocols import AsyncSelectiveAveragingPolicy
 
@@ -89,20 +90,20 @@ def recorded() -> list[RankFile]:
     kinds = list(files[0].header["kinds"])
     more: dict[str, list[Any]] = {
         "abandoned": [0, 1, 5, "no donor is left"],
-        "waited": ["a message", 0.5],
+        "waited": [WaitId(WaitKind.MESSAGE, 40, name="words"), 0.5],
         "lost": [1, 0, 0],
         "returned": [1, 1],
         "failed": [0, 0],
         "interrupted": ["a message, in main"],
         "collective": [7000, 0, 0],
         "reduced": [7000, 4, "00ff00ff"],
-        "measured": ["a share", 3],
+        "measured": [WaitId(WaitKind.WRITTEN_NBYTES, None, 1, 2), 3],
         "cut": ["it is full"],
         "joined": [0, 1, 5, 2],
         "told": ["nothing moved\n  rank 1 waits"],
         "coordinator": [0, 1, 2],
-        "deadline": ["a message", 0, 0],
-        "timer": ["sleep", 0, 0, 0],
+        "deadline": [WaitId(WaitKind.MESSAGE, 40, name="words"), 0, 0],
+        "timer": [WaitId("kind_of_another_version", number=3), 0, 0, 0],
     }
     for file in files:
         at_us = file.events[-1][1]

@@ -166,8 +166,9 @@ def test_torchrun_starts_workers_again_as_another_job() -> None:
             await ad.barrier()
             peer = 1 - world.rank
             if attempt == 0:
-                world.services.engine.watch(world.services.engine.transport.isend(b"old", peer, 1), "old")
-                world.services.engine.watch(world.services.engine.transport.isend(bytearray(1 << 20), peer, 1), "old")
+                engine = world.services.engine
+                for data in (b"old", bytearray(1 << 20)):
+                    engine.watch(engine.transport.isend(data, peer, 1), A_CONDITION)
                 if world.rank == 1:
                     os._exit(7)
                 await world.services.engine.receive(bytearray(1), peer, 2)

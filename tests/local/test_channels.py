@@ -239,7 +239,7 @@ async def test_message_taken_via_another_channel_wakes_condition_waits(
         [world.services.open_channel(Number, tag=TAG, scope=scope, name=f"p{scope}") for world in pair]
         for scope in (1, 2)
     )
-    waiting = asyncio.ensure_future(pair[1].services.engine.until(lambda: other[1].is_ready, "the other channel"))
+    waiting = asyncio.ensure_future(pair[1].services.engine.until(lambda: other[1].is_ready))
     await yields(3)
     other[0].send_nowait(Number(7), 1)
     assert ours[1].inbox.take(1) is None, "the test of a task, which is no pass"

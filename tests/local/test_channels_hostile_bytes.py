@@ -19,11 +19,12 @@ from asyncdist.errors import ClosedError
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.early_frames import EARLY_FRAME_COUNT_MAX
+from asyncdist.waits import A_CONDITION
 
 
 def send_raw(world: World, frame: bytes, dest: int, tag: int = TAG) -> None:
     """Bytes that no channel of ours would send."""
-    world.services.engine.watch(world.services.engine.transport.isend(frame, dest, tag), "raw")
+    world.services.engine.watch(world.services.engine.transport.isend(frame, dest, tag), A_CONDITION)
 
 
 def frame_for(channel: Channel[Any], message: Any, **changes: int) -> bytes:

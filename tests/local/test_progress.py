@@ -18,6 +18,7 @@ from asyncdist.messaging import engine as progress
 from asyncdist.messaging.engine import TALK_PASS_COUNT_MAX, Engine
 from asyncdist.messaging.polling import HOT_PASS_COUNT, WARM_PASS_COUNT, DriverState, Pollable
 from asyncdist.transports.base import ANY_SOURCE
+from asyncdist.waits import A_CONDITION
 
 
 class Bystander:
@@ -59,7 +60,7 @@ async def test_until_asks_again_after_a_completion_and_on_recheck(engine: Engine
     await yields(3)
     assert len(asked) == 1, "a pass that completes nothing changes nothing"
     request = ScriptedRequest()
-    engine.watch(request, "x")
+    engine.watch(request, A_CONDITION)
     request.done = True
     engine.poll()
     assert len(asked) == 2
@@ -133,7 +134,7 @@ async def test_fail_wakes_every_kind_of_wait_now_and_later(engine: Engine, trans
     loop = asyncio.get_running_loop()
     error = RankLostError("rank 2 failed", rank=2)
     waits: list[Callable[[], Any]] = [
-        lambda: engine.wait(ScriptedRequest(), "x"),
+        lambda: engine.wait(ScriptedRequest(), A_CONDITION),
         lambda: engine.send(b"x", 1, 5),
         lambda: engine.receive(bytearray(1), 1, 5),
         lambda: engine.until(lambda: False),
@@ -219,7 +220,7 @@ async def test_progress_ends_when_the_budget_is_spent(engine: Engine, monkeypatc
 async def test_the_driver_completes_what_is_awaited(engine: Engine) -> None:
     engine.start()
     request = ScriptedRequest()
-    task = asyncio.ensure_future(engine.wait(request, "x"))
+    task = asyncio.ensure_future(engine.wait(request, A_CONDITION))
     await yields(5)
     request.done = True
     await task
@@ -245,7 +246,7 @@ async def test_the_driver_cools_down_and_a_wait_heats_it_again(engine: Engine, m
     assert WARM_PASS_COUNT - 2 <= naps <= WARM_PASS_COUNT + 1
     await yields(50)
     assert engine.statistics().pass_count == passes, "idle: nothing until the timer"
-    engine.watch(ScriptedRequest(), "x")
+    engine.watch(ScriptedRequest(), A_CONDITION)
     await yields(20)
     assert engine.statistics().pass_count > passes + 10, "hot again"
 
@@ -325,7 +326,7 @@ async def test_ring_of_a_thread_causes_one_pass_in_the_next_loop_turn() -> None:
 async def test_a_defect_met_by_the_driver_reaches_those_who_wait(engine: Engine) -> None:
     engine.start()
     request = ScriptedRequest()
-    task = asyncio.ensure_future(engine.wait(request, "x"))
+    task = asyncio.ensure_future(engine.wait(request, A_CONDITION))
     await yields(2)
     request.error = ZeroDivisionError("a defect")
     with pytest.raises(ZeroDivisionError):

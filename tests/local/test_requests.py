@@ -11,24 +11,31 @@ from support.scripted import ScriptedRequest, ScriptedTransport, abandon
 
 from asyncdist.errors import AsyncdistError, RankLostError, TruncationError
 from asyncdist.messaging.engine import Engine
+from asyncdist.waits import WaitId, WaitKind
+
+
+def named(name: str) -> WaitId:
+    """Identify a request by a name, which is its text, too."""
+    return WaitId(WaitKind.TASK, name=name)
+
 
 # ---------------------------------------------------------------------------------------------------------- requests
 
 
 async def test_request_done_at_once_never_becomes_outstanding(engine: Engine) -> None:
     request, told = ScriptedRequest(done=True), []
-    engine.watch(request, "x", told.append)
+    engine.watch(request, named("x"), told.append)
     assert told == [None]
     assert request.test_count == 1
     assert engine.outstanding() == ()
-    await engine.wait(ScriptedRequest(done=True), "y")
+    await engine.wait(ScriptedRequest(done=True), named("y"))
 
 
 async def test_each_pass_tests_every_request_once_and_tells_once(engine: Engine) -> None:
     requests = [ScriptedRequest() for _ in range(5)]
     told: list[int] = []
     for i, request in enumerate(requests):
-        engine.watch(request, f"number {i}", lambda error, i=i: told.append(i))
+        engine.watch(request, named(f"number {i}"), lambda error, i=i: told.append(i))
     assert engine.outstanding() == tuple(f"number {i}" for i in range(5))
     assert engine.poll() == 0
     assert [request.test_count for request in requests] == [2] * 5
@@ -45,22 +52,22 @@ async def test_each_pass_tests_every_request_once_and_tells_once(engine: Engine)
 async def test_a_failed_request_tells_its_error_and_leaves_the_others(engine: Engine) -> None:
     bad, good = ScriptedRequest(), ScriptedRequest()
     told: list[Any] = []
-    engine.watch(bad, "bad", lambda error: told.append(error))
-    engine.watch(good, "good", lambda error: told.append(error))
+    engine.watch(bad, named("bad"), lambda error: told.append(error))
+    engine.watch(good, named("good"), lambda error: told.append(error))
     bad.error = RankLostError("gone", rank=2)
     assert engine.poll() == 1
     assert told == [bad.error]
     good.done = True
     engine.poll()
     assert told == [bad.error, None]
-    engine.watch(ScriptedRequest(error=bad.error), "at once", told.append)
+    engine.watch(ScriptedRequest(error=bad.error), named("at once"), told.append)
     assert told[-1] is bad.error
 
 
 async def test_a_request_posted_by_a_completion_is_kept(engine: Engine) -> None:
     second, told = ScriptedRequest(), []
     first = ScriptedRequest()
-    engine.watch(first, "first", lambda _: engine.watch(second, "second", told.append))
+    engine.watch(first, named("first"), lambda _: engine.watch(second, named("second"), told.append))
     first.done = True
     assert engine.poll() == 1
     assert engine.outstanding() == ("second",)
@@ -73,7 +80,7 @@ async def test_a_request_posted_by_a_completion_is_kept(engine: Engine) -> None:
 async def test_a_completion_may_ask_for_progress_without_recursion(engine: Engine) -> None:
     depth = []
     request = ScriptedRequest()
-    engine.watch(request, "x", lambda _: depth.append(engine.poll()))
+    engine.watch(request, named("x"), lambda _: depth.append(engine.poll()))
     request.done = True
     assert engine.poll() == 1
     assert depth == [0]
@@ -89,7 +96,7 @@ async def test_a_completion_that_raises_loses_no_other_request(engine: Engine) -
             raise ValueError("a handler's defect")
 
     for number, request in enumerate(requests):
-        engine.watch(request, f"request {number}", lambda _, number=number: complete(number))
+        engine.watch(request, named(f"request {number}"), lambda _, number=number: complete(number))
     requests[0].done = requests[1].done = requests[3].done = True
     with pytest.raises(ValueError, match="a handler's defect"):
         engine.poll()
@@ -103,7 +110,7 @@ async def test_a_defect_in_a_transport_loses_no_other_request(engine: Engine) ->
     """An exception of another library passes through ``poll``; all requests are kept."""
     requests = [ScriptedRequest() for _ in range(3)]
     for i, request in enumerate(requests):
-        engine.watch(request, str(i))
+        engine.watch(request, named(str(i)))
     requests[1].error = ZeroDivisionError()
     with pytest.raises(ZeroDivisionError):
         engine.poll()
@@ -125,9 +132,9 @@ async def test_request_disowned_by_a_completion_leaves_its_pass(engine: Engine, 
         engine.disown(after)
         told.append("failed")
 
-    engine.watch(before, "before", lambda _: told.append("before"))
-    engine.watch(failing, "failing", disown_others)
-    engine.watch(after, "after", lambda _: told.append("after"))
+    engine.watch(before, named("before"), lambda _: told.append("before"))
+    engine.watch(failing, named("failing"), disown_others)
+    engine.watch(after, named("after"), lambda _: told.append("after"))
     failing.error = RankLostError("rank 1 is gone", rank=1)
     after.done = completes
     assert engine.poll() == 1
@@ -142,7 +149,7 @@ async def test_request_disowned_by_a_completion_leaves_its_pass(engine: Engine, 
 
 async def test_wait_raises_the_error_of_its_request(engine: Engine) -> None:
     request = ScriptedRequest()
-    task = asyncio.ensure_future(engine.wait(request, "x"))
+    task = asyncio.ensure_future(engine.wait(request, named("x")))
     await yields(1)
     request.error = TruncationError("too large", message_nbytes=2, buffer_nbytes=1)
     engine.poll()
@@ -152,7 +159,7 @@ async def test_wait_raises_the_error_of_its_request(engine: Engine) -> None:
 
 async def test_a_cancelled_wait_leaves_the_request_with_the_engine(engine: Engine) -> None:
     request = ScriptedRequest()
-    task = asyncio.ensure_future(engine.wait(request, "a large send"))
+    task = asyncio.ensure_future(engine.wait(request, named("a large send")))
     await yields(1)
     task.cancel()
     await asyncio.wait([task])
@@ -167,7 +174,7 @@ async def test_a_deadline_leaves_the_request_with_the_engine(engine: Engine) -> 
     request = ScriptedRequest()
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0):
-            await engine.wait(request, "a large send")
+            await engine.wait(request, named("a large send"))
     assert engine.outstanding() == ("a large send",)
 
 

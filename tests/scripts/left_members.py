@@ -70,7 +70,7 @@ async def main(world: ad.World, way: str) -> dict[str, str]:
             await world.sleep(0.3)
         return {}
     if way == "left":
-        await world.services.engine.until(lambda: LEAVER in world.services.gone, "the leaver to leave")
+        await world.services.engine.until(lambda: LEAVER in world.services.gone)
     for name, call in tasks.items():
         try:
             await call()

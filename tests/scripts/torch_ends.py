@@ -22,6 +22,7 @@ import asyncdist as ad
 from asyncdist.errors import RankLostError
 from asyncdist.runtime import leaving
 from asyncdist.transports.base import ANY_SOURCE
+from asyncdist.waits import A_CONDITION
 
 MIB = 1 << 20
 VICTIM = 2
@@ -114,7 +115,7 @@ async def lost_at_rest(world: ad.World) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     with contextlib.suppress(RankLostError):  # it has arrived, and the loss may be seen before its end is
         await engine.send(b"past", VICTIM, 1)
-    await engine.until(lambda: VICTIM in world.services.gone, "the loss")
+    await engine.until(lambda: VICTIM in world.services.gone)
     report(world.rank, {"lost": sorted(engine.transport.lost_ranks()), "at": time.monotonic()})
 
 
@@ -169,8 +170,8 @@ async def leaves_all_kinds_of_work(world: ad.World) -> None:
     leaving._FLUSH_S = 0.2  # type: ignore[misc]
     for peer in range(world.size):
         if peer != world.rank:
-            world.services.engine.watch(world.services.engine.transport.isend(bytearray(MIB), peer, 1), "left over")
-            world.services.engine.watch(world.services.engine.transport.isend(b"small", peer, 2), "left over")
+            world.services.engine.watch(world.services.engine.transport.isend(bytearray(MIB), peer, 1), A_CONDITION)
+            world.services.engine.watch(world.services.engine.transport.isend(b"small", peer, 2), A_CONDITION)
     await ad.barrier()
 
 

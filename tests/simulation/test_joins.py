@@ -92,7 +92,7 @@ def test_what_waits_for_a_connection_arrives_in_order() -> None:
         if not world.rank:
             await world.sleep(2.0)
             return []
-        await engine.until(lambda: other not in engine.transport.lost_ranks(), "the other rank")
+        await engine.until(lambda: other not in engine.transport.lost_ranks())
         if world.rank == 1:
             for number in range(count):
                 await engine.send(bytes([number]), other, tag)

@@ -17,6 +17,7 @@ from asyncdist.recording.events import Event
 from asyncdist.recording.reader import read_recording
 from asyncdist.story import command, recorded
 from asyncdist.story.recorded import tell_recording
+from asyncdist.waits import WaitId, WaitKind
 from protocols import AsyncSelectiveAveragingPolicy
 
 
@@ -102,12 +103,12 @@ async def wait_for_a_word(world: ad.World) -> None:
         await words.send(Word(), 0)
 
 
-def test_a_wait_for_a_message_is_written_down_in_words(tmp_path: Path) -> None:
-    """Regression: what is waited for is a text that knows more, which the encoder refused in the midst of a block."""
+def test_a_wait_for_a_message_is_recorded_with_its_identity(tmp_path: Path) -> None:
+    """Regression: the encoder refused the wait in the middle of a block."""
     ad.simulate(wait_for_a_word, ranks=2, seed=1, record=tmp_path)
-    waits = [event.fields for event in read_recording(tmp_path).ranks[0].events() if event.kind == "waited"]
-    (what,) = [what for what, seconds in waits if seconds > 0.9]
-    assert "Word, tag 100" in what
+    waits = [event for event in read_recording(tmp_path).ranks[0].events() if event.kind == "waited"]
+    (long,) = (event.wait for event in waits if event.get("seconds") > 0.9)
+    assert long == WaitId(WaitKind.MESSAGE, 100, name="Word")
 
 
 async def send_on_another_tag(world: ad.World) -> None:

@@ -21,6 +21,7 @@ from asyncdist.simulation import (
     simulate,
 )
 from asyncdist.tags import COLLECTIVE_FIRST
+from asyncdist.waits import A_CONDITION
 from simulation.edited_records import Word, keep_events, record_with_a_kill, with_fields
 
 
@@ -282,7 +283,7 @@ def test_a_receive_from_a_lost_rank_fails_while_main_waits(tmp_path: Path) -> No
 
         async def listen() -> None:
             with pytest.raises(ad.RankLostError):
-                await engine.wait(engine.transport.irecv(bytearray(8), 2, 7500), "a part of a stream")
+                await engine.wait(engine.transport.irecv(bytearray(8), 2, 7500), A_CONDITION)
             order.append("failed")
 
         listener = asyncio.create_task(listen())

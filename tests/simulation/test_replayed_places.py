@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -19,6 +19,7 @@ from asyncdist.simulation.replay.log import RankLog
 from asyncdist.simulation.replay.mailbox import Mailbox
 from asyncdist.simulation.replay.timers import Deadlines
 from asyncdist.transports.base import ANY_SOURCE
+from asyncdist.waits import WaitId, WaitKind
 from simulation.edited_records import Word, keep_events, tell_no_sleeps, with_fields
 
 
@@ -46,14 +47,14 @@ def test_a_wait_ended_by_its_deadline_follows_earlier_messages(after_s: float) -
 def test_of_two_deadlines_of_one_name_the_earlier_one_passes() -> None:
     """Two policies of one class have such."""
     passed: list[str] = []
-    loop: Any = None
+    reports, loop = WaitId(WaitKind.REPORTS), cast(Any, None)
     deadlines = Deadlines(loop)
     with (
-        deadlines.waiting("reports", 2.0, lambda: passed.append("later")),
-        deadlines.waiting("reports", 1.0, lambda: passed.append("earlier")),
+        deadlines.waiting(reports, 2.0, lambda: passed.append("later")),
+        deadlines.waiting(reports, 1.0, lambda: passed.append("earlier")),
     ):
-        deadlines.expire("reports")
-        deadlines.expire("reports")
+        deadlines.expire(reports)
+        deadlines.expire(reports)
     assert passed == ["earlier", "later"]
 
 
@@ -385,7 +386,7 @@ def test_a_task_with_a_late_message_continues_in_its_turn(tmp_path: Path) -> Non
     of_rank_0 = read_recording(tmp_path).ranks[0]
     events = list(of_rank_0.events())
     first, second = (event for event in events if event.kind == "received" and event.get("tag") == 40)
-    (slept,) = (event for event in events if event.kind == "timer" and "sleep" in str(event.get("what")))
+    (slept,) = (event for event in events if event.kind == "timer" and event.wait.kind == WaitKind.SLEEP)
     events = [event for event in events if event not in (second, slept)]
     at = events.index(first) + 1
     beside = with_fields(slept, woken=0, begun=first.get("begun"))._replace(time_s=first.time_s)

@@ -15,6 +15,7 @@ import asyncdist as ad
 from asyncdist.recording.reader import read_recording
 from asyncdist.simulation import Compute, Link, LogNormal, Network, Uniform, replay, simulate
 from asyncdist.simulation.replay.hold import PATIENCE_S
+from asyncdist.waits import WaitId, WaitKind
 from protocols import OneSidedSelectiveAveragingPolicy, ReplayBuffer, serve_replay_buffer
 from simulation.edited_records import Word, keep_events, with_fields
 
@@ -83,7 +84,7 @@ def test_tasks_woken_by_one_pass_continue_in_order_of_waiting(tmp_path: Path) ->
     simulate(main, ranks=2, seed=1, record=tmp_path, network=SLOW)
     of_rank_0 = read_recording(tmp_path).ranks[0]
     events = list(of_rank_0.events())
-    end = next(event for event in events if str(event.get("what")).startswith("stream 1 to 1"))
+    end = next(each for each in events if each.kind == "timer" and each.wait.kind == WaitKind.STREAM_LEFT)
     word = next(event for event in events if event.kind == "received" and event.get("tag") == 40)
     waits = {name: word.get(name) for name in ("woken", "begun")}
     events.remove(end)
@@ -170,8 +171,8 @@ def test_a_number_that_timing_decides_is_the_recorded_one(tmp_path: Path) -> Non
     numbers = iter(range(10))
 
     async def main(world: ad.World) -> list[int]:
-        measured = world.services.engine.measured
-        return [measured("one", next(numbers)), measured("other", next(numbers)), measured("one", next(numbers))]
+        one, other = (WaitId(WaitKind.WRITTEN_NBYTES, peer=0, number=slot) for slot in range(2))
+        return [world.services.engine.measured(what, next(numbers)) for what in (one, other, one)]
 
     recorded = simulate(main, ranks=1, seed=1, record=tmp_path)
     assert recorded.results == ([0, 1, 2],)

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import asyncdist as ad
-from asyncdist.recording.reader import read_recording
-from asyncdist.simulation import Compute, Uniform, replay, simulate
+from asyncdist import waits
+from asyncdist.recording.reader import RecordingError, read_recording
+from asyncdist.simulation import Compute, Network, Uniform, replay, simulate
+from asyncdist.waits import WaitKind
 from simulation.edited_records import Word, edit_headers, keep_events, with_fields
 
 
@@ -68,9 +71,50 @@ def test_tasks_that_compute_in_turn_go_on_in_the_same_order(tmp_path: Path, seed
     recorded = simulate(main, ranks=4, seed=seed, record=tmp_path, compute=compute)
     recording = read_recording(tmp_path)
     assert replay(main, recording=recording).report.results == recorded.results
-    whats = Counter(event.get("what") for each in recording.ranks for event in each.events() if event.kind == "timer")
-    assert whats["compute"] == 30
-    assert any(str(what).startswith("sleep ") for what in whats) == sleeps
+    kinds = Counter(event.wait.kind for each in recording.ranks for event in each.events() if event.kind == "timer")
+    assert kinds[WaitKind.COMPUTE] == 30
+    assert (kinds[WaitKind.SLEEP] > 0) == sleeps
+
+
+@pytest.mark.parametrize("text", ["any wait", "{name} {number}"])
+def test_a_replay_does_not_depend_on_the_texts_of_waits(
+    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: texts of reports were the keys by which a replay found its timers and deadlines."""
+
+    async def main(world: ad.World) -> tuple[list[int], list[tuple[str, int, int]], list[int] | None]:
+        channel = world.channel(Word, tag=41)
+        with pytest.raises(TimeoutError):
+            await channel.receive(timeout_s=0.01)
+        heard = await waits_or_gives_up(world)
+        story = await shares_work(world, sleeps=True)
+        group = await world.new_group([0, 1, 2])
+        large = [torch.zeros(1000)]
+        if world.rank == 0:
+            await world.send_stream(large[0], 1)
+        elif world.rank == 1:
+            await world.receive_stream(large[0], 0)
+        return heard, story, await ad.gather_from_all_ranks(lambda: world.rank, group=group)
+
+    compute = Compute(step_s=Uniform(0.001, 0.01))
+    recorded = simulate(main, ranks=3, seed=1, record=tmp_path, compute=compute, network=Network(eager_nbytes=0))
+    assert not any(isinstance(result, BaseException) for result in recorded.results)
+    recording = read_recording(tmp_path)
+    events = (event for each in recording.ranks for event in each.events())
+    kinds = {event.wait.kind for event in events if event.kind in ("timer", "deadline")}
+    assert kinds >= {WaitKind.SLEEP, WaitKind.COMPUTE, WaitKind.MESSAGE, WaitKind.STREAM_LEFT, WaitKind.MESSAGE_LEFT}
+    monkeypatch.setattr(waits, "_TEMPLATES", dict.fromkeys(WaitKind, text))
+    assert replay(main, recording=recording).report.results == recorded.results
+
+
+def test_a_recording_of_another_version_is_refused_by_both_versions(tmp_path: Path) -> None:
+    async def main(world: ad.World) -> None:
+        await asyncio.sleep(0.1)
+
+    simulate(main, ranks=1, seed=1, record=tmp_path)
+    recording = edit_headers(tmp_path, lambda header: header.update(asyncdist="9.9"))
+    with pytest.raises(RecordingError, match=rf"by asyncdist 9\.9, and this is asyncdist {ad.__version__};"):
+        replay(main, recording=recording)
 
 
 async def waits_or_gives_up(world: ad.World) -> list[int]:

@@ -501,7 +501,7 @@ def test_a_restarted_donor_gives_its_state_once_admitted() -> None:
             states.offer(3, torch.arange(20, dtype=torch.uint8))
             await world.sleep(0.1)
         else:
-            await services.engine.until(lambda: services.restarted.get(1) == 1, "the new process")
+            await services.engine.until(lambda: services.restarted.get(1) == 1)
             with pytest.raises(ad.RankLostError):
                 await states.take(1, 3, nbytes_max=100, deadline=world.time() + 1)
             states.admit(1)

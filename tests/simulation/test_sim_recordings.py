@@ -99,7 +99,7 @@ def test_of_a_deadlock_what_each_rank_waited_for_is_recorded(sim: Sim, tmp_path:
     assert [error for each in ends_of(tmp_path / "runs") for error in each] == ["", ""]
     last = events_of(tmp_path / "runs", 1)[-1]
     assert last.kind == "waited"
-    assert re.search(r"\bPut, tag 100, in main \(.*script\.py:17\)$", last.get("what"))
+    assert re.search(r"\bPut, tag 100, in main \(.*script\.py:17\)$", str(last.wait))
     assert last.get("seconds") > 0.0
     story = tell_recording(str(tmp_path / "runs"))
     assert "ranks 0, 2 " in story and "rank 1: " in story

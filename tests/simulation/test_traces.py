@@ -22,6 +22,7 @@ from asyncdist.recording.writer import RecordOptions, RecordWriter, header_of
 from asyncdist.report import tables
 from asyncdist.report.clocks import Clocks
 from asyncdist.report.trace import TraceError, write_trace
+from asyncdist.waits import WaitId, WaitKind
 from protocols import AsyncSelectiveAveragingPolicy
 
 
@@ -116,7 +117,7 @@ def test_messages_with_which_ranks_meet_are_not_before_the_job(tmp_path: Path) -
         clock.now = 100.0
         if rank == 0:
             writer.note("sent", 1, 7100, 64)
-        writer.note("waited", "the others", 5.0)
+        writer.note("waited", WaitId(WaitKind.OTHERS_ENDED), 5.0)
         clock.now = 100.5
         if rank == 1:
             writer.note("received", 0, 7100, 64, -2, 0)

@@ -14,6 +14,7 @@ from typing import Any
 import msgpack
 import pytest
 
+import asyncdist as ad
 from asyncdist.errors import RankLostError
 from asyncdist.recording import reader, writer
 from asyncdist.recording.events import CAPACITY, Event, EventLog
@@ -22,6 +23,7 @@ from asyncdist.recording.writer import RecordOptions, RecordWriter, header_of
 from asyncdist.story.recorded import tell_recording
 from asyncdist.transports.base import Buffer, Request
 from asyncdist.transports.recorded import RecordedTransport
+from asyncdist.waits import WaitId
 
 
 class Clock:
@@ -117,7 +119,7 @@ def test_a_file_is_one_stream_of_messagepack(tmp_path: Path) -> None:
     recorded(tmp_path)
     with next(tmp_path.iterdir()).open("rb") as file:
         head, *blocks = msgpack.Unpacker(file)
-    assert head["version"] == 1
+    assert head["version"] == writer.VERSION
     kinds = list(head["kinds"])
     first = msgpack.unpackb(blocks[0][2])
     assert [kinds[first[0]], *first[2:]] == ["step", 0, 0, 0.5]
@@ -250,12 +252,15 @@ def test_ranks_without_a_file_are_named(tmp_path: Path) -> None:
     [
         (b"a text that somebody has put there", "is no recording"),
         (msgpack.packb({"format": "of another program"}), "is no recording"),
-        (msgpack.packb({"format": writer.FORMAT, "version": 7, "asyncdist": "9.9"}), "has version 7 of the format"),
         (
-            msgpack.packb({"format": writer.FORMAT, "version": 1, "job": 3}),
+            msgpack.packb({"format": writer.FORMAT, "version": 7, "asyncdist": "9.9"}),
+            rf"has version 7 of the format, written by asyncdist '9\.9'; asyncdist {ad.__version__} reads version 2",
+        ),
+        (
+            msgpack.packb({"format": writer.FORMAT, "version": writer.VERSION, "job": 3}),
             "wrong header: job: expected str, got int",
         ),
-        (msgpack.packb({"format": writer.FORMAT, "version": 1})[:-4], "ends within its header"),
+        (msgpack.packb({"format": writer.FORMAT, "version": writer.VERSION})[:-4], "ends within its header"),
     ],
 )
 def test_what_is_no_recording_is_refused_by_name(tmp_path: Path, data: bytes, told: str) -> None:
@@ -264,6 +269,18 @@ def test_what_is_no_recording_is_refused_by_name(tmp_path: Path, data: bytes, to
     with pytest.raises(RecordingError, match=told) as raised:
         read_recording(tmp_path)
     assert str(path) in str(raised.value)
+
+
+def test_a_recording_of_another_version_is_read_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    to = RecordWriter(RecordOptions(tmp_path), Clock(), 0)
+    to.open({**header(), "asyncdist": "9.9"})
+    to.note("timer", WaitId("kind_of_tomorrow", number=3), 0, 0, 0)
+    to.close()
+    (event,) = read_recording(tmp_path).ranks[0].events()
+    assert str(event.wait) == "kind kind_of_tomorrow, number 3"
+    assert f"was written by asyncdist 9.9, and this is asyncdist {ad.__version__}" in caplog.text
 
 
 def test_an_empty_or_missing_folder_is_refused(tmp_path: Path) -> None:

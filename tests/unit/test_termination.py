@@ -10,6 +10,7 @@ from typing import Any
 
 from asyncdist.collectives.agreement.messages import AgreementKey, DecisionRequest, Meeting, Undecided, Verdict
 from asyncdist.collectives.agreement.termination import Termination
+from asyncdist.waits import A_CONDITION
 
 KEY = AgreementKey.of("start", range(4))
 VERDICT = Verdict(KEY.text, agreed=7)
@@ -63,7 +64,7 @@ class Members:
 
     async def be_member(self, rank: int) -> None:
         """Wait for the verdict; ask for it once the leader is known to be dead."""
-        await Engine().until(lambda: rank in self.told or 0 in self.knows[rank], "the verdict", deadline=None)
+        await Engine().until(lambda: rank in self.told or 0 in self.knows[rank], A_CONDITION, deadline=None)
         if rank not in self.told:
             await self.terminations[rank].ask(
                 self.meeting, lambda: tuple(sorted(self.knows[rank])), lambda: rank in self.told, lambda _: None, None

@@ -83,7 +83,7 @@ MUTANTS: Final = (
         4,
         "nobody keeps the request of send_nowait",
         "asyncdist/messaging/channels.py",
-        '        self._engine.watch(request, f"{self.name}: send to {dest}", on_left)',
+        "        self._engine.watch(request, self._sending(dest), on_left)",
         "        on_left(None)",
         FAREWELL,
     ),

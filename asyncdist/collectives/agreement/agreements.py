@@ -61,9 +61,9 @@ from asyncdist.collectives.agreement.verdicts import (
     start_timeout_error,
 )
 from asyncdist.errors import AsyncdistError, ClosedError, RankLostError
-from asyncdist.messaging.engine import Awaited
 from asyncdist.tensors.serialization import words_of
 from asyncdist.transports.rank_sets import RankSet
+from asyncdist.waits import WaitId, WaitKind
 
 if TYPE_CHECKING:
     from asyncdist.messaging.channels import Channel
@@ -348,11 +348,15 @@ class Agreements:
             return len(joins) == len(ranks) or key in self._verdicts or bool(gone.ranks())
 
         deadline = None if timeout_s is None else meeting.began_at + timeout_s
-        what = Awaited(f"{key.text}: the other ranks", lambda: (rank for rank in ranks if rank not in joins))
-        is_told = await self._engine.until(is_over, what, deadline=deadline)
+        what = WaitId(WaitKind.OTHER_MEMBERS, name=key.text)
+
+        def absent() -> Iterator[int]:
+            return (rank for rank in ranks if rank not in joins)
+
+        is_told = await self._engine.until(is_over, what, deadline=deadline, peers=absent)
         if not is_told and timeout_s is not None and self.relays.carry(key):
             self.led.on_inquiry(Inquiry(key.text, timeout_s))  # calls them first
-            await self._engine.until(is_over, what)
+            await self._engine.until(is_over, what, peers=absent)
 
     async def _follow(
         self,
@@ -387,7 +391,7 @@ class Agreements:
             has_asked = True
             self.comings.come(join, leader) if is_large else self._send(join, leader)
         self._hold(is_over, hold_s)
-        what = Awaited.of_peer(f"{join.subject}: the verdict of rank {leader}", leader)
+        what = WaitId(WaitKind.VERDICT, peer=leader, name=join.subject)
         is_told = await self._engine.until(is_over, what, deadline=deadline)
         if not is_told and deadline is not None and timeout_s is not None:
             with contextlib.suppress(AsyncdistError):  # a leader that cannot be asked does not listen

@@ -30,6 +30,7 @@ from asyncdist.collectives.agreement.relays import Relays
 from asyncdist.collectives.agreement.verdicts import POSTPONED, Absences, LateVerdicts, check_room, judge
 from asyncdist.errors import BusyError
 from asyncdist.transports.rank_sets import RankSet
+from asyncdist.waits import WaitId, WaitKind
 
 #: How long the leader of a large agreement waits for those that it calls, when time is up.
 _ROLL_CALL_S: Final = 0.5
@@ -165,7 +166,8 @@ class LedAgreements:
             if inquiry.key not in self._called:
                 self._called[inquiry.key] = inquiry, self._absences.may_come(inquiry.key, missing) - {self._rank}
                 self._call(inquiry.key, missing)
-                self._relays.later(_ROLL_CALL_S, "roll call for", inquiry.key, self._on_called, inquiry.key)
+                what = WaitId(WaitKind.ROLL_CALL, name=inquiry.key.text)
+                self._relays.later(_ROLL_CALL_S, what, self._on_called, inquiry.key)
                 self._on_answer(inquiry.key, self._rank)
             return
         self._refuse_without(missing, inquiry)

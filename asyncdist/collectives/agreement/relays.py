@@ -35,6 +35,7 @@ from asyncdist.collectives.agreement.messages import (
 from asyncdist.collectives.agreement.tree_shape import DIRECT_COUNT_MAX, halves, path_to
 from asyncdist.errors import AsyncdistError, BusyError, RemoteProtocolError
 from asyncdist.transports.rank_sets import RankSet
+from asyncdist.waits import WaitId, WaitKind
 
 if TYPE_CHECKING:
     from asyncdist.messaging.engine import Engine, Timer
@@ -149,7 +150,7 @@ class Relays:
             elif some:
                 self._send(Spread(verdict, leader, runs_of(tuple(some))), child)
 
-    def later(self, delay_s: float, what: str, about: object, call: Callable[..., None], *args: Any) -> None:
+    def later(self, delay_s: float, what: WaitId, call: Callable[..., None], *args: Any) -> None:
         """Call something later, which may send, or bring a verdict."""
 
         def run() -> None:
@@ -157,7 +158,7 @@ class Relays:
                 call(*args)
             self._engine.recheck()
 
-        self._engine.call_later(delay_s, what, run, about=about)
+        self._engine.call_later(delay_s, what, run)
 
     def leave(self) -> None:
         """Pass on at once what this rank hears from now on, and has heard."""
@@ -179,7 +180,7 @@ class Relays:
             self._forget(key, leader)
         elif coming.timer is None:
             delay_s = min(_LATE_S * place.levels * 2**coming.late_count, _LATE_MAX_S)
-            coming.timer = self._engine.call_later(delay_s, "coming to", self._on_late, key, leader, about=key)
+            coming.timer = self._engine.call_later(delay_s, _late(key), self._on_late, key, leader)
             if len(self._coming) > _KEPT_COUNT_MAX:
                 self._on_late(*next(iter(self._coming)))
                 self._forget(*next(iter(self._coming)))
@@ -190,7 +191,7 @@ class Relays:
         try:
             self._pass_on(key, leader)
         except BusyError:
-            coming.timer = self._engine.call_later(_LATE_S, "coming to", self._on_late, key, leader, about=key)
+            coming.timer = self._engine.call_later(_LATE_S, _late(key), self._on_late, key, leader)
         except AsyncdistError as error:  # the job has failed
             logger.debug("%s: %s", key, error)
 
@@ -237,6 +238,11 @@ class Relays:
 
 
 @functools.lru_cache(64)
+def _late(key: AgreementKey) -> WaitId:
+    """Identify the timer that passes on which members have come, though others have not."""
+    return WaitId(WaitKind.GATHERED_MEMBERS, name=key.text)
+
+
 def _order(runs: Runs, leader: int) -> dict[int, None]:
     """Return the ranks of the tree in their order."""
     return dict.fromkeys((leader, *(rank for first, last in runs for rank in range(first, last + 1))))

@@ -23,6 +23,7 @@ from asyncdist.collectives.agreement.messages import (
     ranks_in_words,
     runs_of,
 )
+from asyncdist.waits import WaitId, WaitKind
 
 if TYPE_CHECKING:
     from asyncdist.messaging.engine import Engine, Timer
@@ -159,7 +160,7 @@ class Rivals:
     def on_waiting(self) -> None:
         """Note that others may wait in a start that this rank leads."""
         if self._duties and self._joins and self._look is None:
-            self._look = self._engine.call_later(REMIND_AFTER_S, "look at starts", self._look_at_led)
+            self._look = self._engine.call_later(REMIND_AFTER_S, WaitId(WaitKind.LOOK_AT_STARTS), self._look_at_led)
 
     def _look_at_led(self) -> None:
         self._look = None
@@ -206,7 +207,8 @@ class Rivals:
             self._object_because_of_duty(reminder, leader)
 
     def _remind_later(self, start: OpenStart) -> None:
-        start.timer = self._engine.call_later(REMIND_AFTER_S, "reminder of", self._remind, start, about=start.meeting)
+        what = WaitId(WaitKind.REMINDER, name=start.meeting.key.text)
+        start.timer = self._engine.call_later(REMIND_AFTER_S, what, self._remind, start)
 
     def _remind(self, start: OpenStart) -> None:
         """Remind the members that have not come to ``start``, and this rank of those that wait for it elsewhere."""

@@ -37,6 +37,7 @@ from asyncdist.collectives.agreement.messages import (
     is_in,
     runs_of,
 )
+from asyncdist.waits import WaitId, WaitKind
 
 if TYPE_CHECKING:
     from asyncdist.messaging.engine import Engine
@@ -150,7 +151,7 @@ class Termination:
                     request = DecisionRequest(key.text, runs_of(tuple(sorted(asking.absent))))
                     for rank in sorted(asking.silent):
                         self._send(request, rank)
-                what = f"{key.text}: what others have heard of rank {meeting.leader}"
+                what = WaitId(WaitKind.VERDICT_WITHOUT_LEADER, number=meeting.leader, name=key.text)
                 if not await self._engine.until(is_over, what, deadline=deadline):
                     on_late(tuple(sorted(asking.silent)))
                     deadline = None

@@ -24,6 +24,7 @@ from asyncdist.collectives.groups import Group
 from asyncdist.errors import LocalProtocolError, RankLostError
 from asyncdist.messaging.engine import Engine
 from asyncdist.tensors.byte_views import byte_view, empty_stack, flat_bytes
+from asyncdist.waits import WaitId, WaitKind
 
 #: What follows a message without bytes: the rank that is lost.
 _LOST: Final = struct.Struct("<q")
@@ -161,7 +162,7 @@ class MessageCollectives:
 
     async def _send(self, view: memoryview, dest: int, tag: int) -> None:
         request = self._engine.transport.isend(view, dest, tag)
-        await self._engine.wait_or_disown(request, f"send to {dest}, tag {tag}")
+        await self._engine.wait_or_disown(request, WaitId(WaitKind.SEND, tag, dest))
 
     async def _receive_exactly(self, view: memoryview, source: int, tag: int, *, may_be_notice: bool = False) -> None:
         _, nbytes = await self._engine.receive(view, source, tag)

@@ -13,6 +13,7 @@ from asyncdist.collectives.groups import Group
 from asyncdist.messaging.engine import Engine
 from asyncdist.tensors.byte_views import byte_view, empty_stack, flat_bytes, split
 from asyncdist.transports.base import GroupHandle, ReduceOp, Request
+from asyncdist.waits import WaitId, WaitKind
 
 #: A native reduction of more is made in pieces, this many at a time, through buffers that stay in the cache: in place
 #: the backend takes fresh memory for temporaries. 64 MiB of float32 took 78 ms so, 150 in place at once, and a raw
@@ -44,7 +45,7 @@ class PiecewiseCollectives:
 
         async def finish_oldest() -> None:
             request, piece, buffer = under_way[0]
-            await self._engine.wait_or_disown(request, f"all_reduce {op}")
+            await self._engine.wait_or_disown(request, WaitId(WaitKind.ALL_REDUCE, name=op))
             piece.copy_(buffer)
             under_way.popleft()
 
@@ -62,8 +63,9 @@ class PiecewiseCollectives:
 
     async def broadcast(self, native: GroupHandle, view: memoryview, position: int) -> None:
         """Bring the bytes of the member at ``position`` to all."""
+        what = WaitId(WaitKind.BROADCAST_IN_PIECES, number=len(view))
         for piece in split(view, COUNT_NBYTES_MAX):
-            await self._engine.wait_or_disown(native.broadcast(piece, position), f"broadcast of {len(view)} bytes")
+            await self._engine.wait_or_disown(native.broadcast(piece, position), what)
 
     async def exchange(
         self,
@@ -72,7 +74,7 @@ class PiecewiseCollectives:
         receive: torch.Tensor | None,
         part_nbytes: int,
         exchange: Callable[[memoryview, memoryview | None], Request],
-        what: str,
+        kind: WaitKind,
     ) -> None:
         """Exchange the same bytes of every member's part at a time; several parts do not lie together.
 
@@ -82,7 +84,7 @@ class PiecewiseCollectives:
             receive: one part from each member; None where this one receives nothing.
             part_nbytes: of each part.
             exchange: starts the collective, on pieces.
-            what: it is.
+            kind: The kind of the waits for it.
         """
         own = flat_bytes(send).view(-1, part_nbytes)
         parts = None if receive is None else flat_bytes(receive).view(group.size, part_nbytes)
@@ -91,7 +93,7 @@ class PiecewiseCollectives:
             piece = own[:, low : low + piece_nbytes].contiguous()
             received = None if parts is None else empty_stack(piece[0], group.size)
             request = exchange(byte_view(piece), None if received is None else byte_view(received))
-            await self._engine.wait_or_disown(request, f"{what} of {part_nbytes} bytes")
+            await self._engine.wait_or_disown(request, WaitId(kind, number=part_nbytes))
             if parts is not None and received is not None:
                 parts[:, low : low + piece_nbytes] = received
 
@@ -113,4 +115,4 @@ class PiecewiseCollectives:
             request = group.native.all_to_all(
                 own, send_counts, receive[low:high], counts if is_root else [0] * group.size
             )
-            await self._engine.wait_or_disown(request, f"gather of {starts[-1]} bytes")
+            await self._engine.wait_or_disown(request, WaitId(WaitKind.GATHER_RAGGED, number=starts[-1]))

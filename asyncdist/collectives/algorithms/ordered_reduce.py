@@ -23,6 +23,7 @@ from asyncdist.messaging.engine import Engine
 from asyncdist.tensors.bucket import Bucket
 from asyncdist.tensors.byte_views import byte_view
 from asyncdist.transports.base import Request
+from asyncdist.waits import WaitId, WaitKind
 
 #: Turns the ranks' tensors, in rank order, into their reduction: elementwise, of any dtype, which follows from theirs.
 #: It leaves them as they are.
@@ -36,7 +37,7 @@ _AHEAD_COUNT: Final = 4
 _BLOCK_NBYTES: Final = 256 << 10
 #: A cache line, and a multiple of every element's size.
 _ALIGNMENT_NBYTES: Final = 64
-_WHAT: Final = "reduction in rank order"
+_WHAT: Final = WaitId(WaitKind.ORDERED_REDUCTION)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Final
 
 from asyncdist.errors import AsyncdistError, LocalProtocolError, RankLostError, TruncationError
-from asyncdist.messaging.engine import Awaited, Engine
+from asyncdist.messaging.engine import Engine
 from asyncdist.transports.base import Request
+from asyncdist.waits import WaitId, WaitKind
 
 #: A piece. What is at most half as large is one message.
 PIECE_NBYTES: Final = 512 << 10
@@ -152,9 +153,8 @@ class Outlet:
         return self.error
 
     async def _wait_for_oldest(self) -> None:
-        what = Awaited.of_peer(f"send to {self._dest}, tag {self._tag}", self._dest, self._tag)
         try:
-            await self._engine.wait(self._under_way[0], what)
+            await self._engine.wait(self._under_way[0], WaitId(WaitKind.SEND, self._tag, self._dest))
         except RankLostError as error:
             if self._engine.failure is not None:
                 raise

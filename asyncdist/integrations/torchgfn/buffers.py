@@ -28,6 +28,7 @@ from asyncdist import ClosedError, Envelope, RankLostError, World, blocking, tag
 from asyncdist.integrations.joining import join
 from asyncdist.protocols.replay.layouts import scopes
 from asyncdist.protocols.replay.messages import INLINE_NBYTES_MAX
+from asyncdist.waits import WaitId, WaitKind
 
 with validation.optional_imports(__name__, ["gfn"], "torchgfn"):
     from gfn.containers.message import Message, MessageType
@@ -167,7 +168,7 @@ async def _exchange(world: World, server: int, kind: MessageType, payload: bytes
         await _send(world, channel, server, lambda *sent: Ask(kind.name, *sent), payload)
         if kind is MessageType.EXIT:
             return None
-        what = f"the answer of the replay buffer on rank {server}"
+        what = WaitId(WaitKind.BUFFER_ANSWER, number=server)
         await services.engine.until(lambda: channel.is_ready or server in services.gone, what)
         envelope = channel.receive_nowait()
         if envelope is None:
@@ -303,7 +304,7 @@ class _Desk:
         return self._world.call(self._next)
 
     async def _next(self) -> tuple[int, MessageType, Any] | None:
-        channel, what = self._channel, "training ranks that use the replay buffer"
+        channel, what = self._channel, WaitId(WaitKind.BUFFER_USERS)
         while True:
             await self._services.engine.until(lambda: channel.is_ready or self._is_over(), what)
             envelope = channel.receive_nowait()

@@ -21,6 +21,7 @@ from asyncdist.messaging.channels import Channel, Envelope
 from asyncdist.messaging.engine import Timer
 from asyncdist.messaging.services import Services
 from asyncdist.runtime.departing.departures import Departed, Departure, Departures, EndHeard, Stage
+from asyncdist.waits import WaitId, WaitKind
 
 #: How long departures wait for others that may be told in the same message: at the root for a part of the time for
 #: which ranks have been leaving, up to a limit; at each level below it for half as long, but not below the least time.
@@ -161,9 +162,11 @@ class Announcements:
         self._soon = None
         self._send_all(self._departures.urgent())
         if self._later is None and self._departures.has_more:
-            self._later = engine.call_later(self._delay_s(), "departures of others", self._send_others)
+            self._later = engine.call_later(self._delay_s(), WaitId(WaitKind.DEPARTURES), self._send_others)
         if self._repeat is None and not self._departures.is_answered and self._repeat_count < _REPEAT_COUNT:
-            self._repeat = engine.call_later(_REPEAT_S * 2**self._repeat_count, "departures again", self._send_again)
+            self._repeat = engine.call_later(
+                _REPEAT_S * 2**self._repeat_count, WaitId(WaitKind.DEPARTURES_AGAIN), self._send_again
+            )
         engine.recheck()  # all ranks may have reached the next stage
 
     def _delay_s(self) -> float:

@@ -24,6 +24,7 @@ from asyncdist.runtime.signals import SIGNALS, Interrupts, interrupt_error
 from asyncdist.runtime.watchdogs import describe_wait
 from asyncdist.runtime.world import World
 from asyncdist.transports.base import Transport
+from asyncdist.waits import WaitId, WaitKind
 
 #: How long a rank that has failed, or has found a peer gone, waits for the report of another failure before its own.
 _HEAR_WHY_S: Final = 0.25
@@ -74,7 +75,9 @@ class FailureMonitor:
         self.error = error
         self._world.services.engine.fail(error)
         if self._active:
-            self._timer = self._world.services.engine.call_later(_CANCEL_AFTER_S, "the end of main", self._cancel)
+            self._timer = self._world.services.engine.call_later(
+                _CANCEL_AFTER_S, WaitId(WaitKind.MAIN_END), self._cancel
+            )
 
     def _cancel(self) -> None:
         if self._task is not None and self._active:
@@ -170,7 +173,9 @@ async def _hear_why(world: World, seconds: float) -> None:
     deadline = engine.loop.time() + seconds
     while engine.failure is None:
         try:
-            if not await engine.until(lambda: engine.failure is not None, "the failure of a peer", deadline=deadline):
+            if not await engine.until(
+                lambda: engine.failure is not None, WaitId(WaitKind.PEER_FAILURE), deadline=deadline
+            ):
                 return
         except asyncio.CancelledError:  # a signal that comes now asks for what is happening already
             _uncancel()

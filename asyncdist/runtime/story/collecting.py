@@ -113,9 +113,9 @@ def _wait(who: str, task: asyncio.Task[Any], world: World) -> Wait:
     known = [(engine.awaited(future), engine.awaited_s(future)) for future in futures]
     ages = [age for _, age in known if age is not None]
     peers: dict[int, None] = {}
-    for text, _ in known:
-        peers.update(dict.fromkeys(_first(getattr(text, "peers", tuple)())))
-    tags = [tag for text, _ in known if (tag := getattr(text, "tag", None)) is not None]
+    for future in futures:
+        peers.update(dict.fromkeys(_first(engine.awaited_peers(future))))
+    tags = [awaited.tag for awaited, _ in known if awaited is not None and awaited.tag is not None]
     collective = _collective(task, world)
     return Wait(
         who,

@@ -15,6 +15,7 @@ from asyncdist.runtime.watchdogs import waiter_of, what_awaits
 from asyncdist.runtime.world import World
 from asyncdist.simulation.processes.event_loop import RankLoop
 from asyncdist.simulation.scheduler import Scheduler
+from asyncdist.waits import WaitId, WaitKind
 
 #: Events that it may take, together, before tasks are dropped unfinished.
 _EVENT_COUNT: Final = 100_000
@@ -72,9 +73,9 @@ def end_recording(world: World | None, main: asyncio.Task[None] | None = None) -
     """
     if world is None or world.services.end_recording is None:
         return
-    what, seconds, task = "", None, main
+    what, seconds, task = None, None, main
     if main is not None:
-        what, engine = what_awaits(main, world), world.services.engine
+        what, engine = WaitId(WaitKind.STOPPED_MAIN, name=what_awaits(main, world)), world.services.engine
         while task is not None and seconds is None:
             waiter = waiter_of(task)
             seconds, task = engine.awaited_s(waiter), engine.settler(waiter)

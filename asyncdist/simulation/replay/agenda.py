@@ -26,6 +26,7 @@ from asyncdist.simulation.replay.log import (
 )
 from asyncdist.simulation.replay.mailbox import Mailbox
 from asyncdist.simulation.replay.timers import Deadlines, Timers
+from asyncdist.waits import WaitId
 
 COLLECTIVE_TAGS: Final = range(tags.COLLECTIVE_FIRST, tags.COLLECTIVE_LAST + 1)
 
@@ -111,8 +112,8 @@ class Agenda:
     def _all_sights(self) -> deque[Any]:
         return self._log.entries if self._point is None else self._point.sights
 
-    def is_to_come(self, what: str) -> bool:
-        """Return whether a timer of this name fires before the record ends, or a task leaves such a collective."""
+    def is_to_come(self, what: WaitId) -> bool:
+        """Return whether a timer of this identity fires before the record ends, or a task leaves such a collective."""
         return self._named[what] > 0
 
     def remove(self, sight: Sight) -> None:

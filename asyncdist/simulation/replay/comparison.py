@@ -92,9 +92,9 @@ def in_words(sight: Sight | None) -> str:
             what = f"a message {whose} on" if len(keys) == 1 else f"{len(keys)} messages {whose} on"
             return f"in the recorded run {what} {names} came next; now none comes"
         case Passed(what=what):
-            return f"in the recorded run the time for {what!r} was over next; now nothing waits for that"
+            return f"in the recorded run the time for {str(what)!r} was over next; now nothing waits for that"
         case Fired(what=what):
-            return f"in the recorded run the timer for {what!r} was over next; now there is none"
+            return f"in the recorded run the timer for {str(what)!r} was over next; now there is none"
         case Left(what=what):
             verb = "failed" if what == FAILED else "ended"
             return f"in the recorded run a collective {verb} next; now none does"

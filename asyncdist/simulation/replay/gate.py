@@ -9,11 +9,11 @@ import math
 from collections.abc import Callable, Collection, Coroutine, Iterator
 from typing import Any, Final
 
-from asyncdist.messaging.engine import Awaited, Engine, yield_to_loop
-from asyncdist.messaging.polling import resolve_waiter
+from asyncdist.messaging.engine import Engine, yield_to_loop
+from asyncdist.messaging.polling import Peers, resolve_waiter
 from asyncdist.recording.events import Field
 from asyncdist.recording.observer import Observer
-from asyncdist.runtime.sleeps import is_end_of_stream, set_sleeps_by
+from asyncdist.runtime.sleeps import set_sleeps_by
 from asyncdist.runtime.world import World
 from asyncdist.simulation.processes.event_loop import RankLoop
 from asyncdist.simulation.replay.admission import Admission
@@ -36,6 +36,7 @@ from asyncdist.simulation.replay.log import (
 from asyncdist.simulation.replay.lookout import Lookout
 from asyncdist.simulation.replay.mailbox import Mailbox, gone
 from asyncdist.simulation.replay.timers import Deadlines, Timers, Wakings
+from asyncdist.waits import A_CONDITION, A_WAKE_UP, WaitId, WaitKind
 
 #: Virtual seconds for which a message waits for the safe point that came after it in the recorded run.
 _DEFERRAL_S: Final = 1.0
@@ -148,12 +149,11 @@ class Gate(Observer):
         missing = self.agenda.missing_sources(sight)
         if not self.agenda.is_open or (sight is not None and missing and self.agenda.is_due(sight)):
             return missing
-        waits = [self._engine.awaited(waiter) for waiter in self._waiters.values()]
         unrecorded = [
             peer
-            for what in waits
-            if isinstance(what, Awaited) and self._log.is_without_messages(what.tag)
-            for peer in what.peers()
+            for waiter in self._waiters.values()
+            if (what := self._engine.awaited(waiter)) is not None and self._log.is_without_messages(what.tag)
+            for peer in self._engine.awaited_peers(waiter)
         ]
         return missing.union(unrecorded)
 
@@ -222,7 +222,7 @@ class Gate(Observer):
     def _end_streams(self, taken: Taken) -> None:
         """Let streams end whose last part left in the same pass: tasks go on in the order in which they waited."""
         for sight in list(itertools.takewhile(taken.is_beside, self.agenda.sights())):
-            if not isinstance(sight, Fired) or not is_end_of_stream(sight.what) or not self._timers.has(sight.what):
+            if not isinstance(sight, Fired) or not _is_end_of_stream(sight.what) or not self._timers.has(sight.what):
                 return
             self.agenda.remove(sight)
             self._timers.fire(sight.what)
@@ -234,8 +234,8 @@ class Gate(Observer):
         """
         if (waiter := self._waiters.get(self._user)) is None:
             return
-        what = self._engine.awaited(waiter)
-        if isinstance(what, Awaited) and any(tag == what.tag and source in what.peers() for source, tag in keys):
+        what, peers = self._engine.awaited(waiter), frozenset(self._engine.awaited_peers(waiter))
+        if what is not None and any(tag == what.tag and source in peers for source, tag in keys):
             resolve_waiter(waiter, None)
 
     def _catch_up(self, seen_count: int = 0) -> None:
@@ -450,7 +450,12 @@ class Gate(Observer):
     # -- waits ------------------------------------------------------------------------------------------------------
 
     async def _park(
-        self, waiter: asyncio.Future[None], what: str = "a wake-up", *, is_of_request: bool = False
+        self,
+        waiter: asyncio.Future[None],
+        what: WaitId = A_WAKE_UP,
+        *,
+        is_of_request: bool = False,
+        peers: Peers | None = None,
     ) -> None:
         """As :meth:`Engine.park`."""
         task = asyncio.current_task()
@@ -466,7 +471,7 @@ class Gate(Observer):
         self._waiters[task] = waiter
         self._counted |= set() if is_of_request else {task}
         try:
-            await self._engine_park(waiter, what, is_of_request=is_of_request)
+            await self._engine_park(waiter, what, is_of_request=is_of_request, peers=peers)
         finally:
             del self._waiters[task]
             self._counted.discard(task)
@@ -474,10 +479,11 @@ class Gate(Observer):
     async def _wait_until(
         self,
         condition: Callable[[], bool],
-        what: str = "a condition",
+        what: WaitId = A_CONDITION,
         *,
         deadline: float | None = None,
         is_of_request: bool = False,
+        peers: Peers | None = None,
     ) -> bool:
         """As :meth:`Engine.until`, with deadlines that pass when they did."""
         if not condition():
@@ -485,10 +491,14 @@ class Gate(Observer):
         if deadline is None or self.agenda.is_done:
             if self.agenda.is_cut_short:
                 deadline = None  # it goes no further
-            return await self._until(condition, what, deadline=deadline, is_of_request=is_of_request)
+            return await self._until(condition, what, deadline=deadline, is_of_request=is_of_request, peers=peers)
         with self._deadlines.waiting(what, deadline, self._engine.recheck) as entry:
             self._lookout.look_soon()
-            await self._until(lambda: entry.has_passed or condition(), what, is_of_request=is_of_request)
+
+            def holds() -> bool:
+                return entry.has_passed or condition()
+
+            await self._until(holds, what, is_of_request=is_of_request, peers=peers)
             return not entry.has_passed or condition()
 
     async def _see_without_wait(self, waiter: asyncio.Future[None]) -> None:
@@ -501,12 +511,18 @@ class Gate(Observer):
                 self._show(sight)
 
     async def _park_until(
-        self, waiter: asyncio.Future[None], is_ready: Callable[[], bool], what: str, deadline: float
+        self,
+        waiter: asyncio.Future[None],
+        is_ready: Callable[[], bool],
+        what: WaitId,
+        deadline: float,
+        *,
+        peers: Peers | None = None,
     ) -> bool:
         """As :meth:`Engine.park_until`, with deadlines that pass when they did."""
         with self._deadlines.waiting(what, deadline, functools.partial(resolve_waiter, waiter, None)) as entry:
             self._lookout.look_soon()
-            await self._engine.park(waiter, what)
+            await self._engine.park(waiter, what, peers=peers)
             return not entry.has_passed or is_ready()
 
     async def _leave_failed(self) -> None:
@@ -522,7 +538,7 @@ class Gate(Observer):
         elif self._log.tells_collectives:
             raise self._engine.failure  # it came before the end of this collective
 
-    async def _leave(self, what: str) -> None:
+    async def _leave(self, what: WaitId) -> None:
         is_to_come = self.agenda.is_to_come(what)
         if not is_to_come and not self._log.tells_collectives:
             return
@@ -546,9 +562,9 @@ class Gate(Observer):
             await self._see(sight)
         await yield_to_loop()
 
-    async def _repeat_sent(self, name: str, dest: int) -> bool:
+    async def _repeat_sent(self, name: WaitId | None, dest: int) -> bool:
         """As :meth:`Engine.repeat_sent`: go on when the task did that had sent this, which is sent at once here."""
-        if not self.agenda.is_to_come(name):
+        if name is None or not self.agenda.is_to_come(name):
             return False
         waiter: asyncio.Future[None] = self._loop.create_future()
 
@@ -556,7 +572,7 @@ class Gate(Observer):
             resolve_waiter(waiter, gone(dest) if dest in self._mailbox.lost else None)
 
         self._wakings.wake_by(name, wake)
-        if is_end_of_stream(name):  # then it was a condition that the task waited for
+        if _is_end_of_stream(name):  # then it was a condition that the task waited for
             await self._until(waiter.done, name, is_of_request=True)
         else:
             await self._park(waiter, name, is_of_request=True)
@@ -582,7 +598,7 @@ class Gate(Observer):
         else:
             self.comparison.note_other_order(nbytes)
 
-    def measured(self, what: str, value: int) -> int:
+    def measured(self, what: WaitId, value: int) -> int:
         """Return the number that was recorded, as long as there is one."""
         values = self._log.measured.get(what)
         return values.popleft() if values else value
@@ -593,6 +609,10 @@ class Gate(Observer):
             self.has_stopped = True
             self._lookout.note_end()
         self.comparison.on_end(error)
+
+
+def _is_end_of_stream(what: WaitId) -> bool:
+    return what.kind == WaitKind.STREAM_LEFT
 
 
 def _is_left_to_task(sight: Sight) -> bool:

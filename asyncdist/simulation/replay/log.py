@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Final, TypeAlias
 from asyncdist import tags
 from asyncdist.recording.events import BEFORE_WORLD, Event
 from asyncdist.recording.reader import RecordingError
+from asyncdist.waits import WaitId, WaitKind
 
 #: Events that a replay must repeat, field by field.
 DECISIONS: Final = frozenset(
@@ -74,18 +75,14 @@ class TakenByTask(Taken):
 class Passed(Sight):
     """A deadline has passed for the task that waited for this."""
 
-    what: str
+    what: WaitId
 
 
 @dataclass(slots=True)
 class Fired(Sight):
-    """A timer of the runtime has fired.
+    """A timer of the runtime has fired."""
 
-    Attributes:
-        what: its name.
-    """
-
-    what: str
+    what: WaitId
 
 
 @dataclass(slots=True)
@@ -95,8 +92,8 @@ class Lost(Sight):
     rank: int
 
 
-#: What a task waits for that goes on after a collective that has failed.
-FAILED: Final = "that a collective has failed"
+#: The wait of a task that continues after a collective that has failed.
+FAILED: Final = WaitId(WaitKind.COLLECTIVE_FAILURE)
 
 
 @dataclass(slots=True)
@@ -104,15 +101,15 @@ class Left(Sight):
     """A task went on after a collective that had failed, or that MPI had carried by itself.
 
     Attributes:
-        what: :data:`FAILED`, or what :func:`end_of_collective` says.
+        what: :data:`FAILED`, or a wait that :func:`end_of_collective` returns.
     """
 
-    what: str
+    what: WaitId
 
 
-def end_of_collective(tag: int) -> str:
-    """Return what a task waits for that goes on after a collective of the group with this tag."""
-    return f"the end of a collective, tag {tag}"
+def end_of_collective(tag: int) -> WaitId:
+    """Return the wait of a task that continues after a collective of the group with this tag."""
+    return WaitId(WaitKind.COLLECTIVE_END, tag)
 
 
 @dataclass(slots=True)
@@ -183,7 +180,7 @@ class RankLog:
     tells_sleeps: bool = False
     tells_collectives: bool = False
     results: defaultdict[int, deque[tuple[int, bytes]]] = field(default_factory=lambda: defaultdict(deque))
-    measured: defaultdict[str, deque[int]] = field(default_factory=lambda: defaultdict(deque))
+    measured: defaultdict[WaitId, deque[int]] = field(default_factory=lambda: defaultdict(deque))
 
     def is_without_messages(self, tag: int | None) -> bool:
         """Whether collectives on that tag were carried by MPI: the record has no messages of theirs, and none waits."""
@@ -261,8 +258,8 @@ class _Reader:
                 if result and len(result) != nbytes:
                     raise RecordingError(f"a recorded result of a reduction has {len(result)} bytes, not {nbytes}")
                 log.results[tag].append((nbytes, result))
-            case "measured", (str(what), int(value)):
-                log.measured[what].append(value)
+            case "measured", (_, int(value)):
+                log.measured[event.wait].append(value)
             case "over", (str(text),):
                 log.is_over, log.error = True, text
         if event.kind in DECISIONS:
@@ -303,9 +300,9 @@ def _seen(event: Event, sent_count: int) -> Sight:
     at = (turn, woken_count, sent_count, event.time_s)
     match event.kind:
         case "deadline":
-            return Passed(*at, str(event.get("what")))
+            return Passed(*at, event.wait)
         case "timer":
-            return Fired(*at, str(event.get("what")), begun_count=int(event.get("begun") or 0))
+            return Fired(*at, event.wait, begun_count=int(event.get("begun") or 0))
         case "failed":
             return Left(*at, FAILED)
         case "collective":

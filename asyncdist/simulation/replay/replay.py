@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from asyncdist.recording.reader import RankRecording, Recording, RecordingError
+from asyncdist.recording.reader import RankRecording, Recording, RecordingError, told_of_other_version
 from asyncdist.runtime.world import World
 from asyncdist.simulation.arguments import Compute
 from asyncdist.simulation.links import Network
@@ -103,6 +103,8 @@ def check_replayable(recording: Recording) -> None:
     """Raise RecordingError where a recording cannot be replayed."""
     if recording.missing:
         raise RecordingError(f"rank {recording.missing[0]} has no recording; a replay needs those of all ranks")
+    if (told := told_of_other_version(recording)) is not None:
+        raise RecordingError(f"{told}; a replay needs the same version: install it, or record the run anew")
     for each in recording.ranks:
         _check_state_of_torch(each)
     again = [each.rank for each in recording.ranks if each.incarnation]

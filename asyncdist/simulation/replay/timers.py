@@ -11,13 +11,14 @@ from typing import Any
 
 from asyncdist.messaging.engine import Engine
 from asyncdist.simulation.processes.event_loop import RankLoop
+from asyncdist.waits import WaitId
 
 
 class _Timer:
     """One call that is to come.
 
     Attributes:
-        what: names it.
+        what: Its identity.
         when_s: its virtual time, which counts once all that was recorded has happened.
     """
 
@@ -25,7 +26,7 @@ class _Timer:
 
     def __init__(
         self,
-        what: str,
+        what: WaitId,
         when_s: float,
         call: Callable[..., object],
         args: tuple[Any, ...],
@@ -69,16 +70,14 @@ class Timers:
         self._pending: list[_Timer] = []
         self._is_released = False
 
-    def call_later(
-        self, delay_s: float, what: str, call: Callable[..., object], *args: Any, about: object = ""
-    ) -> _Timer:
+    def call_later(self, delay_s: float, what: WaitId, call: Callable[..., object], *args: Any) -> _Timer:
         """Keep a call until :meth:`fire`, or, after :meth:`release`, until its time."""
-        return self._keep(_Timer(f"{what} {about}".rstrip(), self._loop.time() + delay_s, call, args))
+        return self._keep(_Timer(what, self._loop.time() + delay_s, call, args))
 
     def call_at(
         self,
         when_s: float,
-        what: str,
+        what: WaitId,
         call: Callable[..., object],
         context: contextvars.Context | None,
     ) -> _Timer:
@@ -93,14 +92,14 @@ class Timers:
             self._pending.append(timer)
         return timer
 
-    def has(self, what: str) -> bool:
-        """Return whether a timer of this name is to come."""
+    def has(self, what: WaitId) -> bool:
+        """Return whether a timer of this identity is to come."""
         return self._first(what) is not None
 
-    def fire(self, what: str) -> None:
-        """Make the call of the oldest timer of this name."""
+    def fire(self, what: WaitId) -> None:
+        """Make the call of the oldest timer of this identity."""
         timer = self._first(what)
-        assert timer is not None, f"no timer {what!r}"
+        assert timer is not None, f"no timer {what}"
         timer.fire()
 
     def release(self) -> None:
@@ -110,7 +109,7 @@ class Timers:
         for timer in pending:
             self._loop.call_at(timer.when_s, timer.fire)
 
-    def _first(self, what: str) -> _Timer | None:
+    def _first(self, what: WaitId) -> _Timer | None:
         waiting = (timer for timer in self._pending if timer.what == what and not timer.is_over)
         return min(waiting, key=lambda timer: timer.when_s, default=None)
 
@@ -123,12 +122,12 @@ class Wakings:
     Args:
         loop: runs the rank.
         timers: of the rank.
-        is_to_come: returns whether a waking of this name is recorded, and has not come yet.
+        is_to_come: Returns whether a waking of this identity is recorded, and has not come yet.
         look_soon: looks for what the rank sees next.
     """
 
     def __init__(
-        self, loop: RankLoop, timers: Timers, is_to_come: Callable[[str], bool], look_soon: Callable[[], None]
+        self, loop: RankLoop, timers: Timers, is_to_come: Callable[[WaitId], bool], look_soon: Callable[[], None]
     ) -> None:
         self._loop = loop
         self._timers = timers
@@ -140,7 +139,7 @@ class Wakings:
         """Begin: main is about to."""
         self._engine = engine
 
-    def wake_by(self, what: str, wake: Callable[[], object]) -> None:
+    def wake_by(self, what: WaitId, wake: Callable[[], object]) -> None:
         """As :meth:`Engine.wake_by`, when it did; at once where the record does not tell that."""
         if self._is_to_come(what):
             self._keep(self._loop.time(), what, wake, None)
@@ -149,7 +148,7 @@ class Wakings:
 
     def set_sleep(
         self,
-        what: str,
+        what: WaitId,
         when_s: float,
         callback: Callable[..., object],
         args: tuple[object, ...],
@@ -159,7 +158,7 @@ class Wakings:
         return self._keep(when_s, what, functools.partial(callback, *args), context)
 
     def _keep(
-        self, when_s: float, what: str, wake: Callable[[], object], context: contextvars.Context | None
+        self, when_s: float, what: WaitId, wake: Callable[[], object], context: contextvars.Context | None
     ) -> object:
         def fire() -> None:
             self._loop.call_soon(self._engine._note_woken, True)
@@ -174,13 +173,13 @@ class Deadline:
     """Belongs to a task that waits for something up to a time.
 
     Attributes:
-        what: what it waits for, in words.
+        what: The identity of the wait.
         when_s: its virtual time, which counts once all that was recorded has happened.
         on_passed: wakes it.
         has_passed: whether that time has come.
     """
 
-    what: str
+    what: WaitId
     when_s: float
     on_passed: Callable[[], object]
     has_passed: bool = False
@@ -198,9 +197,9 @@ class Deadlines:
         self._waiting: list[Deadline] = []
 
     @contextlib.contextmanager
-    def waiting(self, what: str, when_s: float, on_passed: Callable[[], object]) -> Iterator[Deadline]:
+    def waiting(self, what: WaitId, when_s: float, on_passed: Callable[[], object]) -> Iterator[Deadline]:
         """Keep a deadline while the body waits; ``on_passed`` wakes it."""
-        deadline = Deadline(str(what), when_s, on_passed)
+        deadline = Deadline(what, when_s, on_passed)
         self._waiting.append(deadline)
         try:
             yield deadline
@@ -208,11 +207,11 @@ class Deadlines:
             if deadline in self._waiting:
                 self._waiting.remove(deadline)
 
-    def has(self, what: str) -> bool:
+    def has(self, what: WaitId) -> bool:
         """Return whether a task waits for this."""
         return any(each.what == what for each in self._waiting)
 
-    def expire(self, what: str) -> None:
+    def expire(self, what: WaitId) -> None:
         """Let the time be over that was to be over first, of those of tasks that wait for this."""
         self._expire(min((each for each in self._waiting if each.what == what), key=lambda each: each.when_s))
 

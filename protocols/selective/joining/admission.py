@@ -15,6 +15,7 @@ from typing import Final, TypeAlias
 from asyncdist import AsyncdistError, ClosedError, DisagreementError, LateError, RankLostError, StartTimeoutError
 from asyncdist.messaging import wire
 from asyncdist.messaging.services import Services
+from asyncdist.waits import WaitId, WaitKind
 
 #: How long a newcomer waits at least before it asks again, in seconds; longer where answers take longer.
 _ASK_AGAIN_S: Final = 0.5
@@ -224,7 +225,7 @@ class Application:
                 return is_answered or is_over() or not self._asked.issuperset(self._others())
 
             until = min(self._ask_again_at, self._deadline)
-            await services.engine.until(has_news, "to be admitted to a policy", deadline=until)
+            await services.engine.until(has_news, WaitId(WaitKind.POLICY_ADMISSION), deadline=until)
             if self._error is not None:
                 raise self._error
             if is_over() or self._welcome is not None:

@@ -20,6 +20,7 @@ from asyncdist.protocols.selective.joining.state_transfer import StateTransfer, 
 from asyncdist.protocols.selective.member import Instructions, RoundMember, State
 from asyncdist.protocols.step_info import PolicyEvent, SnapshotTaken
 from asyncdist.tensors.flat_state import FlatBuffers, FlatState, SnapshotPool
+from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("protocols.selective.roles.donor")
 
@@ -118,11 +119,11 @@ class Donor:
         if copy is None:
             on_copied()
         else:
-            self._services.engine.watch(copy, f"a snapshot for round {round}", on_copied)
+            self._services.engine.watch(copy, WaitId(WaitKind.ROUND_SNAPSHOT, number=round), on_copied)
 
     async def fault_of_copy(self) -> str:
         """Wait for the copy that is held, and say why it cannot be given; "" where it can."""
-        await self._services.engine.until(lambda: self._held is not None, "the copy of the weights")
+        await self._services.engine.until(lambda: self._held is not None, WaitId(WaitKind.COPY_OF_WEIGHTS))
         assert self._held is not None, "no copy is held"
         return "" if self._own.may_be_given(self._held.snapshot) else _UNSOUND
 

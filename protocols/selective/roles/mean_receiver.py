@@ -25,6 +25,7 @@ from asyncdist.protocols.selective.roles.exchange_buffers import Accumulator
 from asyncdist.protocols.selective.roles.reducer import Reducer
 from asyncdist.protocols.selective.roles.relay import Relay
 from asyncdist.tensors.flat_state import FlatBuffers
+from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("protocols.selective.roles.mean_receiver")
 
@@ -180,7 +181,7 @@ class MeanReceiver:
     async def _take_own(self, deadline: float) -> bool:
         own, number = self._own, self._round
         if not await self._services.engine.until(
-            lambda: own.is_settled(number), f"its own part of round {number}", deadline=deadline
+            lambda: own.is_settled(number), WaitId(WaitKind.OWN_PART, number=number), deadline=deadline
         ):
             raise TimeoutError("its own part was not added up in time")
         mean = own.mean(number)

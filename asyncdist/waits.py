@@ -1,0 +1,155 @@
+"""Identifies what a rank waits for, and holds all texts that describe a wait to people.
+
+A :class:`WaitId` is the key by which recordings and replays find timers, deadlines and measured numbers. Its text is
+derived from :class:`WaitKind`, in which each kind has its template. A text can thus be changed without changing a
+replay; the value of a kind, and the fields that a wait of that kind has, cannot.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Final, NamedTuple, Self
+
+
+@enum.unique
+class WaitKind(enum.StrEnum):
+    """Lists the kinds of waits. The value is the key in recordings, the second string the template of the text.
+
+    Attributes:
+        template: a format string, in which the other fields of :class:`WaitId` may stand.
+    """
+
+    template: str
+
+    def __new__(cls, value: str, template: str) -> Self:
+        """Make a member of a value and a template."""
+        kind = str.__new__(cls, value)
+        kind._value_ = value
+        kind.template = template
+        return kind
+
+    # -- asyncdist.messaging ----------------------------------------------------------------------------------------
+    CONDITION = "condition", "a condition"
+    WAKE_UP = "wake_up", "a wake-up"
+    SEND = "send", "send to {peer}, tag {tag}"
+    RECEIVE = "receive", "receive from {peer}, tag {tag}"
+    DISOWNED = "disowned", "a request for which no task waits"
+    TASK = "task", "{name}"
+    COLLECTIVE = "collective", "a collective"
+    MESSAGE = "message", "a message on {name}, tag {tag}"
+    MESSAGE_SEND = "message_send", "{name}: send to {peer}"
+    LAST_MESSAGES = "last_messages", "last messages on {name}"
+    CLOSED_TAG = "closed_tag", "closing tag {tag}"
+    STREAM_SEND = "stream_send", "stream to rank {peer}, tag {tag}"
+    STREAM_RECEIVE = "stream_receive", "stream from rank {peer}, tag {tag}"
+    STREAM_RECEIVER = "stream_receiver", "rank {peer} to receive a stream"
+    # What recordings and replays tell apart. The number counts the sends of a task to a rank on a tag.
+    MESSAGE_LEFT = "message_left", "send {number} to {peer}, tag {tag}"
+    STREAM_LEFT = "stream_left", "stream {number} to {peer}, tag {tag}"
+    WRITTEN_NBYTES = "written_nbytes", "written to {peer}, slot {number}"
+    COLLECTIVE_END = "collective_end", "the end of a collective, tag {tag}"
+    COLLECTIVE_FAILURE = "collective_failure", "the failure of a collective"
+
+    # -- asyncdist.collectives --------------------------------------------------------------------------------------
+    BARRIER = "barrier", "barrier"
+    BROADCAST = "broadcast", "broadcast from rank {number}"
+    BROADCAST_IN_PIECES = "broadcast_in_pieces", "broadcast of {number} bytes"
+    GATHER = "gather", "gather to rank {number}"
+    GATHER_IN_PIECES = "gather_in_pieces", "gather of parts of {number} bytes"
+    GATHER_RAGGED = "gather_ragged", "gather of {number} bytes"
+    ALL_GATHER = "all_gather", "all_gather"
+    ALL_GATHER_IN_PIECES = "all_gather_in_pieces", "all_gather of parts of {number} bytes"
+    ALL_REDUCE = "all_reduce", "all_reduce {name}"
+    ALL_TO_ALL = "all_to_all", "all_to_all"
+    ALL_TO_ALL_IN_PIECES = "all_to_all_in_pieces", "all_to_all of parts of {number} bytes"
+    ORDERED_REDUCTION = "ordered_reduction", "reduction in rank order"
+    OTHER_MEMBERS = "other_members", "{name}: the other ranks"
+    VERDICT = "verdict", "{name}: the verdict of rank {peer}"
+    VERDICT_WITHOUT_LEADER = "verdict_without_leader", "{name}: what others have heard of rank {number}"
+    REMINDER = "reminder", "reminder of {name}"
+    LOOK_AT_STARTS = "look_at_starts", "look at starts"
+    ROLL_CALL = "roll_call", "roll call for {name}"
+    GATHERED_MEMBERS = "gathered_members", "coming to {name}"
+    TURN = "turn", "the turn of {name}"
+    TURN_TIMEOUT = "turn_timeout", "time of {name}"
+    VERSION_RECORDS = "version_records", "records of rank {number}"
+    VERSION_READ = "version_read", "read of a version of rank {number}"
+    VERSION_ANSWERS = "version_answers", "the newest versions of other members"
+    VERSION_IN_USE = "version_in_use", "reads of the version before the last, {number}"
+    LAST_READS = "last_reads", "the last reads of its exposed state"
+
+    # -- asyncdist.runtime ------------------------------------------------------------------------------------------
+    SLEEP = "sleep", "sleep {number}"
+    COMPUTE = "compute", "compute"
+    FILE_WORK = "file_work", "work on files"
+    LOSSES = "losses", "news of who is lost"
+    GROUP_COLLECTIVES = "group_collectives", "the collectives of the group {name} that this rank has started"
+    DEPARTURES = "departures", "departures of others"
+    DEPARTURES_AGAIN = "departures_again", "departures again"
+    OWN_SERVICES = "own_services", "the services of this rank to end"
+    OWN_MESSAGES = "own_messages", "the other ranks to take the messages of this one"
+    OWN_REQUESTS = "own_requests", "requests under way"
+    OTHERS_LEFT = "others_left", "the other ranks to leave"
+    OTHERS_ENDED = "others_ended", "the other ranks to come to their end"
+    END_KNOWN = "end_known", "all ranks to hear that all have come to their end"
+    FINALIZE_MESSAGES = "finalize_messages", "the finalize messages of the other ranks"
+    MAIN_END = "main_end", "the end of main"
+    PEER_FAILURE = "peer_failure", "the failure of a peer"
+    STOPPED_MAIN = "stopped_main", "{name}"  # described by a story: the simulation ended while main waited
+
+    # -- asyncdist.functional, asyncdist.integrations ---------------------------------------------------------------
+    EARLIER_WORK = "earlier_work", "the end of an earlier {name}"
+    ANSWER = "answer", "an answer of rank {peer} on tag {tag}"
+    BUFFER_ANSWER = "buffer_answer", "the answer of the replay buffer on rank {number}"
+    BUFFER_USERS = "buffer_users", "training ranks that use the replay buffer"
+
+    # -- protocols --------------------------------------------------------------------------------------------------
+    SNAPSHOT = "snapshot", "a snapshot"
+    ROUND_SNAPSHOT = "round_snapshot", "a snapshot for round {number}"
+    DONOR_SNAPSHOT = "donor_snapshot", "rank {number}'s snapshot"
+    COPY_OF_WEIGHTS = "copy_of_weights", "the copy of the weights"
+    OWN_PART = "own_part", "its own part of round {number}"
+    OWN_READS = "own_reads", "the end of its own reads"
+    OWN_ROUND = "own_round", "the end of its part in a round"
+    REPORTS = "reports", "reports and answers of members"
+    POLICY_ADMISSION = "policy_admission", "to be admitted to a policy"
+    REPLAY_SERVER = "replay_server", "the replay buffer {name!r} on rank {peer}"
+    REPLAY_ANSWERS = "replay_answers", "answers of the replay buffer {name!r} on rank {peer}"
+    REPLAY_ROOM = "replay_room", "room for one more request to the replay buffer {name!r} on rank {peer}"
+    REPLAY_END_REASON = "replay_end_reason", "the reason why the replay buffer {name!r} ended"
+    REPLAY_CLIENTS = "replay_clients", "clients of the replay buffer {name!r}"
+
+
+class WaitId(NamedTuple):
+    """Identifies a wait, a timer or a measured number of one rank.
+
+    Two waits with equal fields are one to a replay. Recordings hold the fields as an array.
+
+    Attributes:
+        kind: one of :class:`WaitKind`; another string in a recording of another version.
+        tag: the tag of the awaited message, where there is one.
+        peer: the rank that can end the wait, where it is known and the only one.
+        number: distinguishes waits of one kind: a round, a slot, a count.
+        name: a name given by the user or a protocol: of a channel, a policy, an agreement.
+    """
+
+    kind: WaitKind | str
+    tag: int | None = None
+    peer: int | None = None
+    number: int | None = None
+    name: str = ""
+
+    def __str__(self) -> str:
+        """Return the text for people."""
+        template = _TEMPLATES.get(self.kind)
+        if template is None:  # a kind of another version
+            named = zip(self._fields, self, strict=True)
+            facts = (f"{field} {value}" for field, value in named if value not in (None, ""))
+            return ", ".join(facts)
+        return template.format_map(self._asdict())
+
+
+_TEMPLATES: Final[Mapping[str, str]] = {kind.value: kind.template for kind in WaitKind}
+A_CONDITION: Final = WaitId(WaitKind.CONDITION)
+A_WAKE_UP: Final = WaitId(WaitKind.WAKE_UP)
