@@ -240,9 +240,8 @@ class Collectives:
         else:
             start = functools.partial(group.native.all_reduce, work.numpy(), how)
             await self._native(group, start, WaitId(WaitKind.ALL_REDUCE, name=op))
-        observer = self._engine.observer
-        if observer is not None and group.size > 2 and reductions.depends_on_order(work):
-            observer.on_reduced(group.tag, byte_view(work))
+        if group.size > 2 and reductions.depends_on_order(work):
+            self._engine.note_reduced(group.tag, byte_view(work))
         reductions.store(work, tensor, op)
         return tensor
 
@@ -340,7 +339,7 @@ class Collectives:
 
     def _begin(self, membership: MembershipLog, group: Group) -> int:
         """Count a collective of this rank, for recordings too: what the rank sees later may need it."""
-        self._engine.woken_count += 1
+        self._engine.note_collective_begun()
         return membership.begin(group)
 
     async def _native(self, group: Group, start: Callable[[], Request], what: WaitId) -> None:

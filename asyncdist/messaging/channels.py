@@ -107,6 +107,7 @@ class Channel(Generic[MessageT]):
         self._post = self._outbox.post
         # Where a doorbell rings, nothing arrives while this rank runs on.
         self._hot_test_count = 1 if demultiplexer.engine.transport.capabilities.wakes else HOT_TEST_COUNT
+        self._tells_sends = demultiplexer.engine.tells_sends
         self._since_yield = 0
         demultiplexer.attach(self)
 
@@ -162,8 +163,7 @@ class Channel(Generic[MessageT]):
             LocalProtocolError, ClosedError, RankLostError: as ``send_nowait``.
         """
         request = self._post(message, dest, round)
-        is_observed = self._engine.observer is not None
-        if (request is not None or is_observed) and await self._has_waited_for(request, dest):
+        if (request is not None or self._tells_sends) and await self._has_waited_for(request, dest):
             return
         self._since_yield += 1
         if self._since_yield >= FAIRNESS_PERIOD:  # only once it is posted: another task's later send would overtake it
@@ -173,9 +173,9 @@ class Channel(Generic[MessageT]):
     async def _has_waited_for(self, request: Request | None, dest: int) -> bool:
         """Wait until a message has left; return whether that took its time."""
         engine, tag = self._engine, self.demultiplexer.tag
-        name = None if engine.observer is None else engine.observer.name_send(WaitKind.MESSAGE_LEFT, dest, tag)
+        name = engine.name_send(WaitKind.MESSAGE_LEFT, dest, tag)
         if request is None:
-            return await engine.repeat_sent(name, dest)
+            return name is not None and await engine.repeat_sent(name, dest)
         waiter: asyncio.Future[None] = engine.loop.create_future()
         has_left = False
 

@@ -5,6 +5,10 @@ once when it is posted, since most small ones are done by then; else it joins th
 tests whole. :mod:`asyncdist.messaging.polling` runs the passes; this module has what coroutines call.
 
 The engine knows nothing of frames, channels and protocols.
+
+:class:`Engine` serves a rank that is neither recorded nor replayed.
+:class:`asyncdist.runtime.recording.RecordedEngine` and :class:`asyncdist.simulation.replay.engine.ReplayedEngine`
+override what a recording observes, and what a replay does when it was done. The class is chosen as the engine is made.
 """
 
 from __future__ import annotations
@@ -15,12 +19,19 @@ import types
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Generator, Iterable
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, ClassVar, Final, Protocol, TypeVar
 
 from asyncdist import tags
 from asyncdist.errors import AsyncdistError, TruncationError
-from asyncdist.messaging.polling import Alarm, Peers, PendingRequest, Poller, resolve_waiter
-from asyncdist.recording.observer import Observer
+from asyncdist.messaging.polling import (
+    AbandonedReceive,
+    Alarm,
+    Peers,
+    PendingRequest,
+    Poller,
+    clock_of,
+    resolve_waiter,
+)
 from asyncdist.transports.base import Buffer, Request, Transport
 from asyncdist.waits import A_CONDITION, A_WAKE_UP, WaitId, WaitKind
 
@@ -67,87 +78,83 @@ class Engine(Poller):
     Attributes:
         collective_waits: the futures that coroutines await in collectives, for reports.
         on_waited: Called with what was waited for, and the seconds that it took; None if no observer counts waits.
-        observer: is told of safe points, waits and timers; None where nobody records or replays.
         is_loop_idle: returns whether the task that asks runs beside the loop, which stands still and has nothing to do;
             then it need not yield. None where tasks run in the loop alone.
-        turn: of the safe point that is under way, how many passes and yields it has made: odd while it yields.
-        clock: returns the time of the loop; for what decides something by it, so that recordings can tell it.
-        woken_count: how many waits for messages of channels, and for conditions, have ended since the last safe point
-            began, and how many collectives have begun or failed. Waits for requests do not count: one that is done at
-            once is not waited for. Of a rank that is observed, what :meth:`wake_by` wakes counts, too, and the ends
-            of collectives that no message tells.
-        begun_count: how many waits that count have begun since the last safe point began.
+        before_safe_point: Awaited before each safe point, if time is virtual: it lets the time pass that user code has
+            taken.
+        turn: The number of passes and yields that the safe point under way has made: odd while it yields.
+        woken_count: See :class:`asyncdist.runtime.recording.ObservedEngine`; 0 if the rank is not observed.
+        clock: Returns the time in seconds. Code that decides by the time calls it, so that recordings hold the answer.
+        tells_sends: Whether a task passes each send to :meth:`name_send` and :meth:`repeat_sent`, even if the message
+            has left at once.
 
     Args:
         transport: the rank's transport.
         loop: the loop that runs the rank.
     """
 
+    tells_sends: ClassVar[bool] = False
+
     def __init__(self, transport: Transport, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(transport, loop)
         self.collective_waits: set[asyncio.Future[Any]] = set()
         self.on_waited: Callable[[WaitId, float], None] | None = None
-        self.observer: Observer | None = None
         self.is_loop_idle: Callable[[], bool] | None = None
-        self.clock: Callable[[], float] = loop.time
-        self.woken_count = 0
-        self.begun_count = 0
-        self.turn = 0
+        self.before_safe_point: Callable[[], Awaitable[None]] | None = None
+        self.clock = clock_of(loop)
+        self.turn = self.woken_count = 0
         self._disowned: list[PendingRequest] = []
-        self._abandoned: dict[tuple[int, int], deque[_Abandoned]] = {}
+        self._abandoned: dict[tuple[int, int], deque[AbandonedReceive]] = {}
         self._settlers: dict[asyncio.Future[Any], asyncio.Task[Any]] = {}
 
     # -- passes -----------------------------------------------------------------------------------------------------
 
-    async def progress(
-        self, budget_s: float = PROGRESS_BUDGET_S, *, before: Callable[[], Awaitable[None]] | None = None
-    ) -> None:
-        """Alternate a pass with a yield to the loop until a pass completes nothing or the budget is spent.
+    async def safe_point(self, budget_s: float = 0.0) -> None:
+        """Come to a safe point: alternate passes and yields until a pass completes nothing or the budget is spent.
 
-        It yields at least once if others have anything to do. Peers that never stop sending do not hold a rank: the
-        number of passes that bring only messages is bounded.
+        It yields at least once if other tasks have anything to do. Peers that never stop sending do not hold a rank:
+        the number of passes that bring only messages is bounded.
 
         Args:
-            budget_s: seconds; a pass under way is finished first.
-            before: awaited first, where time is virtual: it lets the time pass that user code has taken. The budget is
-                virtual then, too.
+            budget_s: Seconds, virtual ones in a simulation; a pass under way is finished first. With 0 it is one pass
+                and one yield.
 
         Raises:
             BaseException: the error that ended the job, if one did.
         """
-        now = time.perf_counter
-        if before is not None:
-            await before()
-            now = self.loop.time
-        observer = self.observer
-        if observer is not None:
-            observer.on_safe_point_begun(self.woken_count)
-        self.turn = self.woken_count = self.begun_count = 0
+        if self.before_safe_point is not None:
+            await self.before_safe_point()
+        self._note_safe_point_begun()
         completed = self.poll()
         self.turn = 1
         if self.is_loop_idle is None or not self.is_loop_idle():
             await yield_to_loop()
         self.turn = 2
-        if not completed:
-            self.give_core()
-        else:
-            deadline = now() + budget_s
-            talk_pass_count = 0
-            while now() < deadline and talk_pass_count < TALK_PASS_COUNT_MAX:
-                requests = self._request_count
-                completed = self.poll()
-                self.turn += 1
-                if not completed:
-                    break
-                talk_pass_count += self._request_count == requests
-                await yield_to_loop()
-                self.turn += 1
-            self.turn |= 1
-            await yield_to_loop()
-        if observer is not None:
-            observer.on_safe_point_ended(self.turn)
+        if budget_s:
+            if completed:
+                await self._pass_on(budget_s)
+            else:
+                self.give_core()
+        self._note_safe_point_ended()
         if self.failure is not None:
             raise self.failure
+
+    async def _pass_on(self, budget_s: float) -> None:
+        """Make the other passes of a safe point, whose first one has completed something."""
+        now = time.perf_counter if self.before_safe_point is None else self.loop.time
+        deadline = now() + budget_s
+        talk_pass_count = 0
+        while now() < deadline and talk_pass_count < TALK_PASS_COUNT_MAX:
+            requests = self._request_count
+            completed = self.poll()
+            self.turn += 1
+            if not completed:
+                break
+            talk_pass_count += self._request_count == requests
+            await yield_to_loop()
+            self.turn += 1
+        self.turn |= 1
+        await yield_to_loop()
 
     async def drain(self) -> None:
         """Take in everything that has arrived, as must happen before a deadline is judged after a gap.
@@ -232,9 +239,9 @@ class Engine(Poller):
         self._operations.append(operation)
         await self.park(waiter, operation.what, is_of_request=True)
 
-    def _abandon(self, operation: PendingRequest, buffer: Buffer, stash: deque[_Abandoned]) -> None:
+    def _abandon(self, operation: PendingRequest, buffer: Buffer, stash: deque[AbandonedReceive]) -> None:
         """Keep the request of a receiver that was cancelled, until the transport says how it ended."""
-        entry = _Abandoned(operation.request, buffer)
+        entry = AbandonedReceive(operation.request, buffer)
 
         def resolve(error: AsyncdistError | None) -> None:
             entry.resolved = True
@@ -254,7 +261,7 @@ class Engine(Poller):
             entry.error = operation.error
             stash.append(entry)
 
-    async def _until(self, entry: _Abandoned, what: WaitId) -> None:
+    async def _until(self, entry: AbandonedReceive, what: WaitId) -> None:
         waiter = self._new_waiter()
         entry.waiters.append(waiter)
         await self.park(waiter, what, is_of_request=True)
@@ -306,12 +313,11 @@ class Engine(Poller):
         try:
             while not condition():
                 if deadline is not None and not has_waited:
-                    self._note_begun(not is_of_request)  # its end counts once, too
+                    self._note_wait_begun(not is_of_request)  # its end counts once, too
                 has_waited = True
                 if deadline is not None and self.loop.time() >= deadline:
                     if drained:
-                        if self.observer is not None:
-                            self.observer.on_deadline(what)
+                        self._note_deadline(what)
                         return False
                     await self.drain()
                     drained = True
@@ -329,7 +335,7 @@ class Engine(Poller):
         finally:
             # With a deadline the wait ends here: where that has woken the task, what comes in decides what ends it.
             if has_waited and deadline is not None:
-                self._note_woken(not is_of_request)
+                self._note_wait_ended(not is_of_request)
 
     async def park_until(
         self,
@@ -353,7 +359,7 @@ class Engine(Poller):
             False when the deadline has passed, and it is not ready.
         """
         alarm = Alarm(self.loop, deadline, waiter)
-        self._note_begun(True)
+        self._note_wait_begun(True)
         try:
             await self.park(waiter, what, is_of_request=True, peers=peers)
             if is_ready() or self.loop.time() < deadline:
@@ -361,12 +367,11 @@ class Engine(Poller):
             await self.drain()
             if is_ready():
                 return True
-            if self.observer is not None:
-                self.observer.on_deadline(what)
+            self._note_deadline(what)
             return False
         finally:
             alarm.cancel()
-            self._note_woken(True)  # as in until
+            self._note_wait_ended(True)  # as in until
 
     async def park(
         self,
@@ -391,14 +396,12 @@ class Engine(Poller):
         is_counted = self.on_waited is not None
         began_at = self.loop.time()
         self._waiters[waiter] = what, began_at, peers
-        self._note_begun(not is_of_request)
+        self._note_wait_begun(not is_of_request)
         try:
-            await waiter
-            if self.observer is not None and not is_of_request:
-                await self.observer.before_wait_ends()
+            await self._settled(waiter, not is_of_request)
         finally:
             del self._waiters[waiter]
-            self._note_woken(not is_of_request)
+            self._note_wait_ended(not is_of_request)
             if self.on_waited is not None and is_counted:
                 self.on_waited(what, self.loop.time() - began_at)
 
@@ -418,46 +421,23 @@ class Engine(Poller):
 
     def _fire(self, what: WaitId, call: Callable[..., object], args: tuple[Any, ...]) -> None:
         self.poll()
-        if self.observer is not None:
-            self.observer.on_timer(what)
+        self._note_timer(what)
         call(*args)
 
     def wake_by(self, what: WaitId, wake: Callable[[], object]) -> None:
-        """Call ``wake()``, which lets a task go on, since work in a thread has ended, or a timer of asyncio has fired.
+        """Call ``wake()``, which resumes a task, since work in a thread has ended, or a timer of asyncio has fired.
 
-        Recordings tell when it happened, and in a replay it happens then.
+        A recording holds when it happened, and a replay calls it then.
 
         Args:
             what: The identity of the work or the timer.
             wake: makes the task's next step ready, and nothing else.
         """
-        if self.observer is not None:
-            self.observer.on_timer(what)
-            self.loop.call_soon(self._note_woken, True)  # right before that step
         wake()
 
     async def let_begin(self) -> None:
         """Let a task that has just been made take its first step; in a replay it has seen by then what it had."""
         await yield_to_loop()
-
-    def measured(self, what: WaitId, value: int) -> int:
-        """Return a number that follows from nothing but timing; in a replay the recorded one, which ``what`` names."""
-        return value if self.observer is None else self.observer.measured(what, value)
-
-    async def repeat_sent(self, name: WaitId | None, dest: int) -> bool:
-        """Wait in a replay as long as a task did for what it sends, or fail if ``dest`` was lost; return whether so."""
-        del name, dest
-        return False
-
-    def _note_begun(self, counts: bool) -> None:
-        self.begun_count += counts
-        if self.observer is not None:
-            self.observer.on_wait_begun()
-
-    def _note_woken(self, counts: bool) -> None:
-        if self.observer is not None:
-            self.observer.on_wait_ended(counts)
-        self.woken_count += counts
 
     # -- tasks that others count on ---------------------------------------------------------------------------------
 
@@ -479,21 +459,6 @@ class Engine(Poller):
             self.collective_waits.discard(waiter)
         await self.note_collective(tag)
         return result
-
-    async def note_collective(self, tag: int) -> None:
-        """Count the end of a collective, for recordings where no message tells it. A replay goes on when it did."""
-        if self.observer is not None:
-            self.observer.on_collective_ended(tag)
-            self.woken_count += 1
-
-    async def note_failed(self) -> None:
-        """Count the end of a collective that has failed, for recordings. A replay goes on when its turn has come.
-
-        What failed it may be no message, whose place would tell that; with the job it ends in any case.
-        """
-        if self.observer is not None and self.failure is None:
-            self.observer.on_collective_failed()
-            self.woken_count += 1
 
     async def ended(self, task: asyncio.Task[Any]) -> None:
         """Wait until a task has ended, however it ends. A cancellation of the caller leaves it alone."""
@@ -524,19 +489,82 @@ class Engine(Poller):
         self._settlers[future] = task
         began_at = None if self.on_waited is None else self.loop.time()
         try:
-            result = await future
-            if self.observer is not None and counts:
-                await self.observer.before_wait_ends()
-            return result
+            return await self._settled(future, counts)
         finally:
             del self._settlers[future]
-            self._note_woken(counts)
+            self._note_wait_ended(counts)
             if self.on_waited is not None and began_at is not None:
                 self.on_waited(what or WaitId(WaitKind.TASK, name=task.get_name()), self.loop.time() - began_at)
 
     def settler(self, future: Any) -> asyncio.Task[Any] | None:
         """Return the task that settles ``future``, where a coroutine awaits it by :meth:`settled_by`."""
         return self._settlers.get(future)
+
+    # -- what recordings hold, and replays repeat --------------------------------------------------------------------
+    # Nothing here, since this rank is neither recorded nor replayed.
+
+    def measured(self, what: WaitId, value: int) -> int:
+        """Return a number that depends on timing alone: ``value``, or in a replay the one recorded for ``what``."""
+        del what
+        return value
+
+    def note_reduced(self, tag: int, result: memoryview) -> None:
+        """Record the result of a reduction whose order MPI chose; a replay writes the recorded result there.
+
+        Args:
+            tag: The tag of the group.
+            result: The bytes of the result, writable.
+        """
+
+    def name_send(self, kind: WaitKind, dest: int, tag: int) -> WaitId | None:
+        """Identify a send for which a task waits, for :meth:`wake_by` and :meth:`repeat_sent`; None if none is told."""
+        del kind, dest, tag
+        return None
+
+    async def repeat_sent(self, what: WaitId, dest: int) -> bool:
+        """Wait as long as the recorded send took, or fail if ``dest`` was lost; return whether it took time."""
+        del what, dest
+        return False
+
+    def note_collective_begun(self) -> None:
+        """Count the beginning of a collective."""
+
+    async def note_collective(self, tag: int) -> None:
+        """Record the end of a collective that no message shows; a replay waits until it ended in the recording."""
+
+    async def note_failed(self) -> None:
+        """Record that a collective has failed; a replay waits until it failed in the recording.
+
+        A message need not be the cause. If the whole job has failed, nothing is recorded.
+        """
+
+    def _settled(self, future: asyncio.Future[T], counts: bool) -> Awaitable[T]:
+        """Return an awaitable for the result of ``future``; in a replay the wait ends when it did in the recording.
+
+        Args:
+            future: The awaited future.
+            counts: Whether the wait is one of those by which a recording tells places.
+        """
+        del counts
+        return future
+
+    def _note_safe_point_begun(self) -> None:
+        """Note that a safe point begins."""
+
+    def _note_safe_point_ended(self) -> None:
+        """Note that a safe point has ended, after :attr:`turn` passes and yields."""
+
+    def _note_wait_begun(self, counts: bool) -> None:
+        """Note that a wait begins; for ``counts`` see :meth:`_settled`."""
+
+    def _note_wait_ended(self, counts: bool) -> None:
+        """Note that a wait has ended."""
+
+    def _note_deadline(self, what: WaitId) -> None:
+        """Note that a deadline has passed."""
+
+    def _note_timer(self, what: WaitId) -> None:
+        """Note that a timer fires."""
 
     # -- reports -----------------------------------------------------------------------------------------------------
 
@@ -567,27 +595,3 @@ class Engine(Poller):
             request_count=self._request_count,
             outstanding_count=len(self._operations),
         )
-
-
-class _Abandoned:
-    """Keeps a receive whose caller was cancelled until its end is known, and its message until it is taken."""
-
-    __slots__ = ("_buffer", "_request", "error", "resolved", "waiters")
-
-    def __init__(self, request: Request, buffer: Buffer) -> None:
-        self._request = request
-        self._buffer = buffer
-        self.resolved = False
-        self.error: AsyncdistError | None = None
-        self.waiters: list[asyncio.Future[None]] = []
-
-    def hand_over(self, buffer: Buffer) -> tuple[int, int]:
-        if self.error is not None:
-            raise self.error
-        nbytes = self._request.nbytes
-        target = memoryview(buffer)
-        if nbytes > target.nbytes:
-            raise TruncationError.of(nbytes, target.nbytes, self._request.source)
-        if nbytes:  # an empty view cannot be cast
-            target.cast("B")[:nbytes] = memoryview(self._buffer).cast("B")[:nbytes]
-        return self._request.source, nbytes

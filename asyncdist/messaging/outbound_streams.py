@@ -87,8 +87,7 @@ class OutboundStream(StreamEnd):
             tag: of the channel on which it was granted.
             aborts: whether to answer with the abort alone; then it returns False.
         """
-        observer = self._engine.observer
-        name = self._told = None if observer is None else observer.name_send(WaitKind.STREAM_LEFT, self.dest, tag)
+        name = self._told = self._engine.name_send(WaitKind.STREAM_LEFT, self.dest, tag)
         try:
             complete = False
             if aborts:

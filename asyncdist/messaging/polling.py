@@ -1,7 +1,7 @@
 """Runs passes: each tests once everything that one rank has under way.
 
-Training code runs passes at its safe points (:meth:`asyncdist.messaging.engine.Engine.progress`). A driver callback on
-the loop runs them while coroutines wait. Its state says when it comes next:
+Training code runs passes at its safe points (:meth:`asyncdist.messaging.engine.Engine.safe_point`). A driver callback
+on the loop runs them while coroutines wait. Its state says when it comes next:
 
 ========  ============================  =======================================================================
 state     next pass                     then
@@ -35,8 +35,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Final, TypeAlias
 
-from asyncdist.errors import AsyncdistError
-from asyncdist.transports.base import Request, Transport
+from asyncdist.errors import AsyncdistError, TruncationError
+from asyncdist.transports.base import Buffer, Request, Transport
 from asyncdist.waits import WaitId
 
 HOT_PASS_COUNT: Final = 100
@@ -113,6 +113,31 @@ class PendingRequest:
         self.error = error
         if self.on_done is not None:
             self.on_done(error)
+
+
+class AbandonedReceive:
+    """Keeps a receive whose caller was cancelled until its end is known, and its message until it is taken."""
+
+    __slots__ = ("_buffer", "_request", "error", "resolved", "waiters")
+
+    def __init__(self, request: Request, buffer: Buffer) -> None:
+        self._request = request
+        self._buffer = buffer
+        self.resolved = False
+        self.error: AsyncdistError | None = None
+        self.waiters: list[asyncio.Future[None]] = []
+
+    def hand_over(self, buffer: Buffer) -> tuple[int, int]:
+        """Copy the message into ``buffer``; return its source and its size in bytes."""
+        if self.error is not None:
+            raise self.error
+        nbytes = self._request.nbytes
+        target = memoryview(buffer)
+        if nbytes > target.nbytes:
+            raise TruncationError.of(nbytes, target.nbytes, self._request.source)
+        if nbytes:  # an empty view cannot be cast
+            target.cast("B")[:nbytes] = memoryview(self._buffer).cast("B")[:nbytes]
+        return self._request.source, nbytes
 
 
 class Poller:
@@ -380,6 +405,11 @@ class Poller:
             return self.loop.call_soon(self._take_tick)
         self._state = _IDLE
         return self.loop.call_later(IDLE_PERIOD_S, self._take_tick)
+
+
+def clock_of(loop: asyncio.AbstractEventLoop) -> Callable[[], float]:
+    """Return the loop's clock; for uvloop, whose clock has steps of a millisecond, the clock that it follows."""
+    return time.monotonic if type(loop).__module__ == "uvloop" else loop.time
 
 
 def resolve_waiter(waiter: asyncio.Future[None], error: BaseException | None) -> None:

@@ -11,7 +11,6 @@ import asyncio
 import functools
 import logging
 import os
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from asyncdist.messaging import streams, wire
 from asyncdist.messaging.channels import Channel, Envelope, Overflow
 from asyncdist.messaging.demultiplexer import ReceivingChannel, TagDemultiplexer
 from asyncdist.messaging.engine import Engine
+from asyncdist.messaging.polling import clock_of
 from asyncdist.recording.events import EventLog
 from asyncdist.transports.rank_sets import RankSet
 from asyncdist.waits import WaitId
@@ -68,11 +68,6 @@ class _WatchedContacts(set[int]):
         if rank not in self:
             super().add(rank)
             self._listener(rank)
-
-
-def clock_of(loop: asyncio.AbstractEventLoop) -> Callable[[], float]:
-    """Return the loop's clock; for that of uvloop, which has steps of a millisecond, the one that it follows."""
-    return time.monotonic if type(loop).__module__ == "uvloop" else loop.time
 
 
 class Services:
@@ -126,7 +121,7 @@ class Services:
         self.survives_loss = engine.transport.capabilities.survives_rank_loss
         self.is_admitted = not self.incarnation
         self.hosts: Sequence[int] | None = engine.transport.hosts
-        self.time: Callable[[], float] = clock_of(loop)
+        self.time = engine.clock
         self.engine = engine
         self.gone = RankSet()
         self.restarted: dict[int, int] = {}
@@ -138,7 +133,7 @@ class Services:
         self.progress_probes: list[Callable[[], Any]] = []
         self.last_progress: Any = None
         self.leftover_probes: list[Callable[[], Sequence[str]]] = []
-        self.events = EventLog(self.time)
+        self.events = EventLog(clock_of(loop))
         self.end_recording: Callable[[WaitId | None, float], None] | None = None
         self.reports_in_turn = False
         self.read_nbytes = 0

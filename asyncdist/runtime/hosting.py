@@ -136,8 +136,7 @@ async def hosted(
         if options.instrument is None
         else options.instrument(transport, loop)
     )
-    transport = recording.transport
-    engine = Engine(transport, loop)
+    transport, engine = recording.transport, recording.engine
     engine.start()
     exporter: Exporter | None = None
     token = None

@@ -1,29 +1,30 @@
-"""Records what happens on a rank, where its user wants that: messages, waits, and what protocols tell."""
+"""Records what happens on a rank, if its user wants that: messages, waits, and the events of protocols."""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
 import functools
+import itertools
 import random
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy
 import torch
 
 from asyncdist.messaging.engine import Engine
-from asyncdist.messaging.services import clock_of
-from asyncdist.recording.events import BEFORE_WORLD
-from asyncdist.recording.observer import Observer
+from asyncdist.messaging.polling import clock_of
+from asyncdist.recording.events import BEFORE_WORLD, Field
 from asyncdist.recording.writer import RecordOptions, RecordWriter, header_of
 from asyncdist.runtime.sleeps import set_sleeps_by
 from asyncdist.runtime.world import World
 from asyncdist.transports.base import Transport
 from asyncdist.transports.recorded import RecordedTransport
-from asyncdist.waits import WaitId
+from asyncdist.waits import WaitId, WaitKind
 
 #: What is there is handed to the kernel so often, also while nothing happens.
 _FLUSH_PERIOD_S: Final = 1.0
@@ -44,7 +45,8 @@ class Recording:
         loop: runs the rank.
 
     Attributes:
-        transport: to be used in place of the one given.
+        transport: To be used instead of the one given.
+        engine: The engine of the rank.
     """
 
     def __init__(self, options: RecordOptions | None, transport: Transport, loop: asyncio.AbstractEventLoop) -> None:
@@ -52,17 +54,19 @@ class Recording:
         self._loop = loop
         self._timer: asyncio.TimerHandle | None = None
         self._writer: RecordWriter | None = None
-        self._engine: Engine | None = None
+        self._recorded: RecordedEngine | None = None
         self._sent_before_count = 0  # before the world was open
         self._leave_loop: Callable[[], None] = lambda: None
         if options is not None:
             self._writer = RecordWriter(options, clock_of(loop), transport.rank)
             self.transport = RecordedTransport(transport, functools.partial(self._note_message, self._writer))
+            self._recorded = RecordedEngine(self.transport, loop, self._writer)
+        self.engine: Engine = self._recorded or Engine(transport, loop)
 
     def begin(self, world: World) -> None:
         """Begin the file, since the job is known."""
-        writer, transport = self._writer, self.transport
-        if writer is None:
+        writer, engine, transport = self._writer, self._recorded, self.transport
+        if writer is None or engine is None:
             return
         header = header_of(
             job=f"{world.services.nonce & 0xFFFFFFFF:08x}",
@@ -76,14 +80,11 @@ class Recording:
         tells_sleeps = is_simulated or not transport.capabilities.shares_process  # else ranks share the loop
         told = {"sent_before_count": self._sent_before_count, "tells_sleeps": tells_sleeps, "tells_collectives": True}
         writer.open({**header, **_conditions(world), **told})
-        services, engine = world.services, world.services.engine
-        engine.woken_count = engine.begun_count = 0  # a replay opens the world in another way
+        engine.begin()
+        services = world.services
         services.events.sink = writer.add
         services.count_waits(writer.note_wait)
         services.end_recording = functools.partial(self._end, writer)
-        engine.observer = _Recorder(writer, engine, is_native=transport.capabilities.native_collectives)
-        engine.clock = services.time = world.time = functools.partial(self._read_clock, writer, services.time)
-        self._engine = engine
         if tells_sleeps:
             self._tell_sleeps(engine)
         if not transport.capabilities.shares_process:  # which cannot be killed without the writer's process
@@ -91,14 +92,14 @@ class Recording:
 
     def _note_message(self, writer: RecordWriter, kind: str, peer: int, tag: int, nbytes: int) -> None:
         if kind == "received":
-            engine = self._engine
-            if engine is None:
+            engine = self._recorded
+            if engine is None or not engine.has_begun:
                 writer.note(kind, peer, tag, nbytes, BEFORE_WORLD, 0)
             else:
                 number = engine._pass_count % 65536 if engine._in_pass else -1
                 writer.note(kind, peer, tag, nbytes, number, engine.turn, engine.woken_count, engine.begun_count)
         else:
-            self._sent_before_count += self._engine is None
+            self._sent_before_count += self._recorded is None or not self._recorded.has_begun
             writer.note(kind, peer, tag, nbytes)
 
     def _tell_sleeps(self, engine: Engine) -> None:
@@ -116,12 +117,6 @@ class Recording:
             return call_at(when, engine.wake_by, what, wake, context=context)
 
         self._leave_loop = set_sleeps_by(self._loop, set_timer)
-
-    @staticmethod
-    def _read_clock(writer: RecordWriter, clock: Callable[[], float]) -> float:
-        seconds = clock()
-        writer.add(seconds, "clock", (seconds, sys._getframe(1).f_lineno))
-        return seconds
 
     def _tick(self, writer: RecordWriter) -> None:
         writer.flush()
@@ -150,48 +145,111 @@ class Recording:
             self._writer.close()
 
 
-class _Recorder(Observer):
-    """Writes down what the engine tells.
+class ObservedEngine(Engine):
+    """Counts the places at which a rank receives something: a recording holds them, and a replay compares them.
 
-    Args:
-        writer: of the rank's events.
-        engine: counts places.
-        is_native: whether MPI carries collectives, and reduces in an order of its own.
+    Attributes:
+        has_begun: Whether the world is open; only then are places of use.
+        woken_count: The number of waits for messages of channels and for conditions that have ended since the last safe
+            point began, of collectives that have begun, ended without a message or failed since, and of calls of
+            :meth:`wake_by`. Waits for requests do not count: no task waits for a request that is done at once.
+        begun_count: The number of waits that count and have begun since the last safe point began.
     """
 
-    def __init__(self, writer: RecordWriter, engine: Engine, *, is_native: bool) -> None:
-        super().__init__()
+    tells_sends: ClassVar[bool] = True
+
+    def __init__(self, transport: Transport, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(transport, loop)
+        self.has_begun = False
+        self.begun_count = 0
+        self._send_counts: defaultdict[tuple[WaitKind, int, int], itertools.count[int]] = defaultdict(
+            functools.partial(itertools.count, 1)
+        )
+
+    def begin(self) -> None:
+        """Count from now on: a replay opens the world in another way than the recorded job did."""
+        self.has_begun = True
+        self.woken_count = self.begun_count = 0
+
+    def name_send(self, kind: WaitKind, dest: int, tag: int) -> WaitId | None:
+        return WaitId(kind, tag, dest, next(self._send_counts[kind, dest, tag])) if self.has_begun else None
+
+    def note_collective_begun(self) -> None:
+        self.woken_count += 1
+
+    def _note_safe_point_begun(self) -> None:
+        self.turn = self.woken_count = self.begun_count = 0
+
+    def _note_wait_begun(self, counts: bool) -> None:
+        self.begun_count += counts
+
+    def _note_wait_ended(self, counts: bool) -> None:
+        self.woken_count += counts
+
+
+class RecordedEngine(ObservedEngine):
+    """Writes down what the engine of a rank does that a replay must repeat.
+
+    Args:
+        transport: The transport of the rank.
+        loop: The loop that runs the rank.
+        writer: The writer of its events.
+    """
+
+    def __init__(self, transport: Transport, loop: asyncio.AbstractEventLoop, writer: RecordWriter) -> None:
+        super().__init__(transport, loop)
         self._writer = writer
-        self._engine = engine
-        self._is_native = is_native
+        self._is_native = transport.capabilities.native_collectives  # MPI reduces in an order of its own
+        self._unrecorded_clock, self.clock = self.clock, self._read_clock
 
-    def on_safe_point_begun(self, woken_count: int) -> None:
-        self._writer.begin_safe_point(woken_count)
+    def _read_clock(self) -> float:
+        seconds = self._unrecorded_clock()
+        if self.has_begun:
+            self._writer.add(seconds, "clock", (seconds, sys._getframe(1).f_lineno))
+        return seconds
 
-    def on_safe_point_ended(self, turn: int) -> None:
-        self._writer.end_safe_point(turn)
-
-    def on_deadline(self, what: WaitId) -> None:
-        self._writer.note("deadline", what, self._engine.turn, self._engine.woken_count)
-
-    def on_timer(self, what: WaitId) -> None:
-        engine = self._engine
-        self._writer.note("timer", what, engine.turn, engine.woken_count, engine.begun_count)
-
-    def on_collective_ended(self, tag: int) -> None:
-        self._writer.note("collective", tag, self._engine.turn, self._engine.woken_count)
-
-    def on_collective_failed(self) -> None:
-        self._writer.note("failed", self._engine.turn, self._engine.woken_count)
-
-    def on_reduced(self, tag: int, result: memoryview) -> None:
-        if self._is_native:
-            nbytes = len(result)
-            self._writer.note("reduced", tag, nbytes, result.hex() if nbytes <= _RESULT_NBYTES_MAX else "")
+    def wake_by(self, what: WaitId, wake: Callable[[], object]) -> None:
+        if self.has_begun:
+            self._note_timer(what)
+            self.loop.call_soon(self._note_wait_ended, True)  # right before the task's next step
+        wake()
 
     def measured(self, what: WaitId, value: int) -> int:
-        self._writer.note("measured", what, value)
+        self._note("measured", what, value)
         return value
+
+    def note_reduced(self, tag: int, result: memoryview) -> None:
+        if self._is_native:
+            nbytes = len(result)
+            self._note("reduced", tag, nbytes, result.hex() if nbytes <= _RESULT_NBYTES_MAX else "")
+
+    async def note_collective(self, tag: int) -> None:
+        self._note("collective", tag, self.turn, self.woken_count)
+        self.woken_count += 1
+
+    async def note_failed(self) -> None:
+        if self.failure is None:
+            self._note("failed", self.turn, self.woken_count)
+            self.woken_count += 1
+
+    def _note_safe_point_begun(self) -> None:
+        if self.has_begun:
+            self._writer.begin_safe_point(self.woken_count)
+        self.turn = self.woken_count = self.begun_count = 0
+
+    def _note_safe_point_ended(self) -> None:
+        if self.has_begun:
+            self._writer.end_safe_point(self.turn)
+
+    def _note_deadline(self, what: WaitId) -> None:
+        self._note("deadline", what, self.turn, self.woken_count)
+
+    def _note_timer(self, what: WaitId) -> None:
+        self._note("timer", what, self.turn, self.woken_count, self.begun_count)
+
+    def _note(self, kind: str, *fields: Field) -> None:
+        if self.has_begun:
+            self._writer.note(kind, *fields)
 
 
 def _conditions(world: World) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from asyncdist.errors import ClosedError, LocalProtocolError
 from asyncdist.live.counters import RankCounters, counters_of
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
-from asyncdist.messaging.engine import PROGRESS_BUDGET_S as PROGRESS_BUDGET_S, EngineStatistics, yield_to_loop
+from asyncdist.messaging.engine import PROGRESS_BUDGET_S as PROGRESS_BUDGET_S, EngineStatistics
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.tensor_streams import UserStreams
 from asyncdist.runtime.compute import Computing, VirtualClock
@@ -154,10 +154,9 @@ class World:
         self._nonce = nonce
         self._task_group: asyncio.TaskGroup | None = None
         self._main: asyncio.Task[Any] | None = None
-        self._computing = Computing(self.rank, loop, lambda wake: self._engine.wake_by(WaitId(WaitKind.COMPUTE), wake))
-        self._file_work = Computing(
-            self.rank, loop, lambda wake: self._engine.wake_by(WaitId(WaitKind.FILE_WORK), wake)
-        )
+        wake_by = services.engine.wake_by
+        self._computing = Computing(self.rank, loop, functools.partial(wake_by, WaitId(WaitKind.COMPUTE)))
+        self._file_work = Computing(self.rank, loop, functools.partial(wake_by, WaitId(WaitKind.FILE_WORK)))
         self._models_in_use: list[object] = []
 
     def __repr__(self) -> str:
@@ -218,27 +217,13 @@ class World:
         await asyncio.sleep(seconds)
         self.check()
 
-    async def safe_point(self) -> None:
+    def safe_point(self) -> Coroutine[Any, Any, None]:
         """Make one pass over what is outstanding, and yield once to the rank's other tasks, if there are any.
 
         Raises:
             RankLostError: a peer has failed, and with it the job.
         """
-        if self.virtual_clock is not None:
-            await self.virtual_clock.before_safe_point()
-        engine = self._engine
-        observer = engine.observer
-        if observer is not None:
-            observer.on_safe_point_begun(engine.woken_count)
-        engine.turn = engine.woken_count = engine.begun_count = 0
-        engine.poll()
-        engine.turn = 1
-        if engine.is_loop_idle is None or not engine.is_loop_idle():
-            await yield_to_loop()
-        engine.turn = 2
-        if observer is not None:
-            observer.on_safe_point_ended(engine.turn)
-        self.check()
+        return self._engine.safe_point()
 
     def progress(self, budget_s: float = PROGRESS_BUDGET_S) -> Coroutine[Any, Any, None]:
         """Make passes, and yield after each, until one completes nothing or the budget is spent; at least one yield.
@@ -249,8 +234,7 @@ class World:
         Raises:
             RankLostError: a peer has failed, and with it the job.
         """
-        clock = self.virtual_clock
-        return self._engine.progress(budget_s, before=clock.before_safe_point if clock is not None else None)
+        return self._engine.safe_point(budget_s)
 
     def check(self) -> None:
         """Raise what ended the job, if anything did."""

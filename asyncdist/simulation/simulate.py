@@ -346,7 +346,8 @@ class _Simulation:
             if not self._worlds:
                 forget_earlier(world, options.record)
             self._worlds[rank] = world
-            world.virtual_clock = _Clock(self, loop)
+            world.virtual_clock = clock = _Clock(self, loop)
+            world.services.engine.before_safe_point = clock.before_safe_point
 
         outcome = await host_rank(main, args, transport, interrupts, options, on_open=on_open)
         try:

@@ -15,8 +15,7 @@ import pytest
 import asyncdist as ad
 from asyncdist.blocking import idle_loop
 from asyncdist.blocking.idle_loop import IdleLoop
-from asyncdist.messaging.engine import yield_to_loop
-from asyncdist.runtime import world as runtime_world
+from asyncdist.messaging import engine
 from asyncdist.runtime.watchdogs import frames_of
 
 
@@ -163,6 +162,7 @@ def test_safe_point_does_not_yield_if_the_loop_has_nothing_to_do(
     turns: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     yields: list[int] = []
+    yield_to_loop = engine.yield_to_loop
 
     async def counted() -> None:
         yields.append(1)
@@ -170,7 +170,7 @@ def test_safe_point_does_not_yield_if_the_loop_has_nothing_to_do(
 
     with ad.blocking.open_world() as world:
         settle(world, turns)
-        monkeypatch.setattr(runtime_world, "yield_to_loop", counted)
+        monkeypatch.setattr(engine, "yield_to_loop", counted)
         for _ in range(100):
             world.safe_point()
         assert not yields

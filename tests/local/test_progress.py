@@ -15,7 +15,7 @@ from support.scripted import CountingInlet, ScriptedRequest, ScriptedTransport, 
 
 from asyncdist.errors import AsyncdistError, RankLostError
 from asyncdist.messaging import engine as progress
-from asyncdist.messaging.engine import TALK_PASS_COUNT_MAX, Engine
+from asyncdist.messaging.engine import PROGRESS_BUDGET_S, TALK_PASS_COUNT_MAX, Engine
 from asyncdist.messaging.polling import HOT_PASS_COUNT, WARM_PASS_COUNT, DriverState, Pollable
 from asyncdist.transports.base import ANY_SOURCE
 from asyncdist.waits import A_CONDITION
@@ -165,10 +165,10 @@ async def test_fail_wakes_every_kind_of_wait_now_and_later(engine: Engine, trans
 
 async def test_progress_yields_at_least_once_even_with_nothing_to_do(engine: Engine) -> None:
     async with Bystander() as other:
-        await engine.progress()
+        await engine.safe_point(PROGRESS_BUDGET_S)
         assert other.turns >= 1
         before = other.turns
-        await engine.progress(budget_s=0)
+        await engine.safe_point(budget_s=0)
         assert other.turns > before
 
 
@@ -177,11 +177,11 @@ async def test_progress_goes_on_until_a_pass_completes_nothing(engine: Engine) -
     engine.add_pollable(inlet)
     async with Bystander() as other:
         inlet.waiting = 7
-        await engine.progress(budget_s=60)
+        await engine.safe_point(budget_s=60)
         assert (inlet.waiting, inlet.polls) == (0, 8)
         assert other.turns >= 7, "a yield with every pass"
         inlet.polls = 0
-        await engine.progress(budget_s=60)
+        await engine.safe_point(budget_s=60)
         assert inlet.polls == 1, "one pass where nothing happens"
 
 
@@ -206,11 +206,11 @@ async def test_progress_ends_when_the_budget_is_spent(engine: Engine, monkeypatc
     inlet = Busy()
     engine.add_pollable(inlet)
     async with Bystander() as other:
-        await engine.progress(budget_s=4.5)
+        await engine.safe_point(budget_s=4.5)
         assert 5 <= inlet.polls <= 6
         assert other.turns >= 1
         inlet.polls = 0
-        await engine.progress(budget_s=0)
+        await engine.safe_point(budget_s=0)
         assert 1 <= inlet.polls <= 2
 
 
@@ -433,5 +433,5 @@ async def test_peers_that_never_stop_talking_do_not_hold_a_safe_point(engine: En
     chatter = Chatter()
     engine.stop()  # only progress polls
     engine.add_pollable(chatter)
-    await engine.progress(budget_s=60.0)
+    await engine.safe_point(budget_s=60.0)
     assert chatter.polls == 1 + TALK_PASS_COUNT_MAX

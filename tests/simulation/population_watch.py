@@ -367,7 +367,8 @@ class Watch:
         self._loops[world.rank] = asyncio.get_running_loop()
         clock = world.virtual_clock
         assert clock is not None, "not in a simulation"
-        world.virtual_clock = _StopWatch(clock, world, self.heard_at[world.rank])
+        watch = _StopWatch(clock, world, self.heard_at[world.rank])
+        world.services.engine.before_safe_point = watch.before_safe_point
 
     def check_in_time(self, deadline: float, now: float, what: str) -> None:
         """The coordinator that acts now had no chance to do so when it was time: a few safe points, and no more."""
@@ -438,9 +439,6 @@ class _StopWatch:
     async def before_safe_point(self) -> None:
         await self._clock.before_safe_point()
         self._heard_at.append(self._world.time())
-
-    def run_beside(self, call: Any) -> Any:
-        return self._clock.run_beside(call)
 
 
 def reason_kind(reason: str) -> str:

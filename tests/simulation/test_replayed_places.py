@@ -14,8 +14,8 @@ from asyncdist import tags
 from asyncdist.recording.reader import Recording, read_recording
 from asyncdist.simulation import replay, simulate
 from asyncdist.simulation.replay.admission import Admission
-from asyncdist.simulation.replay.hold import PATIENCE_S
 from asyncdist.simulation.replay.log import RankLog
+from asyncdist.simulation.replay.lookout import PATIENCE_S
 from asyncdist.simulation.replay.mailbox import Mailbox
 from asyncdist.simulation.replay.timers import Deadlines
 from asyncdist.transports.base import ANY_SOURCE
@@ -24,7 +24,7 @@ from simulation.edited_records import Word, keep_events, tell_no_sleeps, with_fi
 
 
 @pytest.mark.parametrize("after_s", [-1.0, 0.01])
-def test_a_wait_ended_by_its_deadline_follows_earlier_messages(after_s: float) -> None:
+def test_a_wait_ended_by_its_deadline_follows_earlier_messages(tmp_path: Path, after_s: float) -> None:
     """So what is written down of that has its place before the end of the wait, as it has in a replay."""
 
     async def main(world: ad.World) -> tuple[bool, int, int]:
@@ -41,7 +41,7 @@ def test_a_wait_ended_by_its_deadline_follows_earlier_messages(after_s: float) -
         holds = await engine.until(came.is_set, deadline=engine.loop.time() + after_s)
         return holds, *counts, engine.woken_count
 
-    assert ad.run_local(main, ranks=1) == [(True, 0, 1)]
+    assert ad.run_local(main, ranks=1, record=tmp_path) == [(True, 0, 1)]
 
 
 def test_of_two_deadlines_of_one_name_the_earlier_one_passes() -> None:

@@ -7,7 +7,7 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
-from asyncdist.messaging.engine import Engine
+from asyncdist.runtime.recording import ObservedEngine
 from asyncdist.simulation.replay.agenda import COLLECTIVE_TAGS, Agenda
 from asyncdist.simulation.replay.log import Key, Lost, RankLog, TakenByTask
 from asyncdist.simulation.replay.mailbox import Mailbox
@@ -43,9 +43,9 @@ class Admission:
         self._see_losses = see_losses
         self._early = Counter(log.early)
         self._permitted: deque[Key] = deque()
-        self._engine: Engine
+        self._engine: ObservedEngine
 
-    def open(self, engine: Engine) -> None:
+    def open(self, engine: ObservedEngine) -> None:
         """Begin: main is about to."""
         self._engine = engine
         self._early.clear()  # the simulated start may not need all that the recorded one did

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from asyncdist import tags
-from asyncdist.messaging.engine import Engine
+from asyncdist.runtime.recording import ObservedEngine
 from asyncdist.simulation.replay.log import (
     FAILED,
     Entry,
@@ -69,9 +69,9 @@ class Agenda:
         self._sent_count = 0
         self._time_s = 0.0
         self._named = Counter(sight.what for sight in _all_of(log) if isinstance(sight, (Fired, Left)))
-        self._engine: Engine  # which counts the waits that have ended
+        self._engine: ObservedEngine  # which counts the waits that have ended
 
-    def open(self, engine: Engine) -> None:
+    def open(self, engine: ObservedEngine) -> None:
         """Begin: main is about to."""
         self._engine = engine
         self._sent_count = engine.woken_count = engine.begun_count = 0
@@ -291,7 +291,9 @@ class Agenda:
         return 0 if reading is None else reading.seen_count
 
     def read_clock(self) -> float:
-        """Return what the clock said then to the line of code that calls this."""
+        """Return the recorded time for the line of code that calls this; before the world is open, virtual time."""
+        if not self.is_open:
+            return self._now()
         readings = self._log.clock[sys._getframe(1).f_lineno]
         if readings and readings[0].seen_count > self.seen_count and not self._engine._in_pass:
             # The rank had seen more by then, and the line's task goes on with that.

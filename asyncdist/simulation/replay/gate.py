@@ -6,37 +6,24 @@ import asyncio
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Coroutine, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Final
 
-from asyncdist.messaging.engine import Engine, yield_to_loop
-from asyncdist.messaging.polling import Peers, resolve_waiter
+from asyncdist.messaging.engine import yield_to_loop
+from asyncdist.messaging.polling import resolve_waiter
 from asyncdist.recording.events import Field
-from asyncdist.recording.observer import Observer
+from asyncdist.runtime.recording import ObservedEngine
 from asyncdist.runtime.sleeps import set_sleeps_by
-from asyncdist.runtime.world import World
 from asyncdist.simulation.processes.event_loop import RankLoop
 from asyncdist.simulation.replay.admission import Admission
 from asyncdist.simulation.replay.agenda import Agenda
 from asyncdist.simulation.replay.comparison import Comparison, DivergenceError, in_words
-from asyncdist.simulation.replay.hold import PATIENCE_S, PAUSE_MAX_S, PAUSE_S, Hold
-from asyncdist.simulation.replay.log import (
-    FAILED,
-    Fired,
-    Key,
-    Left,
-    Lost,
-    Passed,
-    RankLog,
-    Sight,
-    Taken,
-    TakenByTask,
-    end_of_collective,
-)
-from asyncdist.simulation.replay.lookout import Lookout
-from asyncdist.simulation.replay.mailbox import Mailbox, gone
+from asyncdist.simulation.replay.log import Fired, Key, Left, Lost, Passed, RankLog, Sight, Taken, TakenByTask
+from asyncdist.simulation.replay.lookout import PATIENCE_S, PAUSE_MAX_S, PAUSE_S, Hold, Lookout
+from asyncdist.simulation.replay.mailbox import Mailbox
 from asyncdist.simulation.replay.timers import Deadlines, Timers, Wakings
-from asyncdist.waits import A_CONDITION, A_WAKE_UP, WaitId, WaitKind
+from asyncdist.waits import WaitId, WaitKind
 
 #: Virtual seconds for which a message waits for the safe point that came after it in the recorded run.
 _DEFERRAL_S: Final = 1.0
@@ -46,7 +33,26 @@ _WORK_S: Final = 100.0
 _TRY_COUNT: Final = 20
 
 
-class Gate(Observer):
+@dataclass(slots=True)
+class Tasks:
+    """Keeps what the tasks of a replayed rank do.
+
+    Attributes:
+        waiters: The future for which each task waits.
+        counted: The tasks among these whose wait counts.
+        woken_late: The tasks woken by a message that they had taken without a wait in the recorded run.
+        user: The task that has come to a safe point last.
+        main: The same task, unless it waits for something else.
+    """
+
+    waiters: dict[asyncio.Task[Any] | None, asyncio.Future[None]] = field(default_factory=dict)
+    counted: set[asyncio.Task[Any] | None] = field(default_factory=set)
+    woken_late: set[asyncio.Task[Any] | None] = field(default_factory=set)
+    user: asyncio.Task[Any] | None = None
+    main: asyncio.Task[Any] | None = None
+
+
+class Gate:
     """Holds back what comes to a rank until its recorded turn has come.
 
     Args:
@@ -62,6 +68,10 @@ class Gate(Observer):
         agenda: what it has still to see.
         admission: which of its messages its receives may take.
         comparison: of what it does with what it did.
+        log: As given.
+        tasks: What its tasks do.
+        timers, deadlines, wakings: What it waits for besides messages.
+        lookout, hold: What happens while it waits.
         has_stopped: whether the rank has come to the end of its record, or to that of its main.
     """
 
@@ -74,71 +84,51 @@ class Gate(Observer):
         found: list[DivergenceError],
         is_cut_off: Callable[[int, bool], bool],
     ) -> None:
-        super().__init__()
         self.rank = rank
+        self.log = log
+        self.tasks = Tasks()
         self.comparison = Comparison(rank, log, found)
         self.has_stopped = self._goes_no_further = False
         self._is_cut_off = is_cut_off
-        self._log = log
         self._mailbox = mailbox
         self._loop = loop
-        self._timers = Timers(loop)
-        self._deadlines = Deadlines(loop)
-        self.agenda = Agenda(log, mailbox, self._timers, self._deadlines, loop.time)
+        self.timers = Timers(loop)
+        self.deadlines = Deadlines(loop)
+        self.agenda = Agenda(log, mailbox, self.timers, self.deadlines, loop.time)
         self.agenda.catch_up = self._catch_up
-        self._hold = Hold(self.agenda, loop, lambda: not self._is_main_running(), self._catch_up)
+        self.hold = Hold(self.agenda, loop, lambda: not self._is_main_running(), self._catch_up)
         self.admission = Admission(
-            log, mailbox, self.agenda, self._hold.begin_if_late, lambda: self._lookout.look_soon(), self.see_losses
+            log, mailbox, self.agenda, self.hold.begin_if_late, lambda: self.lookout.look_soon(), self.see_losses
         )
-        self._lookout = Lookout(
-            self.agenda, self.admission, self._timers, self._deadlines, loop, self._show, self._catch_up
+        self.lookout = Lookout(
+            self.agenda, self.admission, self.timers, self.deadlines, loop, self._show, self._catch_up
         )
-        self._wakings = Wakings(loop, self._timers, self.agenda.is_to_come, self._lookout.look_soon)
-        self._waiters: dict[asyncio.Task[Any] | None, asyncio.Future[None]] = {}
-        self._counted: set[asyncio.Task[Any] | None] = set()  # those whose wait counts, of the same
-        self._woken_late: set[asyncio.Task[Any] | None] = set()  # by what they had taken by themselves, without a wait
-        self._user: asyncio.Task[Any] | None = None  # the task that has come to a safe point last
-        self._main: asyncio.Task[Any] | None = None  # the same, unless it waits for something else
+        self.wakings = Wakings(loop, self.timers, self.agenda.is_to_come, self.lookout.look_soon)
         self._deferred: Sight | None = None
         self._deferred_until_s = 0.0
         self._ring: Callable[[], None] = lambda: None
-        self._engine: Engine
-        self._world: World
-        self._engine_park: Callable[..., Coroutine[Any, Any, None]]
-        self._until: Callable[..., Coroutine[Any, Any, bool]]
+        self._engine: ObservedEngine
         mailbox.ring = self._on_arrival
 
-    def install(self, world: World) -> None:
-        """Take the place of what decides when the rank sees something."""
-        services, engine = world.services, world.services.engine
-        self._world, self._engine, self._until, self._engine_park = world, engine, engine.until, engine.park
-        for part in (self.agenda, self.admission, self._hold, self._lookout, self._wakings):
+    def open(self, engine: ObservedEngine) -> None:
+        """Begin: main is about to."""
+        self._engine = engine
+        for part in (self.agenda, self.admission, self.hold, self.lookout, self.wakings):
             part.open(engine)
-        engine.clock = services.time = world.time = self.agenda.read_clock
-        services.events.sink = self._on_event
-        engine.observer = self
-        replaced: Any = engine
-        replaced.until, replaced.park_until, replaced.park = self._wait_until, self._park_until, self._park
-        replaced.note_failed, replaced.note_collective = self._leave_failed, self._leave_collective
-        replaced.call_later = self._timers.call_later
-        replaced.wake_by = self._wakings.wake_by
-        replaced.repeat_sent, replaced.let_begin = self._repeat_sent, self._let_begin
-        if self._log.tells_sleeps:
-            set_sleeps_by(self._loop, self._wakings.set_sleep)
-        of_world: Any = world
-        of_world.progress = of_world.safe_point = self._progress
+        if self.log.tells_sleeps:
+            set_sleeps_by(self._loop, self.wakings.set_sleep)
 
     # -- how far it has come ----------------------------------------------------------------------------------------
 
     @property
     def has_stopped_at_cut(self) -> bool:
         """Whether it goes no further, since its record ends, or that of a rank that it needs."""
-        return self._goes_no_further or (self.has_stopped and not self._log.is_over)
+        return self._goes_no_further or (self.has_stopped and not self.log.is_over)
 
     @property
     def is_at_cut(self) -> bool:
         """Whether it may wait for ever, since its record ends before its main, or has stopped for that."""
-        return self.has_stopped_at_cut or (self.agenda.is_done and not self._log.is_over)
+        return self.has_stopped_at_cut or (self.agenda.is_done and not self.log.is_over)
 
     def awaited_ranks(self) -> set[int]:
         """Return the ranks that have to send something before it goes on.
@@ -151,8 +141,8 @@ class Gate(Observer):
             return missing
         unrecorded = [
             peer
-            for waiter in self._waiters.values()
-            if (what := self._engine.awaited(waiter)) is not None and self._log.is_without_messages(what.tag)
+            for waiter in self.tasks.waiters.values()
+            if (what := self._engine.awaited(waiter)) is not None and self.log.is_without_messages(what.tag)
             for peer in self._engine.awaited_peers(waiter)
         ]
         return missing.union(unrecorded)
@@ -170,8 +160,8 @@ class Gate(Observer):
         self._ring = ring
 
     def _on_arrival(self, tag: int) -> None:
-        self._lookout.look_soon()
-        if not self.agenda.is_open or self.agenda.is_done or self._log.is_without_messages(tag):
+        self.lookout.look_soon()
+        if not self.agenda.is_open or self.agenda.is_done or self.log.is_without_messages(tag):
             self._ring()
 
     def see_losses(self) -> None:
@@ -182,8 +172,8 @@ class Gate(Observer):
     def note_sent(self, tag: int) -> None:
         """Count a message that the rank sends: what it sees next may have its place after that."""
         self.agenda.note_sent(tag)
-        self._hold.begin_if_late()
-        self._lookout.look_soon()
+        self.hold.begin_if_late()
+        self.lookout.look_soon()
 
     # -- showing ----------------------------------------------------------------------------------------------------
 
@@ -205,34 +195,34 @@ class Gate(Observer):
                 self._mailbox.lose(rank)
                 self._engine.poll()  # what waits for a message of that rank fails
             case Fired(what=what):
-                self._timers.fire(what)
+                self.timers.fire(what)
                 self._engine.recheck()
             case Passed(what=what) | Left(what=what):
-                self._deadlines.expire(what)
+                self.deadlines.expire(what)
 
     def _bring_late(self, task: asyncio.Task[Any]) -> bool:
         """Let a task have what it took by itself then; return whether that ends its wait: it did not wait then."""
         self._engine.poll()
-        if task in self._woken_late or (waiter := self._waiters.get(task)) is None or not waiter.done():
+        if task in self.tasks.woken_late or (waiter := self.tasks.waiters.get(task)) is None or not waiter.done():
             return False
-        self._woken_late.add(task)
-        self._engine.begun_count -= task in self._counted
+        self.tasks.woken_late.add(task)
+        self._engine.begun_count -= task in self.tasks.counted
         return True
 
     def _end_streams(self, taken: Taken) -> None:
         """Let streams end whose last part left in the same pass: tasks go on in the order in which they waited."""
         for sight in list(itertools.takewhile(taken.is_beside, self.agenda.sights())):
-            if not isinstance(sight, Fired) or not _is_end_of_stream(sight.what) or not self._timers.has(sight.what):
+            if not isinstance(sight, Fired) or not is_end_of_stream(sight.what) or not self.timers.has(sight.what):
                 return
             self.agenda.remove(sight)
-            self._timers.fire(sight.what)
+            self.timers.fire(sight.what)
 
     def _wake_user(self, keys: Collection[Key]) -> None:
         """Let the user's task go on before others that these messages wake, if it waits for one of them.
 
         A timeout had woken it already as they came.
         """
-        if (waiter := self._waiters.get(self._user)) is None:
+        if (waiter := self.tasks.waiters.get(self.tasks.user)) is None:
             return
         what, peers = self._engine.awaited(waiter), frozenset(self._engine.awaited_peers(waiter))
         if what is not None and any(tag == what.tag and source in peers for source, tag in keys):
@@ -282,20 +272,20 @@ class Gate(Observer):
             self._deferred, self._deferred_until_s = sight, now_s + (_WORK_S if is_late else _DEFERRAL_S)
         if now_s >= self._deferred_until_s:
             return False
-        self._lookout.look_soon(self._deferred_until_s - now_s + PAUSE_S)
+        self.lookout.look_soon(self._deferred_until_s - now_s + PAUSE_S)
         return True
 
     def on_wait_begun(self) -> None:
         """Look for what comes next, whose place may be after the beginning of this wait."""
-        self._hold.begin_if_late()
-        self._lookout.look_soon()
+        self.hold.begin_if_late()
+        self.lookout.look_soon()
 
     async def before_wait_ends(self) -> None:
         """See all that came before this wait ended: it is the next one to end, and what came before it ended none.
 
         Other tasks may have to go on first, which takes no time here, and other ranks may have still to send it.
         """
-        if asyncio.current_task(self._loop) in self._woken_late:  # it did not wait then
+        if asyncio.current_task(self._loop) in self.tasks.woken_late:  # it did not wait then
             return
         for _ in range(_TRY_COUNT):
             self._catch_up()
@@ -307,7 +297,7 @@ class Gate(Observer):
             elif self.agenda.is_possible(sight) or not await self._until_possible(sight):
                 return  # it is put off, or never comes
 
-    async def _see_all_before_begin(self, is_ready: Callable[[], bool]) -> None:
+    async def see_all_before_begin(self, is_ready: Callable[[], bool]) -> None:
         """See what came before the wait that is about to begin, unless what it is for is there; no deadline's end."""
         for _ in range(_TRY_COUNT):
             sight = self.agenda.next()
@@ -329,32 +319,30 @@ class Gate(Observer):
             return
         self._catch_up()
         task = asyncio.current_task(self._loop)
-        if task in self._woken_late:
-            self._woken_late.remove(task)
+        if task in self.tasks.woken_late:
+            self.tasks.woken_late.remove(task)
             self._engine.woken_count -= counts
-        self._hold.begin_if_late(counts)
-        self._lookout.look_soon()  # the place of what comes next may be after this wait
+        self.hold.begin_if_late(counts)
+        self.lookout.look_soon()  # the place of what comes next may be after this wait
 
     def _is_main_running(self) -> bool:
         """Whether what runs now comes to a safe point, which waits by itself for what it is to see."""
-        return self._main is not None and asyncio.current_task(self._loop) is self._main
+        return self.tasks.main is not None and asyncio.current_task(self._loop) is self.tasks.main
 
     # -- safe points ------------------------------------------------------------------------------------------------
 
-    async def _progress(self, budget_s: float = 0.0) -> None:
+    async def pass_safe_point(self) -> None:
         """Make the passes, and yield as often, as the recorded safe point did."""
-        del budget_s
-        self._main = self._user = asyncio.current_task()
-        clock = self._world.virtual_clock
-        if clock is not None:
-            await clock.before_safe_point()
-        while self._hold.is_on:
+        self.tasks.main = self.tasks.user = asyncio.current_task()
+        if self._engine.before_safe_point is not None:
+            await self._engine.before_safe_point()
+        while self.hold.is_on:
             await yield_to_loop()
         await self._see_all_before()
-        if self.agenda.next_entry() is None and not self._log.is_over:
+        if self.agenda.next_entry() is None and not self.log.is_over:
             await self._stop()
         turn_count = self.agenda.begin_point()
-        self._woken_late.clear()
+        self.tasks.woken_late.clear()
         try:
             for turn in range(0, max(turn_count, 2), 2):
                 await self._see_turn(turn)
@@ -366,12 +354,11 @@ class Gate(Observer):
                 await self._see_turn(turn + 1)
         finally:
             self.agenda.end_point()
-            self._lookout.look_soon()
+            self.lookout.look_soon()
         await self._wait_for_next()
-        self._world.check()
 
     def _on_turn(self) -> None:
-        if self.agenda.is_in_point and not self._hold.is_on:
+        if self.agenda.is_in_point and not self.hold.is_on:
             self._catch_up()
 
     async def _see_all_before(self) -> None:
@@ -447,61 +434,7 @@ class Gate(Observer):
         self.has_stopped = self._goes_no_further = True
         await self._loop.create_future()
 
-    # -- waits ------------------------------------------------------------------------------------------------------
-
-    async def _park(
-        self,
-        waiter: asyncio.Future[None],
-        what: WaitId = A_WAKE_UP,
-        *,
-        is_of_request: bool = False,
-        peers: Peers | None = None,
-    ) -> None:
-        """As :meth:`Engine.park`."""
-        task = asyncio.current_task()
-        if not is_of_request and not waiter.done():
-            await self._see_all_before_begin(waiter.done)
-            if task is self._user:
-                await self._see_without_wait(waiter)
-            if waiter.done() and self._engine.failure is None:  # it did not wait then
-                await waiter
-                return
-        if task is self._main and not waiter.done():
-            self._main = None  # for this wait: what the rank sees meanwhile is not seen at a safe point
-        self._waiters[task] = waiter
-        self._counted |= set() if is_of_request else {task}
-        try:
-            await self._engine_park(waiter, what, is_of_request=is_of_request, peers=peers)
-        finally:
-            del self._waiters[task]
-            self._counted.discard(task)
-
-    async def _wait_until(
-        self,
-        condition: Callable[[], bool],
-        what: WaitId = A_CONDITION,
-        *,
-        deadline: float | None = None,
-        is_of_request: bool = False,
-        peers: Peers | None = None,
-    ) -> bool:
-        """As :meth:`Engine.until`, with deadlines that pass when they did."""
-        if not condition():
-            await self._see_all_before_begin(condition)
-        if deadline is None or self.agenda.is_done:
-            if self.agenda.is_cut_short:
-                deadline = None  # it goes no further
-            return await self._until(condition, what, deadline=deadline, is_of_request=is_of_request, peers=peers)
-        with self._deadlines.waiting(what, deadline, self._engine.recheck) as entry:
-            self._lookout.look_soon()
-
-            def holds() -> bool:
-                return entry.has_passed or condition()
-
-            await self._until(holds, what, is_of_request=is_of_request, peers=peers)
-            return not entry.has_passed or condition()
-
-    async def _see_without_wait(self, waiter: asyncio.Future[None]) -> None:
+    async def see_without_wait(self, waiter: asyncio.Future[None]) -> None:
         """Show user code that is about to wait what it had already, where no wait ended before its next safe point."""
         while not waiter.done() and (sight := self.agenda.next()) is not None:
             is_there = self.agenda.is_seen_at_point(sight) and self.agenda.is_due(sight)
@@ -510,83 +443,22 @@ class Gate(Observer):
             if sight is self.agenda.next():
                 self._show(sight)
 
-    async def _park_until(
-        self,
-        waiter: asyncio.Future[None],
-        is_ready: Callable[[], bool],
-        what: WaitId,
-        deadline: float,
-        *,
-        peers: Peers | None = None,
-    ) -> bool:
-        """As :meth:`Engine.park_until`, with deadlines that pass when they did."""
-        with self._deadlines.waiting(what, deadline, functools.partial(resolve_waiter, waiter, None)) as entry:
-            self._lookout.look_soon()
-            await self._engine.park(waiter, what, peers=peers)
-            return not entry.has_passed or is_ready()
-
-    async def _leave_failed(self) -> None:
-        """As :meth:`Engine.note_failed`: go on after a collective that has failed, when the task went on then."""
-        if self._engine.failure is None:
-            await self._leave(FAILED)
-
-    async def _leave_collective(self, tag: int) -> None:
-        """As :meth:`Engine.note_collective`: go on after it when the task went on then."""
-        what = end_of_collective(tag)
-        if self._engine.failure is None or self.agenda.is_to_come(what):
-            await self._leave(what)
-        elif self._log.tells_collectives:
-            raise self._engine.failure  # it came before the end of this collective
-
-    async def _leave(self, what: WaitId) -> None:
-        is_to_come = self.agenda.is_to_come(what)
-        if not is_to_come and not self._log.tells_collectives:
-            return
-        waiter = self._loop.create_future()
-        wake = functools.partial(resolve_waiter, waiter, None)
-        with self._deadlines.waiting(what, self._loop.time(), wake):
-            self._lookout.look_soon()
-            if not is_to_come:  # the failure of the job ended it, or main's end came first
-                await self._park(waiter, what, is_of_request=True)
-                return
-            if asyncio.current_task() is self._main:
-                self._main = None
-            self._hold.begin_if_late()
-            await waiter
-        self._engine._note_woken(True)
-
-    async def _let_begin(self) -> None:
-        """As :meth:`Engine.let_begin`: the task reads the clock in its first step."""
+    async def see_all_before_reading(self) -> None:
+        """See what the rank had seen before its task that begins now read the clock."""
         seen_count = self.agenda.seen_before_reading()
         while self.agenda.seen_count < seen_count and (sight := self.agenda.next()) and self.agenda.is_due(sight):
             await self._see(sight)
-        await yield_to_loop()
-
-    async def _repeat_sent(self, name: WaitId | None, dest: int) -> bool:
-        """As :meth:`Engine.repeat_sent`: go on when the task did that had sent this, which is sent at once here."""
-        if name is None or not self.agenda.is_to_come(name):
-            return False
-        waiter: asyncio.Future[None] = self._loop.create_future()
-
-        def wake() -> None:
-            resolve_waiter(waiter, gone(dest) if dest in self._mailbox.lost else None)
-
-        self._wakings.wake_by(name, wake)
-        if _is_end_of_stream(name):  # then it was a condition that the task waited for
-            await self._until(waiter.done, name, is_of_request=True)
-        else:
-            await self._park(waiter, name, is_of_request=True)
-        return True
 
     # -- what it does -----------------------------------------------------------------------------------------------
 
-    def _on_event(self, time_s: float, kind: str, fields: tuple[Field, ...]) -> None:
+    def on_event(self, time_s: float, kind: str, fields: tuple[Field, ...]) -> None:
+        """Compare an event of the rank with the recorded one."""
         if not self._engine.failure:
             self.comparison.on_event(time_s, kind, fields, self.has_stopped)
 
-    def on_reduced(self, tag: int, result: memoryview) -> None:
+    def repeat_reduction(self, tag: int, result: memoryview) -> None:
         """Let a reduction come to what it did where MPI made it, in an order of its own."""
-        results = self._log.results.get(tag)
+        results = self.log.results.get(tag)
         if not results:
             return
         nbytes, recorded = results.popleft()
@@ -598,20 +470,16 @@ class Gate(Observer):
         else:
             self.comparison.note_other_order(nbytes)
 
-    def measured(self, what: WaitId, value: int) -> int:
-        """Return the number that was recorded, as long as there is one."""
-        values = self._log.measured.get(what)
-        return values.popleft() if values else value
-
     def note_end(self, error: BaseException | None) -> None:
         """Compare how main ended."""
         if not isinstance(error, asyncio.CancelledError):  # since the simulation is over
             self.has_stopped = True
-            self._lookout.note_end()
+            self.lookout.note_end()
         self.comparison.on_end(error)
 
 
-def _is_end_of_stream(what: WaitId) -> bool:
+def is_end_of_stream(what: WaitId) -> bool:
+    """Return whether this is the wait for the end of a stream that a task sends."""
     return what.kind == WaitKind.STREAM_LEFT
 
 

@@ -16,6 +16,7 @@ from asyncdist.runtime.world import World
 from asyncdist.simulation.processes.event_loop import RankLoop
 from asyncdist.simulation.replay.comparison import DivergenceError
 from asyncdist.simulation.replay.cut import cut_at_signals
+from asyncdist.simulation.replay.engine import ReplayedEngine
 from asyncdist.simulation.replay.gate import Gate
 from asyncdist.simulation.replay.log import RankLog, log_of
 from asyncdist.simulation.replay.mailbox import Mailbox
@@ -61,7 +62,7 @@ class ReplayedJob:
         rank = transport.rank
         gate = Gate(rank, self._logs[rank], self._mailboxes[rank], loop, self._found, self._is_cut_off)
         self._gates[rank] = gate
-        return ReplayedRank(transport, gate, self._recorded[rank], self._mailboxes, self._begin)
+        return ReplayedRank(transport, loop, gate, self._recorded[rank], self._mailboxes, self._begin)
 
     def _begin(self, world: World) -> None:
         world.services.end_recording = lambda what, seconds: self._judge()
@@ -157,6 +158,7 @@ class ReplayedRank:
     def __init__(
         self,
         transport: Transport,
+        loop: RankLoop,
         gate: Gate,
         recorded: RankRecording,
         mailboxes: Sequence[Mailbox],
@@ -166,12 +168,14 @@ class ReplayedRank:
         self._gate = gate
         self._on_open = on_open
         self.transport: Transport = ReplayTransport(transport, gate, mailboxes, recorded.header, self._conditions)
+        self.engine = ReplayedEngine(self.transport, loop, gate)
 
     def begin(self, world: World) -> None:
         """Show the rank what it saw from now on, and draw what it drew."""
         draw_as(self._conditions)
         world.services.reports_in_turn = not self._conditions.capabilities.shares_process
-        self._gate.install(world)
+        world.services.events.sink = self._gate.on_event
+        self.engine.begin()
         if self._on_open is not None:
             self._on_open(world)
 

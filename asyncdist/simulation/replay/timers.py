@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from asyncdist.messaging.engine import Engine
+from asyncdist.runtime.recording import ObservedEngine
 from asyncdist.simulation.processes.event_loop import RankLoop
 from asyncdist.waits import WaitId
 
@@ -133,9 +133,9 @@ class Wakings:
         self._timers = timers
         self._is_to_come = is_to_come
         self._look_soon = look_soon
-        self._engine: Engine
+        self._engine: ObservedEngine
 
-    def open(self, engine: Engine) -> None:
+    def open(self, engine: ObservedEngine) -> None:
         """Begin: main is about to."""
         self._engine = engine
 
@@ -161,7 +161,7 @@ class Wakings:
         self, when_s: float, what: WaitId, wake: Callable[[], object], context: contextvars.Context | None
     ) -> object:
         def fire() -> None:
-            self._loop.call_soon(self._engine._note_woken, True)
+            self._loop.call_soon(self._engine._note_wait_ended, True)
             wake()
 
         self._look_soon()

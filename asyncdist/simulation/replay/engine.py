@@ -1,0 +1,220 @@
+"""The engine of a replayed rank: its waits, timers and sends end when they ended in the recorded run."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from asyncdist.messaging.engine import Timer, yield_to_loop
+from asyncdist.messaging.polling import Peers, resolve_waiter
+from asyncdist.runtime.recording import ObservedEngine
+from asyncdist.simulation.processes.event_loop import RankLoop
+from asyncdist.simulation.replay.gate import Gate, is_end_of_stream
+from asyncdist.simulation.replay.log import FAILED, end_of_collective
+from asyncdist.simulation.replay.mailbox import gone
+from asyncdist.transports.base import Transport
+from asyncdist.waits import A_CONDITION, A_WAKE_UP, WaitId
+
+T = TypeVar("T")
+
+
+class ReplayedEngine(ObservedEngine):
+    """Polls the requests of a replayed rank, and lets its coroutines wait as long as they waited in the recorded run.
+
+    Before the world is open it does what the engine of any rank does.
+
+    Args:
+        transport: The transport of the rank.
+        loop: The loop that runs the rank.
+        gate: Decides when the rank sees something.
+    """
+
+    def __init__(self, transport: Transport, loop: RankLoop, gate: Gate) -> None:
+        super().__init__(transport, loop)
+        self._gate = gate
+        self.clock = gate.agenda.read_clock
+
+    def begin(self) -> None:
+        """Show the rank from now on what it saw then: main is about to begin."""
+        super().begin()
+        self._gate.open(self)
+
+    async def safe_point(self, budget_s: float = 0.0) -> None:
+        if not self.has_begun:
+            await super().safe_point(budget_s)
+            return
+        await self._gate.pass_safe_point()
+        if self.failure is not None:
+            raise self.failure
+
+    # -- waits ------------------------------------------------------------------------------------------------------
+
+    async def until(
+        self,
+        condition: Callable[[], bool],
+        what: WaitId = A_CONDITION,
+        *,
+        deadline: float | None = None,
+        is_of_request: bool = False,
+        peers: Peers | None = None,
+    ) -> bool:
+        if not self.has_begun:
+            return await super().until(condition, what, deadline=deadline, is_of_request=is_of_request, peers=peers)
+        gate = self._gate
+        if not condition():
+            await gate.see_all_before_begin(condition)
+        if deadline is None or gate.agenda.is_done:
+            if gate.agenda.is_cut_short:
+                deadline = None  # it goes no further
+            return await super().until(condition, what, deadline=deadline, is_of_request=is_of_request, peers=peers)
+        with gate.deadlines.waiting(what, deadline, self.recheck) as entry:
+            gate.lookout.look_soon()
+
+            def holds() -> bool:
+                return entry.has_passed or condition()
+
+            await super().until(holds, what, is_of_request=is_of_request, peers=peers)
+            return not entry.has_passed or condition()
+
+    async def park_until(
+        self,
+        waiter: asyncio.Future[None],
+        is_ready: Callable[[], bool],
+        what: WaitId,
+        deadline: float,
+        *,
+        peers: Peers | None = None,
+    ) -> bool:
+        if not self.has_begun:
+            return await super().park_until(waiter, is_ready, what, deadline, peers=peers)
+        wake = functools.partial(resolve_waiter, waiter, None)
+        with self._gate.deadlines.waiting(what, deadline, wake) as entry:
+            self._gate.lookout.look_soon()
+            await self.park(waiter, what, peers=peers)
+            return not entry.has_passed or is_ready()
+
+    async def park(
+        self,
+        waiter: asyncio.Future[None],
+        what: WaitId = A_WAKE_UP,
+        *,
+        is_of_request: bool = False,
+        peers: Peers | None = None,
+    ) -> None:
+        if not self.has_begun:
+            await super().park(waiter, what, is_of_request=is_of_request, peers=peers)
+            return
+        tasks = self._gate.tasks
+        task = asyncio.current_task()
+        if not is_of_request and not waiter.done():
+            await self._gate.see_all_before_begin(waiter.done)
+            if task is tasks.user:
+                await self._gate.see_without_wait(waiter)
+            if waiter.done() and self.failure is None:  # it did not wait then
+                await waiter
+                return
+        if task is tasks.main and not waiter.done():
+            tasks.main = None  # for this wait: what the rank sees meanwhile is not seen at a safe point
+        tasks.waiters[task] = waiter
+        tasks.counted |= set() if is_of_request else {task}
+        try:
+            await super().park(waiter, what, is_of_request=is_of_request, peers=peers)
+        finally:
+            del tasks.waiters[task]
+            tasks.counted.discard(task)
+
+    async def _settled(self, future: asyncio.Future[T], counts: bool) -> T:
+        result = await future
+        if counts and self.has_begun:
+            await self._gate.before_wait_ends()
+        return result
+
+    def _note_wait_begun(self, counts: bool) -> None:
+        super()._note_wait_begun(counts)
+        if self.has_begun:
+            self._gate.on_wait_begun()
+
+    def _note_wait_ended(self, counts: bool) -> None:
+        if self.has_begun:
+            self._gate.on_wait_ended(counts)
+        super()._note_wait_ended(counts)
+
+    # -- timers, work in threads, tasks -----------------------------------------------------------------------------
+
+    def call_later(self, delay_s: float, what: WaitId, call: Callable[..., object], *args: Any) -> Timer:
+        if not self.has_begun:
+            return super().call_later(delay_s, what, call, *args)
+        return self._gate.timers.call_later(delay_s, what, call, *args)
+
+    def wake_by(self, what: WaitId, wake: Callable[[], object]) -> None:
+        if self.has_begun:
+            self._gate.wakings.wake_by(what, wake)
+        else:
+            wake()
+
+    async def let_begin(self) -> None:
+        if self.has_begun:
+            await self._gate.see_all_before_reading()
+        await yield_to_loop()
+
+    async def repeat_sent(self, what: WaitId, dest: int) -> bool:
+        """Continue when the task did that had sent this: here it is sent at once."""
+        if not self._gate.agenda.is_to_come(what):
+            return False
+        waiter: asyncio.Future[None] = self.loop.create_future()
+
+        def wake() -> None:
+            resolve_waiter(waiter, gone(dest) if dest in self.transport.lost_ranks() else None)
+
+        self._gate.wakings.wake_by(what, wake)
+        if is_end_of_stream(what):  # then it was a condition that the task waited for
+            await super().until(waiter.done, what, is_of_request=True)
+        else:
+            await self.park(waiter, what, is_of_request=True)
+        return True
+
+    # -- collectives ------------------------------------------------------------------------------------------------
+
+    async def note_failed(self) -> None:
+        if self.has_begun and self.failure is None:
+            await self._leave(FAILED)
+
+    async def note_collective(self, tag: int) -> None:
+        if not self.has_begun:
+            return
+        what = end_of_collective(tag)
+        if self.failure is None or self._gate.agenda.is_to_come(what):
+            await self._leave(what)
+        elif self._gate.log.tells_collectives:
+            raise self.failure  # it came before the end of this collective
+
+    async def _leave(self, what: WaitId) -> None:
+        """Continue after a collective when the task continued then."""
+        gate = self._gate
+        is_to_come = gate.agenda.is_to_come(what)
+        if not is_to_come and not gate.log.tells_collectives:
+            return
+        waiter = self.loop.create_future()
+        wake = functools.partial(resolve_waiter, waiter, None)
+        with gate.deadlines.waiting(what, self.loop.time(), wake):
+            gate.lookout.look_soon()
+            if not is_to_come:  # the failure of the job ended it, or main's end came first
+                await self.park(waiter, what, is_of_request=True)
+                return
+            if asyncio.current_task() is gate.tasks.main:
+                gate.tasks.main = None
+            gate.hold.begin_if_late()
+            await waiter
+        self._note_wait_ended(True)
+
+    # -- numbers ----------------------------------------------------------------------------------------------------
+
+    def measured(self, what: WaitId, value: int) -> int:
+        values = self._gate.log.measured.get(what)
+        return values.popleft() if self.has_begun and values else value
+
+    def note_reduced(self, tag: int, result: memoryview) -> None:
+        if self.has_begun:
+            self._gate.repeat_reduction(tag, result)
