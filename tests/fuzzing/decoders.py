@@ -35,6 +35,7 @@ from asyncdist.tensors.flat_state import Fingerprint
 from asyncdist.transports.torch_distributed.meeting.rendezvous import _Gathering
 from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
 from asyncdist.trust.job_secret import JobSecret
+from asyncdist.waits import WaitId
 from fuzzing.mutations import mutate
 from protocols.replay.layouts import declare, declared
 from protocols.replay.messages import Declare
@@ -133,7 +134,7 @@ class _Window:
 
 
 class _Engine:
-    async def wait(self, request: object, what: str) -> None:
+    async def wait(self, request: object, what: WaitId) -> None:
         """The read is done already."""
 
 

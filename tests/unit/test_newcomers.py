@@ -15,6 +15,7 @@ from support.selective import OpenedCoordinator
 
 from asyncdist import RemoteProtocolError
 from asyncdist.collectives.agreement.incarnations import Incarnations
+from asyncdist.waits import WaitId
 from protocols.selective.joining.admission import Application, Welcome
 from protocols.selective.joining.state_transfer import packed, unpacked
 from protocols.selective.messages import Admitted, Assign, Frozen, Joined
@@ -197,7 +198,7 @@ async def test_ranks_met_together_are_all_asked_for_the_policy() -> None:
     unmet, asked = {1, 2, 3}, []
     welcome = Welcome(0, 0, 0, 0, 0, ((1, 0), (2, 0), (3, 0)))
 
-    async def until(is_over: Callable[[], bool], what: str, *, deadline: float) -> None:
+    async def until(is_over: Callable[[], bool], what: WaitId, *, deadline: float) -> None:
         unmet.clear()
         if asked:
             application.on_message(welcome, 2)

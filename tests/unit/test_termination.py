@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncdist.collectives.agreement.messages import AgreementKey, DecisionRequest, Meeting, Undecided, Verdict
 from asyncdist.collectives.agreement.termination import Termination
-from asyncdist.waits import A_CONDITION
+from asyncdist.waits import A_CONDITION, WaitId
 
 KEY = AgreementKey.of("start", range(4))
 VERDICT = Verdict(KEY.text, agreed=7)
@@ -19,7 +19,7 @@ VERDICT = Verdict(KEY.text, agreed=7)
 class Engine:
     """Looks at the condition in each iteration of the loop."""
 
-    async def until(self, condition: Callable[[], bool], what: str, *, deadline: float | None) -> bool:
+    async def until(self, condition: Callable[[], bool], what: WaitId, *, deadline: float | None) -> bool:
         while not condition():
             if deadline is not None:
                 return False

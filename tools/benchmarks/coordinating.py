@@ -20,6 +20,7 @@ from asyncdist import tags
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.demultiplexer import TagDemultiplexer
+from asyncdist.waits import WaitId
 from protocols.selective.coordinator import Coordinator, PolicyScopes
 from protocols.selective.messages import DONOR, Applied, ControlMessage, PackedAssign, Ready, Report
 from protocols.selective.rules import SelectiveRules
@@ -59,6 +60,7 @@ class _Engine:
     """Stands for the engine and the transport of the coordinator's rank."""
 
     failure = None
+    tells_sends = False
     capabilities = SimpleNamespace(wakes=True)
 
     def __init__(self, size: int) -> None:
@@ -88,7 +90,7 @@ class _Engine:
 
     recheck = ring
 
-    async def until(self, condition: Callable[[], bool], what: str, *, deadline: float | None = None) -> None:
+    async def until(self, condition: Callable[[], bool], what: WaitId, *, deadline: float | None = None) -> None:
         """Return the turn to the benchmark until there is work."""
         while not condition():
             await _Turn()
