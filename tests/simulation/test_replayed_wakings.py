@@ -104,7 +104,22 @@ def test_a_replay_does_not_depend_on_the_texts_of_waits(tmp_path: Path, monkeypa
     assert replay(main, recording=recording).report.results == recorded.results
 
 
-def test_a_recording_of_another_version_is_refused_by_both_versions(tmp_path: Path) -> None:
+def test_an_engine_is_chosen_as_it_is_made_and_not_changed_later(tmp_path: Path) -> None:
+    """Regression: a replay replaced methods of the engine and the world of a rank as its world opened."""
+
+    async def main(world: ad.World) -> tuple[str, list[str]]:
+        engine = world.services.engine
+        replaced = [
+            name for each in (engine, world) for name in vars(each) if callable(getattr(type(each), name, None))
+        ]
+        return type(engine).__name__, replaced
+
+    assert ad.run_local(main, ranks=1) == [("Engine", [])]
+    assert simulate(main, ranks=1, seed=1, record=tmp_path).results == (("RecordedEngine", []),)
+    assert replay(main, recording=read_recording(tmp_path)).report.results == (("ReplayedEngine", []),)
+
+
+def test_a_replay_refuses_a_recording_of_another_version(tmp_path: Path) -> None:
     async def main(world: ad.World) -> None:
         await asyncio.sleep(0.1)
 
