@@ -131,7 +131,7 @@ def _since(wait: Wait | None) -> str:
 
 def _tell_wait(wait: Wait, story: RankStory, stories: Mapping[int, RankStory]) -> str:
     line = f", in {wait.line}" if wait.line else ""
-    if wait.what in ("", "has not begun"):
+    if not wait.what:  # it is about to run
         return f"runs{line}"
     if wait.ends_by_itself:
         return f"is in {wait.what}, which ends by itself{line}"
