@@ -120,7 +120,7 @@ def test_an_exit_code_is_kept() -> None:
 
 def test_messages_that_nobody_receives_do_not_hold_the_end() -> None:
     result = run_ranks(3, ENDS, "leaves_all_kinds_of_work").check()
-    assert result.stderr.count("2 requests: left over") == 3
+    assert result.stderr.count("ended with 2 requests") == 3
 
 
 def test_closing_leaves_no_thread() -> None:

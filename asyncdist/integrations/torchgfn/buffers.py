@@ -101,7 +101,9 @@ class _Remote:
 class ReplayBuffer(_Remote, _GfnReplayBuffer):  # type: ignore[misc]  # torchgfn has no types
     """Is torchgfn's buffer; what it is given it also sends to the rank ``remote_manager_rank``.
 
-    Args: As for ``gfn.containers.ReplayBuffer``; also those that versions of torchgfn after 2.4.1 have:
+    It takes the arguments of ``gfn.containers.ReplayBuffer``, and two that versions of torchgfn after 2.4.1 have.
+
+    Args:
         communication_backend: Ignored: the launcher decides between MPI and torch.distributed.
         timing: Whether to measure the times for :meth:`timing_log`.
     """
@@ -125,8 +127,8 @@ class ReplayBuffer(_Remote, _GfnReplayBuffer):  # type: ignore[misc]  # torchgfn
 class NormBasedDiversePrioritizedReplayBuffer(_Remote, _GfnDiverseReplayBuffer):  # type: ignore[misc]
     """Is torchgfn's buffer of that name, with the remote rank of :class:`ReplayBuffer`.
 
-    Args: As for ``gfn.containers.NormBasedDiversePrioritizedReplayBuffer``; also ``communication_backend`` and
-        ``timing``, as for :class:`ReplayBuffer`.
+    It takes the arguments of ``gfn.containers.NormBasedDiversePrioritizedReplayBuffer``, and ``communication_backend``
+    and ``timing`` of :class:`ReplayBuffer`.
     """
 
     def __init__(
