@@ -30,7 +30,7 @@ MODULES: Final = (
     "transports.mpi_requests",
     "transports.persistent_send",
     "simulation.scheduler",
-    "simulation.turns",
+    "simulation.rank_turns",
     "simulation.trace",
     "simulation.distributions",
     "simulation.arrivals",

@@ -7,9 +7,9 @@ from asyncdist.protocols.one_sided.policy import OneSidedSelectiveAveragingPolic
 from asyncdist.protocols.one_sided.rules import OneSidedRules
 from asyncdist.protocols.one_sided.statistics import Durations, OneSidedStatistics
 from asyncdist.protocols.policy import SpawnPolicy
-from asyncdist.protocols.replay.client import ReplayBuffer
-from asyncdist.protocols.replay.server import serve_replay_buffer
-from asyncdist.protocols.replay.values import ReplayStatistics, Sample
+from asyncdist.protocols.replay_buffer.client import ReplayBuffer
+from asyncdist.protocols.replay_buffer.server import serve_replay_buffer
+from asyncdist.protocols.replay_buffer.values import ReplayStatistics, Sample
 from asyncdist.protocols.replicas.policy import ReplicaAveragingPolicy
 from asyncdist.protocols.selective.policy import AsyncSelectiveAveragingPolicy
 from asyncdist.protocols.selective.reserved import coordinate

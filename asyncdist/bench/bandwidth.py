@@ -9,7 +9,7 @@ import time
 import torch
 
 import asyncdist as ad
-from asyncdist.bench.rivals import rival_of
+from asyncdist.bench.blocking_messages import rival_of
 from asyncdist.bench.tables import Table, compared_gb_s
 
 RANKS_MIN = 2

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 import asyncdist as ad
-from asyncdist.bench.rivals import Rival, rival_of
+from asyncdist.bench.blocking_messages import Rival, rival_of
 from asyncdist.bench.tables import Table, compared_us
 from asyncdist.messaging import wire
 

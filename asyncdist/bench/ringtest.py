@@ -9,8 +9,8 @@ import time
 import torch
 
 import asyncdist as ad
+from asyncdist.bench.blocking_messages import Rival, rival_of
 from asyncdist.bench.latency import Ping
-from asyncdist.bench.rivals import Rival, rival_of
 from asyncdist.bench.tables import Table, compared_us
 from asyncdist.messaging import wire
 

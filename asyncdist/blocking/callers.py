@@ -36,7 +36,7 @@ from asyncdist.errors import ClosedError, LocalProtocolError
 from asyncdist.runtime.failing.process_ends import end_forked_child
 from asyncdist.runtime.notebooks import is_loop_running
 from asyncdist.runtime.signals import Interrupts
-from asyncdist.runtime.watchdogs import frame_of_caller
+from asyncdist.runtime.stall_warnings import frame_of_caller
 from asyncdist.runtime.world import World, current_world
 
 logger = logging.getLogger("asyncdist.blocking")

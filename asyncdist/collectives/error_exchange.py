@@ -20,8 +20,8 @@ from typing import Any, Final, TypeVar
 
 import torch
 
+from asyncdist.collectives.collectives import Collectives
 from asyncdist.collectives.groups import Group
-from asyncdist.collectives.nonblocking import Collectives
 from asyncdist.errors import AsyncdistError, DisagreementError, RemoteError, RemoteProtocolError, remote_error
 from asyncdist.tensors import serialization
 

@@ -35,7 +35,7 @@ from asyncdist import tags
 from asyncdist.collectives.agreed_start import Start, assemble, start_together
 from asyncdist.collectives.agreement.agreements import Agreements
 from asyncdist.collectives.groups import Group
-from asyncdist.collectives.turns import Turns
+from asyncdist.collectives.start_turns import Turns
 from asyncdist.collectives.version_desk import VersionDesk, VersionRecord as VersionRecord
 from asyncdist.errors import AsyncdistError, BusyError, RankLostError
 from asyncdist.messaging.channels import Channel, Envelope

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncdist.collectives.algorithms.shared_memory_reduce import SharedFlatBuffers
+from asyncdist.collectives.collectives import Collectives
 from asyncdist.collectives.error_exchange import (
     Call,
     LocalResult,
@@ -38,7 +39,6 @@ from asyncdist.collectives.error_exchange import (
     share,
 )
 from asyncdist.collectives.groups import Group
-from asyncdist.collectives.nonblocking import Collectives
 from asyncdist.errors import DisagreementError
 from asyncdist.functional.collectives import place
 from asyncdist.runtime.world import World

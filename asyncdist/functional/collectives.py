@@ -1,6 +1,6 @@
 """Offers collectives as plain functions, on the world of the calling task and all its ranks unless a group is named.
 
-:mod:`asyncdist.collectives.nonblocking` says how they behave; ranks in arguments are ranks of the world.
+:mod:`asyncdist.collectives.collectives` says how they behave; ranks in arguments are ranks of the world.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any, Final, TypeVar, overload
 import torch
 
 from asyncdist import validation
+from asyncdist.collectives.collectives import Collectives
 from asyncdist.collectives.error_exchange import Call, LocalResult, exchange_headers, run_and_raise
 from asyncdist.collectives.groups import Group, check_group, check_member
-from asyncdist.collectives.nonblocking import Collectives
 from asyncdist.runtime.world import World, current_world
 from asyncdist.spmd import tree_collectives
 from asyncdist.spmd.mesh import Mesh

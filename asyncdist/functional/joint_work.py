@@ -16,6 +16,7 @@ import contextlib
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Final, Generic, TypeVar
 
+from asyncdist.collectives.collectives import Collectives
 from asyncdist.collectives.error_exchange import (
     Call,
     attempt,
@@ -25,7 +26,6 @@ from asyncdist.collectives.error_exchange import (
     share_payload,
 )
 from asyncdist.collectives.groups import Group
-from asyncdist.collectives.nonblocking import Collectives
 from asyncdist.messaging.polling import resolve_waiter
 from asyncdist.runtime.world import World
 from asyncdist.tensors import serialization

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from asyncdist import validation
+from asyncdist.collectives.collectives import Collectives
 from asyncdist.collectives.error_exchange import (
     Call,
     LocalResult,
@@ -34,7 +35,6 @@ from asyncdist.collectives.error_exchange import (
     share_payload,
 )
 from asyncdist.collectives.groups import Group, check_group
-from asyncdist.collectives.nonblocking import Collectives
 from asyncdist.errors import LocalProtocolError
 from asyncdist.functional.collectives import place
 from asyncdist.runtime.world import World, current_world

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 
+from asyncdist.collectives.collectives import Collectives
 from asyncdist.collectives.error_exchange import (
     Call,
     ResultHeader,
@@ -17,7 +18,6 @@ from asyncdist.collectives.error_exchange import (
     run_and_raise,
 )
 from asyncdist.collectives.groups import Group
-from asyncdist.collectives.nonblocking import Collectives
 from asyncdist.errors import DisagreementError
 from asyncdist.functional.collectives import place
 from asyncdist.functional.main_process import check_world_size

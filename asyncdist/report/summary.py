@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from asyncdist import tags
 from asyncdist.recording.events import Event
 from asyncdist.recording.reader import Recording, RecordingError
-from asyncdist.report.clocks import Clocks, Line
+from asyncdist.report.clock_alignment import Clocks, Line
 from asyncdist.report.series import LogHistogram, Thinned, TimeBins
 
 #: Rows of a rank's metric that are kept. Where there are many ranks, fewer.

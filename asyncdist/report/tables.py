@@ -18,7 +18,7 @@ from typing import Any, Final, TypeAlias
 
 from asyncdist.recording.events import KINDS
 from asyncdist.recording.reader import Recording
-from asyncdist.report.clocks import Clocks
+from asyncdist.report.clock_alignment import Clocks
 from asyncdist.report.whole_files import whole_folder
 
 Value: TypeAlias = int | float | str | None

@@ -22,7 +22,7 @@ from typing import Any, Final, TypeAlias
 
 from asyncdist.recording.events import KINDS, Event
 from asyncdist.recording.reader import RankRecording, Recording
-from asyncdist.report.clocks import Clocks
+from asyncdist.report.clock_alignment import Clocks
 from asyncdist.report.whole_files import whole_file
 
 Entry: TypeAlias = dict[str, Any]

@@ -1,7 +1,7 @@
 """Makes and frees groups of ranks, for ``World.new_group`` and ``Group.free``.
 
 All members agree first, so that either each of them makes the group or none does. A rank makes one group after the
-other (:mod:`asyncdist.collectives.turns`): two at once would be given one tag.
+other (:mod:`asyncdist.collectives.start_turns`): two at once would be given one tag.
 :mod:`asyncdist.collectives.group_ledger` has the groups that were made.
 """
 
@@ -15,11 +15,11 @@ from typing import Any, Final
 from asyncdist import validation
 from asyncdist.collectives.agreed_start import Start, assemble, start_together
 from asyncdist.collectives.agreement.agreements import Agreements
+from asyncdist.collectives.collectives import Collectives
 from asyncdist.collectives.group_ledger import GroupLedger
 from asyncdist.collectives.groups import Group, check_ranks, free_all, short
 from asyncdist.collectives.membership import MembershipLog
-from asyncdist.collectives.nonblocking import Collectives
-from asyncdist.collectives.turns import Turns
+from asyncdist.collectives.start_turns import Turns
 from asyncdist.errors import ClosedError, DisagreementError, LocalProtocolError, RankLostError
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel

@@ -18,9 +18,9 @@ import torch
 
 from asyncdist import tags
 from asyncdist._version import __version__
+from asyncdist.collectives.collectives import Collectives
 from asyncdist.collectives.groups import Group
 from asyncdist.collectives.membership import MembershipLog
-from asyncdist.collectives.nonblocking import Collectives
 from asyncdist.errors import DisagreementError, RankLostError
 from asyncdist.messaging import wire
 from asyncdist.messaging.engine import Engine

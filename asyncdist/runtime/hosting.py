@@ -29,9 +29,9 @@ from asyncdist.runtime.failing.process_ends import (
 from asyncdist.runtime.leaving import leave, report_leftovers
 from asyncdist.runtime.recording import Recording
 from asyncdist.runtime.signals import Interrupts
+from asyncdist.runtime.stall_warnings import ENDLESS, EndWatch, StallWatch, WatchdogOptions, describe_wait
 from asyncdist.runtime.story.answering import Teller
 from asyncdist.runtime.story.requests import tell_no_more, tell_on_request
-from asyncdist.runtime.watchdogs import ENDLESS, EndWatch, StallWatch, WatchdogOptions, describe_wait
 from asyncdist.runtime.world import World, _current_world
 from asyncdist.transports.base import Transport
 

@@ -39,11 +39,11 @@ from asyncdist.collectives.agreement.messages import (
     runs_of,
 )
 from asyncdist.collectives.agreement.tree_shape import DIRECT_COUNT_MAX
+from asyncdist.collectives.collectives import Collectives
 from asyncdist.collectives.group_ledger import Freed
 from asyncdist.collectives.groups import Group
 from asyncdist.collectives.membership import MembershipLog
-from asyncdist.collectives.nonblocking import Collectives
-from asyncdist.collectives.turns import Turns
+from asyncdist.collectives.start_turns import Turns
 from asyncdist.errors import BusyError, RankLostError
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel, Envelope

@@ -23,7 +23,7 @@ from asyncdist.recording.writer import RecordOptions, RecordWriter, header_of
 from asyncdist.runtime.sleeps import set_sleeps_by
 from asyncdist.runtime.world import World
 from asyncdist.transports.base import Transport
-from asyncdist.transports.recorded import RecordedTransport
+from asyncdist.transports.recorded_transport import RecordedTransport
 from asyncdist.waits import WaitId, WaitKind
 
 #: What is there is handed to the kernel so often, also while nothing happens.

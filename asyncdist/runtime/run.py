@@ -33,8 +33,8 @@ from asyncdist.runtime.hosting import GRACE_S, RankOptions, RankResult, host_ran
 from asyncdist.runtime.notebooks import call_beside_loop, is_loop_running
 from asyncdist.runtime.process import limit_threads, spare_collections
 from asyncdist.runtime.signals import Interrupts
+from asyncdist.runtime.stall_warnings import WatchdogOptions
 from asyncdist.runtime.story.requests import StoryRequests
-from asyncdist.runtime.watchdogs import WatchdogOptions
 from asyncdist.runtime.world import World, refuse_inside_a_world
 from asyncdist.tensors import torch_modes
 from asyncdist.transports import select

@@ -28,7 +28,7 @@ from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.engine import PROGRESS_BUDGET_S as PROGRESS_BUDGET_S, EngineStatistics
 from asyncdist.messaging.services import Services
-from asyncdist.messaging.tensor_streams import UserStreams
+from asyncdist.messaging.user_streams import UserStreams
 from asyncdist.runtime.compute import Computing, VirtualClock
 from asyncdist.runtime.peers import Peers
 from asyncdist.tensors.model_cache import Scratch

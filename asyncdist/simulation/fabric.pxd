@@ -4,7 +4,7 @@ from asyncdist.simulation.arrivals cimport ArrivalQueue, Message
 from asyncdist.simulation.message_faults cimport MessageFaults
 from asyncdist.simulation.trace cimport Trace
 from asyncdist.simulation.scheduler cimport Scheduler
-from asyncdist.simulation.turns cimport Turns
+from asyncdist.simulation.rank_turns cimport Turns
 
 
 cdef class Receive:

@@ -23,10 +23,10 @@ from asyncdist.simulation.arrivals import ArrivalQueue, Message
 from asyncdist.simulation.faults import Fault, Join, Restart
 from asyncdist.simulation.links import Interfaces, Link, Network
 from asyncdist.simulation.message_faults import MessageFaults
-from asyncdist.simulation.processes.liveness import Liveness
+from asyncdist.simulation.processes.losses import Liveness
+from asyncdist.simulation.rank_turns import Turns
 from asyncdist.simulation.scheduler import Scheduler
 from asyncdist.simulation.trace import Trace
-from asyncdist.simulation.turns import Turns
 from asyncdist.transports.base import ANY_SOURCE, Buffer, as_bytes
 
 #: Every known transport takes small messages before their receive is posted, and programs count on it.

@@ -1,8 +1,7 @@
 """Keeps virtual time: the clock of a simulation, and what will happen.
 
-The scheduler owns the clock and one heap of things that will happen: a rank's *turn* (see
-:mod:`asyncdist.simulation.turns`), a timer, an event of the network. Things that happen at the same time happen in an
-order drawn from the seed.
+The scheduler owns the clock and one heap of future events: a rank's *turn* (:mod:`asyncdist.simulation.rank_turns`), a
+timer, an event of the network. Events of the same time happen in an order drawn from the seed.
 
 Nothing here knows of messages or of asyncdist's protocols. The module is compiled where that can be done; see
 :mod:`asyncdist.compiled`.

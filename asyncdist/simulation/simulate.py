@@ -31,15 +31,15 @@ from asyncdist.runtime.handshake import first_ranks
 from asyncdist.runtime.hosting import RankOptions, RankResult, host_rank
 from asyncdist.runtime.notebooks import call_beside_loop, is_loop_running
 from asyncdist.runtime.signals import Interrupts
-from asyncdist.runtime.watchdogs import what_awaits
+from asyncdist.runtime.stall_warnings import what_awaits
 from asyncdist.runtime.world import World, refuse_inside_a_world
 from asyncdist.simulation.arguments import OVERRUN_S, OVERRUN_STEP_COUNT, Arguments, Compute
-from asyncdist.simulation.determinism.clocks import virtual_clocks
 from asyncdist.simulation.determinism.generators import Generators
 from asyncdist.simulation.determinism.one_at_a_time import one_at_a_time
 from asyncdist.simulation.determinism.rng import INHERITABLE, RandomStates
 from asyncdist.simulation.determinism.sandbox import refused_outside
 from asyncdist.simulation.determinism.sets import ordered_sets
+from asyncdist.simulation.determinism.virtual_clocks import virtual_clocks
 from asyncdist.simulation.distributions import check_number
 from asyncdist.simulation.fabric import Fabric
 from asyncdist.simulation.faults import Fault, Interrupt, Join, Kill, Restart, SlowRank, Stall

@@ -36,7 +36,7 @@ def run(name: str | None, recorded: str | None = None) -> int:
 
 def _tell_recording(folder: str, job: str | None) -> int:
     from asyncdist.recording.reader import RecordingError  # these import torch
-    from asyncdist.story.recorded import tell_recording
+    from asyncdist.story.last_acts import tell_recording
 
     try:
         told = tell_recording(folder, job)

@@ -75,7 +75,7 @@ class ChunkRing:
         return sum(buffer.nbytes for buffer in (*self._buffers.values(), *scratch))
 
 
-class Piece(NamedTuple):
+class LandingPiece(NamedTuple):
     """A chunk of the state, as it is cut for every donor.
 
     ``view`` is where it is received if it can land in place. It begins with element ``first`` of tensor ``number``.
@@ -93,7 +93,7 @@ class Piece(NamedTuple):
 class Landing(NamedTuple):
     """A chunk of one donor, and the page that it counts to. ``chunk`` is where it lies there, unless it is in place."""
 
-    piece: Piece
+    piece: LandingPiece
     page: int
     chunk: torch.Tensor | None
 
@@ -158,7 +158,7 @@ class Layout:
         return _Share(landings, targets, share_nbytes, page, offset)
 
 
-def _pieces(accumulator: FlatBuffers, chunk_nbytes: int) -> list[Piece]:
+def _pieces(accumulator: FlatBuffers, chunk_nbytes: int) -> list[LandingPiece]:
     """Return the chunks of a stream, averaged ones first."""
     pieces = []
     averaged = accumulator.averaged().keys()
@@ -167,5 +167,5 @@ def _pieces(accumulator: FlatBuffers, chunk_nbytes: int) -> list[Piece]:
         for place, into in enumerate(torch.split(tensor, count) if tensor.numel() else ()):
             view = byte_view(into) if into.dtype == dtype else None
             nbytes = into.numel() * dtype.itemsize
-            pieces.append(Piece(into, dtype, nbytes, dtype in averaged, view, number, place * count))
+            pieces.append(LandingPiece(into, dtype, nbytes, dtype in averaged, view, number, place * count))
     return pieces

@@ -16,7 +16,7 @@ from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
 from asyncdist.protocols.selective.islands.messages import Emigrant, Invitation
-from asyncdist.protocols.selective.joining.admission import Ambiguous, Application, Over, Refusal, Request, Welcome
+from asyncdist.protocols.selective.joining.newcomers import Ambiguous, Application, Over, Refusal, Request, Welcome
 
 logger = logging.getLogger("protocols.selective.board")
 

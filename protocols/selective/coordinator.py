@@ -25,7 +25,7 @@ from asyncdist.protocols.journal import Journal
 from asyncdist.protocols.metric_trend import blank_warning, trend_warning
 from asyncdist.protocols.parameter_stream.messages import safe_point_count
 from asyncdist.protocols.selective.islands.migration import Migration
-from asyncdist.protocols.selective.joining.admission import Welcome
+from asyncdist.protocols.selective.joining.newcomers import Welcome
 from asyncdist.protocols.selective.messages import (
     Abandoned,
     Admitted,

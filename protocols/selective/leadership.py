@@ -15,7 +15,7 @@ from asyncdist.protocols.journal import Journal
 from asyncdist.protocols.selective.board import Board, Declined, Nomination, SuccessionMessage, TakeOver
 from asyncdist.protocols.selective.coordinator import Coordinator, PolicyScopes
 from asyncdist.protocols.selective.islands.migration import Migration
-from asyncdist.protocols.selective.joining.admission import Application, Refusal, Request, Welcome, digest_of, key_of
+from asyncdist.protocols.selective.joining.newcomers import Application, Refusal, Request, Welcome, digest_of, key_of
 from asyncdist.protocols.selective.rules import SelectiveRules
 from asyncdist.protocols.selective.statistics import CoordinatorStatistics
 from asyncdist.protocols.selective.succession import (

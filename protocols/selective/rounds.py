@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from asyncdist.protocols.metric_trend import BlankMetrics, MetricTrend
 from asyncdist.protocols.selective.islands.migrants import Migrants
-from asyncdist.protocols.selective.joining.newcomers import Newcomers
+from asyncdist.protocols.selective.joining.admission import Newcomers
 from asyncdist.protocols.selective.messages import Admitted, Joined, Leave, Rejoin
 from asyncdist.protocols.selective.roster import Roster
 from asyncdist.protocols.selective.round.course import RoundCourse

@@ -37,9 +37,9 @@ from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedSt
 from asyncdist.trust.job_secret import JobSecret
 from asyncdist.waits import WaitId
 from fuzzing.mutations import mutate
-from protocols.replay.layouts import declare, declared
-from protocols.replay.messages import Declare
-from protocols.replay.store import RowLayout
+from protocols.replay_buffer.layouts import declare, declared
+from protocols.replay_buffer.messages import Declare
+from protocols.replay_buffer.store import RowLayout
 
 _DAMAGED_COUNT: Final = 64
 

@@ -45,7 +45,7 @@ from asyncdist.messaging import wire
 from asyncdist.transports.rank_sets import RankSet
 from protocols.one_sided.rules import REPLACEMENT_MODES, OneSidedRules, choose, is_dying
 from protocols.ranking import STRATEGIES
-from protocols.replay.store import ReplayStore
+from protocols.replay_buffer.store import ReplayStore
 from protocols.selective.member import (
     AddUp,
     Apply,

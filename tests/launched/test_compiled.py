@@ -109,7 +109,7 @@ import asyncio, json, torch
 import asyncdist as ad
 from asyncdist.simulation import Compute, Corrupt, Delay, Exponential, Kill, Link, LogNormal, Network, Partition
 from asyncdist.simulation import SlowLink, SlowRank, Stall, Uniform, simulate
-from asyncdist.simulation import turns
+from asyncdist.simulation import rank_turns
 from asyncdist.errors import AsyncdistError
 
 async def main(world, rounds):
@@ -155,13 +155,13 @@ async def forever(world):
     while True:
         await asyncio.sleep(0)
 
-turns.TURN_COUNT_MAX = 1000
+rank_turns.TURN_COUNT_MAX = 1000
 lines = [told(seed) for seed in range(36)]
 try:
     simulate(forever, ranks=2)
 except AsyncdistError as error:
     lines.append(["endless", str(error)])
-print(json.dumps([turns.__file__, lines]))
+print(json.dumps([rank_turns.__file__, lines]))
 """
 
 
@@ -194,8 +194,8 @@ def test_compiled_and_interpreted_simulations_are_equal() -> None:
         pytest.skip("no compiler here")
     compiled_from, compiled_lines = account(SIMULATIONS, pure=False)
     source, lines = account(SIMULATIONS, pure=True)
-    assert Path(source).name == "turns.py"
-    assert Path(compiled_from).name.startswith("turns.cpython"), compiled.describe()
+    assert Path(source).name == "rank_turns.py"
+    assert Path(compiled_from).name.startswith("rank_turns.cpython"), compiled.describe()
     assert compiled_lines == lines
     assert len(lines) == len({line[0] for line in lines}) == 37
     for plan in range(1, 6):

@@ -13,7 +13,7 @@ import pytest
 from support import hanging, mpi
 
 from asyncdist.story import sockets
-from asyncdist.story.recorded import tell_recording
+from asyncdist.story.last_acts import tell_recording
 
 SCRIPT = "tests/scripts/hangs.py"
 #: The facts of each hang: a pattern for one line of the story each; <NAME RANK> is a marked line of the script.

@@ -195,7 +195,7 @@ def test_large_tensors_are_partly_written_directly_on_one_host(transport: str, s
         from support.mpi import report
 
         import asyncdist as ad
-        from asyncdist.messaging.tensor_streams import UserStreams
+        from asyncdist.messaging.user_streams import UserStreams
 
         granted, original = [0], UserStreams._written_nbytes
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import asyncdist as ad
 from asyncdist.collectives.algorithms import shared_memory_reduce
-from asyncdist.collectives.nonblocking import Collectives
+from asyncdist.collectives.collectives import Collectives
 
 
 class Several(nn.Module):

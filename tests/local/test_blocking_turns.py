@@ -16,7 +16,7 @@ import asyncdist as ad
 from asyncdist.blocking import idle_loop
 from asyncdist.blocking.idle_loop import IdleLoop
 from asyncdist.messaging import engine
-from asyncdist.runtime.watchdogs import frames_of
+from asyncdist.runtime.stall_warnings import frames_of
 
 
 @pytest.fixture

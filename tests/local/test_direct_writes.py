@@ -18,7 +18,7 @@ from support.local import NONCE, engines, eventually, yields
 from asyncdist import tags
 from asyncdist.collectives.groups import Group
 from asyncdist.errors import ClosedError, RankLostError
-from asyncdist.messaging import direct_write_streams, streams, tensor_streams
+from asyncdist.messaging import direct_write_streams, streams, user_streams
 from asyncdist.messaging.channels import Envelope
 from asyncdist.messaging.services import Services
 from asyncdist.runtime.world import World
@@ -35,8 +35,8 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_memory_attach, "PIECE_NBYTES", PIECE)
     monkeypatch.setattr(streams, "USER_CHUNK_NBYTES", PIECE)
     monkeypatch.setattr(direct_write_streams, "ATTENTION_S", math.inf)
-    monkeypatch.setattr(tensor_streams, "WRITTEN_NBYTES_MIN", MIN)
-    monkeypatch.setattr(tensor_streams, "_PAGE_NBYTES", 16)
+    monkeypatch.setattr(user_streams, "WRITTEN_NBYTES_MIN", MIN)
+    monkeypatch.setattr(user_streams, "_PAGE_NBYTES", 16)
 
 
 @pytest.fixture
@@ -392,8 +392,8 @@ async def test_a_sender_that_does_not_know_the_receiver_sends(writes: list[int])
 
 async def test_words_that_nobody_asked_for_change_nothing() -> None:
     async with neighbours(1.0) as (sender, _):
-        sender._streams._on_message(Envelope(tensor_streams.AttachAccept(), 1, 0))
-        sender._streams._on_message(Envelope(tensor_streams.AttachOffer(-5, -1, b"x"), 1, 0))
+        sender._streams._on_message(Envelope(user_streams.AttachAccept(), 1, 0))
+        sender._streams._on_message(Envelope(user_streams.AttachOffer(-5, -1, b"x"), 1, 0))
         assert not sender._streams._finders
         assert not sender._streams._processes
 

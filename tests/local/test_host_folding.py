@@ -25,7 +25,7 @@ from support.seeds import seeds
 from torch import nn
 
 import asyncdist as ad
-from asyncdist.collectives import nonblocking
+from asyncdist.collectives import collectives
 from asyncdist.collectives.algorithms import shared_memory_reduce
 from asyncdist.collectives.algorithms.left_folds import MEAN
 from asyncdist.collectives.algorithms.ordered_reduce import BufferPool, fold_in_shares
@@ -216,7 +216,7 @@ async def counted_mean(made: Sequence[ad.World], spreads: Sequence[Bucket], monk
         return await original(memory, group, gather)
 
     with monkeypatch.context() as patch:
-        patch.setattr("asyncdist.collectives.nonblocking.map_shared_buffers", counting)
+        patch.setattr("asyncdist.collectives.collectives.map_shared_buffers", counting)
         await mean_of_all(made, spreads)
     return count
 
@@ -382,13 +382,13 @@ async def test_memory_goes_with_the_last_who_uses_it() -> None:
 def test_the_policy_that_averages_all_does_so_in_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: it sent every element, between processes of one host too."""
     folded: list[int] = []
-    fold_on_host = nonblocking.fold_on_host
+    fold_on_host = collectives.fold_on_host
 
     async def counted(group: Group, spread: Bucket, *rest: Any) -> None:
         folded.append(len(spread.flat))
         await fold_on_host(group, spread, *rest)
 
-    monkeypatch.setattr(nonblocking, "fold_on_host", counted)
+    monkeypatch.setattr(collectives, "fold_on_host", counted)
 
     async def main(world: ad.World, shares: bool) -> list[float]:
         transport = world.services.engine.transport

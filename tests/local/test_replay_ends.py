@@ -16,7 +16,7 @@ from support.seeds import seeds
 import asyncdist as ad
 from asyncdist.simulation.faults import Kill
 from protocols import AverageAllPolicy, ReplayBuffer, serve_replay_buffer
-from protocols.replay import messages, server as replay_server
+from protocols.replay_buffer import messages, server as replay_server
 
 # -- draws that wait --------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from support.facts import names, naming
 import asyncdist as ad
 from asyncdist.messaging.engine import Engine
 from asyncdist.runtime import run
-from asyncdist.runtime.watchdogs import EndWatch, StallWatch, WatchdogOptions
+from asyncdist.runtime.stall_warnings import EndWatch, StallWatch, WatchdogOptions
 from asyncdist.simulation import Compute
 
 

@@ -19,12 +19,12 @@ from support.mpi import report
 from torch import nn
 
 import asyncdist as ad
-from asyncdist.collectives import nonblocking
+from asyncdist.collectives import collectives
 from asyncdist.collectives.algorithms import shared_memory_reduce
 from asyncdist.collectives.groups import Group
 from asyncdist.errors import DisagreementError
 
-_original_meet = nonblocking.map_shared_buffers
+_original_meet = collectives.map_shared_buffers
 
 
 class Mixed(nn.Module):
@@ -66,11 +66,11 @@ def watched() -> Iterator[list[bool]]:
         found.append(views is not None)
         return views
 
-    nonblocking.map_shared_buffers = map_shared_buffers  # type: ignore[assignment]
+    collectives.map_shared_buffers = map_shared_buffers  # type: ignore[assignment]
     try:
         yield found
     finally:
-        nonblocking.map_shared_buffers = _original_meet
+        collectives.map_shared_buffers = _original_meet
 
 
 @contextmanager

@@ -188,7 +188,7 @@ def test_a_timer_that_is_still_running_is_no_deadlock() -> None:
 
 
 def test_a_task_that_loops_without_waiting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncdist.simulation.turns.TURN_COUNT_MAX", 1000)
+    monkeypatch.setattr("asyncdist.simulation.rank_turns.TURN_COUNT_MAX", 1000)
 
     async def main(world: ad.World) -> None:
         while world.rank == 1:
@@ -243,7 +243,7 @@ def test_the_error_of_a_run_without_end_hides_simulator_frames(
     main: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error carries the run's report, and its traceback has no frame of the simulator."""
-    monkeypatch.setattr("asyncdist.simulation.turns.TURN_COUNT_MAX", 1000)
+    monkeypatch.setattr("asyncdist.simulation.rank_turns.TURN_COUNT_MAX", 1000)
     with pytest.raises(ad.AsyncdistError) as caught:
         simulate(main, ranks=2, until_s=5.0)
     error: Any = caught.value
@@ -278,7 +278,7 @@ def test_it_is_named_sooner_where_nothing_else_is_to_come(loopers: tuple[int, ..
 
 @pytest.mark.parametrize("waits_for", ["a rank that computes", "a timer", "its own steps, which take no time"])
 def test_a_loop_that_waits_for_what_will_come_is_not_named(waits_for: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncdist.simulation.turns.IDLE_TURN_COUNT_MAX", 1000)
+    monkeypatch.setattr("asyncdist.simulation.rank_turns.IDLE_TURN_COUNT_MAX", 1000)
 
     turn_count = 0
 

@@ -27,7 +27,7 @@ from asyncdist.simulation import (
     Stall,
     simulate,
 )
-from asyncdist.simulation.turns import TURN_S
+from asyncdist.simulation.rank_turns import TURN_S
 from protocols import AsyncSelectiveAveragingPolicy
 
 # -- time -----------------------------------------------------------------------------------------------------------

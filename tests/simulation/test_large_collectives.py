@@ -17,9 +17,9 @@ from support.steady_network import quiet
 import asyncdist as ad
 from asyncdist.collectives.algorithms import pieces
 from asyncdist.collectives.algorithms.over_tree import ROW_NBYTES_MAX, Place
+from asyncdist.collectives.collectives import Collectives
 from asyncdist.collectives.groups import Group
 from asyncdist.collectives.membership import MembershipLog
-from asyncdist.collectives.nonblocking import Collectives
 from asyncdist.simulation import Kill, SimReport, simulate
 
 #: From here on messages are those of what a test looks at, until as much later.

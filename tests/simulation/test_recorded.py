@@ -15,8 +15,8 @@ import torch
 import asyncdist as ad
 from asyncdist.recording.events import Event
 from asyncdist.recording.reader import read_recording
-from asyncdist.story import command, recorded
-from asyncdist.story.recorded import tell_recording
+from asyncdist.story import command, last_acts
+from asyncdist.story.last_acts import tell_recording
 from asyncdist.waits import WaitId, WaitKind
 from protocols import AsyncSelectiveAveragingPolicy
 
@@ -165,7 +165,7 @@ def test_of_several_recorded_jobs_the_story_of_one_is_told(tmp_path: Path, capsy
 
 def test_a_story_is_told_where_its_letters_are_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ad.simulate(train, ranks=1, seed=1, record=tmp_path)
-    monkeypatch.setattr(recorded, "seconds_in_words", lambda seconds: "\u4e00 second")
+    monkeypatch.setattr(last_acts, "seconds_in_words", lambda seconds: "\u4e00 second")
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", out)
     assert command.run(str(tmp_path)) == 0

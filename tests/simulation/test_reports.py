@@ -20,7 +20,7 @@ import asyncdist as ad
 from asyncdist.recording.reader import Recording, read_recording
 from asyncdist.report.page import render
 from asyncdist.report.summary import summarise
-from asyncdist.story.recorded import tell_recording
+from asyncdist.story.last_acts import tell_recording
 from protocols import AsyncSelectiveAveragingPolicy
 
 

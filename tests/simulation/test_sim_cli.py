@@ -292,7 +292,7 @@ def test_a_deadlock_says_who_waits_for_whom(sim: Sim, script: str) -> None:
 
 def test_a_loop_without_end_is_told_as_a_deadlock_is(sim: Sim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: it came with a traceback of the simulator, and without the last events."""
-    monkeypatch.setattr("asyncdist.simulation.turns.TURN_COUNT_MAX", 1000)
+    monkeypatch.setattr("asyncdist.simulation.rank_turns.TURN_COUNT_MAX", 1000)
     script = tmp_path / "loops.py"
     script.write_text(
         "import asyncio\n"

@@ -14,7 +14,7 @@ from asyncdist import cli
 from asyncdist.recording.events import Event
 from asyncdist.recording.reader import read_recording
 from asyncdist.simulation import Fault, Kill, Restart
-from asyncdist.story.recorded import tell_recording
+from asyncdist.story.last_acts import tell_recording
 
 SCRIPT = """
 import sys

@@ -20,7 +20,7 @@ import asyncdist as ad
 from asyncdist.recording.reader import Recording, read_recording
 from asyncdist.recording.writer import RecordOptions, RecordWriter, header_of
 from asyncdist.report import tables
-from asyncdist.report.clocks import Clocks
+from asyncdist.report.clock_alignment import Clocks
 from asyncdist.report.trace import TraceError, write_trace
 from asyncdist.waits import WaitId, WaitKind
 from protocols import AsyncSelectiveAveragingPolicy

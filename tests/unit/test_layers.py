@@ -48,7 +48,7 @@ FACE = {"__init__", "__main__", "cli", "pytest_plugin"}
 PURE = {
     "one_sided.rules",
     "ranking",
-    "replay.store",
+    "replay_buffer.store",
     "replicas.members",
     "selective.islands.layout",
     "selective.islands.messages",
@@ -172,7 +172,7 @@ def test_no_folder_is_too_large_to_look_through() -> None:
 
 def test_mpi4py_is_imported_only_by_the_mpi_modules_and_a_rival() -> None:
     users = {name for name, tree in ASYNCDIST.items() if uses(tree, "mpi4py")}
-    assert users == {"transports.mpi", "launch.doctor", "bench.rivals"}
+    assert users == {"transports.mpi", "launch.doctor", "bench.blocking_messages"}
     assert not any(uses(tree, "mpi4py") for tree in PROTOCOLS.values())
 
 
@@ -184,7 +184,7 @@ def test_torch_distributed_is_imported_only_by_meeting_modules() -> None:
     others = {
         "launch.process_groups",
         "launch.place_claims",
-        "bench.rivals",
+        "bench.blocking_messages",
         "integrations.replicas",
     }
     assert users == others | transport
@@ -229,7 +229,7 @@ def test_protocols_never_ask_which_transport_they_run_on() -> None:
 def test_decision_cores_know_no_loop_no_clock_and_no_chance(name: str) -> None:
     for package in ("asyncio", "time", "random", "secrets"):
         assert not uses(PROTOCOLS[name], package), package
-    assert not uses(PROTOCOLS[name], "torch") or name == "replay.store", "what it keeps are tensors"
+    assert not uses(PROTOCOLS[name], "torch") or name == "replay_buffer.store", "what it keeps are tensors"
     assert own_imports(PROTOCOLS[name]) <= {"validation", "tensors.byte_views"}, "all else there knows a loop"
 
 

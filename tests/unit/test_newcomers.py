@@ -16,7 +16,7 @@ from support.selective import OpenedCoordinator
 from asyncdist import RemoteProtocolError
 from asyncdist.collectives.agreement.incarnations import Incarnations
 from asyncdist.waits import WaitId
-from protocols.selective.joining.admission import Application, Welcome
+from protocols.selective.joining.newcomers import Application, Welcome
 from protocols.selective.joining.state_transfer import packed, unpacked
 from protocols.selective.messages import Admitted, Assign, Frozen, Joined
 from protocols.selective.round.state import Send

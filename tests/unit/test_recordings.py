@@ -20,9 +20,9 @@ from asyncdist.recording import reader, writer
 from asyncdist.recording.events import CAPACITY, Event, EventLog
 from asyncdist.recording.reader import RecordingError, read_recording
 from asyncdist.recording.writer import RecordOptions, RecordWriter, header_of
-from asyncdist.story.recorded import tell_recording
+from asyncdist.story.last_acts import tell_recording
 from asyncdist.transports.base import Buffer, Request
-from asyncdist.transports.recorded import RecordedTransport
+from asyncdist.transports.recorded_transport import RecordedTransport
 from asyncdist.waits import WaitId
 
 

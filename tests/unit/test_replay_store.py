@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, strategies as st
 from support.odd_tensors import ODD, same
 
-from protocols.replay.store import ReplayStore, RowLayout
+from protocols.replay_buffer.store import ReplayStore, RowLayout
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64)
 

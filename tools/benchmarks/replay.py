@@ -24,7 +24,7 @@ from rivals import align
 
 import asyncdist as ad
 from protocols import ReplayBuffer, serve_replay_buffer
-from protocols.replay.server import Score
+from protocols.replay_buffer.server import Score
 
 RANKS: Final = (4,)
 TARGET_PER_S: Final = 20_000

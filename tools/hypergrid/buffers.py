@@ -23,7 +23,7 @@ from gfn.samplers import Sampler
 
 import asyncdist as ad
 from protocols import ReplayBuffer, serve_replay_buffer
-from protocols.replay.store import Batch
+from protocols.replay_buffer.store import Batch
 
 CAPACITY = 10_000
 REPLAY_EVERY = 4

@@ -7,8 +7,8 @@ enter it, and a program that would hang elsewhere gets an error that names the f
 member that cannot start, for example because of a wrong argument, objects: the others raise its exception.
 
 Members that name different groups cannot be compared. In some starts, of groups above all, they find out that they wait
-for each other in different ones (:mod:`asyncdist.collectives.agreement.rivals`). Of the starts that block, or take a
-number, a rank makes one at a time (:mod:`asyncdist.collectives.turns`): it may ask the leader to let it come later.
+for each other in different ones (:mod:`asyncdist.collectives.agreement.rival_starts`). A rank makes only one start at a
+time that blocks or takes a number (:mod:`asyncdist.collectives.start_turns`): it may ask the leader for a later turn.
 
 A member that gives up tells the leader, and cannot know what the leader has decided meanwhile: each member that has
 come gets one verdict, and if that says go, the others count on it. :mod:`asyncdist.collectives.agreed_start` therefore
@@ -47,7 +47,7 @@ from asyncdist.collectives.agreement.messages import (
     Withdraw,
 )
 from asyncdist.collectives.agreement.relays import Relays
-from asyncdist.collectives.agreement.rivals import Rivals
+from asyncdist.collectives.agreement.rival_starts import Rivals
 from asyncdist.collectives.agreement.termination import Termination
 from asyncdist.collectives.agreement.verdicts import (
     POSTPONED,

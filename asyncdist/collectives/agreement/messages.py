@@ -33,7 +33,7 @@ class AgreementKey:
         subject: names what the ranks start.
         ranks: the members, in their order.
         occurrence: attempt number of these ranks at this subject, counted from 1; 0 stands for all attempts.
-        is_second: whether it is the attempt's second agreement (:mod:`asyncdist.collectives.turns`).
+        is_second: whether it is the attempt's second agreement (:mod:`asyncdist.collectives.start_turns`).
     """
 
     subject: str

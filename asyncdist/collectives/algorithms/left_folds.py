@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncdist.collectives.algorithms import reductions
+from asyncdist.collectives.algorithms import reduction_dtypes
 from asyncdist.tensors.means import mean_into, mean_of_sum
 from asyncdist.transports.base import ReduceOp
 
@@ -34,14 +34,14 @@ class LeftFold(Protocol):
 
 
 class OrderedReduction:
-    """Reduces with one operation, in the numbers of :func:`asyncdist.collectives.algorithms.reductions.to_numbers`.
+    """Reduces with one operation, in the numbers that :mod:`asyncdist.collectives.algorithms.reduction_dtypes` chooses.
 
     Args:
         op: the operation.
     """
 
     def __init__(self, op: ReduceOp) -> None:
-        self._op = reductions.OPERATIONS[op]
+        self._op = reduction_dtypes.OPERATIONS[op]
 
     def __call__(self, parts: Sequence[Tensor]) -> Tensor:
         """Reduce in the memory of the first part."""

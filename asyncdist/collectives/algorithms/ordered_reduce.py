@@ -41,7 +41,7 @@ _WHAT: Final = WaitId(WaitKind.ORDERED_REDUCTION)
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ReductionPiece:
     """A range of elements, cut into equal shares; those of the last ranks may be shorter or empty.
 
     Attributes:
@@ -64,11 +64,11 @@ class Piece:
         return slice(min(index * self.share_count, self.count), min((index + 1) * self.share_count, self.count))
 
 
-def pieces(count: int, size: int, share_count: int) -> Iterator[Piece]:
+def pieces(count: int, size: int, share_count: int) -> Iterator[ReductionPiece]:
     """Cut ``count`` elements into pieces for ``size`` ranks."""
     for start in range(0, count, size * share_count):
         length = min(size * share_count, count - start)
-        yield Piece(start, length, -(-length // size))
+        yield ReductionPiece(start, length, -(-length // size))
 
 
 class BufferPool:

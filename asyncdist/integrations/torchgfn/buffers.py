@@ -26,8 +26,8 @@ import torch
 
 from asyncdist import ClosedError, Envelope, RankLostError, World, blocking, tags, validation
 from asyncdist.integrations.joining import join
-from asyncdist.protocols.replay.layouts import scopes
-from asyncdist.protocols.replay.messages import INLINE_NBYTES_MAX
+from asyncdist.protocols.replay_buffer.layouts import scopes
+from asyncdist.protocols.replay_buffer.messages import INLINE_NBYTES_MAX
 from asyncdist.waits import WaitId, WaitKind
 
 with validation.optional_imports(__name__, ["gfn"], "torchgfn"):

@@ -21,7 +21,7 @@ from asyncdist.runtime.failing.failure_report import FailureReport, is_terminati
 from asyncdist.runtime.failing.process_ends import exit_immediately
 from asyncdist.runtime.peers import Failed, FailureAcknowledged
 from asyncdist.runtime.signals import SIGNALS, Interrupts, interrupt_error
-from asyncdist.runtime.watchdogs import describe_wait
+from asyncdist.runtime.stall_warnings import describe_wait
 from asyncdist.runtime.world import World
 from asyncdist.transports.base import Transport
 from asyncdist.waits import WaitId, WaitKind

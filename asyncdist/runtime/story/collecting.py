@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 from asyncdist.messaging.services import Services
+from asyncdist.runtime.stall_warnings import frames_of, futures_awaited, is_library, line_of, wait_with_parts, waiter_of
 from asyncdist.runtime.story.signs import Signs
-from asyncdist.runtime.watchdogs import frames_of, futures_awaited, is_library, line_of, wait_with_parts, waiter_of
 from asyncdist.runtime.world import World
 from asyncdist.story.facts import ChannelState, Collective, MainState, PolicyState, RankStory, Wait
 from asyncdist.story.happenings import events_in_words

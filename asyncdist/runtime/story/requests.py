@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any, Final, Self
 
 from asyncdist import environment, rank_program
-from asyncdist.runtime.watchdogs import is_library
+from asyncdist.runtime.stall_warnings import is_library
 
 #: None where there is no such signal.
 SIGNAL: Final = getattr(signal, "SIGUSR1", None)

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from asyncdist.recording.writer import RecordOptions, file_name, remove_earlier
+from asyncdist.runtime.stall_warnings import waiter_of, what_awaits
 from asyncdist.runtime.story.collecting import job_name
-from asyncdist.runtime.watchdogs import waiter_of, what_awaits
 from asyncdist.runtime.world import World
 from asyncdist.simulation.processes.event_loop import RankLoop
 from asyncdist.simulation.scheduler import Scheduler

@@ -1,4 +1,4 @@
-"""Makes an event loop for a simulated rank: asyncio's interface on :mod:`asyncdist.simulation.turns`.
+"""Makes an event loop for a simulated rank: asyncio's interface on :mod:`asyncdist.simulation.rank_turns`.
 
 Methods that would touch the world outside, such as threads and sockets, are refused by name.
 """
@@ -15,8 +15,8 @@ from typing import Any, Final, NoReturn, TypeVar
 
 from asyncdist.errors import LocalProtocolError
 from asyncdist.simulation.determinism.sandbox import refuse
+from asyncdist.simulation.rank_turns import Turns
 from asyncdist.simulation.scheduler import Scheduler
-from asyncdist.simulation.turns import Turns
 
 logger = logging.getLogger("asyncdist.simulation")
 

@@ -25,7 +25,7 @@ from asyncdist.protocols.misuse import warn_of_first_weights
 from asyncdist.protocols.selective.board import Board, Declined, IslandMessage
 from asyncdist.protocols.selective.islands.layout import Island, IslandOptions
 from asyncdist.protocols.selective.islands.messages import Emigrant, Invitation
-from asyncdist.protocols.selective.joining.admission import digest_of
+from asyncdist.protocols.selective.joining.newcomers import digest_of
 
 if TYPE_CHECKING:
     from asyncdist.protocols.selective.coordinator import Coordinator, PolicyScopes

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from asyncdist import AsyncdistError
 from asyncdist.messaging.services import Services
-from asyncdist.protocols.selective.joining.admission import Application, Welcome
+from asyncdist.protocols.selective.joining.newcomers import Application, Welcome
 from asyncdist.protocols.selective.joining.state_transfer import StateTransfer, unpacked
 from asyncdist.protocols.selective.member import Instructions, RoundMember, State
 from asyncdist.protocols.selective.roles.replacer import Replacer

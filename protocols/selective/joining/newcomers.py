@@ -1,118 +1,252 @@
-"""Keeps the ranks that ask to be admitted to a policy that runs, and chooses who gives each of them its state.
+"""Finds the policy that runs on the other ranks, and asks to be admitted to it.
 
-A newcomer is a new process in the place of a member that was lost. It is admitted by a round of its own, between two
-others, in which one donor gives it all of its state. Newcomers that wait together are admitted together. Until it has
-that state, a newcomer does not count: it is neither judged nor waited for.
-
-Rounds do not overlap, so a newcomer that is slow holds up all of them. What an admission may take follows from what
-rounds take, and is doubled after each one that took too long; the others' rounds have nine times as long before the
-next attempt.
+A newcomer asks all live ranks, again and again until it is admitted, since the rank that coordinates may change, or not
+have heard of it yet. The one that coordinates the policy compares class, name, model and options, and answers with what
+the newcomer needs to talk to the members. A rank that has left the policy says so.
 """
 
-import math
-from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple
+from __future__ import annotations
 
-from asyncdist.protocols.ranking import order_worst_first
-from asyncdist.protocols.selective.round.state import Member, ReportRecord
-from asyncdist.protocols.selective.rules import Decision, SelectiveRules
-from asyncdist.protocols.selective.waiting import HELD_SHARE
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
 
-#: How many take the state of one donor in one round.
-NEWCOMER_COUNT_MAX: Final = 8
-#: What the first attempt may take: so many cadences, and so many times what rounds take.
-_FIRST_CADENCES: Final = 2.0
-_FIRST_ROUNDS: Final = 6.0
+from asyncdist import AsyncdistError, ClosedError, DisagreementError, LateError, RankLostError, StartTimeoutError
+from asyncdist.messaging import wire
+from asyncdist.messaging.services import Services
+from asyncdist.waits import WaitId, WaitKind
 
-
-class _Failures(NamedTuple):
-    """The attempts to admit one newcomer: how many have failed, and the decision and the time before the next one."""
-
-    failed_count: int = 0
-    after_decision: int = -1
-    next_at: float = -math.inf
+#: How long a newcomer waits at least before it asks again, in seconds; longer where answers take longer.
+_ASK_AGAIN_S: Final = 0.5
 
 
-class Newcomers:
-    """Keeps the newcomers of one coordinator.
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Newcomer to all: it asks to be admitted to the policy that agrees in what ``digest`` stands for.
 
-    Args:
-        members: of the coordinator, which changes them.
-        rules: the options.
+    It is short: all newcomers ask all ranks, and a short message takes none of their steps. ``left`` is the policy that
+    this process has left before: it asks for the next one, also where others are in that one still.
     """
 
-    def __init__(self, members: Mapping[int, Member], rules: SelectiveRules) -> None:
-        self._members = members
-        self._rules = rules
-        self._failures: dict[int, _Failures] = {}
-        self._admitted_after = -1  # the decision after which the newest round for newcomers came
+    key: int
+    incarnation: int
+    digest: str
+    left: int = 0
 
-    def __bool__(self) -> bool:
-        return bool(self._failures)
 
-    def add(self, rank: int) -> None:
-        """Note that a rank asks to be admitted."""
-        self._failures[rank] = _Failures()
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Coordinator to newcomer: it will be admitted between two rounds, and these are the scopes of the policy.
 
-    def remove(self, rank: int) -> None:
-        """Note that a rank has been admitted, or is gone."""
-        self._failures.pop(rank, None)
+    ``members`` are those that take part now, each with its incarnation: they may take over, and others may not.
+    ``between`` is the number that the policies of all islands have in common.
+    """
 
-    def on_round(self, ranks: Sequence[int], decision_count: int, held_s: float, now: float) -> None:
-        """Note that a round has ended. The others' next decision comes before those that it has not admitted.
+    key: int
+    policy: int
+    to_members: int
+    to_coordinator: int
+    epoch: int
+    members: tuple[tuple[int, int], ...]
+    between: int = 0
 
-        Args:
-            ranks: newcomers.
-            decision_count: decisions so far.
-            held_s: for how long it has held the others up, if it took longer than allowed.
-            now: the present time.
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Coordinator to newcomer: the running policy agrees in these values, which are others."""
+
+    key: int
+    values: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """Answers a request: this rank waits to be admitted itself, or has left that policy (``has_ended``)."""
+
+    key: int
+    has_ended: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Ambiguous:
+    """Answers a request: this rank is in several policies of that class and name, on the same ranks."""
+
+    key: int
+    count: int
+
+
+AdmissionMessage: TypeAlias = Request | Welcome | Refusal | Over | Ambiguous
+
+
+def key_of(ranks: Sequence[int], values: Mapping[str, str]) -> int:
+    """Return a number for the policies of one class and name on these ranks, in a request and its answers."""
+    return wire.scope_of(ranks, f"{values.get('class')} {values.get('name')}", 0)
+
+
+def digest_of(ranks: Sequence[int], values: Mapping[str, str]) -> str:
+    """Return a digest of what the members of a policy have agreed in."""
+    return hashlib.sha256(repr((tuple(ranks), sorted(values.items()))).encode()).hexdigest()[:16]
+
+
+class Application:
+    """Asks for one newcomer, until it is admitted.
+
+    Args:
+        services: of this rank.
+        send: sends a message to a rank that may be unreachable.
+        ranks: of the policy's group.
+        values: what this rank's policy would agree in.
+        timeout_s: how long it may take until a coordinator answers, and from each answer to the next one. To be
+            admitted takes as long as the rounds do that come before.
+        left: the policy of this class and name that this process has left before, or 0.
+        on_end: called with this when it is closed.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        send: Callable[[AdmissionMessage, int], None],
+        ranks: Sequence[int],
+        values: Mapping[str, str],
+        timeout_s: float,
+        *,
+        left: int = 0,
+        on_end: Callable[[Application], None],
+    ) -> None:
+        self.key = key_of(ranks, values)
+        self._request = Request(self.key, services.incarnation, digest_of(ranks, values), left)
+        self._values = values
+        self._ranks = [rank for rank in ranks if rank != services.rank]
+        self._on_end = on_end
+        self._services = services
+        self._send = send
+        self._timeout_s = timeout_s
+        self._deadline = services.time() + timeout_s
+        self._over: set[int] = set()
+        self._have_left: set[int] = set()
+        self._asked: set[int] = set()
+        self._met: set[int] = set()
+        self._began_at = self._ask_again_at = services.time()
+        self._answer_s: float | None = None  # until the first one came
+        self._welcome: tuple[Welcome, int] | None = None
+        self._policy: int | None = None  # that has welcomed this rank
+        self._error: AsyncdistError | None = None
+
+    def _others(self) -> list[int]:
+        return [rank for rank in self._ranks if rank not in self._services.gone]
+
+    def on_message(self, message: AdmissionMessage, source: int) -> None:
+        """Take an answer."""
+        if self._answer_s is None:
+            self._answer_s = self._services.time() - self._began_at
+        match message:
+            case Welcome() if self._policy in (None, message.policy):  # not of the one that the others start next
+                self._welcome = message, source
+                self._deadline = self._services.time() + self._timeout_s
+            case Over(_, has_ended):
+                self._over.add(source)
+                if has_ended:
+                    self._have_left.add(source)
+            case Ambiguous(_, count):
+                text = (
+                    f"rank {source} is in {count} policies of this class and name, and cannot know which of them this "
+                    "rank enters again; give each a name= of its own"
+                )
+                self._error = DisagreementError(text, difference="name")
+            case Refusal(_, values):
+                name, there = next(
+                    (item for item in values if self._values.get(item[0]) != item[1]), ("group", "other")
+                )
+                mine = self._values.get(name)
+                text = f"this rank's {name} is {mine}, that of the running policy is {there} (rank {source} says so)"
+                self._error = DisagreementError(text, difference=name)
+        self._services.engine.recheck()
+
+    def note_round(self) -> None:
+        """Note that this rank has been named in a round, which took its time: that is an answer too."""
+        self._deadline = self._services.time() + self._timeout_s
+
+    def close(self) -> None:
+        """Take no answers any more."""
+        self._on_end(self)
+
+    async def welcomed(self) -> tuple[Welcome, int]:
+        """Ask until a coordinator has answered, and return its answer and who it is.
+
+        Raises:
+            AsyncdistError: as :meth:`until`.
         """
-        for rank in ranks:
-            if rank in self._failures:
-                next_at = now + held_s * (1 / HELD_SHARE - 1)
-                self._failures[rank] = _Failures(self._failures[rank].failed_count + 1, decision_count, next_at)
+        await self.until(lambda: False)
+        welcome = self.take_welcome()
+        assert welcome is not None, "an answer has come"
+        return welcome
 
-    def allowed_s(self, ranks: Sequence[int], cadence_s: float, round_s: float) -> float:
-        """Return how long a round that admits these may hold the others up, once it is known what rounds take.
+    def take_welcome(self) -> tuple[Welcome, int] | None:
+        """Return the newest answer that was not taken yet, and who coordinates."""
+        welcome, self._welcome = self._welcome, None
+        if welcome is not None:
+            self._policy = welcome[0].policy
+        return welcome
 
-        Args:
-            ranks: newcomers.
-            cadence_s: the population's time between reports; 0 is not known.
-            round_s: what rounds take; 0 is not known.
+    def _ask(self) -> None:
+        """Ask all ranks when it is time to, and those at once that are there since."""
+        now, others = self._services.time(), self._others()
+        if now >= self._ask_again_at:
+            waited_s = now - self._began_at if self._answer_s is None else 2 * self._answer_s
+            self._ask_again_at = now + max(_ASK_AGAIN_S, min(waited_s, self._timeout_s / 2))
+            self._asked.clear()
+            self._over.clear()
+            self._have_left.clear()
+        self._asked.intersection_update(others)
+        self._over.intersection_update(others)
+        self._have_left.intersection_update(others)
+        for rank in others:
+            if rank not in self._asked:
+                self._asked.add(rank)
+                self._send(self._request, rank)
+
+    async def until(self, is_over: Callable[[], bool]) -> None:
+        """Ask until ``is_over``, or until an answer has come.
+
+        Raises:
+            DisagreementError: class, name, model or an option differs, or several policies have this class and name.
+            LateError: all others have left the world; or the policy, and have begun no other one until the time is up.
+            ClosedError: all others were started again, too.
+            StartTimeoutError: the time is up.
+            RankLostError: no other rank is there any more.
         """
-        first_s = max(_FIRST_CADENCES * cadence_s, _FIRST_ROUNDS * round_s)
-        count = max((self._failures[rank].failed_count for rank in ranks), default=0)
-        return first_s * 2 ** min(count, 16) if cadence_s and round_s else math.inf
+        services = self._services
+        while not is_over() and self._welcome is None:
+            self._ask()
 
-    def next(
-        self, decision_count: int, is_decision_near: bool, now: float
-    ) -> tuple[Decision, dict[int, ReportRecord]] | None:
-        """Return the roles of a round that admits the next newcomers, and their reports; None where they have to wait.
+            def has_news() -> bool:
+                is_answered = self._welcome is not None or self._error is not None
+                return is_answered or is_over() or not self._asked.issuperset(self._others())
 
-        The best member gives, by the newest reports; after a failure the one after it. Where no metric is finite any
-        member gives whose weights are. Nobody is judged by a report.
-        They take turns with decisions, where the quorum for the next one is met.
-        """
-        if is_decision_near and self._admitted_after == decision_count:
-            return None
-        waiting = [
-            rank
-            for rank, failures in self._failures.items()
-            if failures.after_decision < decision_count and failures.next_at <= now
-        ]
-        reported = {
-            rank: member.report
-            for rank, member in self._members.items()
-            if member.live and member.admitted and member.report is not None
-            if now - member.report.received_at <= self._rules.max_report_age_s
-        }
-        if not waiting or not reported:
-            return None
-        ranks = tuple(waiting[:NEWCOMER_COUNT_MAX])
-        values = {rank: report.value for rank, report in reported.items() if math.isfinite(report.value)}
-        donors = order_worst_first(values, self._rules.metric_mode)[::-1] if values else sorted(reported)
-        donor = donors[self._failures[ranks[0]].failed_count % len(donors)]
-        self._admitted_after = decision_count
-        judged = {donor: reported[donor]._replace(iteration=-1)}
-        judged |= dict.fromkeys(ranks, ReportRecord(-1, math.nan, 0.0, now))
-        return Decision(donors=(donor,), replacers=ranks, weights=(1.0,), best=donor), judged
+            until = min(self._ask_again_at, self._deadline)
+            await services.engine.until(has_news, WaitId(WaitKind.POLICY_ADMISSION), deadline=until)
+            if self._error is not None:
+                raise self._error
+            if is_over() or self._welcome is not None:
+                return
+            self._met |= {rank for rank in self._ranks if not services.is_unmet(rank)} | services.left_world()
+            is_time_up = services.time() >= self._deadline
+            # A rank that was not met yet may have the policy: a slow one is met late. One met just now was not asked.
+            others = self._others()
+            are_over = self._over.issuperset(others)
+            is_over_everywhere = are_over and self._met.issuperset(self._ranks)
+            if self._policy is None and self._have_left.intersection(others):
+                is_over_everywhere = False  # they may enter the next one
+            if not (is_over_everywhere or is_time_up):
+                continue
+            if are_over and (self._have_left or services.left_world().intersection(self._ranks)):
+                raise LateError("no other rank has this policy any more: this rank was started again too late")
+            if is_over_everywhere or (are_over and others):
+                raise ClosedError("no other rank has this policy any more: all are lost, or were started again, too")
+            if not others:
+                raise RankLostError("no other rank of this policy is there: all are lost", rank=self._ranks[0])
+            raise StartTimeoutError(
+                f"no coordinator of this rank's policy has answered for {self._timeout_s:g} s: it is not admitted",
+                missing=(),
+            )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from asyncdist.protocols.selective.islands.migrants import Migrants
-from asyncdist.protocols.selective.joining.newcomers import Newcomers
+from asyncdist.protocols.selective.joining.admission import Newcomers
 from asyncdist.protocols.selective.messages import End
 from asyncdist.protocols.selective.roster import Roster
 from asyncdist.protocols.selective.round.state import ReportRecord, Round, Send, sends_of

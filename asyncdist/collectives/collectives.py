@@ -7,7 +7,7 @@ a tree. Reductions run in rank order there, so their result does not depend on w
 reduction keeps the backend's order.)
 
 Tensors are dense, of any dtype, layout and device: they travel as bytes through CPU memory.
-:mod:`asyncdist.collectives.algorithms.reductions` says what a reduction means for each dtype. Members must pass equal
+:mod:`asyncdist.collectives.algorithms.reduction_dtypes` defines a reduction for each dtype. Members must pass equal
 shapes and dtypes.
 
 A member that leaves the world, or frees the group, before it has started a collective takes no part in it: the others
@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from asyncdist.collectives.algorithms import in_pieces, reductions
+from asyncdist.collectives.algorithms import in_pieces, reduction_dtypes
 from asyncdist.collectives.algorithms.by_messages import MessageCollectives
 from asyncdist.collectives.algorithms.in_pieces import PiecewiseCollectives
 from asyncdist.collectives.algorithms.left_folds import MEAN, OrderedReduction
@@ -225,14 +225,14 @@ class Collectives:
 
     async def all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp) -> torch.Tensor:
         """Write the elementwise reduction of every member's tensor into each of them; return it."""
-        if op not in reductions.OPERATIONS:
-            raise LocalProtocolError(f"op is {op!r}; allowed are {', '.join(reductions.OPERATIONS)}", op=op)
+        if op not in reduction_dtypes.OPERATIONS:
+            raise LocalProtocolError(f"op is {op!r}; allowed are {', '.join(reduction_dtypes.OPERATIONS)}", op=op)
         check_writable(tensor)
-        reductions.check(tensor, op)
+        reduction_dtypes.check(tensor, op)
         self._note(group, "all_reduce", tensor, reduction=op)
         if group.size == 1 or not tensor.numel():
             return tensor
-        work, how = reductions.to_numbers(tensor, op)
+        work, how = reduction_dtypes.to_numbers(tensor, op)
         if group.native is None:
             work = await self._finish(group, self._by_messages.fold, group, work, OrderedReduction(how))
         elif work.nbytes > in_pieces.PIECE_NBYTES:
@@ -240,9 +240,9 @@ class Collectives:
         else:
             start = functools.partial(group.native.all_reduce, work.numpy(), how)
             await self._native(group, start, WaitId(WaitKind.ALL_REDUCE, name=op))
-        if group.size > 2 and reductions.depends_on_order(work):
+        if group.size > 2 and reduction_dtypes.depends_on_order(work):
             self._engine.note_reduced(group.tag, byte_view(work))
-        reductions.store(work, tensor, op)
+        reduction_dtypes.store(work, tensor, op)
         return tensor
 
     async def all_to_all(self, tensors: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:

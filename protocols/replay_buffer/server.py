@@ -25,15 +25,15 @@ import numpy.typing as npt
 import torch
 
 from asyncdist import BusyError, Envelope, RankLostError, RemoteProtocolError, World, current_world, tags
-from asyncdist.collectives.agreement.rivals import REMIND_AFTER_S
+from asyncdist.collectives.agreement.rival_starts import REMIND_AFTER_S
 from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import CHUNK_NBYTES, Cancel, Grant, StreamAborted
-from asyncdist.protocols.replay.clients import Client, all_wait_to_draw, describe_draws, more_may_come
-from asyncdist.protocols.replay.layouts import declare, declared, refuse_grant, scopes
-from asyncdist.protocols.replay.messages import (
+from asyncdist.protocols.replay_buffer.clients import Client, all_wait_to_draw, describe_draws, more_may_come
+from asyncdist.protocols.replay_buffer.layouts import declare, declared, refuse_grant, scopes
+from asyncdist.protocols.replay_buffer.messages import (
     INLINE_NBYTES_MAX,
     Add,
     Added,
@@ -51,13 +51,13 @@ from asyncdist.protocols.replay.messages import (
     Welcome,
     Withdraw,
 )
-from asyncdist.protocols.replay.store import Batch, ReplayStore, RowLayout
-from asyncdist.protocols.replay.values import ReplayStatistics, check_clients, check_options
+from asyncdist.protocols.replay_buffer.store import Batch, ReplayStore, RowLayout
+from asyncdist.protocols.replay_buffer.values import ReplayStatistics, check_clients, check_options
 from asyncdist.tensors.byte_views import split
 from asyncdist.tensors.serialization import words_of
 from asyncdist.waits import WaitId, WaitKind
 
-logger = logging.getLogger("protocols.replay.client")
+logger = logging.getLogger("protocols.replay_buffer.client")
 
 #: Judges the items of one ``add``; the result goes back to their sender.
 Score = Callable[[Batch], float | int | torch.Tensor | None]

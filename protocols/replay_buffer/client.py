@@ -44,9 +44,9 @@ from asyncdist.messaging.engine import yield_to_loop
 from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.polling import resolve_waiter
 from asyncdist.messaging.streams import CHUNK_NBYTES, Cancel, Grant, StreamAborted
-from asyncdist.protocols.replay.endings import abandoned_error, ended_error
-from asyncdist.protocols.replay.layouts import declare, declared, refuse_grant, scopes
-from asyncdist.protocols.replay.messages import (
+from asyncdist.protocols.replay_buffer.endings import abandoned_error, ended_error
+from asyncdist.protocols.replay_buffer.layouts import declare, declared, refuse_grant, scopes
+from asyncdist.protocols.replay_buffer.messages import (
     INLINE_NBYTES_MAX,
     Add,
     Added,
@@ -64,9 +64,9 @@ from asyncdist.protocols.replay.messages import (
     Welcome,
     Withdraw,
 )
-from asyncdist.protocols.replay.requests import PendingCall, RequestLimit
-from asyncdist.protocols.replay.store import Batch, RowLayout
-from asyncdist.protocols.replay.values import Sample, as_ids, as_priorities
+from asyncdist.protocols.replay_buffer.requests import PendingCall, RequestLimit
+from asyncdist.protocols.replay_buffer.store import Batch, RowLayout
+from asyncdist.protocols.replay_buffer.values import Sample, as_ids, as_priorities
 from asyncdist.runtime.failing.process_ends import end_forked_child
 from asyncdist.tensors.byte_views import split
 from asyncdist.waits import WaitId, WaitKind

@@ -9,8 +9,8 @@ from asyncdist.messaging import wire
 from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import Grant
-from asyncdist.protocols.replay.messages import Declare, ReplayMessage
-from asyncdist.protocols.replay.store import Field, RowLayout, check_dtype
+from asyncdist.protocols.replay_buffer.messages import Declare, ReplayMessage
+from asyncdist.protocols.replay_buffer.store import Field, RowLayout, check_dtype
 
 #: No field of an item is larger: sizes of batches stay numbers that memory can have.
 ITEM_NBYTES_MAX: Final = 1 << 40

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from asyncdist import World, validation
-from asyncdist.protocols.replay.store import Batch
+from asyncdist.protocols.replay_buffer.store import Batch
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,7 +15,7 @@ from asyncdist import validation
 from asyncdist.errors import StallError
 from asyncdist.runtime.world import World
 
-logger = logging.getLogger("asyncdist.runtime.watchdogs")
+logger = logging.getLogger("asyncdist.runtime.stall_warnings")
 
 #: Coroutines of asyncio that end by themselves, after a time or when a thread has ended. Nothing else tells their
 #: futures from those that a peer or the user settles.

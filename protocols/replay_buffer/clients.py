@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncdist.messaging.outbound_streams import OutboundStream
-from asyncdist.protocols.replay.messages import Add, Draw, Update
+from asyncdist.protocols.replay_buffer.messages import Add, Draw, Update
 
 #: Clients that a warning names.
 _NAMED_COUNT_MAX: Final = 8

@@ -1,0 +1,1 @@
+from protocols.replay_buffer.messages import *

@@ -1,0 +1,1 @@
+from protocols.replay_buffer.requests import *
