@@ -168,7 +168,10 @@ class DisagreementError(AsyncdistError):
 
 
 class StartTimeoutError(DisagreementError, TimeoutError):
-    """Ranks that must start together did not all come in time. Carries ``missing``."""
+    """Ranks that must start together did not all come in time.
+
+    Carries ``missing``. ``difference`` names the first value in which the ranks that did come differ, if any.
+    """
 
     missing: tuple[int, ...]
 

@@ -369,7 +369,8 @@ def _enter_with_all(policy: Policy[Any]) -> None:
     """Start a policy, anew if others were in the start of a rank that has run out of memory.
 
     That rank waits alone for a while, and then trains without a policy: its start counts on the other ranks too, which
-    hear of it when they start their next policy.
+    hear of it when they start their next policy. If its timeout passes before all of them have, those that have come
+    get a StartTimeoutError with that difference.
     """
     while True:
         try:

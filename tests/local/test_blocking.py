@@ -439,12 +439,15 @@ def test_another_model_after_exhausted_memory_loses_no_training(kind: str, caplo
         assert "ranks 0-1" in apart
 
 
-@pytest.mark.parametrize("pause_s", [5.0, 1.0], ids=["later", "meanwhile"])
+@pytest.mark.parametrize(
+    "pauses_s", [(5.0, 5.0), (1.0, 1.0), (2.5, 4.5), (4.5, 2.5)], ids=["later", "meanwhile", "around it", "or reversed"]
+)
 @pytest.mark.parametrize("apart", [0, 1])
-def test_all_start_again_after_one_has_trained_apart(apart: int, pause_s: float) -> None:
+def test_all_start_again_after_one_has_trained_apart(apart: int, pauses_s: tuple[float, float]) -> None:
     """Regression: the start that no rank had joined was counted, and the next one failed on every rank.
 
-    Another rank's next start, while the first one still waits for its own, was compared with that one and refused.
+    Another rank's next start, while the first one still waits for its own, was compared with that one and refused. If
+    the first one's timeout then passed before all ranks had come, that other rank got its StartTimeoutError.
     """
     from asyncdist.integrations.pytorch import SelectiveAveraging
 
@@ -462,7 +465,8 @@ def test_all_start_again_after_one_has_trained_apart(apart: int, pause_s: float)
                 return None if averaging.policy is None else averaging.policy.iteration
 
         if world.rank != apart:
-            return [training(4, pause_s=pause_s), training(6)]
+            is_last = world.rank == max({0, 1, 2} - {apart})
+            return [training(4, pause_s=pauses_s[is_last]), training(6)]
         with pytest.raises(MemoryError):
             training(4, fails=True)
         return [training(4, every=3), training(6)]

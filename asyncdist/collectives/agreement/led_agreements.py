@@ -27,7 +27,14 @@ from asyncdist.collectives.agreement.messages import (
     is_in,
 )
 from asyncdist.collectives.agreement.relays import Relays
-from asyncdist.collectives.agreement.verdicts import POSTPONED, Absences, LateVerdicts, check_room, judge
+from asyncdist.collectives.agreement.verdicts import (
+    POSTPONED,
+    Absences,
+    LateVerdicts,
+    check_room,
+    first_difference,
+    judge,
+)
 from asyncdist.errors import BusyError
 from asyncdist.transports.rank_sets import RankSet
 from asyncdist.waits import WaitId, WaitKind
@@ -195,9 +202,10 @@ class LedAgreements:
                 self._send(RollCall(key.text), rank)
 
     def _refuse_without(self, missing: tuple[int, ...], inquiry: Inquiry) -> None:
-        joins = self.joins[inquiry.key]
-        verdict = Verdict(inquiry.subject, missing=missing, waited_s=inquiry.waited_s)
-        del self.joins[inquiry.key]
+        joins = self.joins.pop(inquiry.key)
+        said = [rank for rank in sorted(joins) if joins[rank].values] or sorted(joins)
+        difference, _ = first_difference(joins, said)
+        verdict = Verdict(inquiry.subject, difference=difference, missing=missing, waited_s=inquiry.waited_s)
         self._keep_for(missing, verdict)
         self._tell(joins, verdict)
 

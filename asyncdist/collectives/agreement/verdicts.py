@@ -254,9 +254,12 @@ def is_go(verdict: Verdict) -> bool:
 
 
 def start_timeout_error(verdict: Verdict) -> StartTimeoutError:
-    """Make the error that names the ranks that are missing in ``verdict``."""
+    """Make the error that names the missing ranks, and in ``difference`` the value in which the other ranks differ."""
+    difference = {"difference": verdict.difference} if verdict.difference else {}
     return StartTimeoutError(
-        f"{verdict.key}: {_name(verdict.missing)} did not come within {verdict.waited_s:g} s", missing=verdict.missing
+        f"{verdict.key}: {_name(verdict.missing)} did not come within {verdict.waited_s:g} s",
+        missing=verdict.missing,
+        **difference,
     )
 
 
