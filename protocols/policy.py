@@ -42,7 +42,7 @@ from asyncdist.protocols.misuse import (
     warn_of_opposite_metric,
 )
 from asyncdist.protocols.options import MetricMode, Parameters, check_callable
-from asyncdist.protocols.start_differences import (
+from asyncdist.protocols.starting.differences import (
     BEGINS_AGAIN,
     LEFT_OUT,
     TrainedModels,
@@ -50,7 +50,7 @@ from asyncdist.protocols.start_differences import (
     told_of_missing,
     told_of_rivals,
 )
-from asyncdist.protocols.start_without_lost import start_without_lost
+from asyncdist.protocols.starting.without_lost import start_without_lost
 from asyncdist.protocols.step_info import StepInfo, fields_of
 from asyncdist.protocols.wrappers import check_not_inside, check_not_wrapped
 from asyncdist.runtime.failing.process_ends import end_forked_child

@@ -21,7 +21,7 @@ from asyncdist.integrations.random_numbers import draw_apart
 from asyncdist.protocols import AsyncSelectiveAveragingPolicy, ReplicaAveragingPolicy, SpawnPolicy, StepInfo
 from asyncdist.protocols.misuse import is_larger_better
 from asyncdist.protocols.options import MetricMode, SelectiveOptions
-from asyncdist.protocols.start_differences import BEGINS_AGAIN
+from asyncdist.protocols.starting.differences import BEGINS_AGAIN
 from asyncdist.protocols.step_info import NOTHING, fields_of
 
 logger = logging.getLogger("asyncdist.integrations")

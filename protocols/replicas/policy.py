@@ -31,7 +31,7 @@ from asyncdist.protocols.policy import SpawnPolicy
 from asyncdist.protocols.replicas.shards import ShardAveraging
 from asyncdist.protocols.selective.policy import AsyncSelectiveAveragingPolicy
 from asyncdist.protocols.selective.statistics import SelectiveStatistics
-from asyncdist.protocols.start_differences import LEFT_OUT
+from asyncdist.protocols.starting.differences import LEFT_OUT
 from asyncdist.protocols.step_info import NOTHING, StepInfo
 from asyncdist.protocols.wrappers import check_replica_group
 from asyncdist.tensors.optimizers.reset import reset_optimizer_state

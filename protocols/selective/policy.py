@@ -62,7 +62,7 @@ from asyncdist.protocols.selective.roles.reporter import Reporter
 from asyncdist.protocols.selective.round_events import PendingEvents
 from asyncdist.protocols.selective.rules import SelectiveRules
 from asyncdist.protocols.selective.statistics import SelectiveStatistics
-from asyncdist.protocols.start_without_lost import lost_members
+from asyncdist.protocols.starting.without_lost import lost_members
 from asyncdist.protocols.step_info import NOTHING, CoordinatorChanged, PolicyEvent, StepInfo
 from asyncdist.tensors.flat_state import SnapshotPool
 from asyncdist.waits import WaitId, WaitKind

@@ -14,7 +14,7 @@ from asyncdist.protocols.selective.coordinator import PolicyScopes
 from asyncdist.protocols.selective.leadership import Leadership
 from asyncdist.protocols.selective.rules import SelectiveRules
 from asyncdist.protocols.selective.statistics import CoordinatorStatistics
-from asyncdist.protocols.start_differences import told_of_rivals
+from asyncdist.protocols.starting.differences import told_of_rivals
 
 
 async def coordinate(

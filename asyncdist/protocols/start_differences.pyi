@@ -1,1 +1,0 @@
-from protocols.start_differences import *

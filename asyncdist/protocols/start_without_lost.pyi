@@ -1,1 +1,0 @@
-from protocols.start_without_lost import *
