@@ -26,7 +26,7 @@ from asyncdist.protocols.step_info import (
     StepInfo,
 )
 
-#: Other names of the same, as torchgfn has them.
+#: torchgfn's names, which ported coroutines import from here.
 AverageAllPolicympi4py = AverageAllPolicy
 AsyncSelectiveAveragingPolicympi4pyFast = OneSidedSelectiveAveragingPolicy
 AsyncSelectiveAveragingPolicympi4pyGeneral = OneSidedSelectiveAveragingPolicy

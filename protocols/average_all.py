@@ -30,7 +30,7 @@ from asyncdist.functional.averaging import average_state
 from asyncdist.protocols.journal import format_table, size_text
 from asyncdist.protocols.metrics import MetricSource
 from asyncdist.protocols.options import AveragingOptions, MemberOptions, OptimizerState, Parameters
-from asyncdist.protocols.policy import SpawnPolicy
+from asyncdist.protocols.ported import Ported
 from asyncdist.protocols.step_info import NOTHING, AverageApplied, PolicyEvent, StepInfo
 from asyncdist.tensors.flat_state import SnapshotPool
 from asyncdist.tensors.optimizers.reset import reset_optimizer_state
@@ -72,7 +72,7 @@ class AverageAllOptions(MemberOptions, total=False):
     on_event: Callable[[PolicyEvent], None] | None
 
 
-class AverageAllPolicy(SpawnPolicy):
+class AverageAllPolicy(Ported):
     """Replace every member's weights by the mean over the group, every ``average_every`` steps.
 
     Floating and complex entries are averaged, divided by the group's size; integer and bool ones are the first

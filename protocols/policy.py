@@ -51,7 +51,7 @@ from asyncdist.protocols.starting.differences import (
     told_of_rivals,
 )
 from asyncdist.protocols.starting.without_lost import start_without_lost
-from asyncdist.protocols.step_info import StepInfo, fields_of
+from asyncdist.protocols.step_info import StepInfo
 from asyncdist.protocols.wrappers import check_not_inside, check_not_wrapped
 from asyncdist.runtime.failing.process_ends import end_forked_child
 from asyncdist.tensors.flat_state import FlatState
@@ -135,11 +135,8 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self.average_every = validation.count("average_every", average_every)
         self.name = name
         self.iteration = 0
-        self._restarted_at = 0  # the iteration that the caller counts as 0
-        self._skipped_count = 0  # iterations for which the caller has made no call
-        self._short_count = 0  # iterations of such epochs since the last due one, in which no number was due
-        self._is_overdue = False
-        self._has_stepped = False
+        self._call_count = 0  # calls of step in this process; `iteration` also counts the steps before a restart
+        self._is_due_here: bool | None = None  # if the caller of the present step decides that
         self._is_unawaited = True  # the last call of step, if there was one
         self._first_call: tuple[str, int] | None = None
         self._journal = Journal(name, type(self).__name__)
@@ -296,12 +293,12 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         end_forked_child(self._services.process_id, error)
         self._stage = "closed"
         self._weights.end()
-        if self._has_stepped:
+        if self._call_count:
             self._services.shared(TrainedModels).models.add(self.model)
         self._journal.end(self._services, self.model)
         if not self.is_alone:
             await self._stop(error)
-        if error is None and self._first_call is not None and not self._has_stepped:
+        if error is None and self._first_call is not None and self._is_unawaited and not self._call_count:
             warn_of_no_step(self._first_call)
 
     def step(
@@ -335,7 +332,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
             local_metric = negated(given) if is_opposite else given
         if self._is_unawaited:
             if self._first_call is None:
-                self._note_first_call(line_of_caller())
+                self.note_call(line_of_caller())
             return UnawaitedStep(self._guarded_step(local_metric))
         self._is_unawaited = True
         return self._guarded_step(local_metric)
@@ -344,7 +341,15 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         """Note that ``metric_mode`` is certainly the direction of the metrics that ``step`` is given."""
         self._journal.is_direction_named = True
 
-    def _note_first_call(self, line: tuple[str, int]) -> None:
+    def note_call(self, line: tuple[str, int]) -> None:
+        """Note the first call of the policy, before it is awaited.
+
+        Args:
+            line: The file and the line of the caller.
+
+        Raises:
+            ClosedError: the policy has not been entered.
+        """
         if self._stage == "new":  # now, and not when it is awaited: code that blocks would never hear of it
             self._refuse()
         self._first_call = line
@@ -372,7 +377,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         return given, is_opposite
 
     async def _guarded_step(self, local_metric: MetricSource) -> StepInfo:
-        self._has_stepped, self._is_unawaited = True, False
+        self._is_unawaited = False
         if self._stepping or self._stage != "open" or self._world.is_in_use(self.model):
             self._refuse()
         self._stepping = True
@@ -384,71 +389,33 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
             self._journal.note_step(self.iteration, info, began_at)
             return info
         finally:
-            self._stepping = self._is_overdue = False
+            self._stepping = False
             self.iteration += 1
+            self._call_count += 1
 
     _guarded_step.__qualname__ = "SpawnPolicy.step"  # as Python calls it where it is not awaited
 
-    def __call__(
-        self,
-        iteration: int,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        local_metric: MetricSource = None,
-        *,
-        group: Any = None,
-        expose_params: bool | None = None,
-    ) -> Coroutine[Any, Any, tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]]:
-        """Do a ``step`` with the caller's own iteration number: the call of torchgfn's policies, for porting.
-
-        Args:
-            iteration: a whole number, of numpy or a 0-d tensor too. It may start again, as at each epoch: what is due
-                follows the caller's number, while the policy's own ``iteration`` goes on. A call that skips a due
-                iteration is due itself, so calls at every 100th iteration are enough for ``average_every=100``. Epochs
-                shorter than ``average_every`` count together: an epoch that begins after so many iterations begins due.
-            model: the policy's.
-            optimizer: the policy's.
-            local_metric: as for :meth:`step`.
-            group: None, or the policy's own group, which its constructor is given; its communicator will do.
-            expose_params: None or True: a policy that publishes snapshots does so every ``average_every`` steps.
-
-        Returns:
-            The same model and optimizer, and the fields of :class:`StepInfo` as a dict.
+    async def step_at(self, iteration: int, local_metric: MetricSource, *, is_due: bool) -> StepInfo:
+        """Do the step of this iteration, for a caller that skips iterations and decides which are due.
 
         Raises:
-            ValueError: one of these is another than the policy's, or ``iteration`` is no whole number.
+            BaseException: As in :meth:`step`.
         """
-        if self._first_call is None and self._stage != "new":
-            self._note_first_call(line_of_caller())
-        return self._ported_step(iteration, model, optimizer, local_metric, group, expose_params)
+        self.check_can_step()
+        self.iteration, self._is_due_here = iteration, is_due
+        try:
+            return await self._guarded_step(local_metric)
+        finally:
+            self._is_due_here = None
 
-    async def _ported_step(
-        self,
-        iteration: int,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        local_metric: MetricSource,
-        group: Any,
-        expose_params: bool | None,
-    ) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
-        if self._stage == "new":
+    def check_can_step(self) -> None:
+        """Raise ClosedError or BusyError if a step is not possible now."""
+        if self._stepping or self._stage != "open" or self._world.is_in_use(self.model):
             self._refuse()
-        if model is not self.model or optimizer is not self.optimizer:
-            raise ValueError(
-                "this policy was made for another model or optimizer; it changes weights in place, pass the same ones"
-            )
-        if group is not None and group is not self._group and group is not self._group.communicator:
-            raise ValueError(
-                f"group is {group!r:.80}; allowed: None, or the policy's own, which is given to its constructor"
-            )
-        if expose_params not in (None, True):
-            raise ValueError(f"expose_params is {expose_params!r:.80}; allowed: None, True; average_every says when")
-        is_next = type(iteration) is int and iteration == self.iteration - self._restarted_at  # as most are
-        number = iteration if is_next else validation.count("iteration", iteration, least=0)
-        if not self._stepping and not is_next:
-            self._go_to(number)
-        info = await self._guarded_step(local_metric)
-        return model, optimizer, fields_of(info)
+
+    def is_own_group(self, group: object) -> bool:
+        """Return whether this is the policy's group, or the communicator of that group."""
+        return group is self._group or group is self._group.communicator
 
     # -- going on later ---------------------------------------------------------------------------------------------
 
@@ -463,7 +430,6 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
             "policy": type(self).__name__,
             "version": _STATE_VERSION,
             "iteration": self.iteration,
-            "restarted_at": self._restarted_at,
             "metric": self._journal.metric,
             "metric_mode": self._options().get("metric_mode"),
             **self._own_state(),
@@ -492,7 +458,6 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
     def _restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a state that has been checked, or is that of another member."""
         self.iteration = validation.count("iteration", state["iteration"], least=0)
-        self._restarted_at = validation.count("restarted_at", state["restarted_at"], least=0)
         self._journal.metric = state["metric"]
         self._load_own_state(state)
 
@@ -555,22 +520,9 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         return len(self._members) > 1
 
     def _is_due(self) -> bool:
-        return (self.iteration - self._restarted_at + 1) % self.average_every == 0 or self._is_overdue
-
-    def _go_to(self, number: int) -> None:
-        """Take the caller's number of this iteration. The policy's own number only grows: reports and ages use it."""
-        expected = self.iteration - self._restarted_at
-        if 0 < number == expected - 1:  # the last number is given again; 0 is taken for an epoch of one iteration
-            self._restarted_at += 1
-            return
-        if number < expected:  # an epoch has begun
-            self._short_count = self._short_count + expected if expected < self.average_every else 0
-            self._restarted_at, expected = self.iteration, 0
-        self.iteration += number - expected
-        self._skipped_count += number - expected
-        self._is_overdue = self._has_stepped and number // self.average_every > expected // self.average_every
-        if self._short_count >= self.average_every:
-            self._short_count, self._is_overdue = 0, True
+        if self._is_due_here is not None:
+            return self._is_due_here
+        return (self.iteration + 1) % self.average_every == 0
 
     def _read_metric(self, given: MetricSource) -> float:
         # Most are floats, and it is asked for at every report.

@@ -45,7 +45,7 @@ from asyncdist.protocols.options import (
     Timing,
 )
 from asyncdist.protocols.own_state import OwnState
-from asyncdist.protocols.policy import SpawnPolicy
+from asyncdist.protocols.ported import PortedOneSided
 from asyncdist.protocols.step_info import NOTHING, PolicyEvent, SnapshotTaken, StepInfo
 from asyncdist.tensors.byte_layout import Packing
 from asyncdist.tensors.flat_state import FlatBuffers, SnapshotPool
@@ -58,7 +58,7 @@ _ATTEMPT_COUNT: Final = 3
 _NEVER: Final = 1 << 62
 
 
-class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
+class OneSidedSelectiveAveragingPolicy(PortedOneSided):
     """Selective averaging without a coordinator (after torchgfn's one-sided policies; see the module's text).
 
     ::
@@ -220,14 +220,6 @@ class OneSidedSelectiveAveragingPolicy(SpawnPolicy):
             timing=dict(self._durations),
             title=self._journal.title(),
         )
-
-    def print_stats(self) -> None:
-        """Print what this member has done so far, as a table."""
-        print(f"{self._journal.title()}\n{self.statistics().format_counts()}", flush=True)
-
-    def print_time(self) -> None:
-        """Print how long the work of this member took, as a table."""
-        print(f"{self._journal.title()}\n{self.statistics().format_times()}", flush=True)
 
     # -- starting and leaving ---------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from asyncdist import AsyncdistError, Group, World, compute_and_broadcast, reduc
 from asyncdist.collectives.groups import free_all
 from asyncdist.protocols.metrics import NOT_MEASURED, Metric, MetricSource
 from asyncdist.protocols.options import Parameters, PopulationOptions, ReplicaOptions
-from asyncdist.protocols.policy import SpawnPolicy
+from asyncdist.protocols.ported import Ported
 from asyncdist.protocols.replicas.shards import ShardAveraging
 from asyncdist.protocols.selective.policy import AsyncSelectiveAveragingPolicy
 from asyncdist.protocols.selective.statistics import SelectiveStatistics
@@ -57,7 +57,7 @@ class _AmongLeaders(AsyncSelectiveAveragingPolicy):
         return self.has_come
 
 
-class ReplicaAveragingPolicy(SpawnPolicy):
+class ReplicaAveragingPolicy(Ported):
     """Selective averaging of replicas: the worst ones take the average of the good ones.
 
     ::
@@ -294,7 +294,7 @@ class ReplicaAveragingPolicy(SpawnPolicy):
 
     async def _step(self, local_metric: MetricSource) -> StepInfo:
         is_due = self._is_due()
-        if self.is_alone or not (is_due or (self.iteration - self._restarted_at + 1) % self.swap_every == 0):
+        if self.is_alone or not (is_due or (self.iteration + 1) % self.swap_every == 0):
             await self._world.safe_point()
             return NOTHING
         if isinstance(self._inner, ShardAveraging):

@@ -272,7 +272,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
             info = self._roles.replacer.put_in_place(application.frozen, self.iteration, trouble)
         if self.has_come:
             mean = self._read_metric(math.fsum(float(each.metric or 0.0) for each in statuses) / len(statuses))
-            self._reporter.report(self.iteration, self.iteration - self._skipped_count, mean)
+            self._reporter.report(self.iteration, self._call_count, mean)
         now = self._leadership.coordinator, self._leadership.epoch
         return tuple(Decision(member.take_happenings(), action, self.iteration, trouble, asdict(info), *now))
 

@@ -44,7 +44,7 @@ from asyncdist.protocols.options import (
 )
 from asyncdist.protocols.own_state import OwnState
 from asyncdist.protocols.parameter_stream.parts import PartPool
-from asyncdist.protocols.policy import SpawnPolicy
+from asyncdist.protocols.ported import Ported
 from asyncdist.protocols.ranking import replacer_count
 from asyncdist.protocols.selective.coordinator import PolicyScopes
 from asyncdist.protocols.selective.islands.layout import Island, IslandOptions
@@ -70,7 +70,7 @@ from asyncdist.waits import WaitId, WaitKind
 logger = logging.getLogger("protocols.selective.policy")
 
 
-class AsyncSelectiveAveragingPolicy(SpawnPolicy):
+class AsyncSelectiveAveragingPolicy(Ported):
     """Asynchronous selective averaging (after torchgfn's policy of that name; see the module's text).
 
     Every ``average_every`` steps a rank reports its metric. When enough members have, the coordinator lets the worst
@@ -352,7 +352,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         )
         for rank in replaced:
             self._channels.exclude(rank)
-        call = self.iteration - self._skipped_count
+        call = self._call_count
         self._reporter = Reporter(services, self._channels, self._leadership, call, hostname=self._world.hostname)
         self._leadership.begin()
         services.leftover_probes.append(self._leftovers)
@@ -410,7 +410,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         finally:
             application.close()
         self._services.is_admitted = True
-        self._reporter.begin(self.iteration - self._skipped_count)
+        self._reporter.begin(self._call_count)
 
     def _arrival(self) -> Arrival:
         def restore(parts: Mapping[str, Any]) -> int:
@@ -474,7 +474,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
         if self._is_due():
             value = self._read_new_metric(local_metric)
             if value is not None:
-                self._reporter.report(self.iteration, self.iteration - self._skipped_count, value)
+                self._reporter.report(self.iteration, self._call_count, value)
         return info
 
     def _act(self) -> StepInfo:
@@ -505,7 +505,7 @@ class AsyncSelectiveAveragingPolicy(SpawnPolicy):
                 case Leave():
                     self._leadership.note_stopped(envelope.source)
                 case Heard():
-                    self._leadership.note_answer(self.iteration - self._skipped_count)
+                    self._leadership.note_answer(self._call_count)
                 case Rejoin() if not self._is_joining:
                     self._carry_out((self._member.joined(self._reporter.newest, self._world.incarnation),))
                 case Admitted(rank, incarnation):

@@ -1,0 +1,102 @@
+"""Adapts a policy to the calls of torchgfn's scripts, which number their iterations themselves.
+
+The numbers may restart at each epoch and may skip iterations. :class:`CallerNumbers` decides what each number means for
+the policy, whose own iteration only grows; :class:`PortedCalls` checks the arguments of a call and does the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from asyncdist import validation
+from asyncdist.protocols.metrics import MetricSource
+from asyncdist.protocols.policy import SpawnPolicy
+from asyncdist.protocols.step_info import fields_of
+
+#: What a ported call returns: the model, the optimizer, and the fields of the step's :class:`protocols.StepInfo`.
+CallResult: TypeAlias = tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]
+
+
+@dataclass(slots=True)
+class CallerNumbers:
+    """Translates the caller's iteration numbers into iterations of the policy.
+
+    Args:
+        average_every: The policy's cadence; number i is due when (i + 1) % average_every == 0.
+
+    Attributes:
+        epoch_start: The policy's iteration that the caller counts as 0; None before the first call.
+        short_count: Iterations since the last due one, in epochs that were too short to have a due number.
+    """
+
+    average_every: int
+    epoch_start: int | None = None
+    short_count: int = 0
+
+    def place(self, number: int, iteration: int) -> tuple[int, bool]:
+        """Return the policy's iteration of the call with this number, and whether it is due.
+
+        Args:
+            number: The caller's number.
+            iteration: The policy's next iteration.
+        """
+        if self.epoch_start is None:
+            return self._first_place(number, iteration)
+        every, expected = self.average_every, iteration - self.epoch_start
+        if 0 < number == expected - 1:  # the last number is repeated; a repeated 0 means epochs of one iteration
+            self.epoch_start += 1
+            return iteration, (number + 1) % every == 0
+        if number < expected:  # an epoch has begun
+            self.short_count = self.short_count + expected if expected < every else 0
+            self.epoch_start, expected = iteration, 0
+        is_overdue = number // every > expected // every  # the caller has skipped a due number
+        if self.short_count >= every:
+            self.short_count, is_overdue = 0, True
+        return iteration + number - expected, is_overdue or (number + 1) % every == 0
+
+    def _first_place(self, number: int, iteration: int) -> tuple[int, bool]:
+        """Continue a policy that was resumed; a higher number skips iterations."""
+        self.epoch_start = max(0, iteration - number)
+        return self.epoch_start + number, (number + 1) % self.average_every == 0
+
+
+class PortedCalls:
+    """Does the steps of one policy in the form of torchgfn's calls.
+
+    Args:
+        policy: The policy.
+    """
+
+    def __init__(self, policy: SpawnPolicy) -> None:
+        self._policy = policy
+        self._numbers = CallerNumbers(policy.average_every)
+
+    async def step(
+        self,
+        iteration: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        local_metric: MetricSource,
+        group: Any,
+        expose_params: bool | None,
+    ) -> CallResult:
+        """Do one step; see :meth:`protocols.ported.Ported.__call__` for the arguments."""
+        policy = self._policy
+        policy.check_can_step()
+        if model is not policy.model or optimizer is not policy.optimizer:
+            raise ValueError(
+                "this policy was made for another model or optimizer; it changes weights in place, pass the same ones"
+            )
+        if group is not None and not policy.is_own_group(group):
+            validation.refuse("group", group, "None, or the policy's own, which is given to its constructor")
+        if expose_params not in (None, True):
+            validation.refuse("expose_params", expose_params, "None, True; average_every says when")
+        if type(iteration) is not int or iteration < 0:
+            iteration = validation.count("iteration", iteration, least=0)
+        own_iteration, is_due = self._numbers.place(iteration, policy.iteration)
+        info = await policy.step_at(own_iteration, local_metric, is_due=is_due)
+        return model, optimizer, fields_of(info)
