@@ -23,9 +23,10 @@ A rank of ``asyncdist run`` has two guardians above it, small processes that do 
   and the others would wait for it for ever: the outer guardian asks mpirun to end the job, as it does for a rank that
   aborts it, once for all ranks of the host. Nor does it tell the others
   of one that ends in between with an exit code: the outer guardian ends by SIGKILL then, of which they hear.
-- Under ``asyncdist run`` the outer guardian of a rank on MPI reports to the launcher when it guards that rank, and how
-  the rank has ended, before mpirun notices: mpirun's own words name the rank that ended first, and not the cause. On
-  another host an agent of the launcher passes the reports on (:mod:`asyncdist.launch.supervision.guardian_reports`).
+- Under ``asyncdist run`` the outer guardian of a rank on MPI reports to the launcher when it guards that rank, when the
+  rank says on STARTED that it has joined the world, and how the rank has ended, before mpirun notices: mpirun's own
+  words name the rank that ended first, and not the cause. On another host an agent of the launcher passes the reports
+  on (:mod:`asyncdist.launch.supervision.guardian_reports`).
 - Rank 0 joins the launcher's process group (``GROUP_VARIABLE``), if that has a terminal, so that rank 0 may read it.
 
 It reads from the environment on its own which rank it guards, where the launcher is and where mpirun keeps the files of
@@ -43,7 +44,10 @@ import select
 import signal
 import sys
 import time
-from typing import Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 #: This file, to be run as a program.
 PROGRAM: Final = os.path.abspath(__file__)
@@ -168,7 +172,7 @@ def kill_all(pidfds: list[int]) -> None:
 
 def main(parent: int, started: int, command: list[str]) -> NoReturn:
     """Become the outer guardian of ``command``; see the module's text."""
-    heard = _open_pipe(started) if started else None
+    heard = _Heard(started) if started else None
     reports = _Reports()
     group = os.getpgrp()
     terminal_group = os.environ.pop(GROUP_VARIABLE, "")
@@ -259,22 +263,40 @@ def _parent_of(pid: int) -> int:
         return int(file.read().rpartition(b")")[2].split()[1])  # a name may hold anything
 
 
-def _open_pipe(started: int) -> int:
-    """Open a pipe that is written to on ``started``, and return where it is read."""
-    heard, write = os.pipe()
-    os.dup2(write, started)
-    os.close(write)
-    os.set_blocking(heard, False)
-    return heard
+class _Heard:
+    """Reads what a rank writes to ``started``. This process gets SIGIO when there is something to read.
+
+    Args:
+        started: The descriptor for the rank.
+    """
+
+    def __init__(self, started: int) -> None:
+        import fcntl  # takes time, which only a job that survives losses should cost
+
+        self._pipe, write = os.pipe()
+        os.dup2(write, started)
+        os.close(write)
+        os.set_blocking(self._pipe, False)
+        fcntl.fcntl(self._pipe, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(self._pipe, fcntl.F_SETFL, fcntl.fcntl(self._pipe, fcntl.F_GETFL) | os.O_ASYNC)
+        self._last = b""
+
+    def last(self) -> bytes:
+        """Return the last word of the rank; b"" if it has said nothing."""
+        with contextlib.suppress(BlockingIOError):  # nothing has been written since
+            self._last = os.read(self._pipe, 1024)[-1:] or self._last
+        return self._last
 
 
-def _stand_guard(parent: int, *, signals_group: bool, heard: int | None = None, reports: _Reports | None = None) -> int:
+def _stand_guard(
+    parent: int, *, signals_group: bool, heard: _Heard | None = None, reports: _Reports | None = None
+) -> int:
     """Fork; this process stays behind as a guardian and never returns. Returns the guardian's pid in the child.
 
     Args:
         parent: the process that started this one; the guardian acts when it is gone.
         signals_group: whether the parent sends its signals to the group of guardian and rank.
-        heard: where the rank says that MPI has started, if the parent is to end the job of one that has not.
+        heard: The rank's words about its world, if the parent is to end the job of one that has not joined it.
         reports: tells the launcher of the rank.
     """
     own = os.getpid()
@@ -286,10 +308,14 @@ def _stand_guard(parent: int, *, signals_group: bool, heard: int | None = None, 
     return own
 
 
-def _guard(child: int, parent: int, *, signals_group: bool, heard: int | None, reports: _Reports | None) -> NoReturn:
+def _guard(child: int, parent: int, *, signals_group: bool, heard: _Heard | None, reports: _Reports | None) -> NoReturn:
+    def on_word() -> None:
+        if heard is not None and reports is not None and heard.last() not in (b"", _OPENS_WORLD):
+            reports.write("joined", child)
+
     if reports is not None:
         reports.write("guarded", os.getpid())
-    status = _wait(child, parent, signals_group=signals_group)
+    status = _wait(child, parent, on_word, signals_group=signals_group)
     if status is None:
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
@@ -302,11 +328,9 @@ def _guard(child: int, parent: int, *, signals_group: bool, heard: int | None, r
     _end_as(code)
 
 
-def _tell_of_failure(code: int, parent: int, heard: int) -> int:
+def _tell_of_failure(code: int, parent: int, heard: _Heard) -> int:
     """See to it that the other ranks do not wait for one that has ended so; return how to end."""
-    news = b""
-    with contextlib.suppress(BlockingIOError):  # nothing has been written
-        news = os.read(heard, 1024)[-1:]
+    news = heard.last()
     if news in (b"", _OPENS_WORLD):
         how = f"exit code {code}" if code > 0 else f"signal {-code}"
         os.write(2, f"asyncdist: a rank ended before it had joined the others ({how}); the job ends\n".encode())
@@ -331,8 +355,13 @@ def _is_first_to_ask() -> bool:
     return True
 
 
-def _wait(child: int, parent: int, *, signals_group: bool) -> int | None:
-    """Return how the child has ended; None if the guardian has to end it."""
+def _wait(child: int, parent: int, on_word: Callable[[], None], *, signals_group: bool) -> int | None:
+    """Return how the child has ended; None if the guardian has to end it.
+
+    Args:
+        child, parent, signals_group: See :func:`_stand_guard`.
+        on_word: Is called when the rank may have said something.
+    """
     while os.getppid() == parent:
         came = signal.sigwaitinfo(signal.valid_signals())
         if came.si_signo == end_signal():
@@ -341,6 +370,8 @@ def _wait(child: int, parent: int, *, signals_group: bool) -> int | None:
             ended = dict(iter(_reap, None))
             if child in ended:
                 return ended[child]
+        elif came.si_signo == signal.SIGIO and came.si_code > 0:  # from the kernel
+            on_word()
         elif not (signals_group and (came.si_pid == parent or came.si_code > 0)):  # above 0: from the kernel
             os.kill(child, came.si_signo)
     return None

@@ -8,6 +8,7 @@ The two speak in lines of JSON. What comes on standard input, in this order:
     {"signal": RANK, "number": N}                             a signal for a rank, as :mod:`signal` numbers it
     {"end": RANK}                                             kills a rank, and all that it has started
     {"guardian": RANK, "number": N}                           a signal for the guardian of a rank of an mpirun
+    {"probe": true}                                           answered by ``alive`` at once
 
 Answers go to standard output, between lines of ranks, and begin with a mark that has the launcher's TOKEN, so that no
 rank writes one by accident. When standard input ends, because the launcher, the ssh or the network has, all ranks are
@@ -97,6 +98,8 @@ class _Agent:
             self._examine(told["script"], told["count"], told["needs"], told["reports"])
         elif "start" in told:
             self._start(told["start"], told["command"], told["environ"])
+        elif "probe" in told:
+            self._tell(alive=True)
         elif "guardian" in told:
             if self._reports is not None:
                 self._reports.send_signal(told["guardian"], told["number"])

@@ -187,12 +187,14 @@ class Agent:
         host: the host.
         cores: that its ranks may use; known when ``check`` has returned.
         port: one that nobody listens at there; likewise.
+        heard_at: Time of the agent's last line, of :func:`time.monotonic`.
     """
 
     def __init__(self, host: Host, ssh: Sequence[str], script: str, needs: Sequence[str], reports: str = "") -> None:
         self.on_report: Callable[[str], object] = lambda _: None
         self.host = host
         self.cores = self.port = 0
+        self.heard_at = time.monotonic()
         self._token = secrets.token_hex(8)
         self._ranks: dict[int, RemoteRank] = {}
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -306,11 +308,12 @@ class Agent:
         self._lose()
 
     def _hear(self, news: dict[str, Any]) -> None:
+        self.heard_at = time.monotonic()
         if "ended" in news:
             self._ranks.pop(news["ended"]).note_end(news["code"])
         elif "report" in news:
             self.on_report(news["report"])
-        else:
+        elif "alive" not in news:
             self._answers.put(news)
 
     def _lose(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -97,6 +98,24 @@ def test_processes_left_by_a_rank_end_even_in_an_own_session(tmp_path: Path, end
     with guarded(tmp_path, RANK + end) as process:
         assert process.wait(TIMEOUT_S) == code
         assert living(tmp_path) == []
+
+
+def test_a_guardian_reports_that_its_rank_has_joined_the_world() -> None:
+    rank = "import os; os.write(199, b'0'); os.write(199, b'1'); input()"
+    told, tell = os.pipe()
+    env = {**os.environ, "RANK": "3", guardians.REPORTS_VARIABLE: f"{os.getpid()} {tell} token"}
+    command = guardians.guarded([sys.executable, "-c", rank], parent=os.getpid(), started=199)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env=env) as process, open(told, "rb", buffering=0) as reports:
+
+        def report() -> str:
+            assert select.select([reports], [], [], TIMEOUT_S)[0], "there is no report"
+            return " ".join(reports.readline().decode().split()[:2])
+
+        assert [report(), report()] == ["3 guarded", "3 joined"]
+        assert process.poll() is None
+        process.communicate(b"\n", timeout=TIMEOUT_S)
+        assert report() == "3 ended"
+    os.close(tell)
 
 
 @pytest.mark.parametrize("victim", ["outer", "inner"])

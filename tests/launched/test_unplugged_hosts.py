@@ -20,6 +20,17 @@ from asyncdist.launch.supervision import endings, mpirun_process
 command = [sys.executable, "-c", sys.argv[1]]
 sys.exit(mpirun_process.run(sys.executable, command, os.environ, endings.JobEnds(1)))
 """
+#: The same with an agent that says nothing, in a job whose ranks survive losses.
+SILENT = """
+import os, sys, types
+from asyncdist.launch.supervision import endings, mpirun_process
+mpirun_process._PROBE_S = mpirun_process._SILENCE_S = 0.1
+host = types.SimpleNamespace(name="host2")
+agent = types.SimpleNamespace(host=host, heard_at=0.0, say=lambda **_: None, close=lambda _: None)
+command = [sys.executable, "-c", sys.argv[1]]
+ends = endings.JobEnds(1, survives=True)
+sys.exit(mpirun_process.run(sys.executable, command, os.environ, ends, agents=[agent]))
+"""
 ENDS = "asyncdist run: mpirun has lost a host, and ended the job before its end\n"
 
 
@@ -83,7 +94,7 @@ def test_hosts_that_do_not_reach_each_other_are_named(option: str, message: str,
 
 #: Once the ranks' communicators are made, or before MPI starts, host2 sends nothing to host1, or to no host.
 CUT = """
-import socket, subprocess, sys
+import os, pathlib, signal, socket, subprocess, sys
 import asyncdist as ad
 from asyncdist.transports.torch_distributed import keepalive
 from asyncdist.transports import mpi
@@ -98,6 +109,9 @@ def cut():
 if sys.argv[1] == "at once":
     if socket.gethostname() == "host2":
         subprocess.run(["ip", *sys.argv[2:]], check=True)
+        for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+            if b"host_agent.py" in path.read_bytes():  # its ssh is a pipe here, which the network does not break
+                os.kill(int(path.parent.name), signal.SIGSTOP)
 else:
     probe_all, mpi.probe_all = mpi.probe_all, cut
 
@@ -111,22 +125,31 @@ ad.run(main)
 @pytest.mark.mpi
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("when", "how", "said"),
+    ("when", "how", "option", "said"),
     [
-        ("at once", "link set eth0 down", "mpirun has lost a host, and ended the job before its end: see that host2"),
+        (
+            "at once",
+            "link set eth0 down",
+            "",
+            "mpirun has lost a host, and ended the job before its end: see that host2",
+        ),
+        ("at once", "link set eth0 down", "--survive", "host2 has not answered for 30 s, and the ranks have not met"),
         (
             "in Dup",
             "route add blackhole 10.213.77.1/32",
+            "",
             r"rank \d on host\d lost its connection to host\d \(",
         ),
     ],
-    ids=["card", "link"],
+    ids=["card", "card, surviving", "link"],
 )
-def test_a_network_that_is_lost_as_ranks_meet_ends_the_job(when: str, how: str, said: str, tmp_path: Path) -> None:
-    """Regression: the first hung until a probe of mpirun after 8 minutes, the second until TCP gave up."""
+def test_a_network_that_is_lost_as_ranks_meet_ends_the_job(
+    when: str, how: str, option: str, said: str, tmp_path: Path
+) -> None:
+    """Regression: the first two hung until a probe of mpirun after 8 minutes, the third until TCP gave up."""
     script = tmp_path / "cut.py"
     script.write_text(CUT)
-    start = ["asyncdist", "run", "--transport", "mpi", "--hosts", "host1:1,host2:1"]
+    start = ["asyncdist", "run", "--transport", "mpi", "--hosts", "host1:1,host2:1", *option.split()]
     result = hosts.run(2, [*start, script, when, *how.split()])
     assert result.returncodes != (0,)
     assert len(re.findall(f"asyncdist run: {said}", result.stderr)) == 1, result.output()
@@ -148,6 +171,16 @@ def test_the_exit_code_of_a_watched_mpirun(program: str, code: int, said: str) -
     assert ended.returncode == code
     own = [line for line in ended.stderr.splitlines(keepends=True) if "daemon" not in line]
     assert "".join(own) == said
+
+
+def test_a_silent_host_ends_a_job_whose_ranks_have_not_met() -> None:
+    command = [sys.executable, "-c", SILENT, "import time; time.sleep(600)"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert ended.returncode == 1
+    assert ended.stderr == (
+        "asyncdist run: host2 has not answered for 0.1 s, and the ranks have not met yet, so the job ends: see that it "
+        "runs and that the network is up\n"
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -60,6 +60,6 @@ class GuardianReports:
                 if what == "guarded":
                     with contextlib.suppress(ProcessLookupError):  # it has just ended
                         self._pidfds[int(rank)] = os.pidfd_open(int(number))
-                elif int(rank) in self._pidfds:
+                elif what == "ended" and int(rank) in self._pidfds:
                     os.close(self._pidfds.pop(int(rank)))
                 self._tell(line.decode().rstrip("\n"))

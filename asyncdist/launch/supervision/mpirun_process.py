@@ -7,6 +7,8 @@
   cause is named above the lines of the ranks that mpirun stops, and what mpirun says is kept back.
 - On other hosts the agents of this process pass reports and signals on, through the connections over which the hosts
   were examined before the start.
+- mpirun looks for lost hosts as rarely as the ranks of a job that survives losses need it. Until these have met, this
+  process asks the agents whether their hosts answer, and ends the job if one does not.
 - mpirun has no standard input. Rank 0 opens that of this process (:mod:`asyncdist.rank_program`).
 - mpirun dies with this process.
 """
@@ -43,6 +45,10 @@ _MPIRUN_STOP_S: Final = 5.0
 _LAST_WORDS_S: Final = 1.0
 #: How long an agent may take to pass its last reports on: its host may be unplugged.
 _AGENT_END_S: Final = 3.0
+#: How often hosts are asked whether they answer while the ranks of a job that survives losses meet, and how long an
+#: answer may take.
+_PROBE_S: Final = 5.0
+_SILENCE_S: Final = 30.0
 #: How long the beginning of a block of mpirun may be held before it is passed on without its end.
 _HOLD_S: Final = 0.2
 #: What Open MPI's mpirun takes; any other signal would end it.
@@ -104,6 +110,8 @@ class _Job:
         self._missed: set[int] = set()  # signals for ranks that have no guardian yet
         self._stop_at: float | None = None
         self._is_stopping = False
+        self._have_met = threading.Event()
+        self._has_silent_hosts = False
         self._at_terminal = {0} if is_on_this_host and os.isatty(0) else set()
         self._signals = local_host.signals_received(
             lambda number, is_key: self._events.put(("signal", (number, is_key)))
@@ -148,10 +156,13 @@ class _Job:
         for agent in self._agents:
             agent.on_report = functools.partial(self._put_report, agent=agent)
         threading.Thread(target=self._await_end, daemon=True).start()
+        if self._ends.survives and self._agents:
+            threading.Thread(target=self._probe_hosts, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._signals.__exit__(None, None, None)
+        self._have_met.set()  # ends the probes
         for guardian in self._guarded.values():
             guardian.close()
 
@@ -172,6 +183,8 @@ class _Job:
                     self._take_report(*words)
                 case ("late", _):
                     self._end_late()
+                case ("silent", hosts):
+                    self._end_without(hosts)
                 case ("ended", _):
                     break
         closing = [threading.Thread(target=agent.close, args=(_AGENT_END_S,)) for agent in self._agents]
@@ -189,6 +202,8 @@ class _Job:
         return self._conclude()
 
     def _conclude(self) -> int:
+        if self._has_silent_hosts:
+            return 1
         code, lines = self._ends.conclude(self._process.returncode)
         if code == 0 and self._words.has_lost_host:
             code, lines = 1, [self._words.explain_lost_host()]
@@ -238,6 +253,9 @@ class _Job:
                 for missed in sorted(self._missed):
                     guardian.send(missed)
             return
+        if what == "joined":
+            self._have_met.set()
+            return
         if rank in self._guarded:
             self._guarded.pop(rank).close()
         line = self._ends.note(rank, number)
@@ -254,11 +272,34 @@ class _Job:
             self._process.terminate()
             self._stop_at = time.monotonic() + _MPIRUN_STOP_S
 
+    def _end_without(self, hosts: Sequence[str]) -> None:
+        """End a job of ranks that wait for those of silent hosts, as they would until mpirun misses these hosts."""
+        if self._have_met.is_set() or self._ends.asked_to_end is not None:
+            return
+        self._has_silent_hosts = True
+        have, run = ("has", "it runs") if len(hosts) == 1 else ("have", "they run")
+        _say(
+            f"{', '.join(hosts)} {have} not answered for {_SILENCE_S:g} s, and the ranks have not met yet, so the job "
+            f"ends: see that {run} and that the network is up"
+        )
+        self._end_late()
+
     # -- threads -------------------------------------------------------------------------------------------------------
 
     def _await_end(self) -> None:
         self._process.wait()
         self._events.put(("ended", None))
+
+    def _probe_hosts(self) -> None:
+        """Ask hosts whether they answer, until a rank has met the others or a host says nothing."""
+        while not self._have_met.wait(_PROBE_S):
+            for agent in self._agents:
+                agent.say(probe=True)
+            since = time.monotonic() - _SILENCE_S
+            silent = [agent.host.name for agent in self._agents if agent.heard_at < since]
+            if silent:
+                self._events.put(("silent", silent))
+                return
 
     def _read_reports(self, pipe: int) -> None:
         with open(pipe, "rb", buffering=0) as file:
