@@ -417,17 +417,24 @@ def home(environ: Mapping[str, str] = os.environ) -> str:
     return environ.get("HOME", "")
 
 
+def hide_secret() -> None:
+    """Take the job's secret out of this process's environment, so that no child inherits it and no log shows it."""
+    if SECRET_VARIABLE in os.environ:
+        _hidden[SECRET_VARIABLE] = os.environ.pop(SECRET_VARIABLE)
+
+
 def given_secret(environ: Mapping[str, str] | None = None) -> str | None:
     """Return the secret that a user or a launcher has given this job; None if there is none.
 
-    The variable is taken out of this process's environment, so that no child inherits it and no log shows it.
+    It is hidden then: see :func:`hide_secret`.
 
     Raises:
         ValueError: The secret is too short, or other users can read its file.
     """
-    known = {**os.environ, **_hidden} if environ is None else environ
-    if environ is None and SECRET_VARIABLE in os.environ:
-        _hidden[SECRET_VARIABLE] = os.environ.pop(SECRET_VARIABLE)
+    known = environ
+    if known is None:
+        hide_secret()
+        known = {**os.environ, **_hidden}
     if known.get(SECRET_VARIABLE):
         return job_secret.check(known[SECRET_VARIABLE], SECRET_VARIABLE)
     path = known.get(SECRET_FILE_VARIABLE)

@@ -33,7 +33,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Final, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 from asyncdist import environment, local_host, rank_program
@@ -134,7 +133,7 @@ def run(
             )
         )
     )
-    kept: Path | None = None
+    kept: secret_files.KeptSecret | None = None
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()  # the one queue whose put may interrupt its own get
     processes: dict[int, RankProcess] = {}
     server: RankProcess | None = None
@@ -160,7 +159,7 @@ def run(
             for process in processes.values():
                 process.end()
             if kept is not None:
-                secret_files.remove(kept)
+                kept.remove()
             if server is not None and places is not None:
                 _say_over(server)
             for process in [*processes.values(), *([server] if server is not None else [])]:
@@ -266,10 +265,10 @@ def given_secret(environ: Mapping[str, str]) -> str | None:
         raise local_host.LaunchError(str(error)) from error
 
 
-def _keep_secret(variables: Mapping[str, str]) -> Path | None:
-    """Keep the secret where ``asyncdist run --join`` of this user on this host finds it; return the file."""
-    name = secret_files.name_of(int(variables["MASTER_PORT"]))
-    return secret_files.keep(name, variables[environment.SECRET_VARIABLE], environment.secret_directories())
+def _keep_secret(variables: Mapping[str, str]) -> secret_files.KeptSecret | None:
+    """Keep the secret where ``asyncdist run --join`` of this user on this host finds it."""
+    port = int(variables["MASTER_PORT"])
+    return secret_files.keep(port, variables[environment.SECRET_VARIABLE], environment.secret_directories())
 
 
 def _start_store(variables: Mapping[str, str], *, is_open: bool) -> RankProcess:

@@ -64,6 +64,7 @@ def open_transport(name: str, bulk: str | None, started: environment.Launch) -> 
         TransportError: the rank was started in a way that it cannot be used with.
         ValueError: a backend of torch.distributed that cannot carry this.
     """
+    environment.hide_secret()
     own = name, started.backend
     other = own if bulk is None else environment.split_transport(bulk)
     if name == "torch":

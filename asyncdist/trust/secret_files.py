@@ -12,7 +12,8 @@ import fcntl
 import os
 import secrets
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -76,15 +77,60 @@ def name_of(port: int) -> str:
     return f"{SHARED}-{port}"
 
 
-def keep(name: str, text: str, bases: Iterable[str]) -> Path | None:
-    """Write a secret of asyncdist under this name, in place of an earlier one; return its path, or None.
+@dataclass(frozen=True, slots=True)
+class KeptSecret:
+    """Is a secret of asyncdist that this process keeps for others.
+
+    Attributes:
+        path: Its file.
+        lock: A descriptor that holds a lock on the file, so that no other process takes it for one that was left.
+    """
+
+    path: Path
+    lock: int
+
+    def remove(self) -> None:
+        """Remove the file."""
+        with contextlib.suppress(OSError), private_folders.opened(self.path.parent) as parent:
+            os.unlink(self.path.name, dir_fd=parent)
+        os.close(self.lock)
+
+
+def keep(port: int, text: str, bases: Iterable[str]) -> KeptSecret | None:
+    """Write the secret of the job whose ranks join at this port, in place of an earlier one; return None if that fails.
+
+    Secrets of other ports whose launchers were killed are removed.
 
     Args:
-        name: The file's name.
+        port: The port.
         text: The secret.
         bases: The folders to try.
     """
-    return _in_own_folder(name, text, bases, replaces=True)
+    for folder in private_folders.candidates(bases):
+        with contextlib.suppress(OSError), private_folders.opened(folder, makes=True) as parent:
+            _remove_left(parent)
+            with _begun(parent, text) as (begun, descriptor):
+                with contextlib.suppress(OSError):  # a network drive may have no locks
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.rename(begun, name_of(port), src_dir_fd=parent, dst_dir_fd=parent)
+                return KeptSecret(folder / name_of(port), os.dup(descriptor))
+    return None
+
+
+def _remove_left(parent: int) -> None:
+    """Remove secrets that :func:`keep` has written in processes that were killed: none of these has a lock now."""
+    for name in os.listdir(parent):
+        port = name.removeprefix(f"{SHARED}-")
+        if not port.isdecimal() or name != name_of(int(port)):
+            continue
+        with contextlib.suppress(OSError):  # another process keeps it, or has just removed it
+            descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=parent)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.fstat(descriptor), os.stat(name, dir_fd=parent, follow_symlinks=False)):
+                    os.unlink(name, dir_fd=parent)
+            finally:
+                os.close(descriptor)
 
 
 def find(name: str, bases: Iterable[str]) -> str | None:
@@ -109,7 +155,7 @@ def shared(bases: Iterable[str]) -> str | None:
     bases = tuple(bases)
     for _ in range(_ATTEMPT_COUNT):
         found = find(SHARED, bases)
-        if found is None and _in_own_folder(SHARED, job_secret.draw(), bases, replaces=False) is not None:
+        if found is None and _share(job_secret.draw(), bases):
             found = find(SHARED, bases)
         if found is not None:
             return found
@@ -134,31 +180,35 @@ def _remove_unusable(name: str, bases: Iterable[str]) -> None:
                     os.unlink(name, dir_fd=parent)
 
 
-def remove(path: Path) -> None:
-    """Remove a secret that :func:`keep` has written."""
-    with contextlib.suppress(OSError), private_folders.opened(path.parent) as parent:
-        os.unlink(path.name, dir_fd=parent)
-
-
-def _in_own_folder(name: str, text: str, bases: Iterable[str], *, replaces: bool) -> Path | None:
-    """Write a file at once, so that no process finds a part of it; an earlier one stays unless ``replaces``."""
+def _share(text: str, bases: Iterable[str]) -> bool:
+    """Write the secret that all jobs share, unless there is one; return whether a folder could hold it."""
     for folder in private_folders.candidates(bases):
         with contextlib.suppress(OSError), private_folders.opened(folder, makes=True) as parent:
-            begun = f"{name}.{secrets.token_hex(8)}"
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-            descriptor = os.open(begun, flags, 0o600, dir_fd=parent)
-            try:
-                with open(descriptor, "w", encoding="utf-8") as file:
-                    file.write(text)
-                    file.flush()
-                    os.fsync(descriptor)  # otherwise a loss of power can leave an empty file of that name
-                if replaces:
-                    os.rename(begun, name, src_dir_fd=parent, dst_dir_fd=parent)
-                else:
-                    with contextlib.suppress(FileExistsError):
-                        os.link(begun, name, src_dir_fd=parent, dst_dir_fd=parent)
-            finally:  # on a full disk too
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(begun, dir_fd=parent)
-            return folder / name
-    return None
+            with _begun(parent, text) as (begun, _), contextlib.suppress(FileExistsError):
+                os.link(begun, SHARED, src_dir_fd=parent, dst_dir_fd=parent)
+            return True
+    return False
+
+
+@contextlib.contextmanager
+def _begun(parent: int, text: str) -> Iterator[tuple[str, int]]:
+    """Write a file that gets its own name in the body, so that no process finds a part of it.
+
+    Args:
+        parent: The folder.
+        text: The content.
+
+    Yields:
+        The name of the file until then, and a descriptor of it.
+    """
+    begun = f"{SHARED}.{secrets.token_hex(8)}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = os.open(begun, flags, 0o600, dir_fd=parent)
+    try:
+        os.write(descriptor, text.encode())
+        os.fsync(descriptor)  # otherwise a loss of power can leave an empty file of that name
+        yield begun, descriptor
+    finally:  # on a full disk too
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(begun, dir_fd=parent)
+        os.close(descriptor)

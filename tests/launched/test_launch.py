@@ -289,7 +289,7 @@ async def main(world):
     loader = torch.utils.data.DataLoader(Numbers(), num_workers=1, multiprocessing_context="spawn")
     for batch in loader:
         await ad.barrier()
-    asks = "from mpi4py import MPI; print('alone', MPI.COMM_WORLD.size)"
+    asks = "import os; from mpi4py import MPI; print('alone', MPI.COMM_WORLD.size, os.getenv('ASYNCDIST_JOB_SECRET'))"
     subprocess.run([sys.executable, "-c", asks], check=True)
     is_named = any(name.startswith(("PMI_", "PMIX_")) for name in os.environ)
     print("read", *batch[0].tolist(), "of", MPI.COMM_WORLD.size, is_named)
@@ -300,11 +300,17 @@ if __name__ == "__main__":
 
 
 @pytest.mark.mpi
-def test_children_of_a_rank_that_import_mpi4py_are_alone_in_mpi(tmp_path: Path) -> None:
-    """Regression: a spawned worker opened MPI with the variables of its rank, which crashed or hung."""
+def test_children_of_a_rank_that_import_mpi4py_are_alone_in_mpi(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a spawned worker opened MPI with the variables of its rank, which crashed or hung.
+
+    The secret of the job, too, reached each child of a rank on MPI.
+    """
+    monkeypatch.setenv("ASYNCDIST_JOB_SECRET", "0123456789abcdef")
     code, output, error = finish(start(tmp_path, IMPORTS_MPI, ranks=2))
     assert code == 0, error
-    assert sorted(output.splitlines()) == ["alone 1", "alone 1", "read 7 1 of 2 True", "read 7 1 of 2 True"], error
+    assert sorted(output.splitlines()) == ["alone 1 None"] * 2 + ["read 7 1 of 2 True"] * 2, error
 
 
 FORKING = """

@@ -434,12 +434,26 @@ def test_ranks_that_replace_the_users_secret_at_once_agree(
 
 
 def test_the_secret_of_a_job_is_kept_and_removed(tmp_path: Path) -> None:
-    path = secret_files.keep("secret-1", "0123456789abcdef", [str(tmp_path)])
-    assert path is not None and secret_files.find("secret-1", [str(tmp_path)]) == "0123456789abcdef"
-    path.chmod(0o644)
+    kept = secret_files.keep(1, "0123456789abcdef", [str(tmp_path)])
+    assert kept is not None and secret_files.find("secret-1", [str(tmp_path)]) == "0123456789abcdef"
+    kept.path.chmod(0o644)
     assert secret_files.find("secret-1", [str(tmp_path)]) is None, "another user may have read it"
-    secret_files.remove(path)
-    assert not path.exists()
+    kept.remove()
+    assert not kept.path.exists()
+
+
+def test_secrets_of_killed_launchers_are_removed_by_the_next(tmp_path: Path) -> None:
+    """Regression: each launcher of ``--places`` that was killed left its file for good."""
+    bases = [str(tmp_path)]
+    assert secret_files.shared(bases)
+    kept = [secret_files.keep(port, "0123456789abcdef", bases) for port in (1, 2)]
+    assert kept[0] is not None and kept[1] is not None
+    os.close(kept[0].lock)  # as the kernel does for a process that is killed
+    last = secret_files.keep(3, "0123456789abcdef", bases)
+    assert last is not None
+    assert sorted(path.name for path in last.path.parent.iterdir()) == ["secret", "secret-2", "secret-3"]
+    kept[1].remove()
+    last.remove()
 
 
 def test_a_secret_that_cannot_be_kept_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -447,7 +461,7 @@ def test_a_secret_that_cannot_be_kept_leaves_no_file(tmp_path: Path, monkeypatch
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "rename", fail)
-    assert secret_files.keep("secret-1", "0123456789abcdef", [str(tmp_path)]) is None
+    assert secret_files.keep(1, "0123456789abcdef", [str(tmp_path)]) is None
     assert not list(tmp_path.glob("*/*"))
 
 
