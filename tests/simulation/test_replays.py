@@ -378,6 +378,22 @@ def test_nothing_of_a_recording_becomes_code_of_a_test(
     assert [ast.literal_eval(argument) for argument in call.args[2:]] == [hostile, "\n"]
 
 
+def test_a_link_where_the_recording_would_go_is_not_followed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: the recording was written into the folder to which another user's link led."""
+    script, elsewhere = tmp_path / "script.py", tmp_path / "elsewhere"
+    script.write_text(SCRIPT)
+    simulate(train, ranks=2, seed=0, record=tmp_path / "run")
+    elsewhere.mkdir()
+    link = tmp_path / "test_it_recording"
+    link.symlink_to(elsewhere)
+    test = tmp_path / "test_it.py"
+    assert run_command(str(tmp_path / "run"), str(script), (), job=None, rank=None, to_test=str(test)) == 2
+    assert not list(elsewhere.iterdir()) and not test.exists()
+    assert f"{str(link)!r} is there already" in capsys.readouterr().err
+
+
 LOCAL = """
 import asyncdist as ad
 

@@ -263,7 +263,8 @@ def _write_test(recording: Recording, ran: Script, path: Path) -> list[str]:
         raise ScriptError(f"{str(path)!r} is there already")
     folder = path.with_name(f"{path.stem}_recording")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir()  # a link there, which may be another user's, is not followed
         for each in recording.ranks:
             shutil.copy(each.path, folder)
         text = _TEST.format(
@@ -274,6 +275,8 @@ def _write_test(recording: Recording, ran: Script, path: Path) -> list[str]:
         )
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
+    except FileExistsError as error:
+        raise ScriptError(f"{error.filename!r} is there already") from error
     except OSError as error:
         raise ScriptError(f"the test cannot be written: {why_not_written(error)}") from error
     return [f"wrote {path}, and the recording beside it, {folder}", f"run it: pytest {path}"]
