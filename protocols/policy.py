@@ -45,7 +45,6 @@ from asyncdist.protocols.options import MetricMode, Parameters, check_callable
 from asyncdist.protocols.starting.differences import (
     BEGINS_AGAIN,
     LEFT_OUT,
-    TrainedModels,
     explained,
     told_of_missing,
     told_of_rivals,
@@ -57,6 +56,7 @@ from asyncdist.runtime.failing.process_ends import end_forked_child
 from asyncdist.tensors.flat_state import FlatState
 from asyncdist.tensors.optimizers.copies import has_stepped
 from asyncdist.tensors.optimizers.weights import AveragedStates, OptimizerWeights
+from asyncdist.tensors.trained_models import TrainedModels
 
 _Stage: TypeAlias = Literal["new", "starting", "open", "closed"]
 

@@ -73,7 +73,7 @@ def check_format(format: ModelFormat) -> None:
 def new_folder(place: Path) -> str:
     """Make the folder of the next checkpoint below ``place``, and return its name."""
     place.mkdir(parents=True, exist_ok=True)
-    folder = place / f"{_PREFIX}{max(_numbers(place), default=0) + 1:06}"
+    folder = place / _name(max(_numbers(place), default=0) + 1)
     folder.mkdir()
     return folder.name
 
@@ -196,15 +196,19 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def _name(number: int) -> str:
+    return f"{_PREFIX}{number:06}"
+
+
 def _numbers(place: Path) -> list[int]:
-    """Return the numbers of all checkpoints below ``place``, whole or not."""
+    """Return the numbers of all checkpoints below ``place``, whole or not. Folders of other names do not count."""
     ends = [entry.name.removeprefix(_PREFIX) for entry in place.glob(f"{_PREFIX}*") if entry.is_dir()]
-    return sorted(int(end) for end in ends if end.isdigit())
+    return sorted(int(end) for end in ends if end.isdecimal() and _name(int(end)) == _PREFIX + end)
 
 
 def _delete_old(newest: Path, keep: int) -> None:
     """Delete all but the newest ``keep`` whole checkpoints, and unfinished ones before this one."""
-    older = [newest.parent / f"{_PREFIX}{number:06}" for number in _numbers(newest.parent)]
+    older = [newest.parent / _name(number) for number in _numbers(newest.parent)]
     older = [folder for folder in older if folder.name < newest.name]
     whole = [folder for folder in older if (folder / _MANIFEST).is_file()]
     for folder in older:
@@ -217,7 +221,7 @@ def find_newest(path: Path) -> tuple[Path, dict[str, Any]]:
     """Return the newest whole checkpoint with its manifest."""
     if (path / _MANIFEST).is_file():
         return path, _read_manifest(path)
-    folders = [path / f"{_PREFIX}{number:06}" for number in reversed(_numbers(path))] if path.is_dir() else []
+    folders = [path / _name(number) for number in reversed(_numbers(path))] if path.is_dir() else []
     for folder in folders:
         if (folder / _MANIFEST).is_file():
             return folder, _read_manifest(folder)

@@ -41,6 +41,7 @@ from asyncdist.functional.collectives import place
 from asyncdist.functional.joint_work import JointWork
 from asyncdist.functional.main_process import compute_and_broadcast, gather_from_all_ranks
 from asyncdist.runtime.world import World
+from asyncdist.tensors.trained_models import TrainedModels
 
 logger = logging.getLogger("asyncdist.population_checkpoint")
 
@@ -332,6 +333,7 @@ async def load_population(
 
         def apply() -> None:
             model.load_state_dict(loaded["model"])
+            world.services.shared(TrainedModels).models.add(model)
             if optimizer is not None:
                 optimizer.load_state_dict(loaded["optimizer"])
 

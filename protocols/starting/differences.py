@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import torch
-from torch import nn
 
 from asyncdist import DisagreementError, Group, StartTimeoutError, World
 from asyncdist.collectives.agreed_start import Start
 from asyncdist.collectives.agreement.agreements import Agreements
 from asyncdist.collectives.agreement.messages import Meeting
-from asyncdist.messaging.services import Services
 from asyncdist.tensors.flat_state import Fingerprint, first_difference
 
 #: What members compare of the parameters that parameters="trainable" leaves out.
@@ -22,17 +19,6 @@ LEFT_OUT: Final = "the hash of the parameters that are not trained"
 #: What members say that start a policy since their memory was exhausted. Of all differences it is named first.
 BEGINS_AGAIN: Final = "a start after exhausted memory"
 _WHOSE_START: Final = "a policy's ranks are those of its group=, by default all"
-
-
-class TrainedModels:
-    """Knows the models that this rank has trained under a policy: these may differ between ranks.
-
-    Args:
-        _: The services of this rank.
-    """
-
-    def __init__(self, _: Services) -> None:
-        self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 @contextlib.contextmanager

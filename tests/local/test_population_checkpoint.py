@@ -196,10 +196,15 @@ def test_fewer_ranks_go_on_with_the_best_and_more_with_copies(tmp_path: Path) ->
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:
+    """Regression: a folder with the name ``checkpoint-²`` raised a ValueError."""
     (tmp_path / "checkpoint-000007").mkdir()  # of a save that was killed
+    foreign = ["checkpoint-²", "checkpoint-٣", "checkpoint-500"]
+    for name in foreign:
+        (tmp_path / name).mkdir()
     for _ in range(3):
         ad.simulate(save, tmp_path, [1.0, 2.0], 2, ranks=2, strict=True).value()
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["checkpoint-000009", "checkpoint-000010"]
+    kept = {entry.name for entry in tmp_path.iterdir()}
+    assert kept == {"checkpoint-000009", "checkpoint-000010", *foreign}
     found = ad.simulate(load, tmp_path / "checkpoint-000009", ranks=2, strict=True).results
     assert [source for source, _, _ in found] == [0, 1]
 

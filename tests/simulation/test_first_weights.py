@@ -126,6 +126,12 @@ def test_a_training_that_continues_is_not_warned_of(caplog: pytest.LogCaptureFix
         async with policy:
             await policy.step(score=1.0)
 
+    async def resumed_without_policy(world: ad.World) -> None:
+        model, optimizer = made(0)
+        await ad.load_population(tmp_path, model, optimizer)
+        async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=5) as policy:
+            await policy.step(score=1.0)
+
     async def trained_before(world: ad.World) -> None:
         model, optimizer = made(world.rank, momentum=0.9)
         model(torch.ones(4, 2)).sum().backward()
@@ -135,6 +141,7 @@ def test_a_training_that_continues_is_not_warned_of(caplog: pytest.LogCaptureFix
 
     assert len(warnings_of(first, 3, caplog)) == 1
     assert not warnings_of(resumed, 3, caplog)
+    assert not warnings_of(resumed_without_policy, 3, caplog)
     assert not warnings_of(trained_before, 3, caplog)
 
 
