@@ -20,6 +20,7 @@ def run(how: str, ranks: int, folder: Path, *libraries: str) -> dict[str, list[d
     start = {"mpi": mpi.run_ranks, "torch": torchrun.run_ranks}[how]
     ended: Any = start(ranks, SCRIPT, folder, *libraries, timeout_s=400, env=environment)
     reports = ended.check().reports
+    assert "--prefix" not in ended.stderr, "rank 0 alone shows what the trainers of transformers print"
     return {library: [reports[rank][library] for rank in range(ranks)] for library in libraries}
 
 

@@ -202,7 +202,6 @@ def _transformers(folder: Path, *, search: bool = False, init: bool = False, siz
         use_cpu=True,
         report_to=[],
         save_strategy="no",
-        disable_tqdm=True,
         remove_unused_columns=False,
         label_names=["logits"],
         **options,
