@@ -19,11 +19,12 @@ pytest.importorskip("rich", reason="rich is not installed")
 
 #: Trains until the file ``stop`` is there; rank 1 computes from its 20th step on, and lets its loop not run.
 TRAINS = """
-    import os, sys, time, torch
+    import os, signal, sys, time, torch
     import asyncdist as ad
     from protocols import AsyncSelectiveAveragingPolicy
 
     async def main(world, fails):
+        signal.signal(signal.SIGUSR2, lambda *_: print(f"rank {world.rank} has received it", flush=True))
         model = torch.nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=5, name="mine") as policy:
@@ -139,11 +140,17 @@ class Terminal:
     "transport", [pytest.param("mpi", marks=pytest.mark.mpi), pytest.param("torch", marks=pytest.mark.long)]
 )
 def test_live_shows_the_table_below_output_with_true_last_steps(tmp_path: Path, transport: str) -> None:
-    """The exit code is handed on, too. Regression: the last table showed how far ranks were a second before the end."""
+    """Signals and the exit code are passed on, too.
+
+    Regression: the last table showed how far ranks were a second before the end.
+    """
     terminal = Terminal(command(tmp_path, "--live", transport=transport, arguments=("fails",)), tmp_path)
     try:
         assert wait_until(lambda: terminal.shows(r"^ +1 +mine +20 +0\.0 +-1 ")), terminal.said
         assert wait_until(lambda: terminal.shows(r"^rank 1 (blocks|computes) for .* in main")), terminal.said
+        terminal.job.send_signal(signal.SIGUSR2)
+        assert wait_until(lambda: terminal.shows("rank 0 has received it")), terminal.said
+        assert wait_until(lambda: terminal.shows("rank 1 has received it")), terminal.said
     finally:
         (tmp_path / "stop").touch()
     assert terminal.ended() == 1, terminal.said
