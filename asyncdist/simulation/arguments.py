@@ -1,7 +1,4 @@
-"""Describes how long user code computes, and checks the arguments that decide a simulation.
-
-These are its ranks, its seed, its network, its computing times and its faults.
-"""
+"""Describes the computing times of user code, and checks the arguments of a simulation."""
 
 from __future__ import annotations
 
@@ -15,25 +12,26 @@ from asyncdist.simulation.distributions import Duration, LogNormal, check_durati
 from asyncdist.simulation.faults import Fault, check_plan
 from asyncdist.simulation.links import Network, check_ranks
 
-#: A computation that overruns a timer lasts at most this many times as long as it would have taken.
+#: Upper bound of the factor by which a computation is lengthened to overrun a timer.
 OVERRUN_STEP_COUNT: Final = 1000
-#: How far past the timer it lasts, in seconds.
+#: Seconds by which such a computation ends after the timer.
 OVERRUN_S: Final = 1e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute:
-    """Describes how long user code computes before each safe point (``policy.step``, ``progress``, ``safe_point``).
+    """Describes the computing time of user code before each safe point (``policy.step``, ``progress``, ``safe_point``).
 
     Attributes:
-        step_s: the computing time before a safe point, on every rank.
-        factors: slower (or faster) ranks: rank to the factor on ``step_s``, and on the time of its turns as
-            :class:`SlowRank` has it.
-        pause_probability: chance, per safe point, of a pause.
-        pause_s: how long such a pause takes.
-        overrun_probability: chance, per safe point, that the computation lasts until just past a timer of the rank's
-            own that is due within :data:`OVERRUN_STEP_COUNT` times as long. So what has arrived and the deadline for it
-            meet when it ends. None is 0 where ``step_s`` is a number, and else 0.05 in one simulation of eight, drawn.
+        step_s: Computing time before a safe point, in virtual seconds, on every rank.
+        factors: Maps a rank to its factor on ``step_s``. The factor also lengthens the rank's turns, as
+            :class:`SlowRank` does.
+        pause_probability: Probability of a pause at each safe point.
+        pause_s: Duration of a pause, in virtual seconds.
+        overrun_probability: Probability, at each safe point, that the computation lasts until just after one of the
+            rank's own timers. Messages and their deadline are then pending at the same time. Only timers due within
+            :data:`OVERRUN_STEP_COUNT` times the computing time are considered. None means 0 if ``step_s`` is a number;
+            otherwise 0.05 in one of eight simulations, drawn.
     """
 
     step_s: Duration = LogNormal(1e-3, 0.2)
@@ -80,15 +78,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """Holds the arguments of one run, checked, with their defaults.
-
-    Attributes:
-        size: the number of ranks.
-        seed: the seed of everything that is drawn.
-        network: the links.
-        compute: how long user code computes.
-        faults: what goes wrong.
-    """
+    """Holds the checked arguments of one run, with defaults filled in."""
 
     size: int
     seed: int
@@ -109,7 +99,7 @@ class Arguments:
         seed = validation.whole("seed", seed)
         for name, value, kind in (("network", network, Network), ("compute", compute, Compute)):
             if value is not None and not isinstance(value, kind):
-                raise TypeError(f"{name} is {value!r}; a {kind.__name__} is needed")
+                raise TypeError(f"{name} must be a {kind.__name__}, got {value!r}")
         check_plan(faults, ranks)
         network, compute = network or Network(), compute or Compute()
         network.check_ranks(ranks)

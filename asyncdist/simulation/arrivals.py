@@ -1,6 +1,6 @@
-"""Defines a simulated message, and keeps those that have come to a rank before their receives.
+"""Defines a simulated message, and queues messages that arrive before a receive is posted for them.
 
-The module is compiled where that can be done; see :mod:`asyncdist.compiled`.
+The module is compiled if a C compiler is available; see :mod:`asyncdist.compiled`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from asyncdist.transports.base import ANY_SOURCE
 
 
 class Message:
-    """A send request, and the message that travels."""
+    """A send request and the message that it sends."""
 
     __slots__ = (
         "data",
@@ -51,11 +51,11 @@ class Message:
         return self.done
 
     def cancel(self) -> None:
-        """Do nothing: a message that was sent is on its way."""
+        """Do nothing: a sent message cannot be taken back."""
 
 
 class ArrivalQueue:
-    """Keeps messages of one tag that have come to one rank before their receives."""
+    """Queues the messages of one tag that arrived at one rank before a receive was posted."""
 
     def __init__(self) -> None:
         self._by_source: dict[int, deque[Message]] = {}
@@ -76,14 +76,14 @@ class ArrivalQueue:
         return self._by_source.get(source, ())
 
     def drop(self, source: int) -> Iterable[Message]:
-        """Take all messages of ``source``."""
+        """Remove and return all messages of ``source``."""
         messages = self._by_source.pop(source, None)
         if messages:
             self._sources.remove(source)
         return messages or ()
 
     def take(self, wanted: int, rng: random.Random) -> Message | None:
-        """Take the oldest message of a source; a wildcard takes that of a source which is drawn."""
+        """Remove and return the oldest message of a source; for a wildcard the source is drawn."""
         sources = self._sources
         if wanted != ANY_SOURCE:
             if not self._by_source.get(wanted):

@@ -1,8 +1,8 @@
 """Draws the durations of a simulation: the latency of every message on a link, and the time of every step.
 
-:class:`asyncdist.simulation.links.Link` says which distribution a link's latency has, and
-:mod:`asyncdist.simulation.fabric` asks for a draw for each message. The module is compiled where that can be done; see
-:mod:`asyncdist.compiled`.
+:class:`asyncdist.simulation.links.Link` names the distribution of a link's latency, and
+:mod:`asyncdist.simulation.fabric` draws from it for each message. The module is compiled if a C compiler is available;
+see :mod:`asyncdist.compiled`.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from asyncdist import validation
 
 try:
     import cython
-except ImportError:  # it is needed to compile, not to run
+except ImportError:  # needed to compile, not to run
     cython = SimpleNamespace(compiled=False)
 
-if not cython.compiled:  # else C's: the same, without a call of Python's for each
+if not cython.compiled:  # compiled code uses C's functions, without a Python call for each
     from math import cos, exp, log, sin, sqrt
 
 
 def check_number(name: str, value: Any, *, above_zero: bool = False) -> None:
-    """Refuse anything but a finite number of at least zero."""
+    """Raise unless ``value`` is a finite number >= 0, or > 0 with ``above_zero``."""
     allowed = f"a finite number {'above 0' if above_zero else 'of 0 or more'}"
     validation.real(name, value, allowed, low=validation.SMALLEST if above_zero else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """Draws evenly between ``low`` and ``high`` seconds."""
+    """Draws uniformly between ``low`` and ``high`` seconds."""
 
     low: float
     high: float
@@ -52,7 +52,7 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True)
 class Exponential:
-    """Draws from the exponential distribution with that mean: it is memoryless."""
+    """Draws from the exponential distribution with the given mean."""
 
     mean: float
 
@@ -66,7 +66,7 @@ class Exponential:
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """Draws values that are mostly near the median, and now and then far above, as in networks and steps."""
+    """Draws log-normal values: mostly near the median, occasionally far above, like network latencies."""
 
     median: float
     sigma: float = 0.5
@@ -81,14 +81,14 @@ class LogNormal:
 
 
 class LogNormalSampler:
-    """Draws log-normal values: ``random.gauss`` written out, and its exponential.
+    """Draws log-normal values with an inlined ``random.gauss``.
 
-    The second number of a pair waits where ``gauss`` leaves it: any other draw from the generator gets it.
+    The second number of each pair is stored in the generator's ``gauss_next``, as ``gauss`` itself does.
 
     Args:
-        median: of the values, in seconds; above 0.
-        sigma: of their logarithm.
-        generator: draws.
+        median: Median of the values, in seconds; > 0.
+        sigma: Standard deviation of their logarithm.
+        generator: Source of random numbers.
     """
 
     def __init__(self, median: float, sigma: float, generator: random.Random) -> None:
@@ -116,7 +116,7 @@ Duration: TypeAlias = float | int | Uniform | Exponential | LogNormal
 
 
 def check_duration(name: str, value: Any) -> None:
-    """Refuse anything but a duration."""
+    """Raise unless ``value`` is a number or a distribution of durations."""
     if not isinstance(value, (Uniform, Exponential, LogNormal)):
         check_number(name, value)
 
@@ -131,6 +131,6 @@ def sampler(duration: Duration, rng: random.Random) -> Callable[[], float]:
     if isinstance(duration, (float, int)):
         seconds = float(duration)
         return lambda: seconds
-    if isinstance(duration, LogNormal) and duration.median:  # as nearly always
+    if isinstance(duration, LogNormal) and duration.median:  # the usual case
         return LogNormalSampler(duration.median, duration.sigma, rng).draw
     return functools.partial(duration.draw, rng)

@@ -1,12 +1,13 @@
-"""Simulates the network: it obeys the transport contract, and uses every freedom that the contract leaves.
+"""Simulates the network: obeys the transport contract, and uses every freedom that the contract leaves.
 
-It may delay, reorder across sources and tags, complete requests late, choose among the senders that a wildcard receive
-could take, and make a send eager or rendezvous. It may not overtake within one (source, tag), nor lose or duplicate a
-message between live ranks. All choices are drawn from the seed, in the order of virtual time, so a run is a function of
-its arguments. :mod:`asyncdist.simulation.links` describes the links and draws their latencies.
+The fabric may delay messages, reorder them across sources and tags, complete requests late, choose among the senders
+that a wildcard receive could match, and make a send eager or rendezvous. It never lets a message overtake an earlier
+one of the same (source, tag), and never loses or duplicates a message between live ranks. All choices are drawn from
+the seed, in the order of virtual time, so a run is a function of its arguments.
 
-Faults of messages and links are in :mod:`asyncdist.simulation.message_faults`, and one rank's end of the network in
-:mod:`asyncdist.simulation.transport`. The module is compiled where that can be done; see :mod:`asyncdist.compiled`.
+:mod:`asyncdist.simulation.links` describes the links, :mod:`asyncdist.simulation.message_faults` carries out faults of
+messages and links, and :mod:`asyncdist.simulation.transport` is one rank's end of the network. The module is compiled
+if a C compiler is available; see :mod:`asyncdist.compiled`.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from asyncdist.simulation.scheduler import Scheduler
 from asyncdist.simulation.trace import Trace
 from asyncdist.transports.base import ANY_SOURCE, Buffer, as_bytes
 
-#: Every known transport takes small messages before their receive is posted, and programs count on it.
+#: Largest size, in bytes, that is always sent eagerly, as all known transports do and programs rely on.
 _EAGER_CHOICES: Final = (256, 4096, 65536)
 
 
 class Receive:
-    """A receive request; :meth:`start` posts it, also again when it is complete."""
+    """A receive request; :meth:`start` posts it, and may be called again after it has completed."""
 
     __slots__ = (
         "_fabric",
@@ -73,7 +74,7 @@ class Receive:
         if self.done:
             return self.source, self.nbytes
         if self.error is not None:
-            self.test()  # raises it
+            self.test()  # raises the error
         return None
 
     def start(self) -> None:
@@ -86,10 +87,10 @@ class Receive:
 
 
 class _Path:
-    """Keeps the state of the link from one rank to another.
+    """Holds the state of the link from one rank to another.
 
     Attributes:
-        is_shared: whether it goes through the interfaces of two hosts.
+        is_shared: Whether the link passes through the network interfaces of two hosts.
     """
 
     __slots__ = ("bandwidth", "draw_latency_s", "free_at", "is_shared", "last_arrival")
@@ -106,14 +107,9 @@ class Fabric:
     """Carries the messages of all simulated transports of one run.
 
     Args:
-        size: number of ranks.
-        network: links and freedoms.
-        faults: the plan; its faults of messages and links are carried out here.
-        scheduler: the clock.
-        rng: draws all choices.
-        trace: records every message.
-        on_fired: called with the position in the plan of a fault that happened.
-        on_kill: called with a rank that is to die, and the position of the fault.
+        faults: The fault plan; its faults of messages and links are carried out here.
+        on_fired: Called with the plan index of each fault that fires.
+        on_kill: Called with the rank to kill and the plan index of the fault.
     """
 
     def __init__(
@@ -134,7 +130,9 @@ class Fabric:
         self._trace = trace
         self._faults = MessageFaults(size, faults, on_fired, on_kill)
         self._eager_nbytes = rng.choice(_EAGER_CHOICES) if network.eager_nbytes is None else network.eager_nbytes
-        self._is_pushed = rng.random() < 0.5  # large messages, by a sender that is not busy; else they are fetched
+        self._is_pushed = (
+            rng.random() < 0.5
+        )  # whether an idle sender pushes large messages; otherwise the receiver fetches them
         self._paths: list[dict[int, _Path]] = [{} for _ in range(size)]
         self._posted: list[dict[int, deque[Receive]]] = [{} for _ in range(size)]
         self._unexpected: list[dict[int, ArrivalQueue]] = [{} for _ in range(size)]
@@ -162,7 +160,7 @@ class Fabric:
         self._finish = self._complete
 
     def connect(self, turns: Sequence[Turns]) -> None:
-        """Set the ranks' turns: what needs the attention of a busy rank waits for its next turn."""
+        """Set the ranks' turns, through which the fabric defers work that needs a busy rank."""
         self._turns = list(turns)
 
     # -- sending ----------------------------------------------------------------------------------------------------
@@ -180,7 +178,7 @@ class Fabric:
         if self.has_restarts:
             message.source_incarnation, message.dest_incarnation = self.liveness.connection(source, dest)
         if nbytes <= self._eager_nbytes:
-            message.data = bytes(data)  # no copy of bytes
+            message.data = bytes(data)  # no copy if data is bytes already
             message.eager = message.done = True
         if self._muted:
             return message
@@ -188,7 +186,7 @@ class Fabric:
         if self._has_message_faults and source not in self._dead:
             message.data, delay = self._faults.apply(source, dest, tag, message.data)
         if source in self._dead:
-            message.done = False  # the rank has died with this send, or before: no task goes on after it
+            message.done = False  # the rank is dead: no task of it may continue after this send
             return message
         arrival = self._arrival(message, delay)
         scheduler = self._scheduler
@@ -210,9 +208,9 @@ class Fabric:
         return path
 
     def _sent_at(self, path: _Path, source: int, nbytes: int, transfer: float) -> float:
-        """Let bytes leave, behind what their link has to carry; return when the last of them has left.
+        """Queue bytes behind earlier ones on the link, and return when the last byte leaves.
 
-        Where they go through interfaces, it is the first of them, and :meth:`_enter` follows.
+        If the link passes through interfaces, return when the first byte leaves; :meth:`_enter` does the rest.
         """
         now = self._scheduler.time()
         begins_at = path.free_at if path.free_at > now else now
@@ -222,7 +220,7 @@ class Fabric:
         return begins_at if path.is_shared else path.free_at
 
     def _enter(self, take_in: Callable[..., object], dest: int, nbytes: int, arguments: tuple[object, ...]) -> None:
-        """Take in bytes from another host as soon as the interface has carried what came before."""
+        """Deliver bytes from another host after the receiving interface has carried all earlier ones."""
         done_at = self._interfaces.enter(dest, self._scheduler.time(), nbytes)
         self._scheduler.at(done_at, take_in, arguments)
 
@@ -241,7 +239,7 @@ class Fabric:
         if self._has_link_faults:
             arrival = self._faults.after_partitions((source, dest), now, arrival)
         last = path.last_arrival.get(message.tag, -1.0)
-        if arrival <= last:  # never overtake within one source and tag
+        if arrival <= last:  # never overtake within one (source, tag)
             arrival = math.nextafter(last, math.inf)
         path.last_arrival[message.tag] = arrival
         return arrival
@@ -253,7 +251,7 @@ class Fabric:
         if self.has_restarts and self._is_held(message):
             return
         if self._dead and message.left_at > self._died_at.get(message.source, math.inf):
-            return  # its sender died while it blocked, before it came to send this
+            return  # the sender died while it was blocked, before it reached this send
         posted = self._posted[message.dest].get(message.tag)
         if posted:
             for receive in posted:
@@ -266,10 +264,10 @@ class Fabric:
                         self._turns[message.dest].attend(self._begin, (receive, message))
                     return
         self._keep(message)
-        self._ring(message.dest)  # a demultiplexer posts its receive when it is polled
+        self._ring(message.dest)  # a demultiplexer posts its receive at the next poll
 
     def _is_held(self, message: Message) -> bool:
-        """Drop a message of an earlier connection, or keep one of a connection that its receiver has not made yet."""
+        """Return whether the message is dropped (earlier connection) or held (connection not accepted yet)."""
         if self.liveness.is_stale(message):
             self.fail_send(message)
             return True
@@ -282,13 +280,13 @@ class Fabric:
         return False
 
     def _refuse(self, message: Message) -> None:
-        """Fail a send to a process that has ended, which waited for all but those that were started again meanwhile."""
+        """Fail a send to a process that has ended, unless the sender was restarted meanwhile."""
         if not message.done:
             message.error = RankLostError(f"rank {message.dest} is gone", rank=message.dest)
             self._ring(message.source)
 
     def _keep(self, message: Message) -> None:
-        """Keep a message that no posted receive matches."""
+        """Queue a message that no posted receive matches."""
         unexpected = self._unexpected[message.dest]
         inbox = unexpected.get(message.tag)
         if inbox is None:
@@ -317,7 +315,7 @@ class Fabric:
         posted.append(receive)
 
     def _rendezvous(self, receive: Receive, message: Message) -> None:
-        """Let the receiver of a large message, which has met its receive, answer the sender."""
+        """Answer the sender of a large message that has matched a receive."""
         if message.dest in self._dead:
             self.fail_send(message)
         elif self._is_pushed:
@@ -326,7 +324,7 @@ class Fabric:
             self._transfer(receive, message)
 
     def _transfer(self, receive: Receive, message: Message) -> None:
-        """Let the bytes of a large message travel, behind what their link has to carry."""
+        """Send the bytes of a large message, behind earlier ones on the link."""
         if self.has_restarts and self.liveness.is_stale(message):
             self._complete(receive, message)
             return
@@ -349,11 +347,11 @@ class Fabric:
             self._scheduler.at(complete_at, self._take_whole, (receive, message))
 
     def _arrive_whole(self, receive: Receive, message: Message) -> None:
-        """Complete a large message as soon as its receiver is not busy: only the receiver can take its last bytes."""
+        """Complete a large message when its receiver is not busy: only the receiver can take the last bytes."""
         self._turns[message.dest].attend(self._finish, (receive, message))
 
     def fail_send(self, message: Message) -> None:
-        """Fail the send of a message that no receive will match: at once, or when its sender knows ``dest`` is lost."""
+        """Fail a send that no receive will match: now, or when the sender learns that ``dest`` is lost."""
         source, dest = message.source, message.dest
         is_stale = self.has_restarts and self.liveness.is_stale(message)
         if is_stale:
@@ -367,7 +365,11 @@ class Fabric:
             self._keep(message)
 
     def _complete(self, receive: Receive, message: Message, is_running: bool = False) -> None:
-        """Complete a receive whose bytes are there. ``is_running``: the receiver posts it now, and needs no bell."""
+        """Complete a receive whose bytes have arrived.
+
+        Args:
+            is_running: Whether the receiver is posting the receive right now, so that no doorbell is needed.
+        """
         is_stale = self.has_restarts and self.liveness.is_stale(message)
         if message.dest in self._dead or (is_stale and self.liveness.is_for_earlier(message)):
             self.fail_send(message)
@@ -397,17 +399,17 @@ class Fabric:
             receive.done = receive.cancelled = True
             self._ring(receive.dest)
 
-    # -- lost ranks, and ranks that are started again ---------------------------------------------------------------
+    # -- lost and restarted ranks -----------------------------------------------------------------------------------
 
     def kill(self, rank: int) -> None:
-        """Let the process of ``rank`` be gone; its peers find out one by one."""
+        """Kill the process of ``rank``; each peer detects the loss at a time of its own."""
         self._doorbells[rank] = None
         self._posted[rank].clear()
         for message in self.liveness.kill(rank):
             self.fail_send(message)
 
     def fail_sends(self, observer: int, lost: int) -> None:
-        """Fail what ``observer`` still sends to ``lost``, and receives from it alone."""
+        """Fail the pending sends of ``observer`` to ``lost``, and its receives from ``lost`` only."""
         error = RankLostError(f"rank {lost} is gone", rank=lost)
         for posted in self._posted[observer].values():
             for receive in [receive for receive in posted if receive.wanted == lost]:
@@ -420,7 +422,7 @@ class Fabric:
         self._ring(observer)
 
     def restart(self, rank: int) -> None:
-        """Let a new process have the place of ``rank``, which is dead. It meets the others one by one."""
+        """Start a new process in the place of the dead ``rank``; it connects to each peer separately."""
         unheard = self._unexpected[rank]
         self._paths[rank], self._posted[rank], self._unexpected[rank] = {}, {}, {}
         for paths in self._paths:
@@ -432,20 +434,20 @@ class Fabric:
                     self.fail_send(message)
 
     def accept(self, observer: int, other: int, incarnation: int) -> bool:
-        """Make a connection, in a turn of ``observer``; return whether ``other`` is there, and was not yet known."""
+        """Connect ``observer`` to a new process of ``other``; return whether that process lives and was unknown."""
         if not self.liveness.accept(observer, other, incarnation):
             return False
-        for queue in self._unexpected[observer].values():  # of the process before
+        for queue in self._unexpected[observer].values():  # messages of the previous process
             for message in queue.drop(other):
                 self.fail_send(message)
         arrival = self._scheduler.now
         for message in self.liveness.take_held(other, observer):
             self._scheduler.at(arrival, self._take_in, (message,))
-            arrival = math.nextafter(arrival, math.inf)  # none overtakes another
+            arrival = math.nextafter(arrival, math.inf)  # keep their order
         return True
 
     def mute(self) -> None:
-        """Send nothing any more: what still runs is only being cleared away."""
+        """Stop sending messages: the remaining tasks are only being cleaned up."""
         self._muted = True
 
     # -- the ends ---------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Describes faults as data. A plan is a list of them, and each is counted when it fires.
 
-Each fault says what happens, to whom and when. A plan in which some fault did not fire fails its check: a test that
-meant to kill a donor and never did has tested nothing.
+A plan in which some fault did not fire fails its check: a test that meant to kill a donor and never did has tested
+nothing.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from asyncdist.simulation.links import check_ranks
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """The process of ``rank`` dies: at ``at_s``, or at its ``at_turn``-th turn, or with its ``at_message``-th send.
+    """The process of ``rank`` dies at ``at_s``, at its ``at_turn``-th turn, or at its ``at_message``-th send.
 
-    That message does not leave, and a task that awaits it never goes on.
+    That message is not sent, and a task that awaits it never resumes.
     """
 
     rank: int
@@ -30,13 +30,13 @@ class Kill:
     def __post_init__(self) -> None:
         given = [name for name in ("at_s", "at_turn", "at_message") if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ValueError(f"{self!r}: give one of at_s, at_turn and at_message")
+            raise ValueError(f"{self!r} must have exactly one of at_s, at_turn and at_message")
         _check(self, *given)
 
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """At ``at_s`` the process of ``rank`` stops for ``duration_s``, in a computation or while it waits."""
+    """The process of ``rank`` stops at ``at_s`` for ``duration_s``, whether it computes or waits."""
 
     rank: int
     at_s: float
@@ -48,10 +48,10 @@ class Stall:
 
 @dataclass(frozen=True, slots=True)
 class SlowRank:
-    """From ``at_s`` on ``rank`` takes ``factor`` times as long to compute, and for each of its turns.
+    """From ``at_s`` on, ``rank`` takes ``factor`` times as long for computations and for its turns.
 
-    A computation that is under way ends as it would have. A turn, in which a rank takes in what has come and answers,
-    takes up to 2 microseconds, so one that only serves others is slowed noticeably by factors of some hundreds.
+    A computation in progress ends unchanged. A turn, in which a rank receives messages and answers them, takes up to
+    2 microseconds. A rank that only serves others is therefore slowed noticeably by factors of a few hundred.
     """
 
     rank: int
@@ -64,7 +64,7 @@ class SlowRank:
 
 @dataclass(frozen=True, slots=True)
 class SlowLink:
-    """From ``at_s`` on messages from ``source`` to ``dest`` take ``factor`` times as long."""
+    """From ``at_s`` on, messages from ``source`` to ``dest`` take ``factor`` times as long."""
 
     source: int
     dest: int
@@ -77,7 +77,7 @@ class SlowLink:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """From ``at_s`` to ``until_s`` nothing passes between ``ranks`` and the others; what is sent arrives afterwards."""
+    """From ``at_s`` to ``until_s``, messages between ``ranks`` and all others are held back; they arrive afterwards."""
 
     ranks: tuple[int, ...]
     at_s: float
@@ -86,17 +86,17 @@ class Partition:
     def __post_init__(self) -> None:
         ranks: Any = self.ranks
         if not isinstance(ranks, Sequence):
-            raise TypeError(f"{self!r}: ranks is {ranks!r}; allowed: a tuple of ranks")
+            raise TypeError(f"{self!r}: ranks must be a tuple of ranks, got {ranks!r}")
         _check(self, "at_s", "until_s")
         if self.until_s < self.at_s:
-            raise ValueError(f"{self!r}: until_s must not be before at_s")
+            raise ValueError(f"{self!r}: until_s must be >= at_s")
 
 
 @dataclass(frozen=True, slots=True)
 class Delay:
-    """The ``number``-th message (from 1) from ``source`` to ``dest`` takes longer; later ones of its tag wait too.
+    """Delays the ``number``-th message (from 1) from ``source`` to ``dest``, and later messages of its tag.
 
-    The two may be one rank: a coordinator's reports to itself are messages.
+    ``source`` and ``dest`` may be the same rank: a coordinator's reports to itself are messages, too.
     """
 
     source: int
@@ -110,7 +110,7 @@ class Delay:
 
 @dataclass(frozen=True, slots=True)
 class Corrupt:
-    """One byte of the ``number``-th framed message (from 1) from ``source`` to ``dest`` is flipped on its way."""
+    """Changes one byte of the ``number``-th framed message (from 1) from ``source`` to ``dest``."""
 
     source: int
     dest: int
@@ -120,16 +120,16 @@ class Corrupt:
     def __post_init__(self) -> None:
         _check(self, "number")
         if type(self.byte) is not int:
-            raise ValueError(f"{self!r}: byte is {self.byte!r}; allowed: a whole number")
+            raise ValueError(f"{self!r}: byte must be an integer, got {self.byte!r}")
 
 
 @dataclass(frozen=True, slots=True)
 class Interrupt:
-    """At ``at_s`` ``rank`` gets a signal, as from a scheduler that takes its host back (SIGTERM) or by Ctrl-C (SIGINT).
+    """At ``at_s``, ``rank`` receives a signal: SIGTERM, as from a batch scheduler, or SIGINT, as from Ctrl-C.
 
-    The first one asks it to stop: what it awaits is cancelled, its peers are told, and the job ends as
-    :func:`asyncdist.run` says: the rank with ``SystemExit(143)`` or KeyboardInterrupt, the others with RankLostError.
-    A second one ends its process at once, like :class:`Kill`.
+    The first signal asks the rank to stop. Its current await is cancelled, its peers are notified, and the job ends as
+    :func:`asyncdist.run` describes: the rank with ``SystemExit(143)`` or KeyboardInterrupt, the others with
+    RankLostError. A second signal ends the process at once, like :class:`Kill`.
     """
 
     rank: int
@@ -139,15 +139,15 @@ class Interrupt:
     def __post_init__(self) -> None:
         _check(self, "at_s")
         if self.signal not in ("SIGTERM", "SIGINT"):
-            raise ValueError(f"{self!r}: signal is {self.signal!r}; allowed: 'SIGTERM', 'SIGINT'")
+            raise ValueError(f"{self!r}: signal must be 'SIGTERM' or 'SIGINT', got {self.signal!r}")
 
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """At ``at_s`` a new process takes the place of ``rank``, which a fault has killed; ``main`` begins there anew.
+    """At ``at_s``, a new process takes the place of the killed ``rank`` and runs ``main`` from its beginning.
 
-    It fires only if the rank has died by that moment, and some other rank has not ended. The new process has the next
-    ``world.incarnation``; the others find out one by one. Its result is the rank's.
+    The fault fires only if the rank has died by then and some other rank has not ended. The new process has the next
+    ``world.incarnation``; each peer learns of it at a time of its own. Its result is the rank's result.
     """
 
     rank: int
@@ -159,11 +159,11 @@ class Restart:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """The place of ``rank`` is empty when the world begins, and at ``at_s`` its first process comes.
+    """The place of ``rank`` is empty when the world begins; its first process joins at ``at_s``.
 
-    The others know from the start that nobody is there: the rank is lost to them. It joins them as one that was started
-    again, and its ``world.incarnation`` is 1: it was not there at the beginning. It comes only if some other rank has
-    not ended by then. :class:`Kill` and :class:`Restart` may follow.
+    The other ranks regard the empty place as a lost rank. The process joins like a restarted one, with
+    ``world.incarnation`` 1. It joins only if some other rank has not ended by then. :class:`Kill` and :class:`Restart`
+    may follow.
     """
 
     rank: int
@@ -177,7 +177,7 @@ Fault: TypeAlias = Kill | Restart | Join | Interrupt | Stall | SlowRank | SlowLi
 
 
 def _check(fault: Fault, *names: str) -> None:
-    """Refuse numbers out of range. Whole ones of another type become Python's: a plan is written down to repeat it."""
+    """Raise for numbers out of range, and convert integers of other types to int so that the plan can be printed."""
     for name in names:
         value, what = getattr(fault, name), f"{fault!r}: {name}"
         if name in ("at_turn", "at_message", "number"):
@@ -187,15 +187,15 @@ def _check(fault: Fault, *names: str) -> None:
 
 
 def check_plan(faults: Sequence[Fault], size: int) -> None:
-    """Refuse a plan that cannot be carried out on ``size`` ranks.
+    """Raise if a plan cannot be carried out on ``size`` ranks.
 
     Raises:
-        TypeError: an entry is not a fault.
-        ValueError: a rank does not exist, one side of a partition is empty, or ranks join twice, or nobody.
+        TypeError: An entry is not a fault.
+        ValueError: A rank does not exist or joins twice, a partition has an empty side, or all ranks join late.
     """
     given: Any = faults
     if not isinstance(given, Sequence):
-        raise TypeError(f"faults is {faults!r}; allowed: a list of faults")
+        raise TypeError(f"faults must be a list of faults, got {faults!r}")
     for fault in faults:
         match fault:
             case Kill(rank) | Restart(rank) | Join(rank) | Interrupt(rank) | Stall(rank) | SlowRank(rank):
@@ -205,11 +205,15 @@ def check_plan(faults: Sequence[Fault], size: int) -> None:
             case Partition(ranks):
                 check_ranks(repr(fault), ranks, size)
                 if not 0 < len(set(ranks)) < size:
-                    raise ValueError(f"{fault!r} of {size} ranks parts nobody; allowed: some ranks, and not all")
+                    raise ValueError(
+                        f"{fault!r} of {size} ranks has an empty side; ranks must be some of them, but not all"
+                    )
             case _:
-                raise TypeError(f"{fault!r} is no fault")
+                raise TypeError(f"faults must be a list of faults, got the entry {fault!r}")
     joins = [fault.rank for fault in faults if isinstance(fault, Join)]
     for fault in faults:
         if isinstance(fault, Join) and (joins.count(fault.rank) > 1 or len(joins) == size):
-            why = "joins twice" if joins.count(fault.rank) > 1 else "joins nobody: no rank is there at the beginning"
-            raise ValueError(f"{fault!r} of {size} ranks {why}; allowed: one for each of some ranks, and not all")
+            why = "joins twice" if joins.count(fault.rank) > 1 else "leaves no rank at the beginning"
+            raise ValueError(
+                f"{fault!r} of {size} ranks {why}; allowed: at most one Join per rank, and not for all ranks"
+            )

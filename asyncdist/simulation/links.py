@@ -1,9 +1,9 @@
-"""Describes a simulated network as plain data, checked when made, and says what latency and bandwidth a message gets.
+"""Describes a simulated network as plain data: the latency and the bandwidth of every message.
 
-A :class:`Link` has the latency and the bandwidth between two ranks, a :class:`Network` all links. Times are virtual
-seconds, sizes bytes, rates bytes per second. Where a duration is asked for, a number is a constant, and a
-:class:`Uniform`, :class:`Exponential` or :class:`LogNormal` is drawn afresh each time, from the simulation's seed
-(:mod:`asyncdist.simulation.distributions` has the arithmetic).
+A :class:`Link` holds the latency and the bandwidth between two ranks; a :class:`Network` holds all links. Times are
+virtual seconds, sizes are bytes, and rates are bytes per second. A duration is a number, which is constant, or a
+:class:`Uniform`, :class:`Exponential` or :class:`LogNormal`, from which every value is drawn with the simulation's seed
+(see :mod:`asyncdist.simulation.distributions`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from asyncdist.simulation.distributions import Duration, LogNormal, Uniform, che
 
 
 def check_ranks(what: str, ranks: Sequence[int], size: int) -> None:
-    """Refuse ranks that do not exist."""
+    """Raise ValueError if ``ranks`` has a rank outside of 0 to ``size`` - 1."""
     for rank in ranks:
         if type(rank) is not int or not 0 <= rank < size:
             raise ValueError(f"{what} names rank {rank!r}; ranks go from 0 to {size - 1}")
@@ -27,11 +27,11 @@ def check_ranks(what: str, ranks: Sequence[int], size: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """Describes one direction between two ranks.
+    """Describes the connection from one rank to another, in one direction.
 
     Attributes:
-        latency_s: time from the send to the arrival of the first byte.
-        bandwidth_nbytes_per_s: messages of one link queue behind each other, small and large ones.
+        latency_s: Seconds from the send to the arrival of the first byte.
+        bandwidth_nbytes_per_s: Bytes per second. All messages of one link queue behind each other.
     """
 
     latency_s: Duration = LogNormal(2e-6, 1.0)
@@ -48,20 +48,20 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """Describes the links, and the freedoms that a transport has.
+    """Describes all links of a simulated job, and the behaviour of its transport.
 
     Attributes:
-        link: the link between ranks on one host.
-        cross_link: the link between ranks on different hosts.
-        ranks_per_host: how many consecutive ranks share a host; by default all of them do.
-        host_bandwidth_nbytes_per_s: what a host's network interface carries, in each direction, of all that its ranks
-            send to other hosts and receive from them. By default each link has its own bandwidth alone, so that a rank
-            which receives from many is as quick as one that receives from one.
-        links: exceptions, by (source, dest).
-        eager_nbytes: up to this size a send completes at once. A larger one waits for its receive, for a moment in
-            which the receiver does not compute (in half of the simulations, one in which the sender does not, either),
-            and for the bytes to travel. None draws it anew for each simulation, from 256 bytes to 64 KiB.
-        loss_detection_s: from a rank's death until its peers are told.
+        link: Link between ranks on one host.
+        cross_link: Link between ranks on different hosts.
+        ranks_per_host: Number of consecutive ranks that share a host. By default all ranks share one.
+        host_bandwidth_nbytes_per_s: Bandwidth of a host's network interface, per direction, shared by all traffic
+            between its ranks and other hosts. By default only the links limit the bandwidth, so a rank that receives
+            from many ranks is as fast as a rank that receives from one.
+        links: Exceptions: maps (source, dest) to a Link.
+        eager_nbytes: Largest size of a send that completes at once. A larger send waits for its receive, then for the
+            receiver to be idle (in half of the simulations, for the sender, too), and for the transfer. None draws the
+            size for each simulation, from 256 bytes to 64 KiB.
+        loss_detection_s: Seconds from a rank's death until its peers detect it.
     """
 
     link: Link = Link()
@@ -96,7 +96,7 @@ class Network:
                 raise TypeError(f"Network: {name} is {link!r}; allowed: a Link")
 
     def check_ranks(self, size: int) -> None:
-        """Refuse links of ranks that do not exist."""
+        """Raise ValueError for links of ranks that do not exist."""
         for pair in self.links:
             check_ranks(f"the link {pair}", pair, size)
 
@@ -108,24 +108,20 @@ class Network:
         return self.link if self.host_of(source) == self.host_of(dest) else self.cross_link
 
     def host_of(self, rank: int) -> int:
-        """Return the number of the host that ``rank`` is on, counted from 0."""
+        """Return the index of the host of ``rank``, counted from 0."""
         return 0 if self.ranks_per_host is None else rank // self.ranks_per_host
 
     def local_rank_of(self, rank: int) -> int:
-        """Return the number of ``rank`` among the ranks of its host, counted from 0."""
+        """Return the index of ``rank`` among the ranks of its host, counted from 0."""
         return rank if self.ranks_per_host is None else rank % self.ranks_per_host
 
 
 class Interfaces:
-    """Shares the bandwidth of each host's network interface among all that its ranks send and receive.
+    """Shares the bandwidth of each host's network interface among the messages of its ranks.
 
-    An interface sends and receives at the same time, each at its full rate. What leaves a host leaves in the order in
-    which it was sent, and what comes to one is taken in the order in which it arrives: ten ranks that send to one host
-    take ten times as long as one.
-
-    Args:
-        network: of the simulation.
-        size: the number of ranks.
+    An interface sends and receives at the same time, each at its full rate. Messages leave a host in the order of their
+    sends, and enter a host in the order of their arrival. Ten ranks that send to one host therefore take ten times as
+    long as one rank.
     """
 
     def __init__(self, network: Network, size: int) -> None:
@@ -135,14 +131,14 @@ class Interfaces:
         self._in_free_at = [0.0] * (self._host_of[-1] + 1)
 
     def leave(self, rank: int, ready_at: float, nbytes: int) -> float:
-        """Return when the first of ``nbytes`` bytes leaves the host of ``rank``, which may leave at ``ready_at``."""
+        """Return when the first of ``nbytes`` bytes leaves the host of ``rank``; not before ``ready_at``."""
         host = self._host_of[rank]
         begins_at = max(ready_at, self._out_free_at[host])
         self._out_free_at[host] = begins_at + nbytes / self.bandwidth
         return begins_at
 
     def enter(self, rank: int, now: float, nbytes: int) -> float:
-        """Return when the last of ``nbytes`` bytes is in, the first of which has come to the host of ``rank``."""
+        """Return when the last of ``nbytes`` bytes has entered the host of ``rank``; the first arrives at ``now``."""
         host = self._host_of[rank]
         begins_at = max(now, self._in_free_at[host])
         done_at = max(begins_at + nbytes / self.bandwidth, math.nextafter(self._in_free_at[host], math.inf))

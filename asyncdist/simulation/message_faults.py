@@ -1,7 +1,8 @@
 """Carries out the faults of a plan that concern messages and links.
 
-A message is found by its number: those of its sender for :class:`Kill`, those of its sender to its receiver for the
-others. The module is compiled where that can be done; see :mod:`asyncdist.compiled`.
+A fault identifies its message by a number. :class:`Kill` counts all messages of a sender; the other faults count the
+messages from one sender to one receiver. The module is compiled if a C compiler is available; see
+:mod:`asyncdist.compiled`.
 """
 
 from __future__ import annotations
@@ -13,17 +14,16 @@ from asyncdist.tags import BULK_FIRST, BULK_LAST, COLLECTIVE_FIRST, COLLECTIVE_L
 
 
 class MessageFaults:
-    """Counts the messages of each rank, and finds the faults that each of them meets.
+    """Counts the messages of each rank, and applies the faults that concern them.
 
     Args:
-        size: number of ranks.
-        faults: the plan; faults of ranks are left to the simulation.
-        on_fired: called with the position in the plan of a fault that happened.
-        on_kill: called with a rank that is to die, and the position of the fault.
+        faults: The fault plan; its faults of ranks are ignored here.
+        on_fired: Called with the plan index of each fault that fires.
+        on_kill: Called with the rank to kill and the plan index of the fault.
 
     Attributes:
-        has_message_faults: whether :meth:`apply` is to be called for every message.
-        has_link_faults: whether :meth:`link_factor` and :meth:`after_partitions` are.
+        has_message_faults: Whether :meth:`apply` must be called for every message.
+        has_link_faults: Whether :meth:`link_factor` and :meth:`after_partitions` must be called for every message.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class MessageFaults:
     def apply(
         self, source: int, dest: int, tag: int, data: bytes | bytearray | memoryview
     ) -> tuple[bytes | bytearray | memoryview, float]:
-        """Carry out the faults that name the next message of ``source``.
+        """Apply the faults that name the next message of ``source``.
 
         Returns:
-            What the message holds then, and its extra delay in seconds.
+            The message's data, possibly changed, and its extra delay in seconds.
         """
         pair = (source, dest)
         self._sent_counts[source] += 1
@@ -80,7 +80,7 @@ class MessageFaults:
                 changed = bytearray(data)
                 for index, corruption in corruptions:
                     place = corruption.byte % len(changed)
-                    changed[place] = (changed[place] + 0x55) % 256  # also where two of them meet in one byte
+                    changed[place] = (changed[place] + 0x55) % 256  # changes the byte even if two faults name it
                     self._on_fired(index)
                 data = bytes(changed)
         delay_s = 0.0
@@ -90,7 +90,7 @@ class MessageFaults:
         return data, delay_s
 
     def link_factor(self, pair: tuple[int, int], now: float) -> float:
-        """Return the factor by which slowed links lengthen the time of a message that leaves ``now``."""
+        """Return the factor of slowed links on the travel time of a message sent at ``now``."""
         factor = 1.0
         for index, fault in self._slow_links:
             if (fault.source, fault.dest) == pair and now >= fault.at_s:
@@ -99,9 +99,9 @@ class MessageFaults:
         return factor
 
     def after_partitions(self, pair: tuple[int, int], now: float, arrival: float) -> float:
-        """Return when a message arrives that would be under way from ``now`` to ``arrival``.
+        """Return the arrival time of a message after partitions, given its travel from ``now`` to ``arrival``.
 
-        A message that a partition holds back may come into the next one; their order in the plan does not matter.
+        A message held back by one partition may run into the next; their order in the plan does not matter.
         """
         between = [
             (index, fault)
@@ -116,5 +116,5 @@ class MessageFaults:
 
 
 def _is_raw(tag: int) -> bool:
-    """Return whether messages of that tag have no frame, and so no CRC."""
+    """Return whether messages of ``tag`` are unframed, and therefore have no CRC."""
     return BULK_FIRST <= tag <= BULK_LAST or COLLECTIVE_FIRST <= tag <= COLLECTIVE_LAST

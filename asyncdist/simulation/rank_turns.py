@@ -1,16 +1,16 @@
 """Decides when each rank of a simulation has its turn.
 
-Every rank has an event loop of its own, as in reality, with its ready callbacks and its timers. In a *turn* the rank
-runs what is ready, as one iteration of asyncio's loop does. The :class:`~asyncdist.simulation.scheduler.Scheduler`
-decides when a turn comes.
+Every rank has an event loop of its own, with ready callbacks and timers. In a *turn* the rank runs its ready callbacks,
+as one iteration of asyncio's loop does. The :class:`~asyncdist.simulation.scheduler.Scheduler` decides when turns
+happen.
 
-A rank that computes is *busy*: it gets no turn until its time has passed, so none of its tasks, timers or callbacks
-run, however many messages arrive meanwhile. A callback that blocks (``time.sleep``) runs to its end at one instant of
-the scheduler. It and what it does are ahead of that instant by the time that it has blocked for, and its rank is busy
-until then.
+A rank that computes is *busy*: it gets no turn until the computing time has passed. None of its tasks, timers or
+callbacks run meanwhile, even if messages arrive. A callback that blocks (``time.sleep``) runs to its end at one instant
+of the scheduler. Its own time, and the times of its messages, are later than that instant by the blocked time, and its
+rank is busy until then.
 
-Nothing here knows of messages or of asyncdist's protocols. The module is compiled where that can be done (see
-:mod:`asyncdist.compiled`). The rest of what asyncio asks of a loop is in
+This module knows nothing of messages or of asyncdist's protocols. It is compiled if a C compiler is available (see
+:mod:`asyncdist.compiled`). The rest of asyncio's loop interface is in
 :mod:`asyncdist.simulation.processes.event_loop`.
 """
 
@@ -31,26 +31,26 @@ from asyncdist.simulation.scheduler import EndlessLoopError, Handle, Scheduler, 
 
 logger = logging.getLogger("asyncdist.simulation")
 
-#: Turns that a rank may take in a row, woken by nothing from outside, before it is taken to be in an endless loop.
+#: Consecutive turns of a rank, without an outside event, after which it is assumed to be in an endless loop.
 TURN_COUNT_MAX: Final = 1_000_000
-#: The same for all ranks together while nothing else is to come: they wait for what cannot happen any more.
+#: The same limit for all ranks together if no other event is left.
 IDLE_TURN_COUNT_MAX: Final = 100_000
-#: Where there are many ranks, each may take so many of these.
+#: With many ranks, that limit is this number per rank.
 _IDLE_TURN_COUNT_OF_A_RANK: Final = 100
-#: Reads of clocks in one callback that take no time.
+#: Number of clock reads in one callback that take no time.
 _FREE_READ_COUNT: Final = 1000
-#: How long each of the next so many reads takes, in seconds; those after them take twice as long, and so on.
+#: Seconds that each of the next reads takes; the duration doubles after each further batch of reads.
 _READ_S: Final = 1e-5
-#: Reads of clocks, and sleeps, in one callback before it is taken to be in an endless loop; the reads take 450 s.
+#: Clock reads and sleeps in one callback after which it is assumed to be in an endless loop; the reads take 450 s.
 READ_COUNT_MAX: Final = 300_000
 #: Modules through which user code reads a clock.
 _READERS: Final = ("asyncdist.", "asyncio.")
-#: A turn that follows another one comes up to so many seconds later: turns take time, and messages arrive meanwhile.
+#: Upper bound of the drawn seconds between consecutive turns: turns take time, and messages arrive meanwhile.
 TURN_S: Final = 2e-6
 
 
 def _new_handle(callback: Any, args: tuple[Any, ...], context: contextvars.Context | None) -> Handle:
-    """Make a handle; its fields are set here, since an ``__init__`` would double the cost."""
+    """Make a handle without ``__init__``, which would double the cost."""
     handle = Handle.__new__(Handle)
     handle.callback = callback
     handle.args = args
@@ -71,19 +71,19 @@ def _new_timer(when_s: float, callback: Any, args: tuple[Any, ...], context: con
 
 
 class Turns:
-    """Keeps what is ready on one rank, and runs it in the rank's turns.
+    """Holds the ready callbacks of one rank, and runs them in the rank's turns.
 
     Args:
-        scheduler: shared by all ranks.
-        rank: the rank.
-        before_turn: called with the rank before each turn, if it is given.
-        enter: called with the rank before a callback that may run user code, where another rank's user code ran last.
-        background: bound methods of this function run no user code.
+        scheduler: The scheduler, shared by all ranks.
+        before_turn: Called with the rank before each turn; or None.
+        enter: Called with the rank before a callback that may run user code, if another rank's user code ran last.
+        background: Function whose bound methods run no user code.
 
     Attributes:
-        dead: whether the rank has been killed: it gets no turn any more.
-        busy_s: virtual seconds for which the rank has computed, blocked or stalled, those under way included.
-        slowness: the factor on the time of its turns. Above 1 also the first turn after it is woken is late.
+        dead: Whether the rank has been killed, so that it gets no more turns.
+        busy_s: Virtual seconds for which the rank has computed, blocked or stalled, including the current period.
+        slowness: Factor on the duration of the rank's turns. If it is above 1, the first turn after a wake-up is late,
+            too.
     """
 
     def __init__(
@@ -105,16 +105,16 @@ class Turns:
         self._background = background
         self._ready: list[Handle] = []
         self._put_off: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
-        self._sleeper: Handle | None = None  # the step that the rank takes first when it has computed
+        self._sleeper: Handle | None = None  # the step that runs first after the computation
         self._has_sleeper = False
         self._debug = False
         self._busy = False
-        self._stalled_s = 0.0  # added to the time for which it is busy
-        self._ready_count_before = 0  # what was ready when it became busy
+        self._stalled_s = 0.0  # seconds to add to the current busy period
+        self._ready_count_before = 0  # number of ready callbacks when the rank became busy
         self._has_turn = False
         self._running = False
         self._turns_in_a_row = 0
-        self._read_count = 0  # of clocks, and sleeps, in the callback that is running
+        self._read_count = 0  # clock reads and sleeps in the running callback
         self._take_turn = self._turn  # one bound method for all turns
         self._take_up = self._resume
         self._take_timer = self._fire
@@ -122,7 +122,7 @@ class Turns:
     # -- turns ------------------------------------------------------------------------------------------------------
 
     def _schedule(self) -> None:
-        """Ask for a turn, since something from outside has made a callback ready."""
+        """Request a turn, because an outside event has made a callback ready."""
         self._is_woken()
         if not self._has_turn and not self._busy:
             self._has_turn = True
@@ -135,7 +135,7 @@ class Turns:
         return self._scheduler.now + TURN_S * self.slowness * self._scheduler.random()
 
     def _goes_on(self) -> bool:
-        """Schedule the next turn, since something is ready; return whether it comes at once, before all else."""
+        """Schedule the next turn for the ready callbacks; return whether it starts now, before all other events."""
         scheduler = self._scheduler
         self._turns_in_a_row += 1
         scheduler.idle_turn_count += 1
@@ -162,7 +162,7 @@ class Turns:
         self._turns_in_a_row = self._scheduler.idle_turn_count = 0
 
     def _turn(self) -> None:
-        """Take turns until nothing is ready, or something else happens first."""
+        """Run turns until no callback is ready, or another event comes first."""
         self._has_turn = False
         while self._ready and not self._busy:
             self._run_ready()
@@ -173,7 +173,7 @@ class Turns:
         return self._busy or self.dead
 
     def _run_ready(self) -> None:
-        """Run what is ready now; what becomes ready meanwhile runs in the next turn."""
+        """Run the callbacks that are ready now; callbacks added meanwhile run in the next turn."""
         if self._before_turn is not None:
             self._before_turn(self.rank)
         if self.dead:
@@ -231,32 +231,32 @@ class Turns:
         return action is self._take_turn
 
     def become_busy(self, seconds: float) -> None:
-        """Be busy: get no turn for ``seconds``. The next step of the running task comes first when they are over.
+        """Make the rank busy for ``seconds``; then the running task continues first.
 
-        The next turn comes at that same instant: a safe point that finds nothing takes no time.
+        Its turn comes exactly at that instant: a safe point without messages takes no time.
         """
         self._has_sleeper = True
         self._become_busy(seconds)
 
     def block(self, seconds: float) -> None:
-        """Let the running callback block for ``seconds``: it goes on at once, but its time is later."""
+        """Advance the running callback's own time by ``seconds``, as if it blocked."""
         self._scheduler.ahead_s += seconds
 
     def sleep(self, seconds: float) -> None:
-        """Block as ``time.sleep`` does; code that sleeps for ever is refused as code that reads clocks is."""
+        """Block as ``time.sleep`` does; raise for code that sleeps in an endless loop."""
         self._read_count += 1
         if self._read_count > READ_COUNT_MAX and self._running:
             self._refuse_endless_reads()
         self.block(seconds)
 
     def unblock(self) -> float:
-        """Take back the time for which the running callback has blocked, and return it: it was not the loop's."""
+        """Reset and return the blocked time of the running callback, which does not count for the loop."""
         seconds = self._scheduler.ahead_s
         self._scheduler.ahead_s = 0.0
         return seconds
 
     def _become_busy(self, seconds: float) -> None:
-        """Get no turn for ``seconds``, counted from the time that the running callback has reached."""
+        """Get no turn for ``seconds``, counted from the running callback's own time."""
         scheduler = self._scheduler
         seconds += scheduler.ahead_s
         scheduler.ahead_s = 0.0
@@ -265,7 +265,7 @@ class Turns:
         scheduler.at(scheduler.now + seconds, self._take_up)
 
     def stall(self, seconds: float) -> None:
-        """Get no turn for ``seconds`` more than the rank is busy already."""
+        """Extend the current busy period, or start one, by ``seconds``."""
         if self._busy:
             self._stalled_s += seconds
             self.busy_s += seconds
@@ -274,14 +274,14 @@ class Turns:
             self._become_busy(seconds)
 
     def attend(self, action: Callable[..., object], args: tuple[Any, ...]) -> None:
-        """Do ``action(*args)`` as soon as the rank is not busy."""
+        """Call ``action(*args)`` as soon as the rank is not busy."""
         if self._busy and not self.dead:
             self._put_off.append((action, args))
         else:
             action(*args)
 
     def do_first(self, action: Callable[[], bool]) -> None:
-        """Do ``action()``; where it returns True, what has become ready by it runs before all else that is ready."""
+        """Call ``action()``; if it returns True, the callbacks that it made ready run before all others."""
         others, self._ready = self._ready, []
         comes_first = False
         try:
@@ -290,7 +290,7 @@ class Turns:
             self._ready = self._ready + others if comes_first else others + self._ready
 
     def _resume(self) -> None:
-        """End being busy, unless the rank has been stalled meanwhile, and take a turn."""
+        """End the busy period, unless the rank was stalled meanwhile, and run a turn."""
         if self._stalled_s:
             self._scheduler.at(self._scheduler.now + self._stalled_s, self._take_up)
             self._stalled_s = 0.0
@@ -309,13 +309,13 @@ class Turns:
         self._turn()
 
     def _put_timers_first(self) -> None:
-        """Reorder what came while the rank was busy: a loop may look at its clock before it looks at what arrived."""
+        """Put due timers before messages that arrived during a busy period, as a real loop may do."""
         late = self._ready[self._ready_count_before :]
         timers = [handle for handle in late if isinstance(handle, Timer)]
         self._ready[self._ready_count_before :] = timers + [handle for handle in late if not isinstance(handle, Timer)]
 
     def has_computed(self) -> None:
-        """Note that user code has reached a safe point in no time: that is no idle turn of all ranks."""
+        """Note that user code reached a safe point, so that this turn does not count as idle."""
         self._scheduler.idle_turn_count = 0
 
     def _do_what_was_put_off(self) -> None:
@@ -324,7 +324,7 @@ class Turns:
             action(*args)
 
     def die(self) -> None:
-        """Take no turn any more. What is ready stays ready: a task whose wake-up is dropped could not be cancelled."""
+        """Stop taking turns. Ready callbacks stay: a task whose wake-up is dropped could not be cancelled."""
         self.dead = True
         self._do_what_was_put_off()
 
@@ -339,7 +339,7 @@ class Turns:
     def time(self) -> float:
         """Return virtual seconds since the start.
 
-        A callback that asks for them very often waits for time to pass, so time passes.
+        A callback that reads the clock very often is waiting for time to pass, so time advances with the reads.
         """
         self._read_count += 1
         if self._read_count > _FREE_READ_COUNT and self._running:
@@ -360,11 +360,11 @@ class Turns:
         )
 
     def get_debug(self) -> bool:
-        """As asyncio's method; every future and task asks."""
+        """As asyncio's method; called by every future and task."""
         return self._debug
 
     def set_debug(self, enabled: bool) -> None:
-        """As asyncio's method: futures and tasks remember where they were made. Slow callbacks are not logged."""
+        """As asyncio's method: futures and tasks remember where they were created. Slow callbacks are not logged."""
         self._debug = enabled
 
     def create_future(self) -> Future[Any]:
@@ -384,7 +384,7 @@ class Turns:
         return self.call_at(self._scheduler.time() + delay, callback, *args, context=context)
 
     def timers_due(self, after_s: float, until_s: float) -> list[float]:
-        """Return when those of the rank's timers fire that fire after ``after_s`` and up to ``until_s``, in order."""
+        """Return the sorted times of the rank's timers that fire after ``after_s`` and not after ``until_s``."""
         due = [
             entry[0]
             for entry in self._scheduler.entries()

@@ -1,4 +1,4 @@
-"""Reports on a simulation: what its ranks returned, what was sent, which faults happened."""
+"""Reports on a simulation: the ranks' results, the messages and the faults."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ class SimReport(Generic[T_co]):
     """Reports how a simulation ended.
 
     Attributes:
-        results: per rank what main returned, or the exception that ended it; None for a rank that was killed, or had
-            not ended when the simulation was stopped.
-        seed: the seed of the run.
-        packed_trace: the last events; :attr:`trace` has them in words.
-        trace_digest: the digest of all events and of what the messages held, in hex; equal for equal arguments.
-        virtual_time_s: when the last rank ended.
-        message_count: number of messages sent, with and without a frame.
-        byte_count: number of bytes in them.
-        event_count: number of things that happened: turns, timers, arrivals.
-        faults: the fault plan.
-        faults_fired: how often each fault of the plan happened, in the plan's order.
-        statistics: those of each rank at its end; None for a rank that never began.
-        killed_ranks: those whose last process was killed; one that was started again afterwards is none of them.
+        results: For each rank the return value of main, or the exception that ended it. None for a rank that was
+            killed, or had not ended when the simulation stopped.
+        seed: Seed of the run.
+        packed_trace: The last events, packed; see :attr:`trace`.
+        trace_digest: Hexadecimal digest of all events and message contents; equal for equal arguments.
+        virtual_time_s: Virtual seconds until the last rank ended.
+        message_count: Number of messages sent, framed or not.
+        byte_count: Total size of these messages, in bytes.
+        event_count: Number of events: turns, timers and arrivals.
+        faults: The fault plan.
+        faults_fired: How often each fault of the plan fired, in the plan's order.
+        statistics: Statistics of each rank at its end; None for a rank that never began.
+        killed_ranks: Ranks whose last process was killed.
     """
 
-    # The rest is an exception or None. As in typeshed, Any spares users a check of each value that they know to be one.
+    # Other entries are exceptions or None. As in typeshed, Any spares users a type check of every value.
     results: tuple[T_co | Any, ...]
     seed: int
     packed_trace: bytes = field(repr=False)
@@ -53,10 +53,10 @@ class SimReport(Generic[T_co]):
         return unpack(self.packed_trace)
 
     def value(self) -> T_co | Any:
-        """Return rank 0's value. Raise the first failure, if any rank failed: a cause before its consequences.
+        """Return rank 0's value, or raise the first failure of any rank, causes before consequences.
 
-        An exit by a signal of the fault plan comes after the failures that the plan does not ask for.
-        ``sys.exit(0)`` is a way to return, without a value.
+        An exit by a signal of the fault plan ranks behind all other failures. A rank that calls ``sys.exit(0)`` has
+        returned None.
         """
         failures = {
             rank: result
@@ -69,21 +69,21 @@ class SimReport(Generic[T_co]):
         return None if _is_exit(self.results[0]) else self.results[0]
 
     def interrupted_ranks(self) -> set[int]:
-        """Return the ranks that have got a signal of the fault plan."""
+        """Return the ranks that received a signal of the fault plan."""
         fired = zip(self.faults, self.faults_fired, strict=True)
         return {fault.rank for fault, count in fired if isinstance(fault, Interrupt) and count}
 
     def is_exit_by_signal(self, rank: int) -> bool:
-        """Return whether ``rank`` ended with the exception that a signal of the fault plan makes it raise."""
+        """Return whether ``rank`` ended with the exception of a signal of the fault plan."""
         return isinstance(self.results[rank], (SystemExit, KeyboardInterrupt)) and rank in self.interrupted_ranks()
 
     def check_faults(self) -> None:
-        """Raise AssertionError naming the faults of the plan that did not happen: they have tested nothing."""
+        """Raise AssertionError naming the faults of the plan that did not fire, and therefore tested nothing."""
         idle = [fault for fault, count in zip(self.faults, self.faults_fired, strict=True) if not count]
         if idle:
             raise AssertionError(f"seed {self.seed}: these faults did not fire: {', '.join(map(repr, idle))}")
 
 
 def _is_exit(result: Any) -> bool:
-    """Return whether a rank ended by ``sys.exit(0)`` or the like."""
+    """Return whether a rank ended by ``sys.exit`` with a code that means success."""
     return isinstance(result, SystemExit) and not result.code

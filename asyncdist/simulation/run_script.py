@@ -1,9 +1,8 @@
 """Runs a script in the simulator: ``asyncdist sim``.
 
-The script runs as ``__main__``, as ``python script.py`` would run it; its ``asyncdist.run`` simulates all ranks and
-returns rank 0's value. Python's, numpy's and torch's random states and the system's random bytes begin with the seed,
-and strings have the same hashes in each process (PYTHONHASHSEED is 0 unless it is given), so that a run is a function
-of script, arguments, ranks, seed and faults.
+The script runs as ``__main__``, as under ``python script.py``; its ``asyncdist.run`` simulates all ranks and returns
+rank 0's value. The random states of Python, numpy and torch and the system's random bytes follow from the seed, and
+PYTHONHASHSEED is 0 unless it is set. A run is therefore a function of script, arguments, ranks, seed and faults.
 """
 
 from __future__ import annotations
@@ -51,26 +50,26 @@ from asyncdist.simulation.faults import Fault
 from asyncdist.simulation.report import SimReport
 from asyncdist.simulation.simulate import STOPPED, simulate
 
-#: Lines that the results of all ranks may take.
+#: Maximum number of printed lines for the results of all ranks.
 _RESULT_LINE_COUNT: Final = 10
 _PROGRESS_LINE_EVERY_S: Final = 5.0
-#: By how much the times of files may lag behind the clock.
+#: Upper bound of the lag of file times behind the clock, in nanoseconds.
 _FILE_CLOCK_NS: Final = 20_000_000
-#: As tqdm has it, but always with seeds per second: it turns slow rates around.
+#: tqdm's bar format, but always with seeds per second instead of seconds per seed.
 _BAR: Final = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}]"
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """Describes what ``asyncdist sim`` runs. It is a scenario for :func:`explore`, too, that prints nothing and raises.
+    """Describes a run of ``asyncdist sim``. An instance is also a scenario for :func:`explore`.
 
     Attributes:
-        path: the script.
-        arguments: the arguments of the script.
-        ranks: the number of ranks to simulate.
-        faults: the plan, for every seed.
-        until_s: see :func:`simulate`.
-        record: the folder for what each rank writes down, an absolute path; None for nothing.
+        path: Path of the script.
+        arguments: Arguments of the script.
+        ranks: Number of ranks to simulate.
+        faults: Fault plan of every seed.
+        until_s: See :func:`simulate`.
+        record: Absolute path of the folder for recordings; None for no recording.
     """
 
     path: str
@@ -83,7 +82,7 @@ class Script:
     def __call__(self, seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
         """Run the script once, as a :class:`asyncdist.simulation.Scenario`.
 
-        A fault that does not fire is a failure. An exception that a signal of the plan asks for is not.
+        A fault that does not fire is a failure. The exception of a signal of the plan is not.
         """
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             ended = execute(self, seed, self.faults if faults is None else tuple(faults))
@@ -103,7 +102,7 @@ class Script:
         strict: bool,
         inherited: list[str],
     ) -> SimReport[Any]:
-        """Run the main that the script hands over; the arguments are those of :func:`simulate`."""
+        """Simulate the main that the script passes to ``asyncdist.run``, with the arguments of :func:`simulate`."""
         return simulate(
             main,
             *args,
@@ -118,14 +117,14 @@ class Script:
 
     @property
     def is_local(self) -> bool:
-        """Whether its ranks are those of ``asyncdist.run_local``, too; else that is what it is without a simulation."""
+        """Whether ``asyncdist.run_local`` is simulated, too; otherwise it runs unchanged."""
         return False
 
     def begin_process(self, rank: int) -> None:
-        """Prepare what the script finds where it begins, beside random states that follow from the seed: nothing."""
+        """Do nothing: a script needs no preparation besides its random states."""
 
     def on_world_opened(self, rank: int) -> None:
-        """Note that the script, which has no main, opens its world here."""
+        """Do nothing when a script without a main opens its world."""
 
     def repeat_line(self, seed: int, faults: Sequence[Fault] | None = None) -> str:
         """Return the command line that runs one seed."""
@@ -134,7 +133,7 @@ class Script:
         options += ["--faults", format_faults(plan)] if plan else []
         options += ["--until-s", f"{self.until_s!r}"] if self.until_s is not None else []
         options += ["--record", self.record] if self.record is not None else []
-        if self.arguments and self.arguments[0].startswith("-"):  # it may be an option of asyncdist, too
+        if self.arguments and self.arguments[0].startswith("-"):  # asyncdist may have an option of the same name
             options.append("--")
         return f"{hash_seed_prefix(default='0')}{_command()} sim {shlex.join([self.path, *options, *self.arguments])}"
 
@@ -149,12 +148,12 @@ def _command() -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """Tells how a script ended.
+    """Describes how a script ended.
 
     Attributes:
-        error: what it raised, unless it ended well.
-        report: of its simulation, also of one that did not come to its end.
-        has_run: whether it came to ``asyncdist.run``. One that only prints its usage exits before.
+        error: Exception that ended the script; None if it ended well.
+        report: Report of its simulation, complete or not.
+        has_run: Whether it called ``asyncdist.run``. A script that only prints its usage does not.
     """
 
     error: BaseException | None
@@ -163,7 +162,7 @@ class _Ended:
 
 
 class _Host:
-    """Takes the place of ``asyncdist.run``: once."""
+    """Replaces ``asyncdist.run`` for one call."""
 
     def __init__(self, script: Script, seed: int, faults: tuple[Fault, ...]) -> None:
         self._script = script
@@ -190,7 +189,7 @@ class _Host:
         return value
 
     def run_local(self, main: Callable[..., Any], args: tuple[Any, ...], strict: bool) -> list[Any]:
-        """Take the place of ``asyncdist.run_local``: return the values of all ranks."""
+        """Replace ``asyncdist.run_local``: return the values of all ranks."""
         self(main, args, strict)
         assert self.report is not None, "it has run"
         return list(self.report.results)
@@ -200,7 +199,7 @@ class _Host:
         self._states = _random_states()
 
     def _seeded(self) -> list[str]:
-        """Return what the script has seeded or drawn from. The rest begins differently in every process."""
+        """Return the names of the generators that the script has seeded or drawn from."""
         now = _random_states()
         return [name for name, state in self._states.items() if state != now[name]]
 
@@ -223,7 +222,7 @@ def execute(script: Script, seed: int, faults: tuple[Fault, ...]) -> _Ended:
     )
     try:
         with _program(script), entropy_from(random.Random(f"{seed} entropy").randbytes):
-            number = random.Random(f"{seed} script").getrandbits(63)  # none that a script seeds with: it would not show
+            number = random.Random(f"{seed} script").getrandbits(63)  # unlike any seed that a script would use itself
             random.seed(number)
             np.random.seed(number % 2**32)
             torch.manual_seed(number)
@@ -255,8 +254,8 @@ def execute(script: Script, seed: int, faults: tuple[Fault, ...]) -> _Ended:
 def _run_main(script: Script, host: _Host) -> None:
     """Run the script as ``__main__``.
 
-    One that opens its world without a main is, where it does so, rank 0 from its beginning. The other ranks run it too,
-    each on a stack of its own: before they open their world as well.
+    A script that opens its world without a main is rank 0 from its beginning. The other ranks run the script, too, each
+    on a stack of its own, before they open their world.
     """
 
     def run() -> None:
@@ -296,7 +295,7 @@ def _run_main(script: Script, host: _Host) -> None:
 
 
 def _is_end_by_signal(error: BaseException, report: SimReport[Any] | None) -> bool:
-    """Return whether the script has let through the exception with which a signal of the fault plan ended rank 0."""
+    """Return whether ``error`` is the exception with which a signal of the fault plan ended rank 0."""
     return report is not None and error is report.results[0] and is_end_by_signal(report, 0)
 
 
@@ -310,7 +309,7 @@ def _program(script: Script) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        rank_program.explain_import(error)  # now: afterwards the script's folder is not searched any more
+        rank_program.explain_import(error)  # now, while the script's folder is still on sys.path
         raise
     finally:
         sys.argv, sys.path[:] = argv, path
@@ -318,24 +317,24 @@ def _program(script: Script) -> Iterator[None]:
 
 def _never_ran(script: Script) -> ScriptError:
     return ScriptError(
-        f"{script.path!r} ended without a call of asyncdist.run on the main thread: nothing was simulated (a sim runs "
-        "the script as __main__, once)"
+        f"{script.path!r} ended without a call of asyncdist.run on the main thread, so nothing was simulated (sim "
+        "runs the script once, as __main__)"
     )
 
 
 def _ran_twice(script: Script) -> ScriptError:
-    return ScriptError(f"{script.path!r} calls asyncdist.run more than once: a sim is one run of all ranks")
+    return ScriptError(f"{script.path!r} calls asyncdist.run more than once; sim simulates exactly one run")
 
 
 def run_once(script: Script, seed: int) -> int:
     """``asyncdist sim``: run the script, and print how it ended.
 
     Returns:
-        The exit code: 0, or 1 when the script or a rank failed, or a fault did not fire.
+        The exit code: 0, or 1 if the script or a rank failed, or a fault did not fire.
 
     Raises:
-        ScriptError: it does not call ``asyncdist.run`` exactly once.
-        KeyboardInterrupt: after SIGINT.
+        ScriptError: The script does not call ``asyncdist.run`` exactly once.
+        KeyboardInterrupt: SIGINT.
     """
     torch.set_num_threads(1)
     began_ns = time.time_ns()
@@ -361,7 +360,7 @@ def run_once(script: Script, seed: int) -> int:
 
 
 def _how_to_see(script: Script, began_ns: int) -> list[str]:
-    """Return the line that makes a report of what was written down since then; none where nothing was."""
+    """Return the command line that makes a report of the recordings written since then, if there are any."""
     if script.record is None:
         return []
     found = {path: path.stat() for path in Path(script.record).glob(f"*{SUFFIX}")}
@@ -375,19 +374,19 @@ def _how_to_see(script: Script, began_ns: int) -> list[str]:
 
 
 def print_out(*lines: str) -> None:
-    """Print lines, and what the script has left in the buffer. Output that its reader does not want is dropped.
+    """Print lines and flush standard output. After a broken pipe, output is dropped.
 
     Raises:
-        ScriptError: standard output cannot be written, as on a full disk.
+        ScriptError: Standard output cannot be written, for example because the disk is full.
     """
     try:
         sys.stdout.write("".join(f"{line}\n" for line in lines))
         sys.stdout.flush()
     except OSError as error:
         null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, 1)  # Python flushes the rest when it ends, and would fail again
+        os.dup2(null, 1)  # else Python's flush at exit would fail again
         os.close(null)
-        if not isinstance(error, BrokenPipeError):  # a broken pipe is no error: ``head`` has read enough
+        if not isinstance(error, BrokenPipeError):  # a broken pipe is not an error: ``head`` has read enough
             raise ScriptError(f"standard output cannot be written: {error.strerror}") from error
 
 
@@ -396,15 +395,15 @@ def _exit_before_run(script: Script, error: SystemExit | None) -> int:
     code = None if error is None else error.code
     if isinstance(code, str):
         print(code, file=sys.stderr)
-    print(f"asyncdist sim: {script.path!r} exited before asyncdist.run: nothing was simulated", file=sys.stderr)
+    print(f"asyncdist sim: {script.path!r} exited before asyncdist.run, so nothing was simulated", file=sys.stderr)
     return code if isinstance(code, int) else int(code is not None)
 
 
 def print_failures(report: SimReport[Any] | None, error: BaseException | None, command: str = "sim") -> bool:
-    """Print the first cause, with its traceback, as this command of asyncdist. Return whether there was one."""
+    """Print the first failure with its traceback, as this command of asyncdist. Return whether there was one."""
     results = () if report is None else report.results
     failed = {rank: result for rank, result in enumerate(results) if isinstance(result, BaseException)}
-    if error is None:  # the script may have caught what its run raised
+    if error is None:  # the script may have caught the error of its run
         error = next((result for result in failed.values() if not is_good_end(result)), None)
     if error is None:
         return False
@@ -426,7 +425,7 @@ def print_failures(report: SimReport[Any] | None, error: BaseException | None, c
 
 
 def results_of(report: SimReport[Any], without: str = "None") -> list[str]:
-    """Describe how each rank ended, equal neighbours together; ``without`` is for those without a result."""
+    """Describe how each rank ended, one line per group of equal neighbours; ``without`` stands for no result."""
     texts = [without if result is None else _brief(result) for result in report.results]
     for rank in report.killed_ranks:
         texts[rank] = "killed"
@@ -452,7 +451,7 @@ def _summary(report: SimReport[Any]) -> list[str]:
 
 
 def _brief(result: Any) -> str:
-    """Describe a rank's value or error in a line."""
+    """Describe a rank's value or error in one line."""
     if isinstance(result, BaseException):
         first = str(result).partition("\n")[0]
         return f"{type(result).__name__}: {first}" if first else type(result).__name__
@@ -473,14 +472,14 @@ def _abbreviated(lines: list[str]) -> list[str]:
 def run_many(script: Script, seeds: range, processes: int | None) -> int:
     """``asyncdist sim --explore``: run the script once for each seed until one fails, with a progress bar.
 
-    Only the seed that fails is recorded: it runs once more for that, with the least plan of faults.
+    Only the failing seed is recorded: it runs once more, with the minimal fault plan.
 
     Returns:
-        The exit code: 0, or 1 when a seed failed.
+        The exit code: 0, or 1 if a seed failed.
 
     Raises:
-        ScriptError: it does not call ``asyncdist.run`` exactly once.
-        KeyboardInterrupt: after SIGINT.
+        ScriptError: The script does not call ``asyncdist.run`` exactly once.
+        KeyboardInterrupt: SIGINT.
     """
     torch.set_num_threads(1)
     is_terminal = sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
@@ -496,7 +495,7 @@ def run_many(script: Script, seeds: range, processes: int | None) -> int:
             quick = replace(script, record=None)
             report = explore(quick, seeds, processes=processes, on_progress=on_progress, quiet=True)
     except KeyboardInterrupt:
-        print_out(*map(str, so_far))  # it may have taken hours
+        print_out(*map(str, so_far))  # the exploration may have taken hours
         raise
     if report.failure is not None and report.failure.kind == ScriptError.__qualname__:
         raise ScriptError(report.failure.message)
@@ -519,7 +518,7 @@ def _bar(count: int) -> Iterator[Callable[[ExploreReport], None]]:
     with tqdm(total=count, file=sys.stderr, dynamic_ncols=True, bar_format=_BAR, unit=" seeds") as bar:
 
         def show(report: ExploreReport) -> None:
-            bar.start_t = time.time() - report.seconds  # what processes take to start says nothing of the rate
+            bar.start_t = time.time() - report.seconds  # the start-up of processes does not count for the rate
             bar.last_print_t = max(bar.last_print_t, bar.start_t)
             bar.set_postfix_str(report.in_short, refresh=False)
             bar.update(report.seed_count - bar.n)

@@ -1,9 +1,9 @@
-"""Keeps virtual time: the clock of a simulation, and what will happen.
+"""Keeps virtual time: the clock of a simulation, and its future events.
 
 The scheduler owns the clock and one heap of future events: a rank's *turn* (:mod:`asyncdist.simulation.rank_turns`), a
 timer, an event of the network. Events of the same time happen in an order drawn from the seed.
 
-Nothing here knows of messages or of asyncdist's protocols. The module is compiled where that can be done; see
+This module knows nothing of messages or of asyncdist's protocols. It is compiled if a C compiler is available; see
 :mod:`asyncdist.compiled`.
 """
 
@@ -19,46 +19,45 @@ from typing import Any, Final
 
 from asyncdist.errors import LocalProtocolError
 
-#: Things that may happen at one instant before the simulation is taken to be in an endless loop.
+#: Number of events at one instant after which the simulation is assumed to be in an endless loop.
 EVENT_COUNT_MAX: Final = 1_000_000
-#: Things that happen between two collections of garbage: when Python itself would collect depends on what the process
-#: has done before.
+#: Number of events between two garbage collections. Python's own collections would depend on the process's history.
 _COLLECT_EVERY: Final = 10_000
-#: So many collections of the youngest objects are followed by one of the middle generation.
+#: Number of collections of the youngest generation before one of the middle generation.
 _MIDDLE_EVERY: Final = 16
-#: With many ranks only every eighth is made: what is young is mostly alive then, and looked through in vain.
+#: With many ranks only every eighth collection is made, because most young objects are still alive.
 _MANY_RANKS_EVERY: Final = 8
-#: After so many collections the simulation is a long one.
+#: Number of collections after which a simulation counts as a long one.
 _MANY_COLLECTIONS: Final = 4
-#: Cancelled timers are dropped from the heap when they are more than this, and more than half of it, as in asyncio.
+#: Cancelled timers are removed from the heap if they are more than this number and more than half of it, as in asyncio.
 _CANCELLED_COUNT_MIN: Final = 100
 
 
 class EndlessLoopError(LocalProtocolError):
-    """Tasks go on without end and wait for nothing. Carries ``rank`` if one rank's tasks do.
+    """Tasks run in an endless loop without waiting; ``rank`` is set if only one rank's tasks do.
 
-    What :func:`asyncdist.simulate` raises lists the tasks, and carries the SimReport of what came before as ``report``.
+    The error raised by :func:`asyncdist.simulate` lists the tasks. Its ``report`` is the SimReport up to then.
     """
 
     report: Any = None
 
 
 class Scheduler:
-    """Keeps the virtual clock, and lets things happen in the order of their time.
+    """Keeps the virtual clock, and runs events in the order of their time.
 
     Args:
-        rng: draws the order of things that happen at the same time.
-        on_many: with many ranks, called when much has happened, and each time when that has doubled; else None.
+        rng: Draws the order of events of the same time.
+        on_many: Called in a long simulation of many ranks, each time the number of events has doubled; or None.
 
     Attributes:
-        now: virtual seconds since the start.
-        ahead_s: how long the running callback has blocked: it is so far beyond ``now``.
-        event_count: number of things that have happened.
-        task_count: number of tasks made on all loops.
-        idle_turn_count: turns that ranks have taken in a row, woken by nothing from outside.
-        user_rank: the rank whose user code ran last; -1 before any has.
-        stopped: set to make :meth:`run` return.
-        random: draws a number from 0 to 1.
+        now: Virtual seconds since the start.
+        ahead_s: Virtual seconds for which the running callback has blocked; its time is ``now + ahead_s``.
+        event_count: Number of events so far.
+        task_count: Number of tasks created on all loops.
+        idle_turn_count: Number of consecutive turns, of any ranks, that no outside event has caused.
+        user_rank: Rank whose user code ran last; -1 at the beginning.
+        stopped: Set to make :meth:`run` return.
+        random: Draws a number from 0 to 1.
     """
 
     def __init__(self, rng: random.Random, on_many: Callable[[], object] | None = None) -> None:
@@ -82,26 +81,26 @@ class Scheduler:
         self._on_many = on_many
 
     def at(self, when: float, action: Callable[..., object], args: tuple[Any, ...] = ()) -> None:
-        """Do ``action(*args)`` at ``when``, in seconds; at once if that time has passed."""
+        """Schedule ``action(*args)`` at ``when``, in virtual seconds; at once if that time has passed."""
         self._pushed_count += 1
         now = self.now
         heappush(self._heap, (when if when > now else now, self.random(), self._pushed_count, action, args))
 
     def add_timer(self, when: float, fire: Callable[..., object], timer: Timer) -> None:
-        """Do ``fire(timer)`` at ``when``, unless ``timer`` is cancelled before."""
+        """Schedule ``fire(timer)`` at ``when``, unless ``timer`` is cancelled before."""
         timer.scheduler = self
         self.at(when, fire, (timer,))
 
     def forget_timer(self) -> None:
-        """Count one more cancelled timer in the heap, and drop all of them when they are many."""
+        """Count one more cancelled timer in the heap, and remove all of them if there are many."""
         self._cancelled_count += 1
         if self._cancelled_count > _CANCELLED_COUNT_MIN and 2 * self._cancelled_count > len(self._heap):
             self._heap[:] = [entry for entry in self._heap if not _is_cancelled(entry[4])]
-            heapify(self._heap)  # the order of what is left is total, so that it does not change
+            heapify(self._heap)  # the order is total, so the remaining entries keep it
             self._cancelled_count = 0
 
     def _next_when(self) -> float:
-        """Return the time of the next thing in the heap that is not a cancelled timer; infinity without one."""
+        """Return the time of the next event that is not a cancelled timer; infinity if there is none."""
         heap = self._heap
         while heap:
             first = heap[0]
@@ -112,15 +111,15 @@ class Scheduler:
         return math.inf
 
     def soon(self, action: Callable[[], object]) -> None:
-        """Do ``action`` at this instant, after what is being done; quicker than :meth:`at`."""
+        """Schedule ``action`` at this instant, after the current event; faster than :meth:`at`."""
         self._now.append(action)
 
     def time(self) -> float:
-        """Return the time of what is being done: ``now``, and how long the running callback has blocked."""
+        """Return the time of the running callback: ``now + ahead_s``."""
         return self.now + self.ahead_s
 
     def run(self, until_s: float = math.inf, after_event: Callable[[], object] | None = None) -> bool:
-        """Let things happen until ``stopped`` is set or ``until_s`` is reached; return False if nothing is left."""
+        """Run events until ``stopped`` is set or ``until_s`` is reached; return False if no event is left."""
         self._until_s = until_s
         self._after_event = after_event
         try:
@@ -153,7 +152,7 @@ class Scheduler:
             self._count_at_now += 1
             if self._count_at_now > EVENT_COUNT_MAX:
                 raise EndlessLoopError(
-                    f"{EVENT_COUNT_MAX} things happened at {self.now} s of virtual time: "
+                    f"{EVENT_COUNT_MAX} events happened at {self.now} s of virtual time: "
                     "some task loops without waiting for anything"
                 )
             self.event_count += 1
@@ -166,9 +165,9 @@ class Scheduler:
         return True
 
     def _collect(self) -> None:
-        """Collect garbage, outside of all ranks' turns: finalisers may run code.
+        """Collect garbage, outside of all ranks' turns because finalisers may run code.
 
-        A collection of all objects is ever rarer, since there may be millions that live to the end.
+        Full collections become rarer over time, since millions of objects may live to the end.
         """
         number = self._collect_at // _COLLECT_EVERY
         while self._collect_at <= self.event_count:
@@ -183,24 +182,24 @@ class Scheduler:
         gc.collect(2 if is_power_of_four or number % 1024 == 0 else int(number % _MIDDLE_EVERY == 0))
 
     def _is_enough(self) -> bool:
-        """Call the function that :meth:`run` was given, in no rank's loop; return whether the run is to stop."""
+        """Call the ``after_event`` function of :meth:`run` outside of all loops; return whether to stop."""
         if self._after_event is None:
             return False
         self.switch_loop(None)
         return bool(self._after_event())
 
     def switch_loop(self, loop: object) -> None:
-        """Tell asyncio which rank's loop is running, or None.
+        """Set asyncio's running loop to a rank's loop, or None.
 
-        It is not told after every turn: asyncio asks for the process's number each time, a system call, and the next
-        turn is often the same rank's.
+        This is not done after every turn: asyncio makes a system call each time, and the next turn is often one of the
+        same rank.
         """
         if loop is not self._running_loop:
             self._running_loop = loop
             set_running_loop(loop)  # type: ignore[arg-type]
 
     def go_on_until(self, when: float) -> bool:
-        """Advance to ``when`` and count one event, if nothing else happens before; return whether that was so."""
+        """Advance to ``when`` and count one event if no other event comes first; return whether it did."""
         if self._now or self._next_when() <= when or when > self._until_s or self.stopped:
             return False
         if self._is_enough():
@@ -212,16 +211,16 @@ class Scheduler:
         return not self.stopped
 
     def has_only(self, is_turn: Callable[[Callable[..., object]], bool]) -> bool:
-        """Return whether nothing is to come but cancelled timers, and actions that ``is_turn`` is true for."""
+        """Return whether all future events are cancelled timers, or actions for which ``is_turn`` is true."""
         return not self._now and all(_is_cancelled(args) or is_turn(action) for _, _, _, action, args in self._heap)
 
     def entries(self) -> list[tuple[float, float, int, Callable[..., object], tuple[Any, ...]]]:
-        """Return what is to happen: tuples with the time first, and the action and its arguments last."""
+        """Return all future events as tuples: the time first, the action and its arguments last."""
         return self._heap
 
     @property
     def pending_count(self) -> int:
-        """Return the number of things in the heap, cancelled timers included."""
+        """Return the number of entries in the heap, cancelled timers included."""
         return len(self._heap)
 
 
@@ -234,7 +233,7 @@ def _is_cancelled(args: tuple[Any, ...]) -> bool:
 
 
 class Handle:
-    """Replaces asyncio's handle, which ``call_soon`` returns, at a third of the cost. A step makes several."""
+    """Replaces the handle that asyncio's ``call_soon`` returns, at a third of its cost."""
 
     callback: Any
     args: tuple[Any, ...]
@@ -242,13 +241,13 @@ class Handle:
     is_cancelled: bool
 
     def cancel(self) -> None:
-        """Do not call it."""
+        """Cancel the callback."""
         self.is_cancelled = True
         self.callback = None
         self.args = ()
 
     def cancelled(self) -> bool:
-        """Return whether it will not be called."""
+        """Return whether the callback was cancelled."""
         return self.is_cancelled
 
     def __repr__(self) -> str:
@@ -256,17 +255,17 @@ class Handle:
 
 
 class Timer(Handle):
-    """Replaces asyncio's timer handle, which ``call_at`` returns.
+    """Replaces the timer handle that asyncio's ``call_at`` returns.
 
     Attributes:
-        scheduler: keeps it in its heap; None before and after.
+        scheduler: Scheduler whose heap holds the timer; None before and after.
     """
 
     when_s: float
     scheduler: Scheduler | None
 
     def cancel(self) -> None:
-        """Do not call it."""
+        """Cancel the callback."""
         if self.scheduler is not None and not self.is_cancelled:
             self.is_cancelled = True
             self.scheduler.forget_timer()
@@ -275,5 +274,5 @@ class Timer(Handle):
         self.args = ()
 
     def when(self) -> float:
-        """Return the time for which it was set, in virtual seconds."""
+        """Return the time at which the timer fires, in virtual seconds."""
         return self.when_s

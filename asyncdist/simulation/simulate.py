@@ -57,14 +57,14 @@ logger = logging.getLogger("asyncdist.simulation")
 
 T = TypeVar("T")
 
-#: What a simulation raises that did not come to its end. Each carries the report of what came before.
+#: Exceptions of a simulation that did not reach its end. Each carries the report up to then.
 STOPPED: Final = (DeadlockError, TimeLimitError, EndlessLoopError)
 
-#: Called with the fault plan, the trace and the ends of ranks as each simulation begins; tells of one that raised.
+#: Called with the fault plan, the trace and the ranks' results when a simulation begins, for one that will raise.
 observer: ContextVar[Callable[[tuple[Fault, ...], Trace, Mapping[int, RankResult]], None] | None] = ContextVar(
     "observer", default=None
 )
-#: Makes, from the transport and the loop of each rank, what takes the place of a recording: replays set it.
+#: Makes the replacement of a rank's recording from its transport and loop; set by replays.
 instrument: ContextVar[Callable[[Transport, Any], Any] | None] = ContextVar("instrument", default=None)
 
 
@@ -85,34 +85,33 @@ def simulate(
 ) -> SimReport[T]:
     """Run ``main(world, *args)`` on ``ranks`` simulated ranks.
 
-    The result is a function of the arguments and of PYTHONHASHSEED, on which the order of sets of strings
-    depends (``asyncdist sim`` sets it to 0). Where threads simulate at the same time, one waits for the other. Where a
-    loop is running already, in a notebook, this takes a thread of its own, and that loop waits.
+    The result is a function of the arguments and of PYTHONHASHSEED, which decides the order of sets of strings
+    (``asyncdist sim`` sets it to 0). Simulations in several threads run in turn. If a loop is already running, as in a
+    notebook, the simulation runs in a thread of its own, and that loop waits.
 
     Args:
-        main: the coroutine function that :func:`asyncdist.run` would get.
-        args: its other arguments; the same objects for every rank.
-        ranks: the number of ranks.
-        seed: the seed of everything that is drawn, the random states with which the ranks begin included.
-        network: latency, bandwidth, hosts; :class:`Network` by default.
-        compute: how long user code computes; :class:`Compute` by default.
-        faults: the plan of what goes wrong. A killed rank ends without running another line; when the simulation is
-            over, its ``finally`` blocks run all the same, but the messages that they send arrive nowhere.
-        strict, record, record_limit_nbytes: as for :func:`asyncdist.run`.
-        until_s: the virtual time, in seconds, by which all ranks must have ended; ``after_event`` can stop earlier.
-        after_event: called after every event, to check what must always hold. Its exception is raised here, and if it
-            returns a true value, the simulation stops, even if ranks are still running.
-        inherited_random: names among ``"random"``, ``"numpy"`` and ``"torch"``. Each rank begins with the caller's
-            state of these, as processes do whose script has seeded them; its other states are its own, and follow from
-            seed and rank.
+        main: Coroutine function, as for :func:`asyncdist.run`.
+        args: Its other arguments; the same objects for every rank.
+        ranks: Number of ranks.
+        seed: Seed of all random choices, including the ranks' initial random states.
+        network: Latency, bandwidth and hosts; :class:`Network` by default.
+        compute: Computing time of user code; :class:`Compute` by default.
+        faults: Fault plan. A killed rank ends without running another line. Its ``finally`` blocks run when the
+            simulation is over, but the messages that they send are dropped.
+        strict, record, record_limit_nbytes: As for :func:`asyncdist.run`.
+        until_s: Virtual time, in seconds, by which all ranks must have ended; ``after_event`` can stop earlier.
+        after_event: Called after every event, to check invariants. Its exception is raised here. If it returns a true
+            value, the simulation stops, even if ranks are still running.
+        inherited_random: Names among ``"random"``, ``"numpy"`` and ``"torch"``. Each rank begins with the caller's
+            state of these generators. Its other generators begin with states that follow from seed and rank.
 
     Raises:
-        DeadlockError: nothing was left to happen, and some main had not returned: who waits for what.
-        TimeLimitError: ``until_s`` was reached, and some ranks had not ended: where each of them is.
-        KeyboardInterrupt: after SIGINT, between two events; it says the same.
-        LocalProtocolError: simulate inside a world or a simulation, or a task that loops without waiting. On a rank: a
-            thread, a process, a socket or something else that would not follow from the seed.
-        TypeError, ValueError: an argument is of the wrong kind or out of range.
+        DeadlockError: No event was left, and some main had not returned; the message lists who waits for what.
+        TimeLimitError: ``until_s`` was reached before all ranks had ended; the message lists where each of them is.
+        KeyboardInterrupt: SIGINT, between two events; with the same list.
+        LocalProtocolError: ``simulate`` was called inside a world or a simulation, or a task loops without waiting. On
+            a rank: use of a thread, a process, a socket or anything else that does not follow from the seed.
+        TypeError, ValueError: An argument is of the wrong kind or out of range.
     """
     validation.main_function(main, args)
     arguments = Arguments.checked(ranks, seed, network, compute, faults)
@@ -121,14 +120,14 @@ def simulate(
     if until_s is not None:
         check_number("until_s", until_s)
     if after_event is not None and not callable(after_event):
-        raise TypeError(f"after_event is {after_event!r}; a function without arguments is needed")
+        raise TypeError(f"after_event must be a function without arguments, got {after_event!r}")
     if is_loop_running():
         refuse_inside_a_world()
     inherited: Any = inherited_random
     if isinstance(inherited, str) or not isinstance(inherited, Collection) or not set(inherited) <= INHERITABLE:
         validation.refuse("inherited_random", inherited, f"a list of names among {', '.join(sorted(INHERITABLE))}")
     run = functools.partial(_Simulation.run, options=options, until_s=until_s, after_event=after_event)
-    with one_at_a_time(), collecting_at_fixed_points(arguments.size):  # it ends when the simulation is dead
+    with one_at_a_time(), collecting_at_fixed_points(arguments.size):  # ends after the simulation's objects are freed
         return _run_alone(arguments, inherited_random, lambda simulation: run(simulation, main, args))
 
 
@@ -137,7 +136,7 @@ def _run_alone(
     inherited_random: Collection[str],
     run: Callable[[_Simulation], SimReport[Any]],
 ) -> SimReport[Any]:
-    """Simulate while no other thread does, and restore what is replaced in the process meanwhile."""
+    """Run the simulation with patched modules and random states, and restore them afterwards."""
     states = RandomStates(arguments.size, arguments.seed, inherited_random)
     simulation = _Simulation(arguments, states)
 
@@ -159,7 +158,7 @@ def _no_time() -> Generator[None, None, None]:
 
 
 class _Clock:
-    """Gives a simulated rank's world the virtual time that computing takes."""
+    """Charges a simulated rank's world the virtual time of its computations."""
 
     def __init__(self, simulation: _Simulation, loop: RankLoop) -> None:
         self._simulation = simulation
@@ -182,15 +181,17 @@ class _Clock:
                 over.cancel()
                 return
             result = call()
-            # The time for which it has blocked is the thread's, and not the loop's.
+            # The blocked time belongs to the thread, not to the loop.
             loop.call_later(seconds - before_s + loop.unblock(), over.set_result, result)
 
-        loop.call_later(before_s, run, context=contextvars.Context())  # a thread has none of its caller's variables
+        loop.call_later(
+            before_s, run, context=contextvars.Context()
+        )  # a thread does not inherit its caller's variables
         return over
 
 
 class _Simulation:
-    """Carries out one run."""
+    """Runs one simulation."""
 
     def __init__(self, arguments: Arguments, states: RandomStates) -> None:
         self._size = size = arguments.size
@@ -225,15 +226,15 @@ class _Simulation:
         }
         self._compute = compute
         self._loops = [self._new_loop(rank) for rank in range(size)]
-        self._earlier_loops: list[RankLoop] = []  # of processes that were killed, in whose place there is another
+        self._earlier_loops: list[RankLoop] = []  # loops of killed processes that were replaced by new ones
         self._fabric.connect(self._loops)
         self._interrupts = [Interrupts() for _ in range(size)]
         self._hosts: dict[int, asyncio.Task[None]] = {}
         self._start: Callable[[int], asyncio.Task[None]]
         self._outcomes: dict[int, RankResult] = {}
         self._worlds: dict[int, World] = {}
-        self._absent = {fault.rank for fault in faults if isinstance(fault, Join)}  # and not come yet
-        self._killed = set(self._absent)  # without a process
+        self._absent = {fault.rank for fault in faults if isinstance(fault, Join)}  # ranks that have not joined yet
+        self._killed = set(self._absent)  # ranks without a process
         self._generators = Generators()
         self._is_interrupted = self._is_being_cleared = False
 
@@ -262,7 +263,7 @@ class _Simulation:
             observe(self._faults, self._trace, self._outcomes)
         for index, fault in enumerate(self._faults):
             if isinstance(fault, (Stall, SlowRank)) and not fault.at_s:
-                self._strike(index, fault)  # before the rank begins
+                self._strike(index, fault)  # now, before the rank begins
             elif isinstance(fault, (Kill, Restart, Join, Interrupt, Stall, SlowRank)) and fault.at_s is not None:
                 self._scheduler.at(fault.at_s, self._strike, (index, fault))
         self._start = functools.partial(self._start_rank, main=main, args=args, options=options)
@@ -301,11 +302,11 @@ class _Simulation:
         finally:
             try:
                 self._clear()
-            finally:  # also where an interrupt has come out of a task that was being cleared away
+            finally:  # even if a task that was being cleaned up raised KeyboardInterrupt
                 self._states.restore()
 
     def _let_happen(self, until_s: float | None, after_event: Callable[[], object] | None) -> bool:
-        """Return False if nothing is left to happen. Raise EndlessLoopError naming the tasks."""
+        """Run events; return False if none is left. Raise EndlessLoopError naming the tasks."""
         try:
             return self._scheduler.run(until_s=math.inf if until_s is None else until_s, after_event=after_event)
         except EndlessLoopError as error:
@@ -317,9 +318,9 @@ class _Simulation:
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Let SIGINT end the simulation between two events: inside one, a rank would take it for an error of its own.
+        """Let SIGINT end the simulation between two events, so that no rank takes it for an error of its own.
 
-        Python handles the second SIGINT. Does nothing where SIGINT has another handler already.
+        Python handles a second SIGINT. If SIGINT already has another handler, this does nothing.
         """
         is_main = threading.current_thread() is threading.main_thread()
         if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -356,14 +357,14 @@ class _Simulation:
             error = interrupts.error(rank)
             if error is None:
                 raise
-            outcome = RankResult(error=error)  # a signal ends the rank, whose main has returned
+            outcome = RankResult(error=error)  # a signal ends the rank although its main has returned
         if not self.has_died(loop) and not self._scheduler.stopped:
             self._outcomes[rank] = outcome
             self._trace.add(self._scheduler.now, "end", rank, 0, 0, 0)
             self._stop_if_over()
 
     def draw_busy_s(self, loop: RankLoop) -> float:
-        """Draw how long a rank computes before a safe point, which may come only when one of its timers is overdue."""
+        """Draw a rank's computing time before a safe point, possibly lengthened until one of its timers is overdue."""
         seconds = self.draw_compute_s(loop.rank)
         if self._overrun_probability and self._overruns.random() < self._overrun_probability:
             now = loop.time()
@@ -377,7 +378,7 @@ class _Simulation:
         return self._scheduler.random()
 
     def has_died(self, loop: RankLoop) -> bool:
-        """Return whether the process of ``loop`` was killed, or the simulation is over and only being cleared away."""
+        """Return whether the process of ``loop`` was killed, or the simulation is over and being cleaned up."""
         return loop.rank in self._killed or loop is not self._loops[loop.rank]
 
     def _stop_if_over(self) -> None:
@@ -385,14 +386,14 @@ class _Simulation:
             self._scheduler.stopped = True
 
     def draw_compute_s(self, rank: int) -> float:
-        """Draw the virtual seconds for which ``rank`` computes now."""
+        """Draw the duration of a computation of ``rank``, in virtual seconds."""
         self._trace.add(self._scheduler.time(), "compute", rank, 0, 0, 0)
         return self._compute_samplers[rank]() * self._slowdowns[rank]
 
     # -- faults of ranks --------------------------------------------------------------------------------------------
 
     def _strike(self, index: int, fault: Kill | Restart | Join | Interrupt | Stall | SlowRank) -> None:
-        """Let a fault happen, since its time has come, unless the rank has died or ended."""
+        """Carry out a fault whose time has come, unless the rank has died or ended."""
         rank, loop = fault.rank, self._loops[fault.rank]
         if isinstance(fault, (Restart, Join)):
             is_its_turn = isinstance(fault, Join) == (rank in self._absent)
@@ -438,7 +439,7 @@ class _Simulation:
         self._stop_if_over()
 
     def _restart(self, rank: int, index: int) -> None:
-        """Start a new process in a place that is empty, or that of one that was killed."""
+        """Start a new process of a rank that was killed, or has not joined yet."""
         self._fire(index)
         self._killed.discard(rank)
         self._trace.add(self._scheduler.now, "join" if rank in self._absent else "restart", rank, 0, 0, 0)
@@ -455,7 +456,7 @@ class _Simulation:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def _whereabouts(self, what: str, of_whom: str) -> str:
-        """Describe what has happened, and what each task of each rank waits for."""
+        """Describe the event, and the wait of each task of each rank."""
         lines = [f"{what} at {self._scheduler.now:.9f} s of virtual time, {of_whom}:"]
         for rank in self._unended_ranks():
             lines += self._waiting(rank)
@@ -465,7 +466,7 @@ class _Simulation:
         return [rank for rank in range(self._size) if rank not in self._outcomes and rank not in self._killed]
 
     def _waiting(self, rank: int) -> list[str]:
-        """Describe what each task of ``rank`` waits for, a line each."""
+        """Describe the wait of each task of ``rank``, one line each."""
         world = self._worlds.get(rank)
         tasks = self._loops[rank].unfinished_tasks()
         texts = [f", {task.get_name()}: {what_awaits(task, world)}" for task in tasks]
@@ -473,7 +474,7 @@ class _Simulation:
         return [f"  rank {rank}{text}" for text in texts]
 
     def _clear(self) -> None:
-        """Cancel what killed ranks left unfinished, or all of them after a deadlock or an early end, in silence."""
+        """Cancel the unfinished tasks of killed ranks, or of all ranks after a deadlock or an early end, silently."""
         for rank in self._unended_ranks():
             end_recording(self._worlds.get(rank), self._hosts[rank])
         self._fabric.mute()
@@ -481,7 +482,7 @@ class _Simulation:
         loops = [*self._earlier_loops, *self._loops]
         if any(loop.unfinished_tasks() for loop in loops):
             self._is_being_cleared = True
-            self._killed.update(range(self._size))  # no rank dies any more
+            self._killed.update(range(self._size))  # no rank dies from now on
             clear_away(loops, self._scheduler)
 
     def _report(self) -> SimReport[Any]:

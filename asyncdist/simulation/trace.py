@@ -1,6 +1,6 @@
-"""Records what happened, in order: a digest over everything, and the last events in full.
+"""Records the events of a simulation: a digest of all of them, and the last ones in full.
 
-The digest covers the contents of messages, too; an event has only a message's size.
+The digest also covers the contents of messages. An event holds only a message's size.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Final, NamedTuple
 
 try:
     import cython
-except ImportError:  # it is needed to compile, not to run
+except ImportError:  # needed to compile, not to run
     cython = SimpleNamespace(compiled=False)
 
 _EVENT: Final = struct.Struct("<dBiiiq")
-if not cython.compiled:  # else a C function that does the same
+if not cython.compiled:  # compiled code uses a C function
     _pack = _EVENT.pack
 _FLUSH_NBYTES: Final = 1 << 16
 KEPT_EVENT_COUNT: Final = 20_000
@@ -51,7 +51,7 @@ class Trace:
         self._hash = hashlib.blake2b(digest_size=16)
         self._pending = bytearray()
         self._contents_hash = hashlib.blake2b(digest_size=16)
-        self._contents = bytearray()  # those not yet in the hash
+        self._contents = bytearray()  # contents that are not yet in the hash
         self._flushed: deque[bytes] = deque(maxlen=1 + KEPT_EVENT_COUNT * _EVENT.size // _FLUSH_NBYTES)
 
     def add(self, time_s: float, kind: str, a: int, b: int, tag: int, nbytes: int) -> None:
@@ -66,7 +66,7 @@ class Trace:
             pending.clear()
 
     def add_content(self, data: bytes | bytearray | memoryview) -> None:
-        """Add the bytes of the message that was sent last to the digest."""
+        """Add the bytes of the last sent message to the digest."""
         if self._has_ended:
             return
         contents = self._contents
@@ -80,12 +80,12 @@ class Trace:
         self._contents_hash.update(data)
 
     def end(self) -> None:
-        """Take no more events."""
+        """Ignore all further events."""
         self._has_ended = True
 
     @property
     def digest(self) -> str:
-        """Return the digest of everything so far, in hex: of the events, and of the contents of the messages."""
+        """Return the hexadecimal digest of all events and message contents so far."""
         copy = self._hash.copy()
         copy.update(self._pending)
         contents = self._contents_hash.copy()

@@ -1,6 +1,6 @@
-"""Connects one rank to the simulated network, as the transport contract asks for it.
+"""Connects one rank to the simulated network: the transport of a simulated rank.
 
-The module is compiled where that can be done; see :mod:`asyncdist.compiled`.
+The module is compiled if a C compiler is available; see :mod:`asyncdist.compiled`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ class SimTransport(Transport):
     """Carries one rank's messages over the :class:`~asyncdist.simulation.fabric.Fabric`.
 
     Args:
-        fabric: shared by all ranks.
-        rank: the rank whose transport this is.
-        call_soon: calls a function in a turn of the rank's loop, in its context.
+        fabric: The network, shared by all ranks.
+        call_soon: Schedules a function for a turn of the rank's loop, in the context of its main.
     """
 
     name = "sim"
@@ -90,14 +89,14 @@ class SimTransport(Transport):
         self._fabric.close(self.rank)
 
     def close_failed(self) -> None:
-        if self.incarnation:  # the others may go on
+        if self.incarnation:  # the others may continue
             self._fabric.kill(self.rank)
 
     def set_doorbell(self, ring: Callable[[], None]) -> None:
         self._fabric.set_doorbell(self.rank, ring)
 
     def set_loss_listener(self, listen: Callable[[int], None]) -> None:
-        # Called in a turn of the rank's own, as from a poll: a rank that computes is busy.
+        # Called in one of the rank's own turns, as from a poll: a computing rank notices nothing.
         self._fabric.liveness.set_loss_listener(self.rank, partial(self._call_soon, listen))
 
     def set_return_listener(self, listen: Callable[[int, int], None]) -> None:

@@ -1,1 +1,1 @@
-"""Keeps a simulated program deterministic: clocks, randomness, sets, generators, and what it may touch outside."""
+"""Keeps a simulated program deterministic: clocks, randomness, sets, generators, and access to the outside world."""

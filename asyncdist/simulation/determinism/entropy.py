@@ -1,9 +1,9 @@
 """Draws the operating system's random bytes from the seed.
 
 ``os.urandom``, ``secrets``, ``uuid.uuid4``, ``random.Random()``, ``random.SystemRandom``, ``random.seed()``,
-``numpy.random.default_rng()``, ``numpy.random.seed()`` and ``torch.seed()`` differ in each run of a program. While a
-simulation runs, they draw from a generator that follows from its seed and from the rank. A name imported from ``os``
-before (``from os import urandom``) stays the original, and so does ``torch.Generator().seed()``.
+``numpy.random.default_rng()``, ``numpy.random.seed()`` and ``torch.seed()`` give other values in each run of a program.
+During a simulation they draw from a generator that follows from the seed and the rank. A name imported from ``os``
+earlier (``from os import urandom``) stays the original, and so does ``torch.Generator().seed()``.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from typing import Any, Final
 
 import torch
 
-#: The functions, by owner and name. ``random`` has its own, which ``secrets`` and numpy use.
+#: The replaced functions, by owner and name. ``random`` has its own ``urandom``, which ``secrets`` and numpy use.
 _NAMES: Final[tuple[tuple[Any, str], ...]] = (
     (os, "urandom"),
     (random, "_urandom"),
     *([(os, "getrandom")] if hasattr(os, "getrandom") else []),
 )
-#: What ``torch.seed()`` draws here, where that is known, as in a replay.
+#: The value that ``torch.seed()`` returns here, if it is known, as in a replay.
 known_torch_seed: ContextVar[int | None] = ContextVar("asyncdist_known_torch_seed", default=None)
 
 
 @contextlib.contextmanager
 def entropy_from(source: Callable[[int], bytes | None]) -> Iterator[None]:
-    """Let this thread get random bytes from ``source`` until the context ends.
+    """Take this thread's random bytes from ``source`` until the context ends.
 
     Args:
-        source: returns a number of bytes; None leaves the call to the original function.
+        source: Returns the given number of bytes, or None to call the original function.
     """
     thread = threading.get_ident()
     process = os.getpid()
@@ -83,7 +83,7 @@ def _torch_seeding(original: Callable[[], int], drawn: Callable[[int], bytes | N
         found = drawn(8)
         if found is None:
             return original()
-        number = int.from_bytes(found, "little") >> 1  # torch's seeds have a sign
+        number = int.from_bytes(found, "little") >> 1  # torch's seeds are signed
         torch.manual_seed(number)
         return number
 

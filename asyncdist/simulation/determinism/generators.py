@@ -1,8 +1,9 @@
-"""Tracks the asynchronous generators of all ranks, each with the rank that began it.
+"""Tracks the asynchronous generators of all ranks, each with the rank that started it.
 
-asyncio closes an abandoned generator, by a task on the loop that began it, when Python finds it unused. In a reference
-cycle the garbage collector finds it. So in a simulation the collector runs at fixed points (see
-:mod:`asyncdist.simulation.processes.memory`), while another rank has its turn or none has: hence the owners.
+When Python finalises an abandoned generator, asyncio closes it in a task on the loop that started it. If the generator
+is part of a reference cycle, the garbage collector finalises it. In a simulation the collector runs at fixed points
+(see :mod:`asyncdist.simulation.processes.memory`), possibly during another rank's turn. Therefore the owner of each
+generator is recorded.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from asyncdist.simulation.processes.event_loop import RankLoop
 
 
 class Generators:
-    """Tracks which rank has begun which asynchronous generator."""
+    """Maps each asynchronous generator to the rank that started it."""
 
     def __init__(self) -> None:
-        # By their addresses: when the collector finalises one, a weak reference does not lead to it any more.
+        # Keyed by address: when the collector finalises a generator, weak references to it are already dead.
         self._owners: dict[int, RankLoop] = {}
         self._begun: dict[RankLoop, dict[int, weakref.ref[AsyncGenerator[Any, Any]]]] = {}
         self._swept_count = 0
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
-        """Track the generators that this thread begins, and close abandoned ones, until the context ends."""
+        """Track the generators that this thread starts, and close abandoned ones, until the context ends."""
         hooks = sys.get_asyncgen_hooks()
         sys.set_asyncgen_hooks(firstiter=self._on_first, finalizer=self._on_last)
         try:
@@ -39,7 +40,7 @@ class Generators:
             self._begun.clear()
 
     def of(self, loop: RankLoop) -> list[AsyncGenerator[Any, Any]]:
-        """Return the generators that ``loop`` has begun and that still exist, in the order of their beginnings."""
+        """Return the existing generators that ``loop`` has started, oldest first."""
         begun = [reference() for reference in self._begun.get(loop, {}).values()]
         return [generator for generator in begun if generator is not None]
 
@@ -47,7 +48,7 @@ class Generators:
         loop = asyncio._get_running_loop()
         if not isinstance(loop, RankLoop):
             return
-        self._forget(id(generator))  # one that has ended, and had the same address
+        self._forget(id(generator))  # a finished generator that had the same address
         self._owners[id(generator)] = loop
         self._begun.setdefault(loop, {})[id(generator)] = weakref.ref(generator)
         if len(self._owners) > 2 * self._swept_count + 100:

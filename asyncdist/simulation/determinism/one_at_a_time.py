@@ -1,4 +1,4 @@
-"""Lets one simulation run at a time: it replaces functions of modules, and swaps states that belong to the process."""
+"""Allows one simulation at a time in a process, because it replaces functions and swaps states of the process."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _is_inside: Final[ContextVar[bool]] = ContextVar("asyncdist_is_simulating", defa
 
 @contextlib.contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Wait until no other thread simulates, and let none begin until this ends.
+    """Wait until no other thread simulates, and keep other simulations waiting until the context ends.
 
     Raises:
-        LocalProtocolError: this is inside a simulation, which would wait for itself.
+        LocalProtocolError: The caller is inside a simulation, which would wait for itself.
     """
     if _is_inside.get():
-        raise LocalProtocolError("a simulation is running already: no simulation inside a simulation")
+        raise LocalProtocolError("a simulation is already running in this thread, and simulations cannot be nested")
     with _lock:
         token = _is_inside.set(True)
         try:

@@ -1,13 +1,13 @@
-"""Gives each simulated rank its own random state, as if it had a process to itself.
+"""Gives each simulated rank random states of its own, as if it were a process.
 
-torch's global generator is swapped by its state, numpy's by its bit generator. The functions of ``random`` and of
-``numpy.random`` are replaced once, for as long as the simulation lasts, by ones that ask the instance of the rank whose
-turn it is: putting the names of each rank in their place at each switch took twice as long as all the rest of it. A
-name imported from ``random`` before the simulation (``from random import random``) stays the original: shared. One
-imported from ``numpy.random`` draws from the rank's own numbers all the same, since numpy's global generator is
-swapped; not so the second half of a pair of normal numbers, which numpy keeps elsewhere.
+At each switch between ranks, the state of torch's global generator and numpy's global bit generator are swapped. The
+functions of ``random`` and ``numpy.random`` are replaced once per simulation by functions that use the generator of the
+running rank; replacing them at each switch would be three times as slow. A name imported from ``random`` before the
+simulation (``from random import random``) stays the original and is shared by all ranks. A name imported from
+``numpy.random`` does draw the rank's own numbers, except for the second half of a pair of normal numbers, which numpy
+stores elsewhere.
 
-torch's modes are swapped with them (:mod:`asyncdist.tensors.torch_modes`).
+torch's modes are swapped at the same time (:mod:`asyncdist.tensors.torch_modes`).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from numpy.random.bit_generator import ISeedSequence
 from asyncdist.simulation.determinism.entropy import entropy_from
 from asyncdist.tensors.torch_modes import FRESH, RankModes
 
-#: The states that may begin with the caller's.
+#: Names of the generators that may begin with the caller's state.
 INHERITABLE: Final = frozenset({"random", "numpy", "torch"})
 _RANDOM_NAMES: Final = [
     name for name in dir(random) if getattr(getattr(random, name), "__self__", None) is random._inst
 ]
-#: Functions of ``numpy.random``, each with the method of a ``RandomState`` that it stands for.
+#: Maps functions of ``numpy.random`` to the methods of ``RandomState`` that they call.
 _NUMPY_NAMES: Final = {
     **{
         name: name
@@ -46,7 +46,7 @@ _set_torch_state: Final = torch.default_generator.set_state
 
 
 class _Seed(ISeedSequence):
-    """Makes the words that seed a generator of numpy's; its own ``SeedSequence`` takes 50 us for one rank."""
+    """Generates the seed words of a numpy generator; numpy's own ``SeedSequence`` takes 50 us per rank."""
 
     def __init__(self, text: str) -> None:
         self._rng = random.Random(text)
@@ -54,7 +54,7 @@ class _Seed(ISeedSequence):
     def generate_state(self, n_words: int, dtype: Any = np.uint32) -> Any:
         """Return ``n_words`` words."""
         words = np.frombuffer(self._rng.randbytes(n_words * np.dtype(dtype).itemsize), dtype=dtype)
-        return words.tolist()  # MT19937 takes them one by one: of a list in 5 us, of an array in 35
+        return words.tolist()  # MT19937 reads a list in 5 us, and an array in 35 us
 
 
 class _States(NamedTuple):
@@ -67,15 +67,14 @@ class _States(NamedTuple):
 
 
 class RandomStates:
-    """Holds the random states of all ranks; one of them, or that of the code outside, is the process's.
+    """Holds the random states of all ranks; those of one rank, or of the outside code, are active in the process.
 
     Args:
-        size: the number of ranks.
-        seed: a fresh process has random states that differ each time; here they follow from seed and rank, so a
-            simulation is a function of its arguments. The caller's draws and seeds do not count: a program that wants
-            certain numbers seeds inside main, as it must to have different ones on each rank.
-        inherited: names among ``"random"``, ``"numpy"`` and ``"torch"`` whose state every rank gets from the caller
-            all the same: those of a script that seeded them before it called ``run``.
+        size: Number of ranks.
+        seed: Seed of the simulation. The initial states follow from the seed and the rank. The caller's draws and seeds
+            have no effect: a program that needs certain numbers seeds inside main.
+        inherited: Names among ``"random"``, ``"numpy"`` and ``"torch"``. Every rank begins with the caller's state of
+            these generators, for a script that seeded them before it called ``run``.
     """
 
     def __init__(self, size: int, seed: int, inherited: Collection[str] = ()) -> None:
@@ -91,24 +90,26 @@ class RandomStates:
         self._generators = [states.generator for states in fresh]
         self._numpy = [states.numpy for states in fresh]
         self._random = [states.python for states in fresh]
-        # The last entries are the outside's.
+        # The last entries belong to the outside code.
         self._torch.append(torch.get_rng_state())
         self._modes = RankModes(size, FRESH)
         self._generators.append(np.random.get_bit_generator())
-        # The process's own one draws from the generator of the rank whose turn it is, also for other threads.
+        # The process's own instance draws from the generator of the running rank, even for other threads.
         numpy_outside = np.random.RandomState(self._generators[-1])
-        numpy_outside.set_state(np.random.mtrand._rand.get_state(legacy=False))  # with its half of a pair of numbers
+        numpy_outside.set_state(
+            np.random.mtrand._rand.get_state(legacy=False)
+        )  # including the stored half of a pair of normal numbers
         self._numpy.append(numpy_outside)
         self._random.append(random._inst)
         self._entropy: dict[int, random.Random] = {}
-        self._processes = [str(rank) for rank in range(size)]  # the words that stand for each in what is drawn
+        self._processes = [str(rank) for rank in range(size)]  # the name of each rank's process in seeds
         self._thread = get_ident()
         self._names_outside: tuple[dict[str, Any], ...] = ()
         self._outside = size
         self.current = size
 
     def _fresh(self, process: str) -> _States:
-        """Return the states with which a process begins."""
+        """Return the initial states of a process."""
         inherited = self._inherited
         number = random.Random(f"{self._seed} random state {process}").getrandbits(63)
         seed: Any = _Seed(f"{self._seed} numpy's random state {process}")
@@ -126,7 +127,7 @@ class RandomStates:
         return states
 
     def restart(self, rank: int, incarnation: int) -> None:
-        """Let a new process of ``rank`` begin, with states that differ from those of the one before."""
+        """Give a new process of ``rank`` initial states that differ from those of the previous process."""
         current = self.current
         if rank == current:
             self.switch(self._outside)
@@ -140,13 +141,13 @@ class RandomStates:
 
     @contextmanager
     def of_this_thread(self) -> Iterator[None]:
-        """Let the ranks run on this thread, with random bytes of the system of their own, until the context ends."""
+        """Give the ranks on this thread their own random bytes of the system, until the context ends."""
         self._thread = get_ident()
         with entropy_from(self._entropy_bytes):
             yield
 
     def _entropy_bytes(self, count: int) -> bytes | None:
-        """Draw bytes for the rank whose turn it is; return None outside of all turns."""
+        """Draw bytes for the running rank; return None outside of all turns."""
         rank = self.current
         if rank == self._outside:
             return None
@@ -156,7 +157,7 @@ class RandomStates:
         return generator.randbytes(count)
 
     def switch(self, rank: int) -> None:
-        """Make ``rank``'s random state the process's."""
+        """Activate the random states of ``rank``."""
         current = self.current
         if rank == current:
             return
@@ -177,10 +178,10 @@ class RandomStates:
         np.random.__dict__.update({name: self._asking(self._numpy, of) for name, of in _NUMPY_NAMES.items()})
 
     def _asking(self, instances: list[Any], name: str) -> Callable[..., Any]:
-        """Return a function that calls that method of the instance whose turn it is."""
+        """Return a function that calls the method ``name`` of the running rank's instance."""
 
         def ask(*args: Any, **kwargs: Any) -> Any:
-            is_ours = get_ident() == self._thread  # another thread draws what it would draw without a simulation
+            is_ours = get_ident() == self._thread  # another thread draws as without a simulation
             return getattr(instances[self.current if is_ours else self._outside], name)(*args, **kwargs)
 
         ask.__name__ = ask.__qualname__ = name
@@ -188,7 +189,7 @@ class RandomStates:
         return ask
 
     def restore(self) -> None:
-        """Give the process back its own random state and functions."""
+        """Restore the process's own random states and functions."""
         if self.current != self._outside:
             self.switch(self._outside)
             np.random.mtrand._rand.set_state(self._numpy[-1].get_state(legacy=False))

@@ -1,10 +1,9 @@
 """Refuses threads, processes, sockets and the like in a simulated rank: their results would not follow from the seed.
 
-The event loop refuses such calls of its own. All other calls of user code are refused at their beginning, before
-anything has been made, for as long as the simulation lasts and on its thread alone: :data:`_ENTRIES` lists them.
-Libraries that compute may have threads and processes of their own, whose results do follow from the seed (a compiler's,
-the workers of a ``DataLoader``, which hand out their batches in order), and a progress bar has a thread for its
-display, as TensorBoard has one that writes. They are recognised by the calling module, the standard library apart.
+The event loop refuses such calls of its own methods. All other calls, which :data:`_ENTRIES` lists, are refused on the
+simulation's thread before they create anything. Some libraries may use threads and processes, because their results
+follow from the seed (a compiler, the workers of a ``DataLoader``) or do not reach the program (progress bars,
+TensorBoard). They are recognised by the first calling module outside the standard library.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from typing import Any, Final, NoReturn
 
 from asyncdist.errors import LocalProtocolError
 
-#: Owner, name and purpose of each call. A process pool would fork before its first thread is refused; its parts, and an
-#: event loop's, would complain of each other when they are thrown away half made.
+#: Owner, name and purpose of each refused call. Process pools and event loops are refused as a whole: a pool forks
+#: before it starts a thread, and half-made ones log errors when they are destroyed.
 _ENTRIES: Final[tuple[tuple[Any, str, str], ...]] = (
     (threading.Thread, "start", "starting a thread"),
     (socket.socket, "__init__", "a socket"),
@@ -37,34 +36,33 @@ _ENTRIES: Final[tuple[tuple[Any, str, str], ...]] = (
 )
 #: Top-level packages that may make these calls, and whose clock is the real one.
 TRUSTED: Final = frozenset({"numpy", "torch", "tqdm"})
-#: Others that may make them: they have threads that draw, or write logs and checkpoints, and tell a rank nothing.
+#: Other packages that may make these calls: their threads draw bars, or write logs and checkpoints.
 _TELLING_NOTHING: Final = frozenset({"lightning", "pytorch_lightning", "rich", "tensorboard"})
-#: Modules that start a process or a thread only because their caller asks for it; this one is between an entry and the
-#: next.
+#: Modules that start processes or threads only for their caller, including this one.
 _SERVANTS: Final = ("torch.multiprocessing", "torch.distributed", "tqdm.contrib", __name__)
 
 
 def refuse(what: str) -> NoReturn:
-    """Raise LocalProtocolError for something that a simulated rank must not use."""
+    """Raise LocalProtocolError for a call that a simulated rank must not make."""
     raise LocalProtocolError(
-        f"{what} is refused in a simulation: its outcome would not follow from the seed (await world.compute(fn) needs "
-        "no thread there)"
+        f"{what} is refused in a simulation, because its result would not follow from the seed "
+        "(await world.compute(fn) needs no thread there)"
     )
 
 
 @contextlib.contextmanager
 def refused_outside() -> Iterator[None]:
-    """Let this thread start no thread and no process, and open no socket, until the context ends."""
+    """Refuse threads, processes and sockets to code on this thread until the context ends."""
     simulating = os.getpid(), threading.get_ident()
 
     def is_refused() -> bool:
-        """Return whether the caller's caller is refused. A forked process does not belong to the simulation."""
+        """Return whether the caller's caller is refused; in a forked process it never is."""
         return (os.getpid(), threading.get_ident()) == simulating and not _is_trusted(sys._getframe(2))
 
     with contextlib.ExitStack() as stack:
         for owner, name, what in _ENTRIES:
             original = getattr(owner, name, None)
-            if original is not None:  # not every system has all of them
+            if original is not None:  # some systems lack some of the functions
                 setattr(owner, name, _guarded(original, what, is_refused))
                 stack.callback(setattr, owner, name, original)
         yield
@@ -83,7 +81,7 @@ def _guarded(original: Callable[..., Any], what: str, is_refused: Callable[[], b
 
 
 def _is_trusted(frame: Any) -> bool:
-    """Return whether a trusted package made the call: the first caller that is neither standard library nor servant."""
+    """Return whether the first caller outside the standard library and :data:`_SERVANTS` is a trusted package."""
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
         package = module.partition(".")[0]

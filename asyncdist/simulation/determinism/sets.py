@@ -1,11 +1,10 @@
 """Gives the sets of asyncio an order that follows from the program.
 
-A set finds its members by their hashes, and an object without a hash of its own by its address, which differs in each
-run. Tasks and futures of a simulated rank have numbers in place of addresses. That does not help coroutines:
-``asyncio.as_completed`` puts them into a set before it makes tasks of them. Nor does it help futures made by
-``asyncio.Future()``, which ``asyncio.wait`` returns in sets. So while a simulation runs, asyncio's functions make sets
-that keep the order in which their members came. Sets that a program makes itself, of coroutines or of other objects
-without a hash, have no such order.
+The order of a set depends on the hashes of its members, and the default hash is an address, which differs in each run.
+Tasks and futures of a simulated rank are hashed by a number instead. Two cases remain: ``asyncio.as_completed`` puts
+coroutines into a set before it makes tasks of them, and ``asyncio.wait`` returns sets with futures made by
+``asyncio.Future()``. Therefore asyncio's functions use sets in insertion order during a simulation. A program's own
+sets of coroutines, or of other objects without a hash, have no deterministic order.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _GATHERED: Final[Any] = tasks._GatheringFuture  # type: ignore[attr-defined]
 
 
 class _InOrder(set[Any]):
-    """Is a set that is iterated in the order in which its members came."""
+    """A set that iterates in insertion order."""
 
     def __init__(self, members: Iterable[Any] = ()) -> None:
         self._came = dict.fromkeys(members)
@@ -46,7 +45,7 @@ class _InOrder(set[Any]):
 
 @contextlib.contextmanager
 def ordered_sets() -> Iterator[None]:
-    """Keep asyncio's own sets in order until the context ends; also those of other threads, which does no harm."""
+    """Make asyncio use ordered sets until the context ends (in all threads, which is harmless)."""
     all_tasks = asyncio.all_tasks
 
     def all_tasks_in_order(loop: asyncio.AbstractEventLoop | None = None) -> set[asyncio.Task[Any]]:
@@ -55,7 +54,7 @@ def ordered_sets() -> Iterator[None]:
         return _InOrder(found.unfinished_tasks()) if isinstance(found, RankLoop) else all_tasks(loop)
 
     names: Any = tasks.__dict__
-    names["set"] = _InOrder  # before the builtin one
+    names["set"] = _InOrder  # shadows the builtin
     modules: tuple[Any, Any] = (asyncio, tasks)
     for module in modules:
         module.all_tasks = all_tasks_in_order
@@ -69,6 +68,6 @@ def ordered_sets() -> Iterator[None]:
 
 
 def _hash_of_gathered(future: Any) -> int:
-    """Return the hash of ``asyncio.gather``'s future: a number on a rank's loop, as its other futures have."""
+    """Return the hash of ``asyncio.gather``'s future: its number, if it belongs to a rank's loop."""
     loop = future.get_loop()
     return loop.number_of(future) if isinstance(loop, RankLoop) else object.__hash__(future)

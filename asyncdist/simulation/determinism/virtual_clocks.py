@@ -1,19 +1,18 @@
-"""Lets ``time.sleep`` and the clocks of the module ``time`` run in virtual time on simulated ranks.
+"""Makes ``time.sleep`` and the clocks of the module ``time`` use virtual time on simulated ranks.
 
-Blocking code takes time: after ``time.sleep(1)`` the rank is a second later, and none of its tasks, timers or callbacks
-has run meanwhile. After it has blocked, the callback goes on at the later time: messages that it sends leave then. It
-does not see what has arrived in the meantime before it awaits something. Time passes also for code that reads a clock,
-the loop's too, again and again until it is late enough. Code that goes on so for some hundred thousand reads or sleeps
-is refused. Other calls that block (``threading.Event.wait``, ``queue.Queue.get``, ``select.select``) wait on the
-machine, and take no virtual time.
+``time.sleep(1)`` advances the rank's time by one second, during which none of its tasks, timers or callbacks run. The
+callback then continues at the later time: its messages are sent then, and it sees messages that have arrived only after
+its next await. A loop that polls a clock, the event loop's included, also advances time. More than some hundred
+thousand reads or sleeps in one callback raise an error. Other blocking calls (``threading.Event.wait``,
+``queue.Queue.get``, ``select.select``) wait in real time, and take no virtual time.
 
-``time.localtime``, ``gmtime``, ``ctime``, ``asctime`` and ``strftime`` tell this time where they are given no other, in
-the machine's time zone.
+``time.localtime``, ``gmtime``, ``ctime``, ``asctime`` and ``strftime`` use virtual time by default, in the machine's
+time zone.
 
-The functions are replaced for as long as the simulation lasts, and ask which rank's turn it is: outside of the ranks'
-turns, in other threads and in processes forked from here they call the originals. So they do for libraries, the
-standard one and torch, which wait for other processes and for files. A name imported from ``time`` before the
-simulation (``from time import sleep``) stays the original, and ``datetime.now`` tells the machine's time.
+The functions are replaced for the duration of the simulation. They call the originals outside of the ranks' turns, in
+other threads, in forked processes, and for the standard library and torch, which wait for real processes and files. A
+name imported from ``time`` before the simulation (``from time import sleep``) stays the original, and ``datetime.now``
+returns real time.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ from asyncdist.simulation.processes.event_loop import RankLoop
 
 #: The value of ``time.time`` when a simulation begins: 1 January 2020.
 EPOCH_S: Final = 1_577_836_800.0
-#: Clocks, and their values at the beginning.
+#: Maps each clock to its initial value.
 _CLOCKS: Final = {"time": EPOCH_S, "monotonic": 0.0, "perf_counter": 0.0, "process_time": 0.0, "thread_time": 0.0}
 _CLOCKS_BY_ID: Final = ("clock_gettime", "clock_gettime_ns")
-#: Functions that tell the present where they are given no moment, or None.
+#: Functions that use the current time if their argument is missing or None.
 _OF_A_MOMENT: Final = ("localtime", "gmtime", "ctime")
-#: Functions that tell the present where they are given no date, and the index of that argument.
+#: Functions that use the current date if an argument is missing, and the index of that argument.
 _OF_A_DATE: Final = {"asctime": 0, "strftime": 1}
 
 
 @contextlib.contextmanager
 def virtual_clocks() -> Iterator[None]:
-    """Let simulated ranks sleep and read clocks in virtual time until the context ends."""
+    """Make simulated ranks sleep and read clocks in virtual time until the context ends."""
     replacements: dict[str, Callable[..., Any]] = {"sleep": _sleeping(time.sleep)}
     for name, start_s in _CLOCKS.items():
         replacements[name] = _reading(getattr(time, name), start_s, float)
@@ -66,7 +65,7 @@ def _sleeping(original: Callable[[float], None]) -> Callable[[float], None]:
     @functools.wraps(original)
     def sleep(seconds: float, /) -> None:
         loop = _calling_rank()
-        if loop is None or not 0 <= seconds < math.inf:  # the original says what is wrong with it
+        if loop is None or not 0 <= seconds < math.inf:  # the original raises the error
             original(seconds)
         else:
             loop.sleep(seconds)
@@ -86,7 +85,7 @@ def _reading(original: Callable[[], Any], start_s: float, of_seconds: Callable[[
 def _reading_by_id(original: Callable[[int], Any]) -> Callable[[int], Any]:
     @functools.wraps(original)
     def clock(clock_id: int, /) -> Any:
-        told = original(clock_id)  # which says what is wrong with the number
+        told = original(clock_id)  # raises for an unknown clock
         loop = _calling_rank()
         if loop is None:
             return told
@@ -122,7 +121,7 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _calling_rank() -> RankLoop | None:
-    """Return the loop of the rank whose turn it is; None where the caller's caller is a library."""
+    """Return the loop of the running rank; None if the caller's caller is a library."""
     loop = asyncio._get_running_loop()  # None in another thread, and in a forked process
     if not isinstance(loop, RankLoop) or not loop.is_running():
         return None

@@ -1,1 +1,1 @@
-"""Runs many seeds, and finds the least fault plan that fails."""
+"""Runs a scenario on many seeds, and finds a minimal fault plan that fails."""

@@ -1,10 +1,11 @@
-"""Runs one scenario on many seeds until one fails; finds the least plan that fails, and the line that repeats it.
+"""Runs a scenario on many seeds until one fails; finds a minimal failing plan and a command line that repeats it.
 
-A scenario is a function of a module, ``scenario(seed, faults=None) -> SimReport``. It simulates something and raises
-where something is wrong; ``faults`` replaces the plan that it would draw from the seed, so that the plan can be shrunk.
+A scenario is a function of a module, ``scenario(seed, faults=None) -> SimReport``, which runs a simulation and raises
+if its result is wrong. ``faults`` replaces the plan that the scenario would draw from the seed, so that the plan can be
+shrunk.
 
-What is reported does not depend on the number of processes: results are taken in the order of the seeds, and the first
-that fails ends it.
+The report does not depend on the number of processes: results are taken in the order of the seeds, up to the first
+failure.
 """
 
 from __future__ import annotations
@@ -33,45 +34,45 @@ from asyncdist.simulation.report import SimReport
 from asyncdist.simulation.simulate import observer
 from asyncdist.simulation.trace import Trace
 
-#: Events of the trace that a failure shows.
+#: Number of trace events that a failure shows.
 TAIL_EVENT_COUNT: Final = 20
-#: Runs that shrinking a plan may take.
+#: Maximum number of runs to shrink a plan.
 _SHRINK_RUN_COUNT: Final = 300
-#: Work that a process is given at a time: often enough for a progress bar, rarely enough to cost nothing.
+#: Seconds of work that a process receives at a time: short enough for a progress bar, long enough to be cheap.
 _CHUNK_S: Final = 0.5
 _CHUNK_SEED_COUNT_MAX: Final = 64
-#: Of an assertion's message, numbers apart: what has to be equal for two failures to be the same.
+#: Two assertion failures are the same if this many first characters of their messages are equal, ignoring numbers.
 _PREFIX_LENGTH: Final = 40
 
 
 class Scenario(Protocol):
-    """Can be explored. A scenario that takes the seed alone is explored as well, but its plan is not shrunk."""
+    """A function that can be explored. If it takes only the seed, its fault plan cannot be shrunk."""
 
     def __call__(self, seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:
-        """Simulate; raise where something is wrong.
+        """Run a simulation, and raise if its result is wrong.
 
         Args:
-            seed: of everything that is drawn.
-            faults: the plan; None for what belongs to the seed.
+            seed: Seed of all random choices.
+            faults: Fault plan; None for the plan that belongs to the seed.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Describes the failure that explore found.
+    """Describes the failure that an exploration found.
 
     Attributes:
-        seed: that failed.
-        kind: the exception's class.
-        message: the exception's text.
-        traceback: from the scenario's first frame on.
-        trace: the last events of the seed's last simulation.
-        faults: the plan of that simulation.
-        minimal_faults: as few of them, and as simple, as still fail in the same way; None where that was not to be
-            found out, and ``note`` says why.
-        shrink_run_count: runs that shrinking took.
-        repeat: a line for the shell that fails so again, with the minimal plan if there is one.
-        note: what else there is to know, or empty.
+        seed: The failing seed.
+        kind: Class name of the exception.
+        message: Message of the exception.
+        traceback: Traceback, beginning with the scenario's first frame.
+        trace: The last events of the seed's last simulation.
+        faults: Fault plan of that simulation.
+        minimal_faults: Minimal plan with simple numbers that fails in the same way; None if it could not be found, with
+            the reason in ``note``.
+        shrink_run_count: Number of runs for shrinking.
+        repeat: Shell command that repeats the failure, with the minimal plan if there is one.
+        note: Further remarks; may be empty.
     """
 
     seed: int
@@ -101,15 +102,15 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class ExploreReport:
-    """Reports how far an exploration came.
+    """Reports the progress of an exploration.
 
     Attributes:
-        seed_count: the number of seeds that ran, up to and with the one that failed.
-        digests: the different traces among the seeds that passed.
-        faults_fired: how often faults of each kind happened, by its name.
-        events: how often things of each kind happened on all ranks, those of :attr:`asyncdist.WorldStatistics.events`.
-        seconds: the time from the first seed on, without shrinking.
-        failure: the first one, in the order of the seeds.
+        seed_count: Number of seeds that ran, including the failing one.
+        digests: Distinct trace digests of the passed seeds.
+        faults_fired: Number of fired faults by class name.
+        events: Number of events on all ranks by kind, as in :attr:`asyncdist.WorldStatistics.events`.
+        seconds: Seconds since the first seed, without shrinking.
+        failure: First failure in the order of the seeds; or None.
     """
 
     seed_count: int
@@ -121,19 +122,19 @@ class ExploreReport:
 
     @property
     def seeds_per_s(self) -> float:
-        """Return the number of seeds per second, of all processes together."""
+        """Number of seeds per second, over all processes."""
         return self.seed_count / self.seconds if self.seconds else 0.0
 
     @property
     def in_short(self) -> str:
-        """What was covered, for a progress bar."""
+        """Summary of the covered events, for a progress bar."""
         roles = sum(kind.startswith("role ") for kind in self.events)
         faults, rounds = sum(self.faults_fired.values()), self.events.get("decided", 0)
         counts = {"different": len(self.digests), "faults": faults, "rounds": rounds, "kinds of roles": roles}
         return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
 
     def check(self) -> None:
-        """Raise AssertionError with the story of the failure, if there is one."""
+        """Raise AssertionError with a description of the failure, if there is one."""
         if self.failure is not None:
             raise AssertionError(str(self.failure))
 
@@ -148,7 +149,7 @@ class ExploreReport:
 
 
 def _covered(events: Mapping[str, int]) -> str:
-    """Return what happened in rounds, in words; empty where there were none."""
+    """Return a summary of the events in rounds; empty if there were none."""
     words = {"decided": "rounds", "applied": "applied", "abandoned": "abandoned", "coordinator": "failovers"}
     found = [f"{text} {events[kind]}" for kind, text in words.items() if events.get(kind)]
     roles = [f"{kind.removeprefix('role ')} {count}" for kind, count in sorted(events.items()) if kind[:5] == "role "]
@@ -163,30 +164,29 @@ def explore(
     on_progress: Callable[[ExploreReport], None] | None = None,
     quiet: bool = False,
 ) -> ExploreReport:
-    """Run ``scenario(seed)`` for each seed until one fails; shrink what failed, and say how to repeat it.
+    """Run ``scenario(seed)`` for each seed until one fails; then shrink its fault plan.
 
-    A seed has failed when the scenario raises, or returns a report in which a rank ended by an exception other than
-    RankLostError (that is how the peers of a killed rank end), ``sys.exit(0)`` and what an :class:`Interrupt` ends a
-    rank with.
+    A seed fails if the scenario raises, or returns a report in which a rank ended with an exception. Three exceptions
+    are allowed: RankLostError (peers of a killed rank), ``sys.exit(0)``, and the exception of an :class:`Interrupt`.
 
     Args:
-        scenario: see :class:`Scenario`; a function at the top level of a module, or an object that pickles.
-        seeds: in the order in which they are tried; an iterator is asked for more as they run.
-        processes: how many run seeds, each with one torch thread; as many as there are cores by default. With 1 they
-            run in this process.
-        on_progress: is given the report so far, every half second or so and at the end.
-        quiet: do not print the failure on standard error.
+        scenario: See :class:`Scenario`; a function at the top level of a module, or an object that pickles.
+        seeds: Seeds in the order of their trial. An iterator is consumed gradually.
+        processes: Number of processes, each with one torch thread; by default the number of cores. With 1, seeds run in
+            this process.
+        on_progress: Called with the report so far, about every half second and at the end.
+        quiet: Whether not to print the failure on standard error.
 
-    **Cancellation**: KeyboardInterrupt ends the processes at once, in the midst of their seeds.
+    **Cancellation**: KeyboardInterrupt ends the processes at once, even while they run a seed.
 
     Raises:
-        TypeError: the scenario cannot be sent to another process, or a seed is not a whole number.
-        ValueError: no seeds, or fewer than one process.
-        RuntimeError: a process died, as by a crash in native code or for want of memory.
+        TypeError: The scenario cannot be sent to another process, or a seed is not an integer.
+        ValueError: There are no seeds, or ``processes`` is below 1.
+        RuntimeError: A process died, for example in native code or for lack of memory.
     """
     payload = pack(scenario)
     if processes is not None and (type(processes) is not int or processes < 1):
-        raise ValueError(f"processes is {processes!r}; a whole number of 1 or more is needed, or None")
+        raise ValueError(f"processes must be an integer >= 1 or None, got {processes!r}")
     checked = _checked(seeds)
     progress = _Progress(on_progress)
     with open_runner(payload, processes or local_host.available_cores()) as runner:
@@ -199,13 +199,13 @@ def explore(
 
 
 def _checked(seeds: Iterable[int]) -> Iterator[int]:
-    """Check the seeds: a list at once, those of an iterator one by one."""
+    """Check the seeds: all at once for a list, one by one for an iterator."""
     if not isinstance(seeds, Iterable):
-        raise TypeError(f"seeds is {seeds!r}; whole numbers are needed, as in range(1000)")
+        raise TypeError(f"seeds must be integers, as in range(1000), got {seeds!r}")
     iterator = map(_seed, seeds if isinstance(seeds, (range, Iterator)) else [_seed(seed) for seed in seeds])
     first = next(iterator, None)
     if first is None:
-        raise ValueError(f"there are no seeds in {seeds!r}")
+        raise ValueError(f"seeds must not be empty, got {seeds!r}")
     return itertools.chain([first], iterator)
 
 
@@ -225,7 +225,7 @@ class _Passed:
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """Keeps a failure as text: exceptions of users need not pickle."""
+    """Holds a failure as text, because exceptions of users may not pickle."""
 
     seed: int
     kind: str
@@ -245,7 +245,7 @@ def _attempt(scenario: Callable[..., Any], seed: int, faults: Sequence[Fault] | 
     except BaseException as error:  # also SystemExit, and pytest.fail
         plan, trace, outcomes = seen[-1] if seen else ((), None, {})
         if isinstance(error, KeyboardInterrupt) and all(error is not outcome.error for outcome in outcomes.values()):
-            raise  # not the end of a simulated rank, but that of this process
+            raise  # ends this process, not a simulated rank
         tail = () if trace is None else tuple(map(str, trace.events()[-TAIL_EVENT_COUNT:]))
         kind = type(error).__qualname__
         return _Failed(seed, kind, str(error), signature_of(error), format_error(error), tail, plan)
@@ -261,19 +261,19 @@ def _attempt(scenario: Callable[..., Any], seed: int, faults: Sequence[Fault] | 
 
 
 def check_ranks_ended_well(report: SimReport[Any]) -> None:
-    """Raise what ended a rank, unless it is the loss of another, ``sys.exit(0)`` or a signal of the fault plan."""
+    """Raise the exception that ended a rank, except for allowed ones (see :func:`explore`)."""
     if not isinstance(report, SimReport):
-        raise TypeError(f"the scenario returned {report!r}; it must return the SimReport of its simulation")
+        raise TypeError(f"the scenario must return the SimReport of its simulation, got {report!r}")
     for rank, result in enumerate(report.results):
         if isinstance(result, BaseException) and not is_good_end(result) and not report.is_exit_by_signal(rank):
-            result.add_note(f"This ended rank {rank}.")
+            result.add_note(f"This exception ended rank {rank}.")
             raise result
 
 
 def is_end_by_signal(report: SimReport[Any], rank: int) -> bool:
-    """Return whether a signal of the fault plan ended that rank: its own, or that of the rank whose loss ended it.
+    """Return whether a signal of the fault plan ended ``rank``, directly or through the loss of the signalled rank.
 
-    A signal ends the whole job, which nothing that a program does can prevent. It may well survive a killed rank.
+    A program cannot prevent that a signal ends the whole job. By contrast, it may survive a killed rank.
     """
     result, interrupted = report.results[rank], report.interrupted_ranks()
     if isinstance(result, RankLostError) and interrupted:
@@ -282,12 +282,12 @@ def is_end_by_signal(report: SimReport[Any], rank: int) -> bool:
 
 
 def is_good_end(error: BaseException) -> bool:
-    """Return whether a rank may end so without something being wrong."""
+    """Return whether a rank may end with this exception without a failure of the seed."""
     return isinstance(error, RankLostError) or (isinstance(error, SystemExit) and not error.code)
 
 
 def signature_of(error: BaseException) -> str:
-    """Return what is equal for equal failures: the class, and of an assertion how its message begins."""
+    """Return a string that is equal for equal failures: the class and, for assertions, the beginning of the message."""
     name = f"{type(error).__module__}.{type(error).__qualname__}"
     if isinstance(error, BaseExceptionGroup):
         return f"{name}({', '.join(sorted({signature_of(inner) for inner in error.exceptions}))})"
@@ -299,7 +299,7 @@ def signature_of(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Holds the results of some seeds in a row, up to the first that failed."""
+    """Holds the results of consecutive seeds, up to the first failure."""
 
     results: list[_Passed | _Failed]
     seconds: float
@@ -335,7 +335,7 @@ class _Progress:
 
     def add(self, chunk: _Chunk) -> None:
         now = time.perf_counter()
-        if self._began_at is None:  # starting processes is not counted
+        if self._began_at is None:  # the start-up of processes does not count
             self._began_at = now - chunk.seconds
         self._seconds = now - self._began_at
         self._seed_count += len(chunk.results)
@@ -353,7 +353,7 @@ class _Progress:
 
 
 def _search(runner: Inline | Pool, seeds: Iterator[int], progress: _Progress) -> _Failed | None:
-    """Return the first seed that fails, in their order; None when all have passed."""
+    """Return the first failure in the order of the seeds; None if all pass."""
     pending: deque[tuple[list[int], Future[_Chunk]]] = deque()
     size = 1
     while True:
@@ -365,9 +365,9 @@ def _search(runner: Inline | Pool, seeds: Iterator[int], progress: _Progress) ->
             done = pending[0][1].result()
         except BrokenProcessPool:
             raise RuntimeError(
-                f"a process that ran seeds died, in one of the seeds {pending[0][0][0]} to {pending[-1][0][-1]}: it "
-                "crashed in native code, was killed, or could not import this script, in which a call of explore at "
-                "top level needs an if __name__ == '__main__'. With processes=1 seeds run in this process"
+                f"a process died while it ran one of the seeds {pending[0][0][0]} to {pending[-1][0][-1]}: it crashed "
+                "in native code, was killed, or could not import this script (calls of explore at top level must be "
+                "guarded by if __name__ == '__main__'). With processes=1 seeds run in this process"
             ) from None
         pending.popleft()
         progress.add(done)
@@ -385,7 +385,7 @@ def _investigate(runner: Inline | Pool, scenario: Any, failed: _Failed) -> Failu
     try:
         minimal, note = _shrink(attempts, failed.faults, is_possible=takes_faults(scenario))
     except BrokenProcessPool:
-        minimal, note = None, "a process died when the plan was to be shrunk"
+        minimal, note = None, "a process died while the plan was being shrunk"
     return Failure(
         seed=failed.seed,
         kind=failed.kind,
@@ -407,20 +407,23 @@ def _shrink(
     if not faults:
         if attempts.fails_again():
             return (), ""
-        return None, "it passed when it ran again: something besides the seed decides, such as a module's global"
+        return (
+            None,
+            "it passed when it ran again: its result depends on more than the seed, for example on a module's global",
+        )
     if not is_possible:
-        return None, "the plan is as the seed drew it: the scenario takes no argument faults, so it cannot be shrunk"
+        return None, "the plan cannot be shrunk, because the scenario takes no argument faults"
     if attempts.fails(()):
         return (), ""
     if not attempts.fails(faults):
-        return None, "the plan cannot be shrunk: given as the argument faults, it does not fail in the same way"
+        return None, "the plan cannot be shrunk, because it does not fail in the same way when passed as faults"
     minimal = shrink(faults, attempts.fails)
     is_minimal = not attempts.is_exhausted
     return minimal, "" if is_minimal else f"a smaller plan may exist: shrinking ended after {_SHRINK_RUN_COUNT} runs"
 
 
 class _Attempts:
-    """Tells whether a plan fails as the first one did. Each plan is tried once, and the number of tries is limited."""
+    """Tests whether plans fail as the first one did. Each plan runs once, and the number of runs is limited."""
 
     def __init__(self, runner: Inline | Pool, failed: _Failed) -> None:
         self._runner = runner
@@ -451,7 +454,7 @@ class _Attempts:
 
 
 def takes_faults(scenario: Any) -> bool:
-    """Return whether the scenario's plan can be replaced."""
+    """Return whether the scenario takes the argument ``faults``."""
     try:
         inspect.signature(scenario).bind(0, faults=())
     except (TypeError, ValueError):

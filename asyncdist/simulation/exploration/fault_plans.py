@@ -17,18 +17,18 @@ _KINDS: Final = {kind.__name__: kind for kind in get_args(Fault)}
 
 
 class ScriptError(Exception):
-    """``asyncdist sim`` cannot do what it is asked for: the message is one line for the user."""
+    """``asyncdist sim`` cannot run; the message is one line for the user."""
 
 
 def read_faults(given: str, ranks: int) -> tuple[Fault, ...]:
     """Read the fault plan of ``--faults``.
 
     Args:
-        given: a file, or what would be in it: a JSON list of ``{"kind": "Kill", "rank": 1, "at_s": 0.5}``.
-        ranks: how many there are.
+        given: A JSON list of objects such as ``{"kind": "Kill", "rank": 1, "at_s": 0.5}``, or the path of such a file.
+        ranks: Number of ranks.
 
     Raises:
-        ScriptError: the file cannot be read, or the plan makes no sense; says where.
+        ScriptError: The file cannot be read, or an entry of the plan is invalid; the message says which.
     """
     text, source = given, "the fault plan"
     if not given.lstrip().startswith("["):
@@ -41,9 +41,9 @@ def read_faults(given: str, ranks: int) -> tuple[Fault, ...]:
     try:
         plan = msgspec.json.decode(text)
     except msgspec.DecodeError as error:
-        raise ScriptError(f"{source} is no JSON: {error}") from error
+        raise ScriptError(f"{source} is not valid JSON: {error}") from error
     if not isinstance(plan, list):
-        raise ScriptError(f"{source} holds no list of faults, but {type(plan).__name__} {reprlib.repr(plan)}")
+        raise ScriptError(f"{source} must be a list of faults, got {type(plan).__name__} {reprlib.repr(plan)}")
     faults = tuple(_fault(item, f"fault {number} of {source}") for number, item in enumerate(plan, 1))
     try:
         check_plan(faults, ranks)
@@ -54,9 +54,9 @@ def read_faults(given: str, ranks: int) -> tuple[Fault, ...]:
 
 def _fault(item: Any, where: str) -> Fault:
     if not isinstance(item, dict):
-        raise ScriptError(f'{where} is {reprlib.repr(item)}; needed is {{"kind": "Kill", "rank": 1, "at_s": 0.5}}')
+        raise ScriptError(f'{where} must be like {{"kind": "Kill", "rank": 1, "at_s": 0.5}}, got {reprlib.repr(item)}')
     if item.get("kind") not in list(_KINDS):
-        raise ScriptError(f"{where} is of kind {item.get('kind')!r}; allowed: {', '.join(sorted(_KINDS))}")
+        raise ScriptError(f"{where}: kind must be one of {', '.join(sorted(_KINDS))}, got {item.get('kind')!r}")
     kind = _KINDS[item["kind"]]
     fields = {name: value for name, value in item.items() if name != "kind"}
     names = kind.__dataclass_fields__
@@ -71,5 +71,5 @@ def _fault(item: Any, where: str) -> Fault:
 
 
 def format_faults(faults: Sequence[Fault]) -> str:
-    """Format a plan in the form that ``--faults`` takes."""
+    """Format a plan as ``--faults`` accepts it."""
     return json.dumps([{"kind": type(fault).__name__, **fields_of(fault)} for fault in faults])

@@ -1,6 +1,6 @@
-"""Runs scenarios in processes; none of them outlives the process that started it.
+"""Runs scenarios in processes that never outlive the process that started them.
 
-They are started afresh because a fork would copy torch's threads in the middle of their work.
+The processes are spawned, because a fork would copy torch's threads in the middle of their work.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ import torch
 
 from asyncdist import environment
 
-#: With a handler on it, warnings of a thousand seeds do not go to standard error for want of one.
+#: Logger that gets a handler, so that Python does not print the warnings of a thousand seeds on standard error.
 _log = logging.getLogger()
 
-#: How long what is not wanted any more may take before its process is killed.
+#: Seconds that an abandoned call may take before its process is killed.
 _PATIENCE_S: Final = 2.0
 
 
 def pack(scenario: Any) -> bytes:
     """Pack a scenario to be sent to a process. Raise TypeError if it cannot be sent."""
     if not callable(scenario):
-        raise TypeError(f"the scenario is {scenario!r}; a function of the seed is needed")
+        raise TypeError(f"the scenario must be a function of the seed, got {scenario!r}")
     try:
         return bytes(ForkingPickler.dumps(scenario))
     except Exception as error:
         raise TypeError(
-            f"the scenario {scenario!r} cannot be sent to another process ({error}): make it a function at the top "
-            "level of a module"
+            f"the scenario {scenario!r} cannot be sent to another process ({error}); it must be a function at the "
+            "top level of a module"
         ) from error
 
 
@@ -49,15 +49,15 @@ def unpack(payload: bytes) -> Any:
         return ForkingPickler.loads(payload)
     except Exception as error:
         raise TypeError(
-            f"another process does not find the scenario ({error}): put it in a file that can be imported, or use "
-            "processes=1"
+            f"another process cannot import the scenario ({error}): put it into a module that can be imported, or "
+            "use processes=1"
         ) from error
 
 
 class Inline:
     """Runs seeds in this process."""
 
-    #: Chunks handed out at a time.
+    #: Number of chunks in progress at a time.
     window = 1
 
     def __init__(self, payload: bytes) -> None:
@@ -67,7 +67,7 @@ class Inline:
         _log.addHandler(self._no_log)
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Return a future of what ``function(payload, *args)`` returns."""
+        """Call ``function(payload, *args)``; return a future of its result."""
         future: Future[Any] = Future()
         future.set_result(function(self._payload, *args))
         return future
@@ -83,12 +83,12 @@ class Inline:
 class Pool:
     """Runs seeds in processes of its own.
 
-    No process is left behind: those that still run a seed at the end are killed, and all die with their *lifeline*, a
-    pipe that is never written to and that closes when this process ends, however it ends. SIGINT is blocked in
-    them from their first moment on: the terminal sends it to all, and only this process is to answer.
+    No process is left behind. Processes that still run a seed at the end are killed. All of them also end with their
+    *lifeline*, a pipe that closes when this process ends for any reason. SIGINT is blocked in them from the start: a
+    terminal sends it to all processes, and only this process must react.
 
     Attributes:
-        hash_seed: the PYTHONHASHSEED of all of them: without one the order of sets of strings would be another in each.
+        hash_seed: PYTHONHASHSEED of all processes, so that sets of strings have the same order in each.
     """
 
     def __init__(self, payload: bytes, process_count: int) -> None:
@@ -108,7 +108,7 @@ class Pool:
         )
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Return a future of what ``function(payload, *args)`` returns in one of the processes."""
+        """Schedule ``function(payload, *args)`` in one of the processes; return a future of its result."""
         if len(self._processes) < self._process_count:  # they are started one by one, here
             others = set(multiprocessing.active_children())
             with _sigint_blocked(), environment.variable_set(environment.HASH_SEED_VARIABLE, self.hash_seed):
@@ -121,7 +121,7 @@ class Pool:
         return future
 
     def drop_the_rest(self) -> None:
-        """Drop the calls that are under way. A seed that takes long, or for ever, keeps no process."""
+        """Drop the calls that are under way. A seed that never ends does not keep its process alive."""
         for future in list(self._futures):
             future.cancel()
         if wait(set(self._futures), timeout=_PATIENCE_S).not_done:

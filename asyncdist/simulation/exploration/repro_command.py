@@ -46,13 +46,13 @@ def repeat_line(scenario: Any, seed: int, faults: Sequence[Fault] | None = None,
 
 
 def hash_seed_prefix(default: str | None = None) -> str:
-    """Return words that set PYTHONHASHSEED, if this process has one and it is not the command's ``default``."""
+    """Return a shell prefix that sets PYTHONHASHSEED to this process's value, unless it is ``default`` or unset."""
     number = environment.hash_seed()
     return "" if number in (None, default) else f"{environment.HASH_SEED_VARIABLE}={number} "
 
 
 def expression_of(fault: Fault) -> str:
-    """Return the fault as Python, without fields that are None or have their defaults."""
+    """Return the fault as a Python expression, without fields that are None or have their defaults."""
     return f"{type(fault).__name__}({', '.join(f'{name}={value!r}' for name, value in fields_of(fault).items())})"
 
 
@@ -63,22 +63,22 @@ def fields_of(fault: Fault) -> dict[str, Any]:
 
 
 def _reference(scenario: Any) -> tuple[list[str], str]:
-    """Return import statements, and an expression for the scenario after them."""
+    """Return import statements and an expression that refers to the scenario."""
     if isinstance(scenario, functools.partial):
         imports, inner = _reference(scenario.func)
         given = [*map(repr, scenario.args), *(f"{name}={value!r}" for name, value in scenario.keywords.items())]
         return ["import functools", *imports], f"functools.partial({', '.join([inner, *given])})"
-    if not hasattr(scenario, "__qualname__"):  # an object that is called
+    if not hasattr(scenario, "__qualname__"):  # a callable object
         imports, _ = _reference(type(scenario))
         return imports, repr(scenario)
     module = scenario.__module__
-    if module == "__main__":  # a script that was started can be imported too
+    if module == "__main__":  # the started script can also be imported by name
         module = Path(getattr(sys.modules["__main__"], "__file__", "")).stem or module
     return [f"from {module} import {scenario.__qualname__.partition('.')[0]}"], scenario.__qualname__
 
 
 def _import_paths() -> list[str]:
-    """Return the folders that this Python searches for modules, and a Python started in this folder would not."""
+    """Return the entries of sys.path that a Python started in this folder would not have."""
     here = Path.cwd()
     own = [Path(sysconfig.get_path(name)).resolve() for name in _OWN_PATHS]
     found: dict[str, None] = {}
@@ -90,7 +90,7 @@ def _import_paths() -> list[str]:
 
 
 def python_command() -> str:
-    """Return the word for the shell that starts the Python which runs this."""
+    """Return the shell word that starts the running Python interpreter."""
     running = Path(sys.executable)
     if shutil.which("python") == str(running):
         return "python"

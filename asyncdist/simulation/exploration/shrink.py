@@ -1,6 +1,6 @@
 """Shrinks a fault plan to the fewest faults, with the simplest numbers, that still fail.
 
-The module runs nothing: the function that tells whether a plan fails is an argument.
+The functions take a predicate that runs a plan and returns whether it fails.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from asyncdist.simulation.faults import Fault, check_plan
 
 
 def shrink(plan: Sequence[Fault], fails: Callable[[Sequence[Fault]], bool]) -> tuple[Fault, ...]:
-    """Return the least of ``plan`` that fails: no fault can be left out, and no number made simpler.
+    """Return a minimal part of ``plan`` that fails, with numbers as simple as possible.
 
-    A fault may be needed only until the numbers of another one are simple, so both are done until nothing changes.
+    Removing faults and simplifying numbers alternate until nothing changes, because a simpler number may make another
+    fault unnecessary.
 
     Args:
-        plan: it fails as a whole.
-        fails: whether a plan does.
+        plan: A plan that fails.
+        fails: Returns whether a plan fails.
     """
     plan = tuple(plan)
     while (smaller := simplify(minimize(plan, fails), fails)) != plan:
@@ -31,13 +32,13 @@ def shrink(plan: Sequence[Fault], fails: Callable[[Sequence[Fault]], bool]) -> t
 
 
 def minimize(plan: Sequence[Fault], fails: Callable[[Sequence[Fault]], bool]) -> tuple[Fault, ...]:
-    """Return a part of ``plan`` that fails, and passes without any one of its faults.
+    """Return a part of ``plan`` that fails, but passes if any one of its faults is removed.
 
     Delta debugging: Zeller and Hildebrandt, Simplifying and Isolating Failure-Inducing Input, 2002.
 
     Args:
-        plan: it fails as a whole.
-        fails: whether a part of it does.
+        plan: A plan that fails.
+        fails: Returns whether a part of the plan fails.
     """
     plan = tuple(plan)
     part_count = 2
@@ -57,7 +58,7 @@ def minimize(plan: Sequence[Fault], fails: Callable[[Sequence[Fault]], bool]) ->
 
 
 def simplify(plan: Sequence[Fault], fails: Callable[[Sequence[Fault]], bool]) -> tuple[Fault, ...]:
-    """Return ``plan`` with simpler numbers where it still fails: zero, one for counts, fewer digits. Ranks stay."""
+    """Return ``plan`` with simpler numbers that still fails: zero, one for counts, fewer digits. Ranks stay."""
     plan = tuple(plan)
     for index, name in [(i, f.name) for i, fault in enumerate(plan) for f in dataclasses.fields(fault)]:
         value = getattr(plan[index], name)
@@ -78,7 +79,7 @@ def simplify(plan: Sequence[Fault], fails: Callable[[Sequence[Fault]], bool]) ->
 
 
 def _simpler(value: float, simplest: float) -> list[float]:
-    """Return ``simplest``, and ``value`` with one digit, two and three."""
+    """Return ``simplest``, and ``value`` rounded to one, two and three digits."""
     if not value:
         return []
     magnitude = math.floor(math.log10(abs(value)))

@@ -1,1 +1,1 @@
-"""Stands for the processes of simulated ranks: the loop of each, which ones are alive, and what killed ones leave."""
+"""Models the processes of simulated ranks: their event loops, losses and restarts, and the clean-up of killed ones."""

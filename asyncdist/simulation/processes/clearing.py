@@ -1,4 +1,4 @@
-"""Clears away what killed ranks left unfinished: their ``finally`` blocks run, as far as they can, unrecorded."""
+"""Cleans up the unfinished tasks of killed ranks: runs their ``finally`` blocks, as far as possible, unrecorded."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from asyncdist.simulation.processes.event_loop import RankLoop
 from asyncdist.simulation.scheduler import Scheduler
 from asyncdist.waits import WaitId, WaitKind
 
-#: Events that it may take, together, before tasks are dropped unfinished.
+#: Number of events, in total, after which the remaining tasks are dropped unfinished.
 _EVENT_COUNT: Final = 100_000
 _CANCEL_COUNT: Final = 10
 
 
 def clear_away(loops: Sequence[RankLoop], scheduler: Scheduler) -> None:
-    """Cancel all tasks of these loops in silence, when the simulation is over."""
+    """Cancel all tasks of these loops silently, after the end of the simulation."""
     left = [(loop, task) for loop in loops for task in loop.unfinished_tasks()]
     scheduler.stopped = False
     logging_was = logging.root.manager.disable
@@ -39,7 +39,7 @@ def clear_away(loops: Sequence[RankLoop], scheduler: Scheduler) -> None:
                 waiting.pop()
             return not waiting or scheduler.event_count >= end
 
-        for _ in range(_CANCEL_COUNT):  # what a finally block awaits comes no more: it is cancelled too
+        for _ in range(_CANCEL_COUNT):  # awaits inside finally blocks never complete, so these are cancelled, too
             for task in waiting:
                 task.cancel()
             with contextlib.suppress(Exception):
@@ -54,22 +54,22 @@ def clear_away(loops: Sequence[RankLoop], scheduler: Scheduler) -> None:
             task._log_destroy_pending = False  # type: ignore[attr-defined]
             work = task.get_coro()
             if inspect.iscoroutine(work) and inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
-                work.close()  # made while being cancelled: it was never begun, and needs no warning
+                work.close()  # created during cancellation, never started
 
 
 def forget_earlier(world: World, options: RecordOptions | None) -> None:
-    """Remove the recording of an earlier simulation with the same seed; the file of ``world`` is a new one already."""
+    """Remove the recording of an earlier simulation with the same seed; ``world`` already writes to a new file."""
     if options is not None:
         job = job_name(world)
         remove_earlier(options.folder, job, file_name(job, world.rank, world.incarnation))
 
 
 def end_recording(world: World | None, main: asyncio.Task[None] | None = None) -> None:
-    """End what is written down of a rank that runs no further: what happens as it is cleared away is not of its life.
+    """End the recording of a rank that stops, so that its clean-up is not recorded.
 
     Args:
-        world: the rank's; None where it has none yet.
-        main: the task of a rank that the simulation leaves; what it waits for is written down.
+        world: The rank's world; None if it has none yet.
+        main: Main task of a rank that the simulation abandons; its wait is recorded.
     """
     if world is None or world.services.end_recording is None:
         return

@@ -1,9 +1,9 @@
-"""A debugger that stops in one rank of a simulation, and in no other."""
+"""A debugger that stops in a single rank of a simulation."""
 
 from __future__ import annotations
 
 import asyncio
-import pdb  # noqa: T100 - it is what this module is for
+import pdb  # noqa: T100 - the purpose of this module
 import sys
 import types
 from collections.abc import Callable
@@ -11,18 +11,14 @@ from typing import Any
 
 
 class RankDebugger(pdb.Pdb):
-    """Python's debugger, for one rank: breakpoints, steps and ``breakpoint()`` count where that rank runs.
-
-    Args:
-        rank: the rank.
-    """
+    """Python's debugger for one rank: breakpoints, steps and ``breakpoint()`` work only while that rank runs."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(nosigint=True)
         self._rank = rank
 
     def watch(self, main: Callable[..., Any], rank: int) -> None:
-        """Stop on the first line of a main, if it is that of the rank."""
+        """Stop on the first line of ``main``, if ``rank`` is the debugged rank."""
         if rank != self._rank:
             return
         sys.breakpointhook = self._on_breakpoint
@@ -37,16 +33,16 @@ class RankDebugger(pdb.Pdb):
         sys.settrace(self.trace_dispatch)
 
     def close(self) -> None:
-        """Stop nowhere any more."""
+        """Remove all breakpoints and stop tracing."""
         sys.settrace(None)
         sys.breakpointhook = sys.__breakpointhook__
 
     def stop_here(self, frame: types.FrameType) -> bool:
-        """Return whether to stop, as pdb asks; never in another rank."""
+        """Return whether to stop, as pdb does; False in other ranks."""
         return self._is_running() and bool(super().stop_here(frame))
 
     def break_here(self, frame: types.FrameType) -> bool:
-        """Return whether a breakpoint counts, as pdb asks; never in another rank."""
+        """Return whether a breakpoint applies, as pdb does; False in other ranks."""
         return self._is_running() and bool(super().break_here(frame))
 
     def _on_breakpoint(self, *_: Any, **__: Any) -> None:

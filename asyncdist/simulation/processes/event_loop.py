@@ -1,6 +1,6 @@
 """Makes an event loop for a simulated rank: asyncio's interface on :mod:`asyncdist.simulation.rank_turns`.
 
-Methods that would touch the world outside, such as threads and sockets, are refused by name.
+Methods that would reach outside the simulation, for example for threads and sockets, are refused by name.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ T = TypeVar("T")
 
 @types.coroutine
 def _fall_asleep() -> Generator[None, None, None]:
-    """Make the task's next step the last thing that is ready now."""
+    """Yield once, so that the task's next step runs after all callbacks that are ready now."""
     yield
 
 
 class SimTask(asyncio.Task[Any]):
-    """A task that a set finds by its number, not its address: asyncio cancels and returns tasks in the order of sets.
+    """A task hashed by a number instead of its address, since asyncio cancels and returns tasks in the order of sets.
 
     Attributes:
-        number: tasks are numbered in the order in which they are made.
+        number: Tasks are numbered in the order of their creation.
     """
 
     def __init__(self, coro: Coroutine[Any, Any, Any], number: int, **options: Any) -> None:
@@ -45,7 +45,7 @@ class SimTask(asyncio.Task[Any]):
 
 
 class SimFuture(asyncio.Future[Any]):
-    """A future that a set finds by its number; it gets one when it is first put into a set or dictionary."""
+    """A future hashed by a number, which is assigned when the hash is first needed."""
 
     def __hash__(self) -> int:
         loop: Any = self.get_loop()
@@ -53,17 +53,12 @@ class SimFuture(asyncio.Future[Any]):
         return number
 
 
-class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its handles are no asyncio.Handle
-    """Runs the tasks of one rank.
-
-    Args:
-        scheduler: shared by all ranks.
-        rank: the rank whose loop this is.
-        before_turn, enter, background: see :class:`Turns`.
+class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its handles are not asyncio.Handle
+    """Runs the tasks of one rank. The arguments are those of :class:`Turns`.
 
     Attributes:
-        context: the context of the rank's main, with its world.
-        generators: lists the asynchronous generators that the rank has begun, and that still exist.
+        context: Context of the rank's main, which holds its world.
+        generators: Returns the existing asynchronous generators that the rank has started.
     """
 
     context: contextvars.Context
@@ -84,12 +79,9 @@ class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its h
         self._exception_handler: Callable[[RankLoop, dict[str, Any]], object] | None = None
 
     def be_busy(self, seconds: float) -> Awaitable[None]:
-        """Compute: get no turn for ``seconds``. The result is to be awaited at once.
-
-        The caller goes on first when they are over.
-        """
+        """Make the rank busy for ``seconds``. The result must be awaited at once; then the caller continues first."""
         self.become_busy(seconds)
-        return _fall_asleep()  # a future would cost as much again as all of this
+        return _fall_asleep()  # a future would double the cost
 
     def create_future(self) -> asyncio.Future[Any]:
         return SimFuture(loop=self)
@@ -112,7 +104,7 @@ class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its h
         return task
 
     def unfinished_tasks(self) -> list[SimTask]:
-        """Return the tasks that are not done, in the order in which they were made."""
+        """Return the tasks that are not done, oldest first."""
         return sorted((task for task in self._tasks if not task.done()), key=lambda task: task.number)
 
     def is_closed(self) -> bool:
@@ -125,7 +117,7 @@ class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its h
     def set_exception_handler(self, handler: Callable[[RankLoop, dict[str, Any]], object] | None) -> None:
         """As asyncio's method, for this rank."""
         if handler is not None and not callable(handler):
-            raise TypeError(f"the exception handler is {handler!r}; a function or None is needed")
+            raise TypeError(f"the exception handler must be a function or None, got {handler!r}")
         self._exception_handler = handler
 
     def default_exception_handler(self, context: dict[str, Any]) -> None:
@@ -142,17 +134,17 @@ class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its h
         except (SystemExit, KeyboardInterrupt):
             raise
         except BaseException:
-            logger.exception("rank %d: the exception handler failed; it was told: %s", self.rank, context)
+            logger.exception("rank %d: the exception handler failed; its context was: %s", self.rank, context)
 
     def get_task_factory(self) -> None:
         """Return None: a simulation has no task factory."""
 
     def set_task_factory(self, factory: Callable[..., Any] | None) -> None:
-        """Only None is allowed."""
+        """Raise unless ``factory`` is None."""
         if factory is not None:
             raise LocalProtocolError(
                 "a task factory is refused in a simulation: asyncio keeps tasks in sets, and only the simulator's own "
-                "tasks have an order there that follows from the seed",
+                "tasks have a deterministic order in sets",
                 rank=self.rank,
             )
 
@@ -160,7 +152,7 @@ class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its h
         refuse("a thread or process pool")
 
     async def shutdown_asyncgens(self) -> None:
-        """Close the generators that are left, as asyncio does when the rank's main has ended."""
+        """Close the remaining generators, as asyncio does when the rank's main has ended."""
         left = self.generators(self)
         results = await asyncio.gather(*[generator.aclose() for generator in left], return_exceptions=True)
         for generator, result in zip(left, results, strict=True):
@@ -194,13 +186,13 @@ def _not_for_ranks(name: str) -> Any:
     def method(self: RankLoop, *args: Any, **kwargs: Any) -> NoReturn:
         del args, kwargs
         raise LocalProtocolError(
-            f"loop.{name} is refused in a simulation, which runs the loops of all ranks and ends them", rank=self.rank
+            f"loop.{name} is refused in a simulation, which itself runs and ends the loops of all ranks", rank=self.rank
         )
 
     return method
 
 
-#: Methods that touch the world outside. asyncio's own NotImplementedError would not say why.
+#: Methods that reach outside the simulation. asyncio's own NotImplementedError would not say why they fail.
 _OUTSIDE: Final = (
     "add_reader",
     "add_signal_handler",

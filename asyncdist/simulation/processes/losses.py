@@ -1,11 +1,11 @@
-"""Tracks which process of a rank each other rank is connected to: losses, and ranks that are started again.
+"""Tracks losses and restarts: which process of a rank each other rank is connected to.
 
-A rank that is started again is a new process with the same number: its *incarnation* grows by one. As with connections
-of TCP, a message belongs to the two processes between which it was sent. One that was sent to an earlier process, or by
-one, never reaches a later one. A rank learns of a new process in a turn of its own, after it has learned of the loss of
-the one before; until then what the new one sends is held. The new process learns of a rank when that one has learned of
-it. A connection of which one end closes before it has made its half is lost for the other. A rank that joins later was
-dead before the beginning, to the knowledge of all.
+A restarted rank is a new process with the same number; its *incarnation* grows by one. As with TCP connections, a
+message belongs to the two processes between which it was sent, and never reaches a later process. A rank learns of a
+new process in one of its own turns, after it has learned of the loss of the previous process. Until then, messages of
+the new process are held. The new process learns of a rank after that rank has learned of it. If one end of a connection
+closes before it has accepted the connection, the other end sees a loss. A rank that joins late counts as dead from the
+beginning, which all ranks know.
 """
 
 from __future__ import annotations
@@ -21,20 +21,18 @@ from asyncdist.simulation.trace import Trace
 
 
 class Liveness:
-    """Knows which ranks are dead, and which rank has found out what.
+    """Tracks which ranks are dead, and which ranks know of each loss.
 
     Args:
-        size: the number of ranks.
-        network: how long it takes to find out.
-        scheduler, rng, trace: of the simulation.
-        on_lost: called with a rank and the one that it has found lost, before its listener is.
+        network: The network, whose ``loss_detection_s`` is the delay of detection.
+        on_lost: Called with an observer and the rank that it has found lost, before the observer's loss listener.
 
     Attributes:
-        dead: ranks without a process.
-        died_at: when these died.
-        closed: ranks whose process has ended.
-        known_lost: for each rank, those that it believes lost.
-        stale_count: messages that were dropped since a later process has the place of the one that they were for.
+        dead: Ranks without a process.
+        died_at: Time of death of each dead rank.
+        closed: Ranks whose process has ended.
+        known_lost: For each rank, the ranks that it regards as lost.
+        stale_count: Number of messages dropped because their receiver has been replaced by a later process.
     """
 
     def __init__(
@@ -57,9 +55,11 @@ class Liveness:
         self.known_lost: list[set[int]] = [set() for _ in range(size)]
         self.stale_count = 0
         self._incarnations = [0] * size
-        self._met: dict[tuple[int, int], int] = {}  # by observer and other; 0 where not listed
+        self._met: dict[tuple[int, int], int] = {}  # incarnation by (observer, other); missing means 0
         self._held: dict[tuple[int, int], list[Any]] = {}
-        self._introduced: list[dict[int, int]] = [{} for _ in range(size)]  # of whom a rank is not connected to yet
+        self._introduced: list[dict[int, int]] = [
+            {} for _ in range(size)
+        ]  # for each rank, processes that it knows of and has not accepted yet
         self.closed: set[int] = set()
         self._loss_listeners: list[Callable[[int], object] | None] = [None] * size
         self._return_listeners: list[Callable[[int, int], object] | None] = [None] * size
@@ -67,19 +67,19 @@ class Liveness:
     # -- listeners --------------------------------------------------------------------------------------------------
 
     def set_loss_listener(self, rank: int, listen: Callable[[int], object]) -> None:
-        """Call ``listen(lost)`` for each rank that ``rank`` finds lost, those of before included."""
+        """Call ``listen(lost)`` for each rank that ``rank`` finds lost, including earlier losses."""
         self._loss_listeners[rank] = listen
         for lost in sorted(self.known_lost[rank]):
             listen(lost)
 
     def set_return_listener(self, rank: int, listen: Callable[[int, int], object]) -> None:
-        """Call ``listen(other, incarnation)`` for new processes, those of before included; it accepts them."""
+        """Call ``listen(other, incarnation)`` for each new process, including earlier ones; ``listen`` accepts it."""
         self._return_listeners[rank] = listen
         for other, incarnation in self._introduced[rank].items():
             listen(other, incarnation)
 
     def close(self, rank: int) -> None:
-        """Note that the process of ``rank`` has ended; who waits for it to make its half of a connection finds out."""
+        """Note that the process of ``rank`` has ended, and notify ranks that wait for it to accept a connection."""
         self.closed.add(rank)
         self._loss_listeners[rank] = self._return_listeners[rank] = None
         incarnation = self._incarnations[rank]
@@ -90,7 +90,7 @@ class Liveness:
     # -- losses -----------------------------------------------------------------------------------------------------
 
     def kill(self, rank: int) -> list[Any]:
-        """Let the process of ``rank`` be gone; its peers find out one by one. Return the messages held for it."""
+        """Kill the process of ``rank``; each peer detects the loss separately. Return the messages held for it."""
         self.dead.add(rank)
         self.died_at[rank] = self._scheduler.now
         held = self._drop_held(rank)
@@ -100,7 +100,7 @@ class Liveness:
         return held
 
     def empty(self, rank: int) -> None:
-        """Let the place of ``rank`` have no process from the beginning, which all know."""
+        """Mark the place of ``rank`` as empty from the beginning, which all ranks know."""
         self.dead.add(rank)
         self.died_at[rank] = 0.0
         for observer in range(self._size):
@@ -119,7 +119,7 @@ class Liveness:
         if observer in self.dead or lost in self.known_lost[observer]:
             return
         if self.connection(observer, lost)[1] != incarnation:
-            return  # it has been started again, and this rank has heard of both
+            return  # the rank was restarted, and the observer has already learned of both events
         self.known_lost[observer].add(lost)
         self._trace.add(self._scheduler.now, "lost", lost, observer, 0, 0)
         listen = self._loss_listeners[observer]
@@ -127,31 +127,31 @@ class Liveness:
             listen(lost)
         self._on_lost(observer, lost)
 
-    # -- ranks that are started again -------------------------------------------------------------------------------
+    # -- restarted ranks --------------------------------------------------------------------------------------------
 
     def incarnation_of(self, rank: int) -> int:
-        """Return how often ``rank`` has been started again."""
+        """Return how often ``rank`` has been restarted."""
         return self._incarnations[rank]
 
     def missed(self, rank: int) -> frozenset[int]:
-        """Return the ranks whose processes have ended before this one, started again, was connected to them."""
+        """Return the ranks whose processes ended before this restarted rank was connected to them."""
         return frozenset(self.known_lost[rank] & self.closed) if self._incarnations[rank] else frozenset()
 
     def connection(self, source: int, dest: int) -> tuple[int, int]:
-        """Return the incarnation of ``source``, and that of ``dest`` to which it is connected."""
+        """Return the incarnations of ``source`` and of the process of ``dest`` to which it is connected."""
         mine = self._incarnations[source]
         return mine, mine if source == dest else self._met.get((source, dest), 0)
 
     def is_stale(self, message: Any) -> bool:
-        """Return whether one end of the message's connection has been started again since it was sent."""
+        """Return whether one end of the message's connection has been restarted since the send."""
         return self._incarnations[message.source] != message.source_incarnation or self.is_for_earlier(message)
 
     def is_for_earlier(self, message: Any) -> bool:
-        """Return whether the process that it was sent to has been started again since."""
+        """Return whether the receiver has been restarted since the message was sent."""
         return bool(self._incarnations[message.dest] != message.dest_incarnation)
 
     def restart(self, rank: int) -> None:
-        """Let a new process have the place of ``rank``, which is dead. It knows nobody."""
+        """Start a new process in the place of the dead ``rank``, without any connection."""
         self._incarnations[rank] += 1
         self.dead.discard(rank)
         self.died_at.pop(rank)
@@ -165,10 +165,10 @@ class Liveness:
                 self._find_out(self._meet, other, rank, self._incarnations[rank])
 
     def _meet(self, observer: int, other: int, incarnation: int) -> None:
-        """Let ``observer`` find out that the process of ``other`` is a new one; its loss is found out before."""
+        """Tell ``observer`` of a new process of ``other``, after the loss of the previous one."""
         known = self.connection(observer, other)[1]
         if known == incarnation and other not in self.known_lost[observer]:
-            return  # that process has introduced itself
+            return  # the observer already knows the new process
         if self._is_there(observer, other, incarnation):
             self._detect(observer, other, known)
             self._introduce(observer, other, incarnation)
@@ -181,12 +181,12 @@ class Liveness:
             listen(other, incarnation)
 
     def _is_there(self, observer: int, other: int, incarnation: int) -> bool:
-        """Return whether both processes are there. One that has ended may have sent something before."""
+        """Return whether both processes exist; one that has ended may have sent messages before."""
         has_ended = observer in self.closed or (other in self.closed and (other, observer) not in self._held)
         return not (has_ended or {observer, other} & self.dead or self._incarnations[other] != incarnation)
 
     def accept(self, observer: int, other: int, incarnation: int) -> bool:
-        """Make a connection; return whether ``other`` is there, and was not yet known."""
+        """Connect ``observer`` to a process of ``other``; return whether that process exists and was unknown."""
         self._introduced[observer].pop(other, None)
         if other not in self.known_lost[observer] or not self._is_there(observer, other, incarnation):
             return False
@@ -198,9 +198,9 @@ class Liveness:
         return True
 
     def hold(self, message: Any) -> None:
-        """Keep a message until its receiver has made the connection."""
+        """Hold a message until its receiver has accepted the connection."""
         self._held.setdefault((message.source, message.dest), []).append(message)
 
     def take_held(self, source: int, dest: int) -> list[Any]:
-        """Return the messages that ``source`` has sent to ``dest`` before that one was connected."""
+        """Return the messages that ``source`` sent to ``dest`` before ``dest`` accepted the connection."""
         return self._held.pop((source, dest), [])

@@ -1,11 +1,10 @@
-"""Keeps the memory of simulations of many ranks bounded, and quick to reach.
+"""Controls garbage collection and memory pages in simulations of many ranks.
 
-Thousands of ranks are millions of Python objects that live to the end. Looking through them as often as Python's
-garbage collector does takes half of the time, so it runs at fixed points alone (those of
-:class:`asyncdist.simulation.scheduler.Scheduler`). What such a simulation leaves behind would stay until Python next
-looks through all objects, which may be never, so this is done at its end. And each message touches many pages of
-memory, more than whose addresses a processor keeps: in pages of 2 MiB in place of 4 KiB, 1,000 ranks exchange messages
-nearly twice as fast.
+Thousands of ranks are millions of Python objects that live to the end. Python's garbage collector would take half of
+the time, so it runs only at fixed points (see :class:`asyncdist.simulation.scheduler.Scheduler`), and once at the end,
+because Python itself might never collect the remains of such a simulation. Each message touches more pages than a
+processor's translation buffer holds: with pages of 2 MiB instead of 4 KiB, 1,000 ranks exchange messages nearly twice
+as fast.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ import sys
 from collections.abc import Iterator
 from typing import Final
 
-#: Objects made since the last fixed point that make Python collect all the same, lest memory run out before the next.
+#: Number of new objects after which Python collects even between fixed points, to bound memory.
 _OBJECT_COUNT_MAX: Final = 2_000_000
-#: From so many ranks on, a second spent on memory is won back.
+#: Number of ranks from which huge pages save more time than their set-up takes.
 MANY_RANKS: Final = 256
-#: Of ``madvise``: let the kernel use huge pages for a range, and move what is there into such pages now.
+#: Arguments of ``madvise``: allow huge pages for a range, and move its contents into huge pages now.
 _MADV_HUGEPAGE: Final = 14
 _MADV_COLLAPSE: Final = 25
 _HUGE_PAGE_NBYTES: Final = 2 << 20
@@ -29,9 +28,9 @@ _HUGE_PAGE_NBYTES: Final = 2 << 20
 
 @contextlib.contextmanager
 def collecting_at_fixed_points(rank_count: int) -> Iterator[None]:
-    """Let Python collect no garbage by itself until the context ends, unless very many objects are made at a time."""
+    """Disable automatic garbage collection until the context ends, except after very many new objects."""
     before = gc.get_threshold()
-    gc.collect(0)  # what counts is what is made from now on
+    gc.collect(0)  # count new objects from here on
     gc.set_threshold(_OBJECT_COUNT_MAX, 50, 1000)
     try:
         yield
@@ -42,9 +41,9 @@ def collecting_at_fixed_points(rank_count: int) -> Iterator[None]:
 
 
 def use_huge_pages() -> int:
-    """Move this process's heap into huge pages, where Linux can; returns the number of bytes that it was asked to move.
+    """Ask Linux to move this process's heap into huge pages; return the number of bytes asked for.
 
-    Where it cannot, or may not, nothing happens: it is a matter of speed alone.
+    If that is not possible or not allowed, nothing happens: it only affects speed.
     """
     if not sys.platform.startswith("linux"):
         return 0
@@ -60,7 +59,7 @@ def use_huge_pages() -> int:
 
 
 def _anonymous_regions() -> Iterator[tuple[int, int]]:
-    """Return where the private memory of this process is that belongs to no file, and is not main's stack."""
+    """Yield the address ranges of this process's anonymous private memory, except the main stack."""
     with contextlib.suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
         for line in lines:
             addresses, rights, _, _, inode, *name = line.split(maxsplit=5)
