@@ -1,5 +1,5 @@
 # cython: boundscheck=False, wraparound=False
-"""Computes the CRC32 of frames. Where this is compiled, a table of eight rows beats zlib's call for small frames."""
+"""Computes the CRC32 of frames. When compiled, a table of eight rows is faster than zlib for small frames."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from array import array
 from typing import Any, Final
 
 _ONES: Final = 0xFFFFFFFF
-#: Up to this size a loop, where it is compiled, takes less than a call of zlib.
+#: Largest size, in bytes, for which the compiled loop is faster than a call of zlib.
 _LOOP_NBYTES_MAX: Final = 0 if __file__.endswith(".py") or sys.byteorder != "little" else 256
 LOOP_NBYTES_MAX: Final = _LOOP_NBYTES_MAX
 
 
 def _remainders() -> array[int]:
-    """Return, for the loop, the remainder of each byte followed by 0 to 7 zero bytes, by the polynomial of CRC32."""
+    """Return the CRC32 remainders of each byte followed by 0 to 7 zero bytes."""
     first = [~zlib.crc32(bytes([byte]), 0xFFFFFFFF) & 0xFFFFFFFF for byte in range(256)]
     rows = [first]
     for _ in range(7):
@@ -28,7 +28,7 @@ _REMAINDERS: Final = _remainders()
 
 
 def _after_word(crc: int) -> int:
-    """Continue a CRC, to which four bytes have been added, by these: four lookups that do not wait for each other."""
+    """Continue a CRC that already includes four bytes by XOR: four independent lookups."""
     return (
         _REMAINDERS[768 + (crc & 0xFF)]
         ^ _REMAINDERS[512 + (crc >> 8 & 0xFF)]
@@ -38,7 +38,7 @@ def _after_word(crc: int) -> int:
 
 
 def _after_long(crc: int, value: int) -> int:
-    """Continue a CRC by eight bytes: eight lookups that do not wait for each other."""
+    """Continue a CRC by eight bytes: eight independent lookups."""
     value ^= crc
     return (
         _REMAINDERS[1792 + (value & 0xFF)]
@@ -53,12 +53,12 @@ def _after_long(crc: int, value: int) -> int:
 
 
 def of_frame(longs: Any, octets: Any, nbytes: int) -> int:
-    """Compute the CRC of a frame without its first four bytes, in which the CRC belongs.
+    """Compute the CRC of a frame without its first four bytes, which hold the CRC.
 
     Args:
-        longs: the frame's buffer as words of eight bytes.
-        octets: the same as bytes.
-        nbytes: of the frame.
+        longs: The frame's buffer as words of eight bytes.
+        octets: The same buffer as bytes.
+        nbytes: Size of the frame in bytes.
     """
     if nbytes > _LOOP_NBYTES_MAX:
         return zlib.crc32(octets[4:nbytes])
@@ -74,9 +74,9 @@ def of_header_and_payload(words: Any, after_crc: Any, payload: bytes) -> int:
     """Compute the CRC of a frame in two parts, without its first four bytes.
 
     Args:
-        words: the header as words of four bytes.
-        after_crc: the header's bytes without the first four.
-        payload: the rest of the frame.
+        words: The header as words of four bytes.
+        after_crc: The header's bytes without the first four.
+        payload: The rest of the frame.
     """
     if len(payload) > _LOOP_NBYTES_MAX:
         return zlib.crc32(payload, zlib.crc32(after_crc))

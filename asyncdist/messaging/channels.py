@@ -1,14 +1,13 @@
 """Typed, bounded channels, multiplexed by tag and scope.
 
-:mod:`asyncdist.messaging.demultiplexer` receives the frames of a tag and hands them to the :class:`Channel` of their
-scope. The runtime's own channels have a *handler* in place of a mailbox: a function, called as each message arrives.
+:mod:`asyncdist.messaging.demultiplexer` receives the frames of a tag and passes them to the :class:`Channel` of their
+scope. The runtime's own channels have a *handler* instead of a mailbox: a function called with each arriving message.
 
-A channel's mailbox is bounded. When it is full, a user's channel *stalls*: nothing more is taken on its tag until a
-task receives. Frames for channels of a user that are not open yet do the same when they are too many. A protocol's
-channel, which knows how much may be under way, fails with RemoteProtocolError instead (``"error"``), or keeps the
-newest message of each source (``"latest"``).
+A channel's mailbox is bounded. When it is full, a user's channel *stalls*: its tag receives no more messages until a
+task receives one. Too many frames for unopened channels of a user have the same effect. A protocol's channel fails
+with RemoteProtocolError instead (``"error"``), or keeps the newest message of each source (``"latest"``).
 
-A protocol whose coordinator may change has *epochs*, one for each coordinator (:meth:`Channel.enter_epoch`).
+A protocol whose coordinator may change has one *epoch* per coordinator (:meth:`Channel.enter_epoch`).
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("asyncdist.messaging.channels")
 
-#: Tests of the tag inside one ``receive`` before it lets the loop run. A reply that is on its way is caught here.
+#: Number of tests of the tag in one ``receive`` before it yields to the loop. They catch a reply that is on its way.
 HOT_TEST_COUNT: Final = 100
-#: After so many sends and receives that did not have to wait, one yields to the loop all the same.
+#: Number of sends and receives without a wait after which the next one yields to the loop.
 FAIRNESS_PERIOD: Final = 64
-#: How long a message may take that its sender has sent before it died, after its loss is known, in seconds.
+#: Seconds after a sender's loss is known within which its last messages may still arrive.
 LAST_MESSAGES_S: Final = 1.0
 
 
@@ -70,10 +69,12 @@ class Channel(Generic[MessageT]):
         self.demultiplexer = demultiplexer
         self._counts_contacts = counts_contacts
         self._admits_restarted = admits_restarted
-        #: Returns an error where all other ranks are gone, and some of them lost.
+        #: Returns an error if all other ranks are gone and some of them are lost.
         self.lost_senders: Callable[[], RankLostError | None] = lambda: None
         self._has_gone_senders = False
-        self._is_forsaken: bool | None = None  # None while there are senders, True when their last messages have come
+        self._is_forsaken: bool | None = (
+            None  # None while there are senders, True after their last messages have arrived
+        )
         self.scope = scope
         self._peer_scope = scope if peer_scope is None else peer_scope
         self.name = name
@@ -86,7 +87,7 @@ class Channel(Generic[MessageT]):
         self._engine = demultiplexer.engine
         self._capacity = capacity
         self._sending_count = 0
-        self.dropped_count = 0  # messages that came after main had returned
+        self.dropped_count = 0  # messages that arrived after main had returned
         self.inbox = self._new_inbox(capacity, handler=handler, overflow=overflow)
         self._earlier_inbox = (
             None if earlier_handler is None else self._new_inbox(capacity, handler=earlier_handler, overflow="error")
@@ -99,13 +100,13 @@ class Channel(Generic[MessageT]):
             tag=demultiplexer.tag,
             size=demultiplexer.engine.transport.size,
             name=name,
-            # Peers that heard an earlier channel of this scope go on counting from there.
+            # Peers of an earlier channel of this scope continue its sequence numbers.
             sequence=demultiplexer.sent_count,
             contacts=demultiplexer.sent_to if counts_contacts else set(),
             left=left,
         )
         self._post = self._outbox.post
-        # Where a doorbell rings, nothing arrives while this rank runs on.
+        # With a doorbell, no message arrives while this rank keeps running.
         self._hot_test_count = 1 if demultiplexer.engine.transport.capabilities.wakes else HOT_TEST_COUNT
         self._tells_sends = demultiplexer.engine.tells_sends
         self._since_yield = 0
@@ -128,25 +129,25 @@ class Channel(Generic[MessageT]):
     # -- sending ----------------------------------------------------------------------------------------------------
 
     def send_nowait(self, message: MessageT, dest: int, *, round: int = 0) -> None:
-        """Start to send, and go on; the runtime keeps the message until it has left.
+        """Start to send a message without waiting; the runtime keeps the message until it has left.
 
         Args:
-            message: one of the channel's dataclasses.
-            dest: a rank, possibly this one.
-            round: the protocol's round, carried in the header.
+            message: An instance of one of the channel's dataclasses.
+            dest: Rank of the receiver, possibly this rank.
+            round: Round of the protocol, carried in the header.
 
         Raises:
-            LocalProtocolError: it is not a message of this channel, it is too large, or there is no such rank.
-            BusyError: as many sends as the channel's capacity are still under way.
-            ClosedError: the channel is closed, or main has returned on ``dest``, which receives nothing more. (Messages
-                sent before this rank heard so are dropped and counted there.)
-            RankLostError: the peer is lost, or the job has failed.
+            LocalProtocolError: ``message`` is not of the channel's types or too large, or ``dest`` is not a rank.
+            BusyError: As many sends as the channel's capacity are still in progress.
+            ClosedError: The channel is closed, or main has returned on ``dest``, which no longer receives. (Messages
+                sent before this rank learned of that are dropped and counted there.)
+            RankLostError: The peer is lost, or the job has failed.
         """
         if self._sending_count >= self._capacity:
             self._engine.poll()
             if self._sending_count >= self._capacity:
                 raise BusyError(
-                    f"{self.name}: {self._capacity} sends are under way; await send() to wait",
+                    f"{self.name}: {self._capacity} sends (the capacity) are in progress; await send() to wait",
                     tag=self.demultiplexer.tag,
                 )
         request = self._post(message, dest, round)
@@ -155,12 +156,12 @@ class Channel(Generic[MessageT]):
             self._watch(request, dest, self._on_sent)
 
     async def send(self, message: MessageT, dest: int, *, round: int = 0) -> None:
-        """Send and wait until the message has left, which for a large one may be when ``dest`` receives.
+        """Send a message, and wait until it has left. A large message may leave only when ``dest`` receives it.
 
-        **Cancellation**: the message is sent all the same.
+        **Cancellation**: the message is sent anyway.
 
         Raises:
-            LocalProtocolError, ClosedError, RankLostError: as ``send_nowait``.
+            LocalProtocolError, ClosedError, RankLostError: As ``send_nowait``.
         """
         request = self._post(message, dest, round)
         if (request is not None or self._tells_sends) and await self._has_waited_for(request, dest):
@@ -171,7 +172,7 @@ class Channel(Generic[MessageT]):
             await yield_to_loop()
 
     async def _has_waited_for(self, request: Request | None, dest: int) -> bool:
-        """Wait until a message has left; return whether that took its time."""
+        """Wait until a message has left; return whether there was anything to wait for."""
         engine, tag = self._engine, self.demultiplexer.tag
         name = engine.name_send(WaitKind.MESSAGE_LEFT, dest, tag)
         if request is None:
@@ -189,12 +190,12 @@ class Channel(Generic[MessageT]):
         try:
             await engine.park(waiter, self._sending(dest), is_of_request=True)
         finally:
-            if name and not has_left:  # the wait has ended by something else
+            if name and not has_left:  # something else has ended the wait
                 engine.wake_by(name, bool)
         return True
 
     def _watch(self, request: Request, dest: int, on_done: Callable[[AsyncdistError | None], None]) -> None:
-        """Keep a message that has not left at once."""
+        """Keep a message that did not leave at once until it has left."""
         demultiplexer = self.demultiplexer
 
         def on_left(error: AsyncdistError | None) -> None:
@@ -220,18 +221,17 @@ class Channel(Generic[MessageT]):
         """Wait for the next message, and return it.
 
         Args:
-            timeout_s: give up after so many seconds. Everything that has arrived is taken in before that is judged, so
-                a loop that was blocked by computing does not time out on a message that lay there.
+            timeout_s: Seconds after which to give up; None to wait without a limit. Messages that have arrived are
+                delivered before the timeout is judged, so a loop that was blocked by computing does not time out.
 
-        **Cancellation**: loses nothing.
+        **Cancellation**: no message is lost.
 
         Raises:
-            TimeoutError: no message came in time.
-            RemoteProtocolError: a peer overflowed this channel.
-            RankLostError: the job has failed; or nobody is left who could send: all other ranks are gone, some of them
-                lost. While one of them lives it is waited for, also where the one that was to send is lost: a channel
-                does not know which one that is.
-            ClosedError: the channel is closed.
+            TimeoutError: No message arrived in time.
+            RemoteProtocolError: A peer overflowed this channel.
+            RankLostError: The job has failed, or all other ranks are gone and some of them are lost. As long as one of
+                them lives, ``receive`` waits for it, because a channel does not know which rank will send.
+            ClosedError: The channel is closed.
         """
         self._since_yield += 1
         if self._since_yield >= FAIRNESS_PERIOD:
@@ -246,11 +246,11 @@ class Channel(Generic[MessageT]):
         return envelope
 
     def receive_nowait(self) -> Envelope[MessageT] | None:
-        """Return the next message if one is here, else None. Raises as ``receive``."""
+        """Return the next message if one has arrived, else None. Raises as ``receive``."""
         return self.inbox.take(0)
 
     def receive_all(self) -> list[Envelope[MessageT]]:
-        """Return all messages that are here, in their order: none waits, and each is taken. Raises as ``receive``."""
+        """Remove and return all messages that have arrived, in order, without waiting. Raises as ``receive``."""
         return self.inbox.take_all()
 
     def __aiter__(self) -> AsyncIterator[Envelope[MessageT]]:
@@ -294,7 +294,7 @@ class Channel(Generic[MessageT]):
     # -- called by the demultiplexer and the world ------------------------------------------------------------------
 
     def known_by(self) -> list[tuple[tuple[int, int], wire.Decode]]:
-        """Return, for each kind, the key and stamp of its frames, and how to decode them."""
+        """Return, for each message type, the key and stamp of its frames, and their decoder."""
         return list(zip(map(wire.keys_of, self._routes_of(self.scope)), self._codec.decoders, strict=True))
 
     def _routes_of(self, scope: int) -> list[bytes]:
@@ -306,13 +306,13 @@ class Channel(Generic[MessageT]):
         return len(self._codec.decoders)
 
     def enter_epoch(self, epoch: int) -> None:
-        """Exchange messages of this epoch from now on.
+        """Send and receive messages of ``epoch`` from now on.
 
-        Messages of earlier ones are dropped and counted, those that wait here included. Messages of later ones wait
-        until this rank enters these.
+        Messages of earlier epochs are dropped and counted, including those in the mailbox. Messages of later epochs
+        wait until this rank enters them.
 
         Args:
-            epoch: a larger number than before.
+            epoch: Number of the epoch, larger than that of the current one.
         """
         assert self.has_epochs and epoch > self.epoch, f"{self.name}: epoch {epoch} after {self.epoch}"
         self.epoch = epoch
@@ -322,22 +322,22 @@ class Channel(Generic[MessageT]):
         self.demultiplexer.route_to(self)
 
     def deliver_earlier(self, kind: int, frame: wire.FrameReader, source: int) -> None:
-        """Give a message of an earlier epoch to the function that was named for these, if there is one."""
+        """Pass a message of an earlier epoch to the channel's ``earlier_handler``, if it has one."""
         if self._earlier_inbox is not None:
             self._earlier_inbox.deliver(self._codec.decoders[kind], frame, source)
 
     def name_senders(self, senders: Callable[[], Iterable[int]]) -> None:
-        """Let reports know which ranks may send here."""
+        """Set the function that returns, for reports, the ranks that may send on this channel."""
         self._senders = senders
 
     def on_gone(self) -> None:
-        """Let those that wait look whether anybody is left who could send: a rank has left, or is lost."""
+        """Make waiting tasks check whether any rank is left that could send, after a departure or loss."""
         self._has_gone_senders = True
         if self.inbox.waiters and self.lost_senders() is not None:
             self._wake_all()
 
     def _check_senders(self) -> None:
-        """Raise RankLostError if nobody is left who could send, and what they had sent has had the time to arrive."""
+        """Raise RankLostError if no rank is left that could send and their last messages have had time to arrive."""
         error = self.lost_senders()
         if error is None:
             self._is_forsaken = None
@@ -353,10 +353,10 @@ class Channel(Generic[MessageT]):
         self._wake_all()
 
     def on_restarted(self, rank: int) -> None:
-        """Expect the first messages of a new process in the place of ``rank``.
+        """Expect new sequence numbers from a restarted ``rank``.
 
-        A protocol's state was made with the process before. Unless the channel was opened for both, sends to the new
-        one raise RankLostError until it has sent something on this channel, or :meth:`admit` is called.
+        A protocol's state refers to the previous process. Unless the channel admits restarted ranks, sends to the new
+        process raise RankLostError until it has sent a message on this channel, or :meth:`admit` is called.
         """
         for inbox in (self.inbox, self._earlier_inbox):
             if inbox is not None:
@@ -367,12 +367,12 @@ class Channel(Generic[MessageT]):
         self._outbox.look_again()
 
     def admit(self, rank: int) -> None:
-        """Send to the new process in the place of ``rank`` from now on; nothing where it is not new."""
+        """Allow sends to the new process of a restarted ``rank``; otherwise do nothing."""
         if rank in self._outbox.strangers:
             self._outbox.strangers = {other for other in self._outbox.strangers if other != rank}
 
     def on_left(self) -> None:
-        """Check the next message's rank: a rank has left."""
+        """Check the receiver of the next message again, because a rank has left."""
         self._outbox.look_again()
 
     def fail(self, error: AsyncdistError) -> None:
@@ -381,13 +381,13 @@ class Channel(Generic[MessageT]):
         self._wake_all()
 
     def close(self, *, afterwards: Callable[[Envelope[MessageT]], None] | None = None) -> None:
-        """Receive no more. Tasks that wait get ClosedError, once the mailbox is empty.
+        """Close the channel. Waiting tasks get ClosedError once the mailbox is empty.
 
         Args:
-            afterwards: called with each message that was not received, and with each that still comes until the scope
-                is opened again, or until so many other channels of this tag have closed that it is forgotten
-                (:data:`asyncdist.messaging.demultiplexer.ANSWERING_COUNT_MAX`): its sender may wait for an answer.
-                Without it, messages that still come are dropped and counted.
+            afterwards: Called with each unreceived message, and with each message that arrives later, since its sender
+                may wait for an answer. This ends when the scope is opened again, or when
+                :data:`asyncdist.messaging.demultiplexer.ANSWERING_COUNT_MAX` other channels of this tag have closed.
+                Without it, late messages are dropped and counted.
         """
         if not self.inbox.is_closed:
             self.inbox.is_closed = self._outbox.is_closed = True
@@ -410,7 +410,7 @@ class Channel(Generic[MessageT]):
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a user's task waits for a message."""
+        """Whether a task of the user waits for a message."""
         return bool(self.inbox.waiters) and self.overflow == "stall"
 
     @property
@@ -420,12 +420,12 @@ class Channel(Generic[MessageT]):
 
     @property
     def waiting_count(self) -> int:
-        """Number of messages that have not been received yet."""
+        """Number of messages in the mailbox."""
         return len(self.inbox.mailbox)
 
     @property
     def unread_count(self) -> int:
-        """Number of messages that were not received, those dropped after main had returned included."""
+        """Number of unreceived messages, including those dropped after main had returned."""
         return len(self.inbox.mailbox) + self.dropped_count
 
     def statistics(self) -> ChannelStatistics:

@@ -1,14 +1,14 @@
-"""Receives the frames of one tag and hands each to the channel of its scope.
+"""Receives the frames of one tag and passes each to the channel of its scope.
 
 A :class:`TagDemultiplexer` has one persistent wildcard receive for its tag. It checks the frames and finds their
-channel by the route in the header. Frames for a scope that is not open here yet, or for an epoch that its channel has
-not entered, wait within a bound (:mod:`asyncdist.messaging.early_frames`). Frames for a closed scope are dropped and
-counted; so are those of an earlier epoch, unless the channel takes them. Frames that do not decode are counted and
-logged once per peer, and never raise here. Reasons for drops are few, so their counts take no memory; the last example
-of each is kept.
+channel by the route in the header. Frames for a scope that is not open yet, or for an epoch that its channel has not
+entered, wait within a bound (:mod:`asyncdist.messaging.early_frames`). Frames for a closed scope are dropped and
+counted; so are frames of an earlier epoch, unless the channel handles them. Frames that do not decode are counted and
+logged once per peer, and never raise on this rank. For each of the few reasons for drops, a count and the last example
+are kept.
 
-A rank whose main has returned receives nothing more on its user's channels: messages that still come are dropped and
-counted, so no sender waits for it, and a send that starts when the sender has heard of it raises ClosedError.
+After main has returned, a rank drops and counts messages on channels of the user, so that no sender waits for it. Sends
+by peers that know of its return raise ClosedError.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("asyncdist.messaging.demultiplexer")
 
-#: Closed channels of one tag that still answer their peers. The oldest is forgotten for one more: a job opens and
-#: closes policies for weeks, and a peer that asks so late has long given up.
+#: Maximum number of closed channels per tag that still answer their peers; beyond it the oldest is forgotten. A job may
+#: open and close policies for weeks, and no peer still waits for an answer of the oldest.
 ANSWERING_COUNT_MAX: Final = 64
-#: Scopes of one tag that are remembered to be closed.
+#: Maximum number of closed scopes that are remembered per tag.
 CLOSED_SCOPE_COUNT_MAX: Final = 4096
 
 
@@ -50,7 +50,7 @@ class ChannelStatistics:
 
 
 class ReceivingChannel(Protocol):
-    """Names what a demultiplexer needs of a channel; :class:`asyncdist.messaging.channels.Channel` has it."""
+    """The methods of :class:`asyncdist.messaging.channels.Channel` that a demultiplexer uses."""
 
     name: str
     scope: int
@@ -65,23 +65,23 @@ class ReceivingChannel(Protocol):
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a user's task waits for a message."""
+        """Whether a task of the user waits for a message."""
 
     @property
     def unread_count(self) -> int:
-        """Number of messages that were not received."""
+        """Number of unreceived messages."""
 
     def known_by(self) -> list[tuple[tuple[int, int], wire.Decode]]:
-        """Return, for each kind, the key and stamp of its frames, and how to decode them."""
+        """Return, for each message type, the key and stamp of its frames, and their decoder."""
 
     def deliver_earlier(self, kind: int, frame: wire.FrameReader, source: int) -> None:
-        """Take a message of an earlier epoch."""
+        """Handle a message of an earlier epoch."""
 
     def on_left(self) -> None:
         """Note that a rank has left."""
 
     def on_gone(self) -> None:
-        """Note that a rank has left, or is lost: somebody may wait for it alone."""
+        """Note that a rank has left or is lost; a task may wait only for this rank."""
 
     def on_restarted(self, rank: int) -> None:
         """Note that a new process has the place of ``rank``."""
@@ -91,23 +91,21 @@ class ReceivingChannel(Protocol):
 
 
 class TagDemultiplexer:
-    """Receives the frames of one tag on this rank, and hands each to its channel.
+    """Receives the frames of one tag on this rank, and passes each to its channel.
 
     Args:
-        engine: polls it.
-        tag: the tag.
-        nonce: identifies the job; a frame of another job is dropped.
-        is_users: whether its channels are a user's, which lose nothing, in place of a protocol's.
-        sent_to: the ranks to which messages are sent are added to it.
-        heard_from: the ranks from which messages come are added to it.
+        nonce: Identifies the job; frames of another job are dropped.
+        is_users: Whether the channels belong to the user, who loses no message, or to protocols.
+        sent_to: Set to which the receivers of messages are added.
+        heard_from: Set to which the senders of received messages are added.
 
     Attributes:
-        early: frames for scopes that are not open yet.
-        dropped: number of frames that were not delivered, by reason.
-        drop_examples: the last one of each reason, in words.
-        under_way_count: number of messages that have not left yet.
-        receiver: takes the frames.
-        slow_dests: ranks to which some message did not leave at once.
+        early: Frames for scopes that are not open yet; or None.
+        dropped: Number of undelivered frames by reason.
+        drop_examples: Description of the last undelivered frame, by reason.
+        under_way_count: Number of messages that have not left yet.
+        receiver: Receives the frames.
+        slow_dests: Ranks to which some message did not leave at once.
     """
 
     def __init__(
@@ -123,15 +121,15 @@ class TagDemultiplexer:
         self.under_way_count = 0
         self.slow_dests: set[int] = set()
         self._has_left = False
-        self._never_opened_count = 0  # frames that came for such scopes after main had returned
+        self._never_opened_count = 0  # frames for unopened scopes that arrived after main had returned
         self._channels: dict[int, ReceivingChannel] = {}
         # Both oldest first.
-        self._answering: dict[tuple[int, int], ReceivingChannel] = {}  # closed ones, by scope and epoch
+        self._answering: dict[tuple[int, int], ReceivingChannel] = {}  # closed channels by scope and epoch
         self._closed_scopes: dict[int, None] = {}
         self.early = EarlyFrames(tag, engine.loop, self._awaited_names)
         self._complained_about: set[int] = set()
         self._closed_sent_count = self._closed_received_count = 0
-        # Not cleared, as a bytearray is: most frames take its first hundred bytes, and simulations have thousands.
+        # Not zeroed, unlike a bytearray: most frames need only the first hundred bytes, and simulations have thousands.
         buffer = numpy.empty(wire.FRAME_NBYTES_MAX, dtype=numpy.uint8).data
         request = engine.transport.persistent_receive(buffer, tag)
         self.receiver = FrameReceiver(
@@ -146,14 +144,14 @@ class TagDemultiplexer:
         engine.add_pollable(self.receiver)
 
     def _explain(self, frame: wire.FrameReader, source: int) -> bool:
-        """Drop or keep a frame that is for no open channel; return whether nothing more is to be taken."""
+        """Drop or keep a frame without an open channel; return whether the tag must stall."""
         route = frame.route()
         channel = self._channels.get(route.scope)
         if route.version != wire.VERSION:
             self.drop(source, "another version", f"version {route.version}, not {wire.VERSION}")
         elif route.nonce != self.nonce:
             self.drop(source, "another job")
-        elif route.reserved:  # it would wait for ever for a channel that no rank has
+        elif route.reserved:  # no channel would ever take the frame
             self.drop(source, "reserved part of the route", f"reserved part {route.reserved} of the route, not 0")
         elif channel is not None and route.kind >= channel.kind_count:
             self.drop(source, "unknown kind", f"{channel.name}: kind {route.kind}, of {channel.kind_count} known")
@@ -170,11 +168,11 @@ class TagDemultiplexer:
             self.early.keep(source, frame)
             return self.is_users and self.early.is_full
         else:
-            self.drop(source, "too many frames for scopes that nobody has opened")
+            self.drop(source, "too many frames for unopened scopes")
         return False
 
     def _drop_closed(self, route: wire.Route, frame: wire.FrameReader, source: int) -> None:
-        """Drop a frame for a closed scope, or give it to the channel that answers those of earlier epochs."""
+        """Drop a frame for a closed scope, or pass it to a channel that handles earlier epochs."""
         self.dropped["closed scope"] += 1
         for (scope, epoch), channel in reversed(self._answering.items()):
             if scope == route.scope and route.epoch < epoch and route.kind < channel.kind_count:
@@ -189,7 +187,7 @@ class TagDemultiplexer:
             channel.dropped_count += 1
 
     def leave(self) -> None:
-        """Drop what still comes for a user's channels, so no sender waits: main has returned on this rank."""
+        """Drop all further messages for channels of the user, because main has returned on this rank."""
         if self.is_users:
             self._has_left = True
             for channel in self._channels.values():
@@ -198,7 +196,7 @@ class TagDemultiplexer:
             self.receiver.resume(self.receiver.stalled_on)
 
     def on_left(self, ranks: RankSet) -> list[int]:
-        """Note that ranks read users' messages no more; return those for which messages may still be under way."""
+        """Note that main has returned on ``ranks``; return the ranks whose messages may still be on their way."""
         for channel in self._channels.values():
             channel.on_left()
         return sorted(rank for rank in self.slow_dests if rank in ranks) if self.is_users else []
@@ -209,7 +207,7 @@ class TagDemultiplexer:
             channel.on_gone()
 
     def on_restarted(self, rank: int) -> None:
-        """Note that a new process has the place of ``rank``: it counts its messages anew."""
+        """Note that ``rank`` was restarted, so that its sequence numbers begin again."""
         self.slow_dests.discard(rank)
         self._complained_about.discard(rank)
         if count := self.early.forget(rank):
@@ -222,32 +220,32 @@ class TagDemultiplexer:
         return [channel.name for channel in self._channels.values() if channel.is_awaited]
 
     def drop(self, source: int, reason: str, particulars: str = "") -> None:
-        """Count a frame that is not delivered; the first one of each peer is logged, unless its sender is lost.
+        """Count an undelivered frame; log the first one of each peer, unless its sender is lost.
 
         Args:
-            source: the sender's rank.
-            reason: one of a few.
-            particulars: what is wrong with this frame.
+            source: Rank of the sender.
+            reason: One of a few reasons, without numbers.
+            particulars: Description of this frame's fault.
         """
         what = particulars or reason
         self.dropped[reason] += 1
         self.drop_examples[reason] = f"tag {self.tag}, rank {source}: {what}"
-        if source not in self._complained_about and reason != "RankLostError":  # a loss is told for itself
+        if source not in self._complained_about and reason != "RankLostError":  # a loss is reported elsewhere
             self._complained_about.add(source)
             text = "tag %d: dropped a frame from rank %d: %s (further ones are only counted)"
             logger.warning(text, self.tag, source, what)
 
     def attach(self, channel: ReceivingChannel) -> None:
-        """Hand the frames of a channel's scope to it from now on, those that came early first."""
+        """Deliver the frames of the channel's scope to it from now on, beginning with the early frames."""
         if channel.scope in self._channels:
-            raise LocalProtocolError(f"tag {self.tag}: {channel.name} is open already", tag=self.tag)
+            raise LocalProtocolError(f"tag {self.tag}: {channel.name} is already open", tag=self.tag)
         self._channels[channel.scope] = channel
         self.route_to(channel)
 
     def route_to(self, channel: ReceivingChannel) -> None:
-        """Deliver the frames of a channel's scope and epoch to it, those that came early first."""
+        """Deliver the frames of the channel's scope and epoch to it, beginning with the early frames."""
         for (key, stamp), decode in channel.known_by():
-            self.receiver.close(key)  # to those who came before, see detach
+            self.receiver.close(key)  # closes the route that detach left open for late messages
             self.receiver.routes[key] = stamp, channel.inbox, decode
         early = self.early.take_all()
         self.receiver.resume(self.receiver)
@@ -255,7 +253,7 @@ class TagDemultiplexer:
             self.receiver.deliver(frame, frame.nbytes, source)
 
     def detach(self, channel: ReceivingChannel, *, answers: bool) -> None:
-        """Close the scope: frames that still come for it are dropped and counted, or go to the channel's handler."""
+        """Close the scope: later frames are dropped and counted, or passed to the channel's ``afterwards``."""
         if self._channels.pop(channel.scope, None) is not None:
             if answers:
                 self._forget_answering((channel.scope, channel.epoch))
@@ -268,7 +266,7 @@ class TagDemultiplexer:
         if len(self._closed_scopes) > CLOSED_SCOPE_COUNT_MAX:
             del self._closed_scopes[next(iter(self._closed_scopes))]
         self.receiver.resume(channel.inbox)
-        for source, frame in self.early.take_all() if self.early else ():  # of an epoch that it has not entered
+        for source, frame in self.early.take_all() if self.early else ():  # frames of an epoch that it has not entered
             self.receiver.deliver(frame, frame.nbytes, source)
 
     def _forget_answering(self, key: tuple[int, int]) -> None:
@@ -277,21 +275,21 @@ class TagDemultiplexer:
             self._forget(channel)
 
     def _forget(self, channel: ReceivingChannel) -> None:
-        """Keep of a closed channel only what it has counted."""
+        """Forget a closed channel, except for its counts."""
         counts = channel.statistics()
         self._closed_sent_count += counts.sent_count
         self._closed_received_count += counts.received_count
         for (key, _), _ in channel.known_by():
             found = self.receiver.routes.get(key)
-            if found is not None and found[1] is channel.inbox:  # and not a channel's that was opened since
+            if found is not None and found[1] is channel.inbox:  # and not the inbox of a newer channel
                 self.receiver.close(key)
 
     def channels(self) -> tuple[ReceivingChannel, ...]:
-        """Return the channels that are open."""
+        """Return the open channels."""
         return tuple(self._channels.values())
 
     def close(self) -> None:
-        """Cancel the receive. A message that comes in this very moment is dropped and counted."""
+        """Cancel the receive. A message that arrives at this moment is dropped and counted."""
         self.engine.remove_pollable(self.receiver)
         self.early.close()
         if self.receiver.is_posted:
@@ -314,10 +312,10 @@ class TagDemultiplexer:
         return of_closed + sum(channel.statistics().received_count for channel in self._all())
 
     def _all(self) -> Iterator[ReceivingChannel]:
-        """Return the channels that are open or answer."""
+        """Return the channels that are open or still answer."""
         return itertools.chain(self._channels.values(), self._answering.values())
 
     @property
     def early_count(self) -> int:
-        """Number of frames for scopes that are not open: those that wait, and those dropped at the end."""
+        """Number of frames for unopened scopes: waiting ones, and ones dropped at the end."""
         return len(self.early) + self._never_opened_count

@@ -1,9 +1,9 @@
-"""Streams whose sender writes the end of a tensor into the receiver's memory by itself.
+"""Streams whose sender writes the tail of a tensor directly into the receiver's memory.
 
-Both ends compose a plain stream (:mod:`asyncdist.messaging.streams`) on one slot. Its messages are the chunks of the
-first part, then eight bytes that say how much of the tail the sender has written
-(:mod:`asyncdist.transports.cross_memory_attach`), then the rest of the tail in chunks. The sender decides how much it
-writes; the receiver posts the receives of the rest when it knows.
+Both ends use a plain stream (:mod:`asyncdist.messaging.streams`) on one slot. Its messages are the chunks of the first
+part, then the number of tail bytes that the sender has written (eight bytes; see
+:mod:`asyncdist.transports.cross_memory_attach`), then the rest of the tail in chunks. The sender decides how much it
+writes; the receiver posts the receives for the rest when it knows that number.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("asyncdist.messaging.streams")
 
-#: A sender that comes to its next piece later than this computes between its safe points: it had better send the rest,
-#: which then moves without it.
+#: If more seconds than this pass between two pieces, the sender is computing between safe points. It then sends the
+#: rest as messages, which move without its help.
 ATTENTION_S: Final = 0.001
 _COUNT_NBYTES: Final = 8
 
 
 class DirectWriteSender:
-    """Writes the tail of one outbound stream, piece by piece, and then sends what it has not written.
+    """Writes the tail of one outbound stream piece by piece, and then sends the unwritten rest.
 
     Args:
-        slots: of this rank.
-        chunks: the bytes to send first, as of :class:`~asyncdist.messaging.outbound_streams.OutboundStream`.
-        dest: the rank that granted.
-        slot: its slot.
-        tail: the bytes to write.
+        slots: Stream slots of this rank.
+        chunks: Bytes to send first; see :class:`~asyncdist.messaging.outbound_streams.OutboundStream`.
+        dest: Rank that granted the stream.
+        slot: Granted slot.
+        tail: Bytes to write.
 
     Attributes:
-        stream: the plain stream, which is open until :meth:`send_rest`.
+        stream: The plain stream, which is open until :meth:`send_rest`.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class DirectWriteSender:
         self._written_at = time.perf_counter()
 
     def write_piece(self) -> bool:
-        """Write a piece of the tail; returns whether to write more. A rank that comes too late sends the rest."""
+        """Write a piece of the tail; return whether to write more. After a long pause, return False."""
         if self.stream.is_stopping:
             return False
         is_over = time.perf_counter() - self._written_at > ATTENTION_S
         if not is_over:
             try:
                 self.stream.count_sent(self.tail.write_piece())
-            except OSError as error:  # memory of a device, say, or the process has ended; the transport will tell
+            except OSError as error:  # device memory, or the process has ended, which the transport will report
                 logger.debug("stream to rank %d: %s; sending instead", self.stream.dest, error)
                 is_over = True
             self._written_at = time.perf_counter()
@@ -70,10 +70,12 @@ class DirectWriteSender:
         return False
 
     def send_rest(self) -> None:
-        """Write no more: send the number of bytes that have been written, and the rest."""
+        """Stop writing; send the number of written bytes, and then the rest."""
         what = WaitId(WaitKind.WRITTEN_NBYTES, peer=self.stream.dest, number=self.stream.slot)
         nbytes = self._engine.measured(what, self.tail.written_nbytes)
-        while self.tail.written_nbytes < nbytes and self.tail.write_piece():  # in a replay, which is slower
+        while (
+            self.tail.written_nbytes < nbytes and self.tail.write_piece()
+        ):  # in a replay, write as much as in the recording
             pass
         self.tail.written_nbytes = min(self.tail.written_nbytes, nbytes)
         count = memoryview(self.tail.written_nbytes.to_bytes(_COUNT_NBYTES, "little"))
@@ -81,9 +83,9 @@ class DirectWriteSender:
 
 
 class Writer(Pollable):
-    """Writes the tails of this rank's streams: one piece in each pass, of each stream in turn.
+    """Writes the tails of this rank's streams: one piece per pass, the streams in turn.
 
-    It is no request: it completes nothing that has arrived, and no deadline or safe point waits for it.
+    It is not a request: no deadline or safe point waits for it.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -93,34 +95,34 @@ class Writer(Pollable):
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is something to write."""
+        """Whether any tail is unfinished."""
         return bool(self._senders)
 
     def add(self, sender: DirectWriteSender) -> None:
-        """Write the tail of ``sender`` from the next pass on, or from this one, if it has not come here yet."""
+        """Write the tail of ``sender`` from the next poll on."""
         self._senders.append(sender)
         self._engine.ring()
 
     def poll(self) -> int:
-        """Write a piece. It never counts as a message."""
+        """Write one piece; return 0, since no message was delivered."""
         if self._senders:
             sender = self._senders.popleft()
             if sender.write_piece():
                 self._senders.append(sender)
             if self._senders:
-                self._engine.ring()  # no peer will
+                self._engine.ring()  # no peer rings for it
         return 0
 
 
 class DirectWriteReceiver:
-    """Receives a stream whose sender writes to ``tail``; a context manager that finishes it.
+    """Receives a stream whose sender writes to ``tail``; a context manager that finishes the stream.
 
     Args:
-        slots: where the slot comes from.
-        source: the sender.
-        targets: of the chunks that are sent first.
-        tail: memory that the sender writes to. It is kept until the sender has answered.
-        cancel: tells the sender that slot n is given up; called only while it has not answered.
+        slots: Stream slots of this rank.
+        source: Rank of the sender.
+        targets: Buffers for the chunks that are sent first.
+        tail: Memory that the sender writes to. It is kept until the sender has answered.
+        cancel: Sends a cancel for slot n; called only if the sender has not answered.
     """
 
     def __init__(
@@ -133,7 +135,7 @@ class DirectWriteReceiver:
     ) -> None:
         self._tail = tail
         self._count = memoryview(bytearray(_COUNT_NBYTES))
-        self._uncounted_nbytes = 0  # by the stream's messages; one of them is the count
+        self._uncounted_nbytes = 0  # written bytes minus the eight bytes of the count message
         self._cancel = cancel
         self._stream = streams.InboundStream(
             slots, source, [*targets, self._count], streams.WINDOW_COUNT, more=self._targets_of_rest, kept=tail

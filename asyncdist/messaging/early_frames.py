@@ -1,4 +1,4 @@
-"""Keeps frames for channels that this rank has not opened yet, within a bound, and says in time that they wait."""
+"""Keeps a bounded number of frames for channels that this rank has not opened yet, and warns if they wait long."""
 
 from __future__ import annotations
 
@@ -12,19 +12,17 @@ from asyncdist.messaging import wire
 
 logger = logging.getLogger("asyncdist.messaging.early_frames")
 
-#: Frames kept for scopes that are not open yet, per tag.
+#: Maximum number of frames kept for unopened scopes, per tag.
 EARLY_FRAME_COUNT_MAX: Final = 1024
-#: How long they may wait while somebody awaits another channel of their tag, before that is told.
+#: Seconds after which a warning is logged if a task awaits another channel of the same tag.
 EARLY_PATIENCE_S: Final = 5.0
 
 
 class EarlyFrames:
-    """Keeps one tag's frames for scopes that are not open.
+    """Keeps one tag's frames for unopened scopes.
 
     Args:
-        tag: of the frames.
-        loop: runs the timer.
-        awaited: returns the names of the channels of this tag that tasks of the user await.
+        awaited: Returns the names of the channels of this tag that tasks of the user await.
     """
 
     def __init__(self, tag: int, loop: asyncio.AbstractEventLoop, awaited: Callable[[], list[str]]) -> None:
@@ -41,7 +39,7 @@ class EarlyFrames:
 
     @property
     def is_full(self) -> bool:
-        """Whether as many frames wait as may."""
+        """Whether the maximum number of frames is reached."""
         return len(self._frames) >= EARLY_FRAME_COUNT_MAX
 
     def keep(self, source: int, frame: wire.FrameReader) -> None:
@@ -51,13 +49,13 @@ class EarlyFrames:
         self.watch()
 
     def take_all(self) -> deque[tuple[int, wire.FrameReader]]:
-        """Hand the frames over, each with its source, in the order in which they came."""
+        """Remove and return the frames with their sources, in the order of their arrival."""
         frames, self._frames = self._frames, deque()
         self._sources = set()
         return frames
 
     def forget(self, source: int) -> int:
-        """Drop the frames of ``source``; return how many these were."""
+        """Drop the frames of ``source``; return their number."""
         kept = deque((rank, frame) for rank, frame in self._frames if rank != source)
         count = len(self._frames) - len(kept)
         self._frames = kept
@@ -66,10 +64,9 @@ class EarlyFrames:
         return count
 
     def watch(self) -> None:
-        """Say in a while that frames wait, if a task of the user awaits another channel by then.
+        """Schedule a warning that frames wait, in case a task of the user awaits another channel then.
 
-        Ranks that open a channel under another type or name than their peers would wait in silence. The members of a
-        protocol agree on their channels before they use them.
+        A rank that opens a channel with another type or name than its peers would otherwise wait silently.
         """
         is_news = self._timer is None and not self._sources <= self._told_of
         if is_news and self._awaited():
@@ -83,7 +80,7 @@ class EarlyFrames:
             logger.warning("awaiting %s for %g s: %s", " and ".join(awaited), EARLY_PATIENCE_S, self.describe())
 
     def describe(self) -> str:
-        """Say what waits for a channel that is not open here; empty where nothing does."""
+        """Describe the frames that wait for unopened channels; empty if there are none."""
         count, ranks = len(self._frames), sorted(self._sources)
         if not count:
             return ""
@@ -91,10 +88,10 @@ class EarlyFrames:
         who = f"rank{'s'[: len(ranks) > 1]} {', '.join(map(str, ranks))}"
         return (
             f"{count} {noun} on tag {self._tag} {verb} for a channel that this rank has not opened, from {who} "
-            "(a channel is the same where tag, message type or name, and group are, and it is opened as often)"
+            "(ranks share a channel if tag, message type or name, and group are equal, and it was opened equally often)"
         )
 
     def close(self) -> None:
-        """Say nothing any more."""
+        """Cancel the warning."""
         if self._timer is not None:
             self._timer.cancel()

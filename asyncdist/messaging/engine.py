@@ -1,14 +1,14 @@
 """Polls the requests of one rank, and lets coroutines wait for them.
 
-The engine keeps every request until it has completed, with its buffer, even if nobody waits for it. A request is tested
-once when it is posted, since most small ones are done by then; else it joins the outstanding set, which each *pass*
-tests whole. :mod:`asyncdist.messaging.polling` runs the passes; this module has what coroutines call.
-
-The engine knows nothing of frames, channels and protocols.
+The engine keeps every request and its buffer until the request has completed, even if no task waits for it. A request
+is tested once when it is posted, since most small ones are complete by then. Otherwise it joins the outstanding set,
+all of which each *pass* tests. :mod:`asyncdist.messaging.polling` runs the passes; this module has the methods that
+coroutines call. The engine knows nothing of frames, channels and protocols.
 
 :class:`Engine` serves a rank that is neither recorded nor replayed.
-:class:`asyncdist.runtime.recording.RecordedEngine` and :class:`asyncdist.simulation.replay.engine.ReplayedEngine`
-override what a recording observes, and what a replay does when it was done. The class is chosen as the engine is made.
+:class:`asyncdist.runtime.recording.RecordedEngine` overrides the methods that a recording observes, and
+:class:`asyncdist.simulation.replay.engine.ReplayedEngine` those that a replay repeats at the recorded time. The class
+is chosen when the engine is created.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from asyncdist.waits import A_CONDITION, A_WAKE_UP, WaitId, WaitKind
 T = TypeVar("T")
 
 DRAIN_PASS_COUNT_MAX: Final = 1000
-#: Passes of one safe point that may bring nothing but messages.
+#: Maximum number of passes of one safe point that deliver only messages.
 TALK_PASS_COUNT_MAX: Final = 16
-#: How long one safe point may go on completing requests.
+#: Seconds after which one safe point stops completing requests.
 PROGRESS_BUDGET_S: Final = 0.01
 _NO_WAIT: Final = WaitId(""), 0.0, None
 
 
 class Timer(Protocol):
-    """Stands for a call that is to come, as asyncio's handles do."""
+    """A scheduled call, like asyncio's handles."""
 
     def cancel(self) -> None:
-        """Never make the call."""
+        """Cancel the call."""
 
 
 @types.coroutine
@@ -63,7 +63,7 @@ class EngineStatistics:
     """Counts since the engine was made.
 
     Attributes:
-        request_count: those of the completions that were not messages of a tag's receive.
+        request_count: Number of completions that were not messages of a tag's receive.
     """
 
     pass_count: int
@@ -76,21 +76,17 @@ class Engine(Poller):
     """Polls the requests of one rank, and lets coroutines wait for them.
 
     Attributes:
-        collective_waits: the futures that coroutines await in collectives, for reports.
-        on_waited: Called with what was waited for, and the seconds that it took; None if no observer counts waits.
-        is_loop_idle: returns whether the task that asks runs beside the loop, which stands still and has nothing to do;
-            then it need not yield. None where tasks run in the loop alone.
-        before_safe_point: Awaited before each safe point, if time is virtual: it lets the time pass that user code has
-            taken.
-        turn: The number of passes and yields that the safe point under way has made: odd while it yields.
+        collective_waits: Futures that coroutines await in collectives, for reports.
+        on_waited: Called with the identity and the seconds of each wait; None if no observer counts waits.
+        is_loop_idle: Returns whether the calling task runs outside of the loop, which is stopped and has nothing to
+            do, so that the task need not yield. None if tasks run only in the loop.
+        before_safe_point: Awaited before each safe point if time is virtual: charges the computing time of user code.
+        turn: Number of passes and yields of the current safe point: odd while it yields.
         woken_count: See :class:`asyncdist.runtime.recording.ObservedEngine`; 0 if the rank is not observed.
-        clock: Returns the time in seconds. Code that decides by the time calls it, so that recordings hold the answer.
-        tells_sends: Whether a task passes each send to :meth:`name_send` and :meth:`repeat_sent`, even if the message
-            has left at once.
-
-    Args:
-        transport: the rank's transport.
-        loop: the loop that runs the rank.
+        clock: Returns the time in seconds. Code whose decisions depend on the time calls it, so that recordings hold
+            the answer.
+        tells_sends: Whether tasks must pass each send to :meth:`name_send` and :meth:`repeat_sent`, even if the message
+            left at once.
     """
 
     tells_sends: ClassVar[bool] = False
@@ -110,17 +106,17 @@ class Engine(Poller):
     # -- passes -----------------------------------------------------------------------------------------------------
 
     async def safe_point(self, budget_s: float = 0.0) -> None:
-        """Come to a safe point: alternate passes and yields until a pass completes nothing or the budget is spent.
+        """Alternate passes and yields until a pass completes nothing or the budget is spent.
 
-        It yields at least once if other tasks have anything to do. Peers that never stop sending do not hold a rank:
-        the number of passes that bring only messages is bounded.
+        A safe point yields at least once if other tasks have anything to do. The number of passes that deliver only
+        messages is bounded, so peers that never stop sending do not hold a rank.
 
         Args:
-            budget_s: Seconds, virtual ones in a simulation; a pass under way is finished first. With 0 it is one pass
-                and one yield.
+            budget_s: Budget in seconds, virtual ones in a simulation. A pass that has begun is finished first. With 0,
+                the safe point is one pass and one yield.
 
         Raises:
-            BaseException: the error that ended the job, if one did.
+            BaseException: The error that ended the job, if one did.
         """
         if self.before_safe_point is not None:
             await self.before_safe_point()
@@ -140,7 +136,7 @@ class Engine(Poller):
             raise self.failure
 
     async def _pass_on(self, budget_s: float) -> None:
-        """Make the other passes of a safe point, whose first one has completed something."""
+        """Make the remaining passes of a safe point whose first pass has completed something."""
         now = time.perf_counter if self.before_safe_point is None else self.loop.time
         deadline = now() + budget_s
         talk_pass_count = 0
@@ -157,9 +153,9 @@ class Engine(Poller):
         await yield_to_loop()
 
     async def drain(self) -> None:
-        """Take in everything that has arrived, as must happen before a deadline is judged after a gap.
+        """Deliver everything that has arrived, so that a deadline can be judged after a gap.
 
-        The number of passes is bounded, so that a peer that never stops sending cannot put off a deadline for ever.
+        The number of passes is bounded, so a peer that never stops sending cannot postpone a deadline forever.
         """
         for _ in range(DRAIN_PASS_COUNT_MAX):
             if not self.poll():
@@ -172,15 +168,15 @@ class Engine(Poller):
     async def wait(self, request: Request, what: WaitId) -> None:
         """Wait until ``request`` has completed.
 
-        **Cancellation**: the request stays with the engine until it completes; its buffer is not free before that.
+        **Cancellation**: the engine keeps the request and its buffer until the request has completed.
 
         Raises:
-            RankLostError, TruncationError: as the request.
+            RankLostError, TruncationError: The request has failed.
         """
         await self._wait(PendingRequest(request, what, None))
 
     async def wait_or_disown(self, request: Request, what: WaitId) -> None:
-        """Wait for a request in a task that is cancelled only where the request can never complete."""
+        """Wait for a request in a task that is cancelled only if the request can never complete."""
         try:
             await self.wait(request, what)
         except asyncio.CancelledError:
@@ -188,10 +184,10 @@ class Engine(Poller):
             raise
 
     def disown(self, request: Request) -> None:
-        """Never wait for ``request`` again: it cannot complete, since a peer that it needs has left.
+        """Stop testing ``request``, which cannot complete because a peer that it needs has left.
 
-        It is kept with its buffer, not tested, and not counted as under way. A completion in the midst of a pass may
-        disown others of that pass, those that have been tested in it already as well.
+        The request and its buffer are kept, but no longer count as outstanding. A completion during a pass may disown
+        other requests of the same pass, even ones that the pass has already tested.
         """
         waited = [operation for operation in (*self._in_test, *self._operations) if operation.request is request]
         for operation in waited:
@@ -201,13 +197,13 @@ class Engine(Poller):
         self._disowned += waited or [PendingRequest(request, WaitId(WaitKind.DISOWNED), None)]
 
     async def send(self, buffer: Buffer, dest: int, tag: int) -> None:
-        """Send ``buffer`` and wait until it may be reused. **Cancellation**: the message is sent all the same."""
+        """Send ``buffer``, and wait until it may be reused. **Cancellation**: the message is sent anyway."""
         await self.wait(self.transport.isend(buffer, dest, tag), WaitId(WaitKind.SEND, tag, dest))
 
     async def receive(self, buffer: Buffer, source: int, tag: int) -> tuple[int, int]:
-        """Receive one message into ``buffer``; returns its source and size in bytes.
+        """Receive one message into ``buffer``; return its source and its size in bytes.
 
-        **Cancellation**: loses nothing. A message that comes all the same goes to the next ``receive`` of this source
+        **Cancellation**: no message is lost. A message that arrives later goes to the next ``receive`` of this source
         and tag.
         """
         abandoned = self._abandoned.setdefault((source, tag), deque())
@@ -240,12 +236,12 @@ class Engine(Poller):
         await self.park(waiter, operation.what, is_of_request=True)
 
     def _abandon(self, operation: PendingRequest, buffer: Buffer, stash: deque[AbandonedReceive]) -> None:
-        """Keep the request of a receiver that was cancelled, until the transport says how it ended."""
+        """Keep the request of a cancelled receiver until the transport reports its end."""
         entry = AbandonedReceive(operation.request, buffer)
 
         def resolve(error: AsyncdistError | None) -> None:
             entry.resolved = True
-            entry.error = error if isinstance(error, TruncationError) else None  # a message came, and is lost
+            entry.error = error if isinstance(error, TruncationError) else None  # a message arrived, and is lost
             if entry.error is None and (error is not None or operation.request.cancelled) and entry in stash:
                 stash.remove(entry)
             for waiter in entry.waiters:
@@ -257,7 +253,7 @@ class Engine(Poller):
             operation.request.cancel()
             self.wake()
         elif operation.error is None or isinstance(operation.error, TruncationError):
-            entry.resolved = True  # the message came in the moment of cancellation
+            entry.resolved = True  # the message arrived at the moment of cancellation
             entry.error = operation.error
             stash.append(entry)
 
@@ -269,15 +265,15 @@ class Engine(Poller):
     # -- waiting ----------------------------------------------------------------------------------------------------
 
     def _new_waiter(self) -> asyncio.Future[None]:
-        return asyncio.Future(loop=self.loop)  # the loop's own may be more than that, for users, and cost more
+        return asyncio.Future(loop=self.loop)  # loop.create_future may return a more expensive class
 
     def awaited(self, waiter: Any) -> WaitId | None:
-        """Return what ``waiter`` waits for; None if it does not wait for this engine."""
+        """Return the identity of the wait of ``waiter``; None if it does not wait for this engine."""
         found = self._waiters.get(waiter)
         return None if found is None else found[0]
 
     def awaited_peers(self, waiter: Any) -> Iterable[int]:
-        """Return the ranks each of which can end the wait of ``waiter``, as far as they are known."""
+        """Return the ranks of which each can end the wait of ``waiter``, as far as they are known."""
         what, _, peers = self._waiters.get(waiter, _NO_WAIT)
         if peers is not None:
             return peers()
@@ -297,17 +293,17 @@ class Engine(Poller):
         is_of_request: bool = False,
         peers: Peers | None = None,
     ) -> bool:
-        """Wait until ``condition()`` holds; asked after every pass that completed something, and on :meth:`recheck`.
+        """Wait until ``condition()`` is true. It is called after each pass that completed something, and on recheck.
 
         Args:
-            condition: cheap, and without side effects. What it raises is raised here.
+            condition: A cheap function without side effects. Its exceptions are raised here.
             what: The identity of the wait.
-            deadline: on the loop's clock, in seconds. Everything that has arrived is taken in before it is judged.
-            is_of_request: as for :meth:`park`.
-            peers: Returns the ranks each of which can end the wait, if they are several.
+            deadline: Time on the loop's clock, in seconds. Arrived messages are delivered before it is judged.
+            is_of_request: As for :meth:`park`.
+            peers: Returns the ranks of which each can end the wait, if there are several.
 
         Returns:
-            Whether it holds; False when the deadline has passed.
+            Whether the condition is true; False if the deadline has passed.
         """
         drained = has_waited = False
         try:
@@ -333,7 +329,7 @@ class Engine(Poller):
                         alarm.cancel()
             return True
         finally:
-            # With a deadline the wait ends here: where that has woken the task, what comes in decides what ends it.
+            # With a deadline the wait ends here; the messages delivered now decide its result.
             if has_waited and deadline is not None:
                 self._note_wait_ended(not is_of_request)
 
@@ -349,14 +345,14 @@ class Engine(Poller):
         """Wait for ``waiter`` as :meth:`park` does, up to a deadline.
 
         Args:
-            waiter: a future of this loop.
-            is_ready: whether there is what it stands for, asked when the deadline has passed.
+            waiter: A future of this loop.
+            is_ready: Returns whether the awaited event has happened; called when the deadline has passed.
             what: The identity of the wait.
-            deadline: on the loop's clock, in seconds. Everything that has arrived is taken in before it is judged.
-            peers: Returns the ranks each of which can end the wait, if they are several.
+            deadline: Time on the loop's clock, in seconds. Arrived messages are delivered before it is judged.
+            peers: Returns the ranks of which each can end the wait, if there are several.
 
         Returns:
-            False when the deadline has passed, and it is not ready.
+            False if the deadline has passed and the event has not happened.
         """
         alarm = Alarm(self.loop, deadline, waiter)
         self._note_wait_begun(True)
@@ -381,13 +377,13 @@ class Engine(Poller):
         is_of_request: bool = False,
         peers: Peers | None = None,
     ) -> None:
-        """Wait for ``waiter``, which a pass will settle; the driver polls as often as it can meanwhile.
+        """Wait for ``waiter``, which a pass will settle; meanwhile the driver polls as often as it can.
 
         Args:
-            waiter: a future of this loop.
+            waiter: A future of this loop.
             what: The identity of the wait.
-            is_of_request: whether that is a request's end: a send's, for example.
-            peers: Returns the ranks each of which can end the wait, if they are several.
+            is_of_request: Whether the wait is for the end of a request, for example of a send.
+            peers: Returns the ranks of which each can end the wait, if there are several.
         """
         if self.failure is not None:
             raise self.failure
@@ -408,8 +404,8 @@ class Engine(Poller):
     def call_later(self, delay_s: float, what: WaitId, call: Callable[..., object], *args: Any) -> Timer:
         """Schedule ``call(*args)`` after ``delay_s`` seconds. Messages that have arrived by then are delivered first.
 
-        What a rank decides or sends at some time goes through this, and not through the loop: recordings tell when it
-        happened, and in a replay it happens then.
+        Timed decisions and sends of a rank use this method instead of the loop's, so that recordings hold their time,
+        and replays repeat them at that time.
 
         Args:
             delay_s: The delay in seconds.
@@ -425,33 +421,35 @@ class Engine(Poller):
         call(*args)
 
     def wake_by(self, what: WaitId, wake: Callable[[], object]) -> None:
-        """Call ``wake()``, which resumes a task, since work in a thread has ended, or a timer of asyncio has fired.
+        """Call ``wake()``, which resumes a task after the end of work in a thread, or after a timer of asyncio.
 
-        A recording holds when it happened, and a replay calls it then.
+        A recording holds the time of the call, and a replay repeats it at that time.
 
         Args:
             what: The identity of the work or the timer.
-            wake: makes the task's next step ready, and nothing else.
+            wake: Makes the task's next step ready; has no other effect.
         """
         wake()
 
     async def let_begin(self) -> None:
-        """Let a task that has just been made take its first step; in a replay it has seen by then what it had."""
+        """Let a new task take its first step; a replay first repeats what the task had seen by then."""
         await yield_to_loop()
 
     # -- tasks that others count on ---------------------------------------------------------------------------------
 
     async def shielded(self, task: asyncio.Task[T], tag: int) -> T:
-        """Return the result of a task that other ranks count on: a cancellation of the caller leaves it alone.
+        """Return the result of a task that other ranks count on; cancelling the caller does not cancel the task.
 
         Args:
-            task: runs a collective.
-            tag: of its group.
+            task: The task, which runs a collective.
+            tag: Tag of its group.
         """
         waiter = asyncio.shield(task)
         self.collective_waits.add(waiter)
         try:
-            result = await self.settled_by(task, waiter, WaitId(WaitKind.COLLECTIVE), counts=False)  # its end does
+            result = await self.settled_by(
+                task, waiter, WaitId(WaitKind.COLLECTIVE), counts=False
+            )  # the collective's end counts
         except AsyncdistError:
             await self.note_failed()
             raise
@@ -461,7 +459,7 @@ class Engine(Poller):
         return result
 
     async def ended(self, task: asyncio.Task[Any]) -> None:
-        """Wait until a task has ended, however it ends. A cancellation of the caller leaves it alone."""
+        """Wait until a task has ended in any way; cancelling the caller does not cancel the task."""
         if task.done():
             return
         waiter = self._new_waiter()
@@ -478,13 +476,13 @@ class Engine(Poller):
     async def settled_by(
         self, task: asyncio.Task[Any], future: asyncio.Future[T], what: WaitId | None = None, *, counts: bool = True
     ) -> T:
-        """Await ``future``, which ``task`` settles, and let reports see that.
+        """Await ``future``, which ``task`` settles, visibly for reports.
 
         Args:
-            task: settles it.
-            future: is awaited.
-            what: The identity of the wait; that of a wait for ``task`` by default.
-            counts: whether it is one of the waits by which a recording tells places.
+            task: The task that settles the future.
+            future: The awaited future.
+            what: The identity of the wait; by default a wait for ``task``.
+            counts: Whether the wait is one of those that a recording counts to locate events.
         """
         self._settlers[future] = task
         began_at = None if self.on_waited is None else self.loop.time()
@@ -497,14 +495,14 @@ class Engine(Poller):
                 self.on_waited(what or WaitId(WaitKind.TASK, name=task.get_name()), self.loop.time() - began_at)
 
     def settler(self, future: Any) -> asyncio.Task[Any] | None:
-        """Return the task that settles ``future``, where a coroutine awaits it by :meth:`settled_by`."""
+        """Return the task that settles ``future``, if a coroutine awaits it through :meth:`settled_by`."""
         return self._settlers.get(future)
 
-    # -- what recordings hold, and replays repeat --------------------------------------------------------------------
-    # Nothing here, since this rank is neither recorded nor replayed.
+    # -- hooks of recordings and replays -----------------------------------------------------------------------------
+    # These do nothing here, since this rank is neither recorded nor replayed.
 
     def measured(self, what: WaitId, value: int) -> int:
-        """Return a number that depends on timing alone: ``value``, or in a replay the one recorded for ``what``."""
+        """Return a number that depends only on timing: ``value``, or in a replay the number recorded for ``what``."""
         del what
         return value
 
@@ -543,7 +541,7 @@ class Engine(Poller):
 
         Args:
             future: The awaited future.
-            counts: Whether the wait is one of those by which a recording tells places.
+            counts: Whether the wait is one of those that a recording counts to locate events.
         """
         del counts
         return future
@@ -569,16 +567,16 @@ class Engine(Poller):
     # -- reports -----------------------------------------------------------------------------------------------------
 
     def outstanding(self, spoiled_tags: Collection[int] = ()) -> tuple[str, ...]:
-        """Describe what is under way, abandoned receives included, for reports and for the check at the end.
+        """Describe the outstanding requests and abandoned receives, for reports and for the check at the end.
 
-        A collective that ended by a loss leaves messages that others had sent in it; these are not named.
+        A collective that failed through a loss leaves messages of other members behind; these are not listed.
 
         Args:
-            spoiled_tags: of groups in which a collective has ended by an error, which leaves messages, too.
+            spoiled_tags: Tags of groups in which a collective has failed, which also leaves messages behind.
         """
         has_losses = bool(self.transport.lost_ranks())
         stashed = (
-            f"message from {source}, tag {tag}, for nobody"
+            f"unreceived message from {source}, tag {tag}"
             for (source, tag), stash in self._abandoned.items()
             for entry in stash
             if entry.resolved

@@ -1,12 +1,12 @@
-"""Carries a small message from a dataclass to a frame under way, and from a frame that arrived to an envelope.
+"""Turns a message into a frame that is sent, and a received frame into an envelope.
 
-Everything that happens for each message and needs no waiting is here: an :class:`Outbox` checks, packs and posts; a
-:class:`FrameReceiver` takes what has arrived on a tag and checks it; an :class:`Inbox` puts it in order, decodes it and
-keeps it until a task receives it. Waiting, and which scopes are open, belong to
+This module does all per-message work that never waits. An :class:`Outbox` checks, packs and posts a message. A
+:class:`FrameReceiver` takes arrived frames of a tag and checks them. An :class:`Inbox` checks their order, decodes them
+and keeps them until a task receives them. Waiting and the set of open scopes belong to
 :mod:`asyncdist.messaging.channels`.
 
-This module and :mod:`asyncdist.messaging.wire` are compiled where a C compiler is at hand (see
-:mod:`asyncdist.compiled`), and interpreted elsewhere; the ``.pxd`` files beside them hold the C types.
+This module and :mod:`asyncdist.messaging.wire` are compiled if a C compiler is available (see
+:mod:`asyncdist.compiled`); their ``.pxd`` files hold the C types.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from asyncdist.transports.persistent_send import PersistentSend
 MessageT = TypeVar("MessageT")
 Overflow: TypeAlias = Literal["stall", "error", "latest"]
 
-#: Larger messages are not sent from a prepared buffer.
+#: Largest message, in bytes, that is sent from a prepared buffer.
 PREPARED_NBYTES_MAX: Final = 512
-#: Messages that one poll of a tag may deliver.
+#: Maximum number of messages that one poll of a tag delivers.
 DELIVERY_COUNT_MAX: Final = 64
 
 
 class Envelope(NamedTuple, Generic[MessageT]):
-    """Holds a received message and what its frame said.
+    """Holds a received message, its sender and its round.
 
     Attributes:
-        message: the dataclass.
-        source: the sender's rank.
-        round: the protocol's round; zero outside rounds.
+        message: The message, an instance of the channel's dataclass.
+        source: Rank of the sender.
+        round: Round of the protocol; zero outside rounds.
     """
 
     message: MessageT
@@ -47,12 +47,12 @@ class Envelope(NamedTuple, Generic[MessageT]):
     round: int
 
 
-#: Half the time of Envelope(...), which is made once per message.
+#: Takes half the time of Envelope(...), which is called once per message.
 _as_envelope: Final[Callable[[Any], Envelope[Any]]] = functools.partial(tuple.__new__, Envelope)
 
 
 class _Prepared:
-    """Holds the buffer for messages of one kind and one size to one rank, and what sends them from there."""
+    """Holds the buffer for messages of one type and size to one rank, and the prepared send of that buffer."""
 
     def __init__(self, kind: int, dest: int, payload_nbytes: int, buffer: FrameBuffer, send: PersistentSend) -> None:
         self.kind = kind
@@ -66,20 +66,18 @@ class Outbox:
     """Checks, packs and posts the messages that a channel sends.
 
     Args:
-        codec: the channel's.
-        routes: one for each kind of message.
-        start_send, prepare_send: methods of the transport.
-        tag: the channel's.
-        size: number of ranks in the world.
-        name: the channel's, for errors.
-        sequence: number of the last message on the tag before this channel; peers go on counting from there.
-        contacts: the ranks to which messages were sent are added to it.
-        left: ranks that receive nothing on this channel any more. When one is added, :meth:`look_again` is called.
+        routes: One route for each message type.
+        start_send, prepare_send: Methods of the transport.
+        size: Number of ranks in the world.
+        name: Name of the channel, for errors.
+        sequence: Number of the last message on the tag before this channel was opened; peers continue from it.
+        contacts: Set to which the receivers of messages are added.
+        left: Ranks that no longer receive on this channel. :meth:`look_again` must be called after an addition.
 
     Attributes:
-        strangers: ranks whose process has been started again, and has not been met on this channel.
-        sequence: number of the last message that was posted.
-        sent_count: number of messages posted.
+        strangers: Restarted ranks that have not sent anything on this channel yet.
+        sequence: Number of the last posted message.
+        sent_count: Number of posted messages.
     """
 
     def __init__(
@@ -105,9 +103,9 @@ class Outbox:
         self._contacts = contacts
         self._left = left
         self.strangers: Collection[int] = ()
-        self._dest: int | None = None  # of the last message: a rank that has not left
+        self._dest: int | None = None  # receiver of the last message, which has not left
         self.routes = routes
-        # Made for the first message of a kind: they take a KiB each, and most channels of most ranks send few kinds.
+        # Created with the first message of a type: each takes a KiB, and most channels send few types.
         self._writers: list[FrameWriter | None] = [None] * len(routes)
         self._prepared: dict[tuple[int, int, int], _Prepared] = {}
         self._last: _Prepared | None = None
@@ -116,7 +114,7 @@ class Outbox:
         self.is_closed = False
 
     def post(self, message: Any, dest: int, round: int) -> Request | None:
-        """Start the send; None when the message has left already. Raises as :meth:`Channel.send`."""
+        """Start the send; return its request, or None if the message has left. Raises as :meth:`Channel.send`."""
         if self.is_closed or dest is not self._dest or round:
             self._check(dest, round)
         kind, payload = self._codec.encode(message)
@@ -135,7 +133,7 @@ class Outbox:
         return self.start_send(writer.frame(round, self.sequence, payload), dest, self._tag)
 
     def _prepare(self, kind: int, dest: int, payload_nbytes: int) -> _Prepared | None:
-        """Return the prepared send for such messages, made now if need be; None where the transport gives none."""
+        """Return the prepared send for such messages, creating it if needed; None if the transport has none."""
         if self._prepare_send is None and not self._prepared:
             return None
         key = kind, dest, payload_nbytes
@@ -153,32 +151,34 @@ class Outbox:
         if self.is_closed:
             raise ClosedError(f"{self._name} is closed", tag=self._tag)
         if type(dest) is not int or not 0 <= dest < self._size:
-            raise LocalProtocolError(f"{self._name}: dest is {dest!r}; ranks go from 0 to {self._size - 1}", dest=dest)
+            raise LocalProtocolError(
+                f"{self._name}: dest must be a rank from 0 to {self._size - 1}, got {dest!r}", dest=dest
+            )
         if dest in self._left:
-            raise ClosedError(f"{self._name}: rank {dest} has left and receives nothing more", dest=dest, tag=self._tag)
+            raise ClosedError(f"{self._name}: rank {dest} has left and no longer receives", dest=dest, tag=self._tag)
         if dest in self.strangers:
-            raise RankLostError(f"{self._name}: rank {dest} is gone; a new process has its place", rank=dest)
+            raise RankLostError(f"{self._name}: rank {dest} was restarted, and its previous process is gone", rank=dest)
         if not 0 <= round <= wire.ROUND_MAX:
             raise LocalProtocolError(
-                f"{self._name}: round is {round!r}; rounds go from 0 to {wire.ROUND_MAX}", round=round
+                f"{self._name}: round must be from 0 to {wire.ROUND_MAX}, got {round!r}", round=round
             )
         self._contacts.add(dest)
         self._dest = dest
 
     def use_routes(self, routes: list[bytes]) -> None:
-        """Send messages with these routes from now on. A prepared send of the old ones ends with its message."""
+        """Send messages with these routes from now on, and drop the prepared sends of the old ones."""
         self.routes = routes
         self._writers = [None] * len(routes)
         self._prepared = {}
         self._last = None
 
     def look_again(self) -> None:
-        """Check the rank of the next message, even if it is that of the last one: a rank has left."""
+        """Check the receiver of the next message even if it is unchanged, because a rank has left."""
         self._dest = None
 
 
 class _LatestMailbox(OrderedDict[int, "Envelope[Any]"]):
-    """Keeps the newest envelope of each source, in the order in which sources sent since their last one was taken."""
+    """Keeps the newest envelope of each source, ordered by the oldest message that was not taken."""
 
     def append(self, envelope: Envelope[Any]) -> None:
         self[envelope.source] = envelope
@@ -188,25 +188,24 @@ class _LatestMailbox(OrderedDict[int, "Envelope[Any]"]):
 
 
 class Inbox:
-    """Keeps what has come for a channel, in order, until a task receives it.
+    """Keeps the received messages of a channel, in order, until a task receives them.
 
     Args:
-        receiver: the tag's.
-        name: the channel's, for errors.
-        tag: the channel's.
-        capacity: number of messages that it holds.
-        overflow: what happens to more; see :mod:`asyncdist.messaging.channels`.
-        handler: called with each message as it arrives, in place of keeping it.
-        fail: called with the error when a peer has sent more than may be under way.
-        counts_contacts: whether the ranks from which messages come are added to the receiver's contacts.
+        receiver: Frame receiver of the tag.
+        name: Name of the channel, for errors.
+        capacity: Maximum number of messages in the mailbox.
+        overflow: Behaviour of a full mailbox; see :mod:`asyncdist.messaging.channels`.
+        handler: Called with each arriving message instead of keeping it; or None.
+        fail: Called with the error if a peer overflows the mailbox.
+        counts_contacts: Whether the senders of messages are added to the receiver's contacts.
 
     Attributes:
-        on_first: called with a rank whose first message comes; set where ranks have been started again.
-        mailbox: the messages.
-        waiters: futures of the tasks that the next messages wake, one each.
-        received_count: number of messages that were received.
-        failure: the error that every receive raises, or None.
-        is_closed: whether nothing more comes.
+        on_first: Called with a rank when its first message arrives; set if ranks have been restarted.
+        mailbox: The messages.
+        waiters: Futures of waiting tasks; each message wakes one.
+        received_count: Number of messages that tasks have received.
+        failure: Error that every receive raises; or None.
+        is_closed: Whether the channel is closed.
     """
 
     def __init__(
@@ -238,11 +237,11 @@ class Inbox:
         self.failure: AsyncdistError | None = None
         self.is_closed = False
         self._last_sequence: dict[int, int] = {}
-        self._source = -1  # of the last frame, and its sequence, which is written down when one of another rank comes
+        self._source = -1  # of the last frame; its sequence number is stored when a frame of another rank arrives
         self._sequence = 0
 
     def deliver(self, decode: wire.Decode, frame: FrameReader, source: int) -> bool:
-        """Take one frame of this scope; return whether its tag must stall now."""
+        """Deliver one frame of this scope; return whether its tag must stall."""
         rank = source
         if rank != self._source:
             self._last_sequence[self._source] = self._sequence
@@ -260,7 +259,7 @@ class Inbox:
         self._sequence = frame.sequence
         try:
             message = decode(frame.payload)
-        except Exception as error:  # not a message, or its __post_init__ refuses it; the bytes may be anybody's
+        except Exception as error:  # not a message, or its __post_init__ raises; a peer may send any bytes
             self._receiver.drop(source, "no message", f"{self._name}: {type(error).__name__} {error}".rstrip())
             return False
         envelope = _as_envelope((message, source, frame.round))
@@ -276,7 +275,7 @@ class Inbox:
         return self._fill(envelope)
 
     def _fill(self, envelope: Envelope[Any]) -> bool:
-        """Take the message that makes the mailbox full, or the one after it."""
+        """Handle a message that fills or overflows the mailbox."""
         if self._overflow == "error" and self.is_full:
             self._fail(
                 RemoteProtocolError(
@@ -290,11 +289,11 @@ class Inbox:
         return self._overflow == "stall" and self.is_full
 
     def take(self, test_count: int) -> Envelope[Any] | None:
-        """Return the next message; None when there is none, even after ``test_count`` tests of the tag.
+        """Return the next message; None if there is none after ``test_count`` tests of the tag.
 
         Raises:
-            AsyncdistError: the channel has failed.
-            ClosedError: it is closed, and empty.
+            AsyncdistError: The channel has failed.
+            ClosedError: The channel is closed, and its mailbox is empty.
         """
         if not self.mailbox:
             while test_count:
@@ -318,7 +317,7 @@ class Inbox:
         return envelope
 
     def take_all(self) -> list[Envelope[Any]]:
-        """Return all messages that are here. Raises as :meth:`take`."""
+        """Remove and return all messages. Raises as :meth:`take`."""
         envelope = self.take(0)
         if envelope is None:
             return []
@@ -332,19 +331,19 @@ class Inbox:
         return envelopes
 
     def on_restarted(self, source: int) -> None:
-        """Expect the first message of a new process in the place of ``source``."""
+        """Expect new sequence numbers from a restarted ``source``."""
         if source == self._source:
             self._source = -1
         self._last_sequence.pop(source, None)
 
     def last_sequences(self) -> dict[int, int]:
-        """Return the number of the last message of each rank from which any has come."""
+        """Return the sequence number of the last message of each sender."""
         return {
             rank: number for rank, number in (*self._last_sequence.items(), (self._source, self._sequence)) if number
         }
 
     def wake_one(self) -> None:
-        """Wake the first task that waits."""
+        """Wake the first waiting task."""
         while self.waiters:
             waiter = self.waiters.popleft()
             if not waiter.done():
@@ -352,7 +351,7 @@ class Inbox:
                 return
 
     def wait_no_more(self, waiter: asyncio.Future[None]) -> None:
-        """Forget ``waiter``, which was woken or cancelled; pass on a wake-up that may have been spent on it."""
+        """Forget ``waiter``, which was woken or cancelled; if it was woken, pass the wake-up to another one."""
         if waiter in self.waiters:
             self.waiters.remove(waiter)
         elif self.mailbox:
@@ -360,7 +359,7 @@ class Inbox:
 
     @property
     def is_ready(self) -> bool:
-        """Whether :meth:`take` has something to say: a message, or an error."""
+        """Whether :meth:`take` returns a message or raises an error."""
         return bool(self.mailbox) or self.is_closed or self.failure is not None
 
     @property
@@ -370,24 +369,24 @@ class Inbox:
 
 
 class FrameReceiver(Pollable):
-    """Receives on one tag: takes what arrives, checks it, and hands it to the inbox of its route.
+    """Receives the frames of one tag, checks them, and passes each to the inbox of its route.
 
     Args:
-        request: a receive into ``buffer``, not posted yet.
-        buffer: as large as the largest frame.
-        drop: called with the source of a frame that is not delivered, one of a few reasons, and the particulars.
-        explain: called with a frame that is for no inbox, and its source; returns whether the tag must stall.
-        ring: asks the engine for another pass.
-        recheck: called where a task that tested the tag for its own inbox has delivered a message to another one: it
-            was no pass, after which conditions are evaluated.
-        contacts: see below.
+        request: A receive into ``buffer``, not posted yet.
+        buffer: Buffer of the size of the largest frame.
+        drop: Called with the source of an undelivered frame, one of a few reasons, and particulars.
+        explain: Called with a frame without an inbox, and its source; returns whether the tag must stall.
+        ring: Asks the engine for another pass.
+        recheck: Called after a task that tested the tag for its own inbox has delivered a message to another inbox,
+            because no pass then evaluates the conditions of waiting tasks.
+        contacts: Set to which the senders of messages are added.
 
     Attributes:
-        contacts: the ranks from which messages have come are added to it.
-        routes: for the key of each route its stamp, its inbox, and how to decode its messages.
-        stalled_on: why nothing more is taken: the inbox that is full, or this object where ``explain`` said so.
-        is_posted: whether a message may arrive.
-        received_late_count: messages that were received from inboxes after these were closed.
+        contacts: Senders of messages.
+        routes: Maps the key of each route to its stamp, its inbox and its decoder.
+        stalled_on: The full inbox because of which the tag stalls; this object if ``explain`` stalled it; or None.
+        is_posted: Whether the receive is posted.
+        received_late_count: Number of messages received from inboxes after these were closed.
     """
 
     def __init__(
@@ -410,7 +409,7 @@ class FrameReceiver(Pollable):
         self._explain = explain
         self._ring = ring
         self.routes: dict[int, tuple[int, Inbox, wire.Decode]] = {}
-        # The route of the last frame that was delivered: most come for one that had one before.
+        # The route of the last delivered frame: the next frame often has the same one.
         self._key = self._stamp = 0
         self._inbox: Inbox | None = None
         self._decode: wire.Decode
@@ -420,14 +419,14 @@ class FrameReceiver(Pollable):
         self.is_posted = True
 
     def poll(self) -> int:
-        """Deliver what has arrived; return the number of messages."""
+        """Deliver all arrived frames; return their number."""
         return self.deliver_up_to(DELIVERY_COUNT_MAX)
 
     def deliver_up_to(self, count_max: int) -> int:
-        """Deliver what has arrived, up to ``count_max`` messages. Never raises for what a peer sent.
+        """Deliver up to ``count_max`` arrived frames. Never raises because of a frame's contents.
 
-        The next poll posts the receive again that brought the last one: the task that waits for the message comes
-        first.
+        The receive of the last frame is posted again by the next poll, so that the task that waits for the message
+        runs earlier.
         """
         if self.stalled_on is not None:
             return 0
@@ -448,13 +447,13 @@ class FrameReceiver(Pollable):
         except AsyncdistError as error:  # a frame larger than any of ours, or the receive itself failed
             self.is_posted = False
             self.drop(getattr(self.request, "source", -1), type(error).__name__, str(error))
-            self._ring()  # what came meanwhile has rung already
+            self._ring()  # messages that arrived meanwhile have already rung
         if delivered == count_max > 1:
-            self._ring()  # more may lie here
+            self._ring()  # more messages may have arrived
         return delivered
 
     def deliver(self, frame: FrameReader, nbytes: int, source: int) -> bool:
-        """Hand the frame to the inbox of its route; return whether the tag stalls now, since that inbox is full."""
+        """Pass the frame to the inbox of its route; return whether the tag must stall because that inbox is full."""
         try:
             frame.open(nbytes)
         except wire.FrameError as error:
@@ -481,7 +480,7 @@ class FrameReceiver(Pollable):
         self._inbox = None
 
     def resume(self, full: Inbox | FrameReceiver | None) -> None:
-        """Take messages again if the tag is stalled on ``full``, which has space again or is gone."""
+        """Receive messages again if the tag is stalled on ``full``, which has space again or is gone."""
         if self.stalled_on is full and full is not None:
             self.stalled_on = None
             self._ring()

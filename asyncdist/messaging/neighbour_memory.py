@@ -1,7 +1,7 @@
-"""What protocols may use to read the memory of ranks on their host, whatever the transport is.
+"""Lets protocols read the memory of other ranks on their host, on any transport.
 
-A rank that lets others read makes an :class:`AttachToken` and says where it and the memory lie; those make a
-:class:`PeerProcess` of it (:mod:`asyncdist.transports.cross_memory_attach`).
+A rank that allows reads makes an :class:`AttachToken` and sends the addresses of the token and of the memory. The
+readers make a :class:`PeerProcess` from them (:mod:`asyncdist.transports.cross_memory_attach`).
 """
 
 from __future__ import annotations
@@ -13,5 +13,5 @@ __all__ = ["AttachToken", "PeerProcess", "has_neighbours"]
 
 
 def has_neighbours(services: Services) -> bool:
-    """Return whether ranks are processes, which may read each other's memory where they are on one host."""
+    """Return whether ranks are processes, which may read each other's memory if they share a host."""
     return services.engine.transport.capabilities.shares_memory

@@ -13,12 +13,12 @@ class OutboundStream(StreamEnd):
     """The sending end of one granted stream.
 
     Args:
-        slots: of this rank; counts the bytes.
-        chunks: the bytes to send, in order. They must not change until :attr:`under_way_count` is zero, as it is when
+        slots: Stream slots of this rank, which count the bytes.
+        chunks: Bytes to send, in order. They must not change until :attr:`under_way_count` is zero, which holds after
             :meth:`run` has returned.
-        dest: the rank that granted.
-        slot: its slot.
-        is_open: whether more chunks follow, by :meth:`send_more` or :meth:`send_last`.
+        dest: Rank that granted the stream.
+        slot: Granted slot.
+        is_open: Whether more chunks follow, through :meth:`send_more` or :meth:`send_last`.
     """
 
     _kind = WaitKind.STREAM_SEND
@@ -41,7 +41,7 @@ class OutboundStream(StreamEnd):
 
     @property
     def has_left(self) -> bool:
-        """Whether all chunks have been sent and their memory is free; :meth:`run` may not have returned yet."""
+        """Whether all chunks have been sent and their memory is free; :meth:`run` may still be running."""
         return self._is_posted and self.under_way_count == 0
 
     @property
@@ -49,28 +49,28 @@ class OutboundStream(StreamEnd):
         return not self._is_open and self._next == len(self._chunks)
 
     def stop(self) -> None:
-        """Send no further chunk, only the abort."""
+        """Send no further chunks; only the abort."""
         self.is_stopping = True
         self._engine.recheck()
 
     def start(self) -> bool:
-        """Send the first window of chunks; :meth:`run` goes on, or :meth:`cut` ends it.
+        """Send the first window of chunks; :meth:`run` sends the rest, or :meth:`cut` aborts.
 
         Returns:
-            Whether all chunks have left already. A small stream needs no task of its own.
+            Whether all chunks have already left, so that the stream needs no task of its own.
         """
         self._post_more()
         return self.has_left and self._error is None
 
     async def run(self) -> bool:
-        """Send all chunks; returns whether the whole stream was sent.
+        """Send all chunks; return whether the whole stream was sent.
 
-        The engine's pass sends the next chunk when one has left; this coroutine waits for the last.
+        Each time a chunk has left, the engine's pass sends the next one. This coroutine waits for the last one.
 
-        **Cancellation**: answers the grant with the abort; the engine keeps the sends that are under way.
+        **Cancellation**: answers the grant with the abort; the engine keeps the sends in progress.
 
         Raises:
-            RankLostError: the receiver is gone.
+            RankLostError: The receiver is gone.
         """
         self.start()
         try:
@@ -81,11 +81,11 @@ class OutboundStream(StreamEnd):
         return complete
 
     async def run_told(self, tag: int, *, aborts: bool = False) -> bool:
-        """As :meth:`run`, or :meth:`abort`, for a task that does something after that; recordings tell when.
+        """Call :meth:`run` or :meth:`abort` so that recordings hold the time of its end.
 
         Args:
-            tag: of the channel on which it was granted.
-            aborts: whether to answer with the abort alone; then it returns False.
+            tag: Tag of the channel on which the stream was granted.
+            aborts: Whether to answer only with the abort, and return False.
         """
         name = self._told = self._engine.name_send(WaitKind.STREAM_LEFT, self.dest, tag)
         try:
@@ -101,7 +101,7 @@ class OutboundStream(StreamEnd):
         return complete
 
     def cut(self) -> bool:
-        """Send no further chunk, and the abort, once, unless all chunks were posted; returns whether they were."""
+        """Stop sending chunks, and send the abort unless all chunks were posted; return whether they were."""
         self.is_stopping = True
         complete = self._is_posted
         if not complete and self._error is None and not self._aborted:
@@ -110,17 +110,17 @@ class OutboundStream(StreamEnd):
         return complete
 
     async def abort(self) -> None:
-        """Answer the grant with the abort alone, in place of :meth:`run`.
+        """Answer the grant only with the abort, instead of :meth:`run`.
 
         Raises:
-            RankLostError: the receiver is gone.
+            RankLostError: The receiver is gone.
         """
         self.is_stopping = True
         self._post(memoryview(b""))
         await self._until(lambda: self.under_way_count == 0, is_of_request=True)
 
     def _post_more(self) -> None:
-        if self._posting:  # a chunk left at once: the loop below goes on
+        if self._posting:  # a chunk left at once: the loop below continues
             return
         self._posting = True
         try:
@@ -134,24 +134,24 @@ class OutboundStream(StreamEnd):
             self._posting = False
 
     def send_last(self, count: memoryview, chunks: Sequence[memoryview]) -> None:
-        """Send ``count``, which :attr:`sent_nbytes` leaves out, and the last chunks of a stream that is open."""
+        """Send ``count``, which :attr:`sent_nbytes` does not include, and the last chunks of an open stream."""
         self._count = count
         self.send_more([count, *chunks], is_last=True)
 
     def send_more(self, chunks: Sequence[memoryview], *, is_last: bool) -> None:
-        """Send further chunks of a stream that is open, and close it after the last ones."""
+        """Send further chunks of an open stream, and close it if they are the last ones."""
         self._chunks = [*self._chunks, *chunks]
         self._is_open = not is_last
         self._post_more()
         self._engine.recheck()
 
     def count_sent(self, nbytes: int) -> None:
-        """Count bytes of the stream that have been sent, or written into the receiver's memory."""
+        """Count bytes that have been sent or written into the receiver's memory."""
         self.sent_nbytes += nbytes
         self._slots.sent_nbytes += nbytes
 
     def _post(self, chunk: memoryview) -> None:
-        """Send one chunk. The engine keeps a send that does not complete at once; most small ones do."""
+        """Send one chunk. If the send does not complete at once, the engine keeps it."""
         if self._is_over():
             return
         try:

@@ -1,27 +1,27 @@
-"""Runs passes: each tests once everything that one rank has under way.
+"""Runs passes, each of which tests every outstanding request of one rank once.
 
 Training code runs passes at its safe points (:meth:`asyncdist.messaging.engine.Engine.safe_point`). A driver callback
-on the loop runs them while coroutines wait. Its state says when it comes next:
+on the loop runs them while coroutines wait. Its state decides when the next pass happens:
 
 ========  ============================  =======================================================================
 state     next pass                     then
 ========  ============================  =======================================================================
 STOPPED   none                          ``start``: HOT
 HOT       next loop iteration           WARM after 100 passes in which nothing completed, 4 ms later during a
-                                        transfer; where the transport rings: ASLEEP after one, or two if it may
+                                        transfer; if the transport rings: ASLEEP after one, or two if it may
                                         fail to ring
 WARM      next loop iteration, after    IDLE after 20 passes, or when something else runs on the loop
           20 us of sleep
-IDLE      after 1 ms                    HOT when something completes, is waited for, or rings
-ASLEEP    after 50 ms if the transport  HOT when something is waited for, or rings
+IDLE      after 1 ms                    HOT on a completion, a new wait, or a ring
+ASLEEP    after 50 ms if the transport  HOT on a new wait, or a ring
           may fail to ring, else none
 ========  ============================  =======================================================================
 
-In the warm state the driver sleeps, since a timer of asyncio under 1 ms takes 1.07 ms, and uvloop makes a busy spin
-of it.
+In the warm state the driver sleeps in ``time.sleep``, because an asyncio timer below 1 ms takes 1.07 ms, and uvloop
+turns it into a busy loop.
 
-Nothing here awaits: what coroutines want of the engine is in :mod:`asyncdist.messaging.engine`. The module is compiled
-where that can be done (see :mod:`asyncdist.compiled`), since each message rings, and each safe point makes a pass.
+Nothing here awaits; the coroutines are in :mod:`asyncdist.messaging.engine`. The module is compiled if a C compiler is
+available (see :mod:`asyncdist.compiled`), since each message rings, and each safe point makes a pass.
 """
 
 from __future__ import annotations
@@ -40,29 +40,29 @@ from asyncdist.transports.base import Buffer, Request, Transport
 from asyncdist.waits import WaitId
 
 HOT_PASS_COUNT: Final = 100
-#: With a transfer under way the driver is hot for about as long as 16 MiB take, and yields the core to other processes.
-#: A sleep of 20 us takes 50 to 100 us on common kernels, and as long again until the caches are warm.
+#: During a transfer the driver stays hot for about the time of 16 MiB, and yields the core to other processes. A sleep
+#: of 20 us takes 50 to 100 us on common kernels, and as long again until the caches are warm.
 TRANSFER_HOT_S: Final = 0.004
 WARM_SLEEP_S: Final = 20e-6
 WARM_PASS_COUNT: Final = 20
-#: Where threads of the transport move the bytes: how long after the last step of a transfer training code gives them
-#: the core and the GIL at its safe points. As long as two chunks take; a receive that waits for ever costs nothing.
+#: If threads of the transport move the bytes: seconds after the last step of a transfer during which training code
+#: gives them the core and the GIL at its safe points. About the time of two chunks; an endless receive costs nothing.
 TRANSFER_GIVES_S: Final = 0.01
 IDLE_PERIOD_S: Final = 0.001
-#: The period of passes where the transport rings: a wake-up may be missed (ucxx#30), and not all requests are messages.
+#: The period of passes if the transport rings: a ring may be missed (ucxx#30), and not all requests are messages.
 SAFETY_PERIOD_S: Final = 0.05
-#: The clock and the timers of uvloop go by so much.
+#: Resolution of uvloop's clock and timers, in seconds.
 CLOCK_TICK_S: Final = 0.001
-#: An otherwise empty loop spends less than this between two ticks of the driver; more, and something else is running.
+#: An otherwise idle loop takes fewer seconds than this between two ticks of the driver.
 ALONE_GAP_S: Final = 20e-6
 
 
-#: Returns the ranks each of which can end a wait, at the time when it is asked.
+#: Returns the ranks of which each can currently end a wait.
 Peers: TypeAlias = Callable[[], Iterable[int]]
 
 
 class DriverState(enum.Enum):
-    """When the driver makes its next pass; the module's text has the table."""
+    """The state of the driver; see the table in the module's docstring."""
 
     STOPPED = enum.auto()
     PASSING = enum.auto()  #: inside a tick, until it has set the next state
@@ -72,7 +72,7 @@ class DriverState(enum.Enum):
     ASLEEP = enum.auto()
 
 
-# The same as C variables, where this is compiled.
+# Copies that are C variables in the compiled module.
 _STOPPED: Final = DriverState.STOPPED
 _PASSING: Final = DriverState.PASSING
 _HOT: Final = DriverState.HOT
@@ -82,21 +82,21 @@ _ASLEEP: Final = DriverState.ASLEEP
 
 
 class Pollable:
-    """Has receives of its own, which each pass polls; for example the channels of one tag."""
+    """An object with receives of its own, which each pass polls; for example the receiver of one tag."""
 
     def poll(self) -> int:
-        """Deliver what has arrived; returns the number of messages."""
+        """Deliver arrived messages; return their number."""
         raise NotImplementedError
 
 
 class PendingRequest:
-    """Keeps a request until it has completed, and says what to do then.
+    """Keeps a request until it has completed, with its completion callback.
 
     Attributes:
-        request: the transport's.
+        request: Request of the transport.
         what: The identity of the wait for it.
-        on_done: called once with the error, or None.
-        disowned: whether it is not tested any more.
+        on_done: Called once with the error, or None.
+        disowned: Whether the request is no longer tested.
     """
 
     __slots__ = ("disowned", "error", "on_done", "request", "what")
@@ -116,7 +116,7 @@ class PendingRequest:
 
 
 class AbandonedReceive:
-    """Keeps a receive whose caller was cancelled until its end is known, and its message until it is taken."""
+    """Keeps the receive of a cancelled caller until it ends, and its message until another receive takes it."""
 
     __slots__ = ("_buffer", "_request", "error", "resolved", "waiters")
 
@@ -141,14 +141,10 @@ class AbandonedReceive:
 
 
 class Poller:
-    """Tests what is outstanding on one rank, and wakes those that waited for it.
-
-    Args:
-        transport: the rank's transport.
-        loop: the loop that runs the rank.
+    """Tests the outstanding requests of one rank, and wakes the tasks that wait for them.
 
     Attributes:
-        failure: the error that every wait raises, or None.
+        failure: Error that every wait raises; or None.
     """
 
     def __init__(self, transport: Transport, loop: asyncio.AbstractEventLoop) -> None:
@@ -157,15 +153,15 @@ class Poller:
         self.failure: BaseException | None = None
         self._pollables: tuple[Pollable, ...] = ()
         self._operations: list[PendingRequest] = []
-        self._in_test: list[PendingRequest] = []  # those of the pass that is under way
-        self._has_disowned = False  # some of these
-        # What they wait for, since when, and the ranks that can end that, if they are several.
+        self._in_test: list[PendingRequest] = []  # requests of the current pass
+        self._has_disowned = False  # whether some of them were disowned
+        # For each waiter: the identity of its wait, its beginning, and the ranks that can end it.
         self._waiters: dict[asyncio.Future[None], tuple[WaitId, float, Peers | None]] = {}
         self._conditions: dict[asyncio.Future[None], Callable[[], bool]] = {}
         self._in_pass = False
         self._pass_count = 0
         self._completion_count = 0
-        self._request_count = 0  # those of the completions that were not messages of a tag's receive
+        self._request_count = 0  # completions that were not messages of a tag's receive
         self._transferred_at = 0.0
         # The driver.
         self._handle: asyncio.Handle | None = None
@@ -184,8 +180,8 @@ class Poller:
     # -- passes -----------------------------------------------------------------------------------------------------
 
     def poll(self) -> int:
-        """Make one pass: test everything once, without blocking or yielding. Returns how many completed."""
-        if self._in_pass:  # a completion callback asked for progress: it is being made
+        """Make one pass: test every request once, without blocking or yielding. Return the number of completions."""
+        if self._in_pass:  # called from a completion callback of this pass
             return 0
         self._in_pass = True
         self._passed_since_tick = True  # a ring during this pass asks for another one
@@ -225,7 +221,7 @@ class Poller:
                     raise
                 completed += 1
                 operation.finish(error)
-        finally:  # also where that raised: what has not completed is kept
+        finally:  # even after an exception: keep the incomplete requests
             left = pending + operations[position:]
             if self._has_disowned:
                 left = [operation for operation in left if not operation.disowned]
@@ -238,7 +234,7 @@ class Poller:
         return completed
 
     def give_core(self) -> None:
-        """Let the transport's threads run while a transfer is under way: a loop of safe points would starve them."""
+        """Let the transport's threads run during a transfer, since a loop of safe points would starve them."""
         if self._has_threads and self._operations and time.perf_counter() - self._transferred_at < TRANSFER_GIVES_S:
             time.sleep(WARM_SLEEP_S)
 
@@ -247,7 +243,7 @@ class Poller:
     ) -> None:
         """Keep ``request`` until it has completed, then call ``on_done`` with the error or None.
 
-        It is tested once at once, so ``on_done`` may be called before this returns.
+        The request is tested immediately, so ``on_done`` may be called before this returns.
         """
         error: AsyncdistError | None = None
         try:
@@ -264,18 +260,18 @@ class Poller:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is under way; a message that nobody has taken may still wait."""
+        """Whether no request is outstanding; a message may still wait in a mailbox."""
         return not self._operations
 
     @property
     def spared_tick(self) -> asyncio.Handle | None:
-        """The driver's callback on the loop, where a pass has been made in its place since it last ran; else None."""
+        """The driver's scheduled callback, if a pass has been made elsewhere since it last ran; else None."""
         return self._handle if self._passed_since_tick else None
 
     # -- pollables ---------------------------------------------------------------------------------------------------
 
     def add_pollable(self, pollable: Pollable) -> None:
-        """Poll ``pollable`` in every pass, and soon: what came for it earlier has rung already."""
+        """Poll ``pollable`` in every pass, and soon, since earlier messages for it have already rung."""
         self._pollables = (*self._pollables, pollable)
         self.ring()
 
@@ -283,10 +279,10 @@ class Poller:
         """Stop polling ``pollable``."""
         self._pollables = tuple([other for other in self._pollables if other is not pollable])
 
-    # -- those who wait ---------------------------------------------------------------------------------------------
+    # -- waiting tasks ----------------------------------------------------------------------------------------------
 
     def recheck(self) -> None:
-        """Evaluate all conditions, since something that they depend on has changed outside a pass."""
+        """Evaluate all conditions, because something that they depend on has changed outside of a pass."""
         for waiter, condition in self._conditions.items():
             try:
                 if condition():
@@ -301,30 +297,30 @@ class Poller:
             resolve_waiter(waiter, error)
 
     def abandon(self, error: BaseException) -> None:
-        """Make no pass again, and make every wait raise ``error``: this process is a forked copy of the rank's."""
+        """Stop all passes, and make every wait raise ``error``, because this process is a forked copy of the rank's."""
         self.stop()
         self.failure = error
-        self._in_pass = True  # as if one never ended
+        self._in_pass = True  # as if a pass never ended
 
     # -- the driver -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Poll from the loop from now on, in the caller's context: what a message brings about belongs to its rank."""
+        """Start the driver in the caller's context, so that callbacks of messages run in their rank's context."""
         self._context = contextvars.copy_context()
         if self._state is _STOPPED:
             self._state = _ASLEEP
         self.wake()
 
     def stop(self) -> None:
-        """Stop polling from the loop."""
+        """Stop the driver."""
         self._state = _STOPPED
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
 
     def ring(self) -> None:
-        """Make a pass soon: something has arrived, or may have arrived without another ring."""
-        if not self._misses_wakes:  # elsewhere the driver looks once more by itself
+        """Request a pass, because something has arrived, or may have arrived without a ring."""
+        if not self._misses_wakes:  # otherwise the driver makes one more pass on its own
             self._passed_since_tick = False
             if self._state is _PASSING:
                 self._state = _HOT
@@ -335,7 +331,7 @@ class Poller:
             self.loop.call_soon_threadsafe(self._on_ring_of_thread, context=self._context)
 
     def _on_ring_of_thread(self) -> None:
-        """Ring as :meth:`ring` does, but make the pass at once: an iteration of the loop is a system call."""
+        """Make a pass at once, unlike :meth:`ring`, because an iteration of the loop is a system call."""
         if self._state is not _ASLEEP and self._state is not _IDLE:
             self.ring()
             return
@@ -346,7 +342,7 @@ class Poller:
         self._tick()
 
     def wake(self) -> None:
-        """Be hot: something is waited for, or has arrived."""
+        """Make the driver hot, because a task waits or something has arrived."""
         self._quiet_tick_count = 0
         if self._state is _ASLEEP or self._state is _IDLE:
             if self._handle is not None:
@@ -355,7 +351,7 @@ class Poller:
             self._handle = self.loop.call_soon(self._take_tick, context=self._context)
 
     def _tick(self) -> None:
-        """Run the driver once: a pass, unless training code has just made one, and the next state."""
+        """Run the driver once: make a pass, unless training code has just made one, and set the next state."""
         self._state = _PASSING
         began_at = 0.0 if self._wakes else time.perf_counter()
         alone = not self._wakes and began_at - self._tick_ended_at < ALONE_GAP_S
@@ -372,7 +368,7 @@ class Poller:
             self._tick_ended_at = time.perf_counter()
 
     def _poll_for_waiters(self) -> int:
-        """Make a pass whose own failure is raised by every wait, since nothing awaits the driver."""
+        """Make a pass. If it fails, every wait raises its error, since no task awaits the driver."""
         try:
             return self.poll()
         except Exception as error:
@@ -380,22 +376,22 @@ class Poller:
             return 0
 
     def _next_tick(self, alone: bool) -> asyncio.Handle | None:
-        """Set the next state, and schedule its pass; ``alone`` if nothing else runs on the loop."""
+        """Set the next state and schedule its pass; ``alone`` tells whether nothing else runs on the loop."""
         quiet = self._quiet_tick_count
         if self._wakes:
-            if self._state is _HOT or (quiet <= 1 and self._misses_wakes):  # it rang meanwhile
+            if self._state is _HOT or (quiet <= 1 and self._misses_wakes):  # rung meanwhile
                 self._state = _HOT
                 return self.loop.call_soon(self._take_tick)
             self._state = _ASLEEP
             for operation in self._operations:
-                if not getattr(operation.request, "rings", True):  # a device: its events come from no transport
+                if not getattr(operation.request, "rings", True):  # a device event, for which no transport rings
                     return self.loop.call_later(IDLE_PERIOD_S, self._take_tick)
             return self.loop.call_later(SAFETY_PERIOD_S, self._take_tick) if self._misses_wakes else None
         self._state = _HOT
         if quiet <= HOT_PASS_COUNT:
             return self.loop.call_soon(self._take_tick)
         if self._operations and time.perf_counter() - self._quiet_since < TRANSFER_HOT_S:
-            self._quiet_tick_count = HOT_PASS_COUNT  # the warm passes come after this
+            self._quiet_tick_count = HOT_PASS_COUNT  # warm passes are counted from here
             if alone:
                 os.sched_yield()
             return self.loop.call_soon(self._take_tick)
@@ -408,12 +404,12 @@ class Poller:
 
 
 def clock_of(loop: asyncio.AbstractEventLoop) -> Callable[[], float]:
-    """Return the loop's clock; for uvloop, whose clock has steps of a millisecond, the clock that it follows."""
+    """Return the loop's clock; for uvloop, whose clock has millisecond steps, the underlying clock."""
     return time.monotonic if type(loop).__module__ == "uvloop" else loop.time
 
 
 def resolve_waiter(waiter: asyncio.Future[None], error: BaseException | None) -> None:
-    """Complete ``waiter``, unless it has been cancelled or settled already."""
+    """Settle ``waiter``, unless it is already cancelled or settled."""
     if waiter.done():
         return
     if error is None:
@@ -425,13 +421,13 @@ def resolve_waiter(waiter: asyncio.Future[None], error: BaseException | None) ->
 class Alarm:
     """Settles a waiter once a deadline has passed.
 
-    The timers of uvloop count whole milliseconds, and so does its clock: a timer may fire half a millisecond before its
-    time. A task that was woken then, and waited again, would do so some hundred times until the clock moved on.
+    uvloop's timers and clock have millisecond steps, so a timer may fire half a millisecond early. A task that is woken
+    then, and waits again, would do so some hundred times until the clock advances. An alarm fires only after the
+    deadline.
 
     Args:
-        loop: of the rank.
-        deadline: on the loop's clock, in seconds.
-        waiter: a future of that loop.
+        deadline: Time on the loop's clock, in seconds.
+        waiter: A future of the loop.
     """
 
     __slots__ = ("_deadline", "_loop", "_timer", "_waiter")
@@ -449,5 +445,5 @@ class Alarm:
             resolve_waiter(self._waiter, None)
 
     def cancel(self) -> None:
-        """Leave the waiter alone."""
+        """Cancel the alarm."""
         self._timer.cancel()

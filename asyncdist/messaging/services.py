@@ -1,8 +1,8 @@
-"""The services that a rank offers to protocols: the engine, channels, stream slots, background tasks and news of peers.
+"""The services that a rank offers to protocols: the engine, channels, stream slots, tasks, and notices about peers.
 
-Protocols, streams and versioned windows are written against :class:`Services` and not against
-:class:`asyncdist.World`, so that they depend on messages alone and not on how a rank starts and ends. A world has them
-as ``world.services``. The runtime, which starts and ends the rank, uses the last part of the class.
+Protocols, streams and versioned windows use :class:`Services` instead of :class:`asyncdist.World`, so they depend only
+on messaging, and not on the start and the end of a rank. A world holds them as ``world.services``. The last part of the
+class is for the runtime, which starts and ends the rank.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger("asyncdist.messaging.services")
 
 T = TypeVar("T")
 
-#: How many messages may wait in a protocol's channel, and how many sends may be under way.
+#: Default capacity of a protocol's channel: messages in the mailbox, and sends in progress.
 PROTOCOL_CAPACITY: Final = 4096
 
 
@@ -40,10 +40,10 @@ class ChannelStatistics:
     """Counts over all channels of a rank.
 
     Attributes:
-        sent_count: messages sent.
-        received_count: messages received.
-        dropped: frames that were not delivered, by reason.
-        drop_examples: for each reason what was wrong with the last frame, where there is more to say.
+        sent_count: Number of messages sent.
+        received_count: Number of messages received.
+        dropped: Number of undelivered frames by reason.
+        drop_examples: Description of the last undelivered frame by reason, if there is one.
     """
 
     sent_count: int
@@ -53,11 +53,11 @@ class ChannelStatistics:
 
 
 class _WatchedContacts(set[int]):
-    """Tells a listener of each rank that is added.
+    """A set of ranks that calls a listener with each added rank.
 
     Args:
-        contacts: the ranks that are there.
-        listener: called with the rank.
+        contacts: Initial members.
+        listener: Called with each added rank.
     """
 
     def __init__(self, contacts: Iterable[int], listener: Callable[[int], None]) -> None:
@@ -74,42 +74,36 @@ class Services:
     """The services of one rank.
 
     Attributes:
-        rank: this rank, from 0.
-        size: the number of ranks.
-        incarnation: how often this rank has been started again.
-        may_return: whether lost ranks are started again.
-        survives_loss: whether the others go on when a rank is lost.
-        is_admitted: whether the others count on this rank, so that its failure ends the job. A rank that was started
-            again is admitted by the first policy or group that takes it.
-        nonce: identifies the job.
-        hosts: for each rank the first one on its host; None where that is not known, or all are on one host. It is the
-            same on all ranks, unless one was lost while they met.
-        time: a function without arguments that returns seconds on the loop's clock, from an arbitrary start.
-        engine: polls the requests of this rank.
-        slots: the slots of the bulk streams that this rank receives, and the bytes of all its streams.
-        gone: ranks that have left or are lost.
-        restarted: ranks whose process is not the first one that this rank has met, each with its incarnation. Protocols
-            that admit no such rank take it for gone.
-        left: ranks that have stopped: main has returned there, or they have answered a failure elsewhere.
-        sent_to: ranks to which this one has sent messages on channels (of those with ``counts_contacts``).
-        heard_from: ranks from which such messages have come.
-        progress_probes: functions that tell what a policy has done so far, as a
-            :class:`~asyncdist.live.counters.PolicyCounters`; they only read, since another thread may ask.
-        last_progress: what the policy said that was closed last.
-        events: what has happened on this rank lately.
-        read_nbytes: bytes that were read in the memory of other ranks.
-        waited_s: how long the user's tasks have waited, all together, since :meth:`count_waits`; services of protocols
-            wait all the time.
-        end_recording: ends what is written down of this rank, as the death of its process does; given a text and the
-            seconds for which main has waited for that, where it is to be told. A simulated rank dies alone.
-        reports_in_turn: whether this rank replays one of a process of its own, which waits before it reports how it
-            failed: a lower rank may report the same.
-        leftover_probes: functions that name what a protocol has not cleared away; they are asked at the end.
-
-    Args:
-        engine: this rank's.
-        loop: runs this rank.
-        nonce: identifies the job; a frame of another job is dropped.
+        rank: This rank, from 0.
+        size: Number of ranks.
+        incarnation: How often this rank has been restarted.
+        may_return: Whether lost ranks are restarted.
+        survives_loss: Whether the other ranks continue when a rank is lost.
+        is_admitted: Whether the other ranks count on this rank, so that its failure ends the job. A restarted rank is
+            admitted by the first policy or group that takes it.
+        nonce: Identifies the job; frames of another job are dropped.
+        hosts: For each rank the first rank on its host. None if that is unknown, or if all ranks share one host. It is
+            equal on all ranks, unless a rank was lost while they met.
+        time: Returns seconds on the loop's clock, from an arbitrary start.
+        engine: Engine of this rank.
+        slots: Slots of the streams that this rank receives, and byte counts of all its streams.
+        gone: Ranks that have left or are lost.
+        restarted: Maps each rank whose process is not the first one that this rank has met to its incarnation.
+            Protocols that admit no restarted rank regard it as gone.
+        left: Ranks that have stopped: main has returned there, or they have answered a failure of another rank.
+        sent_to: Ranks to which this rank has sent messages on channels with ``counts_contacts``.
+        heard_from: Ranks from which such messages have arrived.
+        progress_probes: Functions that return the progress of a policy as a
+            :class:`~asyncdist.live.counters.PolicyCounters`. They only read, since another thread may call them.
+        last_progress: Progress of the policy that was closed last.
+        events: Recent events on this rank.
+        read_nbytes: Bytes read from the memory of other ranks.
+        waited_s: Total seconds that the user's tasks have waited since :meth:`count_waits`.
+        end_recording: Ends this rank's recording, as the death of its process would. It takes a text and the seconds of
+            main's wait, for a rank that is to report them.
+        reports_in_turn: Whether this rank replays a rank with a process of its own, which delays its failure report
+            because a lower rank may report the same failure.
+        leftover_probes: Functions that describe what a protocol has not cleaned up; called at the end.
     """
 
     def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop, nonce: int) -> None:
@@ -125,7 +119,7 @@ class Services:
         self.engine = engine
         self.gone = RankSet()
         self.restarted: dict[int, int] = {}
-        self._met: set[int] = set()  # by this process, if it has been started again
+        self._met: set[int] = set()  # ranks that this restarted process is connected to
         self.slots = streams.Slots(engine, self.restarted)
         self.left = RankSet()
         self.sent_to: set[int] = set()
@@ -172,21 +166,19 @@ class Services:
         """Open a protocol's channel, on any tag.
 
         Args:
-            message_types: a frozen dataclass, or a union of them.
-            tag: reserved ones included.
-            scope: one that only this protocol's ranks use.
-            name: for reports.
-            capacity: messages that may wait here, and sends that may be under way.
-            overflow: what happens beyond that; see :mod:`asyncdist.messaging.channels`.
-            peer_scope: what the messages sent here are addressed to, where two roles talk to each other; ``scope`` by
-                default.
-            handler: called with each message as it arrives, inside a pass, in place of a mailbox.
-            epoch: of the first messages, where the protocol has epochs; see :meth:`Channel.enter_epoch`.
-            earlier_handler: called with each message of an earlier epoch; without it these are only counted.
-            admits_restarted: whether messages go to a rank that is started again while the channel is open, though it
-                has sent none; see :meth:`Channel.on_restarted`.
-            counts_contacts: whether the ranks that it exchanges messages with are in :attr:`sent_to` and
-                :attr:`heard_from`.
+            message_types: A frozen dataclass, or a union of them.
+            tag: Any tag, including reserved ones.
+            scope: Scope that only this protocol's ranks use.
+            name: Name for reports.
+            capacity: Maximum number of messages in the mailbox, and of sends in progress.
+            overflow: Behaviour of a full mailbox; see :mod:`asyncdist.messaging.channels`.
+            peer_scope: Scope of the sent messages, if two roles talk to each other; by default ``scope``.
+            handler: Called with each arriving message, inside a pass, instead of a mailbox.
+            epoch: First epoch, if the protocol has epochs; see :meth:`Channel.enter_epoch`.
+            earlier_handler: Called with each message of an earlier epoch; without it these are only counted.
+            admits_restarted: Whether messages may be sent to a restarted rank that has not sent any; see
+                :meth:`Channel.on_restarted`.
+            counts_contacts: Whether peers of this channel are added to :attr:`sent_to` and :attr:`heard_from`.
         """
         codec = wire.Codec(message_types)
         demultiplexer = self._demultiplexer(tag, is_users=overflow == "stall")
@@ -212,8 +204,8 @@ class Services:
         """Open a channel of a user's program; see :meth:`asyncdist.World.channel`.
 
         Raises:
-            LocalProtocolError: the tag is not free.
-            TypeError: the message type cannot travel.
+            LocalProtocolError: The tag is not free.
+            TypeError: The message type has a field that cannot be sent.
         """
         demultiplexer = self._demultiplexers.get(tag)
         if demultiplexer is not None and not demultiplexer.channels():
@@ -234,10 +226,10 @@ class Services:
         lost = self.lost_ranks().intersection(ranks)
         if not lost or not all(rank in self.gone for rank in ranks if rank != self.rank):
             return None
-        return RankLostError(f"{name}: nobody is left who could send: rank {min(lost)} is lost", rank=min(lost))
+        return RankLostError(f"{name}: no rank is left that could send: rank {min(lost)} is lost", rank=min(lost))
 
     def next_scope(self, ranks: Sequence[int], name: str) -> int:
-        """Return a scope for the next user of ``name`` on ``ranks``; it is equal on all ranks that count alike."""
+        """Return a scope for the next use of ``name`` on ``ranks``; equal on all ranks with the same number of uses."""
         key = (tuple(ranks), name)
         self._scope_counts[key] += 1
         return wire.scope_of(key[0], name, self._scope_counts[key])
@@ -251,7 +243,7 @@ class Services:
         return found
 
     def shared(self, make: Callable[[Services], T]) -> T:
-        """Return what ``make(self)`` has returned the first time: an object that this rank has once."""
+        """Return the result of the first call of ``make(self)``: an object that exists once per rank."""
         if make not in self._shared:
             self._shared[make] = make(self)
         found: T = self._shared[make]
@@ -260,7 +252,7 @@ class Services:
     # -- tasks ------------------------------------------------------------------------------------------------------
 
     def spawn_service(self, coroutine: Coroutine[Any, Any, T], *, name: str | None = None) -> asyncio.Task[T]:
-        """Start a task of a protocol. The rank awaits it after main has returned, and cancels it on failure."""
+        """Start a task of a protocol, which the rank awaits after main has returned, and cancels on failure."""
         task = self._loop.create_task(coroutine, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._on_task_done)
@@ -277,14 +269,14 @@ class Services:
         self.engine.recheck()
 
     def on_defect(self, listener: Callable[[BaseException], None]) -> None:
-        """Call ``listener(error)`` when a service task fails: no other task awaits it, and the error must be seen."""
+        """Call ``listener(error)`` if a service task fails, since no other task would see the error."""
         self._defect_listeners.append(listener)
 
     def count_waits(self, on_waited: Callable[[WaitId, float], None] | None = None) -> None:
-        """Count from now on how long the user's tasks wait; it costs each wait a microsecond.
+        """Measure the waits of the user's tasks from now on, at the cost of a microsecond per wait.
 
         Args:
-            on_waited: Called with what such a task has waited for, and the seconds.
+            on_waited: Called with the identity of each such wait, and its seconds.
         """
         self._on_waited = on_waited or self._on_waited
         self.engine.on_waited = self._note_wait
@@ -297,11 +289,11 @@ class Services:
 
     @property
     def task_count(self) -> int:
-        """The number of service tasks that are still running."""
+        """Number of running service tasks."""
         return len(self._tasks)
 
     def is_service(self, task: asyncio.Task[Any] | None) -> bool:
-        """Return whether :meth:`spawn_service` has started that task."""
+        """Return whether :meth:`spawn_service` has started ``task``."""
         return task in self._tasks
 
     def cancel_tasks(self) -> None:
@@ -312,14 +304,14 @@ class Services:
     # -- peers ------------------------------------------------------------------------------------------------------
 
     def check_peer(self, rank: int) -> None:
-        """Refuse a number that is not a rank.
+        """Raise unless ``rank`` is a valid rank and the job is alive.
 
         Raises:
-            LocalProtocolError: there is no such rank.
-            RankLostError: the job has failed.
+            LocalProtocolError: There is no such rank.
+            RankLostError: The job has failed.
         """
         if type(rank) is not int or not 0 <= rank < self.size:
-            raise LocalProtocolError(f"rank {rank!r} does not exist; ranks go from 0 to {self.size - 1}", rank=rank)
+            raise LocalProtocolError(f"rank must be from 0 to {self.size - 1}, got {rank!r}", rank=rank)
         if self.engine.failure is not None:
             raise self.engine.failure
 
@@ -328,17 +320,17 @@ class Services:
         return self.engine.transport.lost_ranks()
 
     def left_world(self) -> frozenset[int]:
-        """Return the ranks that have left, also before this rank, which was started again, was connected to them."""
+        """Return the ranks that have left, including those that left before this restarted rank was connected."""
         return self.engine.transport.missed_ranks().union(self.left)
 
     def is_unmet(self, rank: int) -> bool:
-        """Return whether ``rank`` is lost here only since this rank, which was started again, is not connected yet."""
+        """Return whether ``rank`` counts as lost only because this restarted rank is not connected to it yet."""
         if not self.incarnation or rank == self.rank or rank in self._met:
             return False
         return rank not in self.engine.transport.vacant_ranks()
 
     def on_gone(self, listener: Callable[[int], None], *, among: Iterable[int] | None = None) -> None:
-        """Call ``listener(rank)`` for each rank, or each ``among`` them, that leaves or is lost from now on."""
+        """Call ``listener(rank)`` for each rank that leaves or is lost from now on; only ranks ``among``, if given."""
         self._gone_listeners.append((listener, None if among is None else RankSet(among)))
 
     def off_gone(self, listener: Callable[[int], None]) -> None:
@@ -346,7 +338,7 @@ class Services:
         self._gone_listeners = [each for each in self._gone_listeners if each[0] != listener]
 
     def on_returned(self, listener: Callable[[int], None]) -> None:
-        """Call ``listener(rank)`` for each lost rank in whose place a new process is from now on."""
+        """Call ``listener(rank)`` for each lost rank that is restarted from now on."""
         self._returned_listeners.append(listener)
 
     def off_returned(self, listener: Callable[[int], None]) -> None:
@@ -364,13 +356,13 @@ class Services:
         for demultiplexer in self._demultiplexers.values():
             if demultiplexer.is_users:
                 demultiplexer.on_gone()
-        self.engine.recheck()  # now: what the listeners noted is waited for
+        self.engine.recheck()  # now, since tasks wait for the changes made by the listeners
 
     def note_restarted(self, rank: int, incarnation: int) -> None:
-        """Forget what belongs to the process before: its frames that no channel has taken are dropped and counted.
+        """Note a restart of ``rank``: drop and count the undelivered frames of its previous process.
 
-        A process that has itself been started again comes to know most others after it has opened channels. These are
-        nobody's in whose place another one was known before.
+        A restarted process connects to its peers after it has opened channels. Frames of a peer whose earlier process
+        it has never met are kept.
         """
         is_replaced = not self.incarnation or rank in self._met
         self._met.add(rank)
@@ -388,11 +380,11 @@ class Services:
         self.engine.recheck()
 
     def note_returned(self, ranks: RankSet) -> list[tuple[int, int]]:
-        """Note that main has returned on ``ranks``, which read users' messages no more.
+        """Note that main has returned on ``ranks``, which no longer receive the user's messages.
 
         Returns:
-            The tags on which messages may be under way that a rank has to drop, each with the rank; none the second
-            time.
+            Pairs (tag, rank) for which messages may be on their way that the rank has to drop; empty for ranks that
+            were noted before.
         """
         new = ranks - self._returned
         self._returned |= new
@@ -400,36 +392,36 @@ class Services:
 
     @property
     def contacts(self) -> set[int]:
-        """Ranks with which this one has exchanged messages."""
+        """Ranks with which this rank has exchanged messages."""
         return self.sent_to | self.heard_from
 
     def forget_returned(self, rank: int) -> None:
-        """Forget that main has returned on ``rank``: it is lost."""
+        """Forget that main has returned on ``rank``, because the rank is lost."""
         self._returned.discard(rank)
 
     def watch_contacts(self, listener: Callable[[int], None]) -> None:
-        """Call ``listener(rank)`` when the first message comes from a rank, of whom none has come before."""
+        """Call ``listener(rank)`` when the first message of a rank arrives."""
         self.heard_from = _WatchedContacts(self.heard_from, listener)
         for demultiplexer in self._demultiplexers.values():
             demultiplexer.receiver.contacts = self.heard_from
 
     def stop_reading(self) -> None:
-        """Drop users' messages from now on: main has returned on this rank."""
+        """Drop the user's messages from now on, because main has returned on this rank."""
         for demultiplexer in self._demultiplexers.values():
             demultiplexer.leave()
 
     def drop_messages(self, tag: int) -> None:
-        """Drop users' messages on a tag, which this rank may never have opened; main has returned here."""
+        """Drop the user's messages on ``tag``, even if no channel was opened on it; main has returned here."""
         if tags.is_for_users(tag):
             self._demultiplexer(tag, is_users=True).leave()
 
     @property
     def is_sending(self) -> bool:
-        """Whether messages on a user's channels have not left yet."""
+        """Whether messages on channels of the user have not left yet."""
         return any(each.under_way_count for each in self._demultiplexers.values() if each.is_users)
 
     def leftovers(self, spoiled_tags: Collection[int] = ()) -> list[str]:
-        """Describe what a clean end does not leave behind; for ``spoiled_tags`` see :meth:`Engine.outstanding`."""
+        """Describe leftovers that a clean end does not have; for ``spoiled_tags`` see :meth:`Engine.outstanding`."""
         requests = Counter(self.engine.outstanding(spoiled_tags))
         found = [f"request: {what}" if n == 1 else f"{n} requests: {what}" for what, n in requests.items()]
         for demultiplexer in self._demultiplexers.values():
@@ -449,12 +441,12 @@ class Services:
         return found
 
     def users_channels(self) -> list[tuple[int, ReceivingChannel]]:
-        """Return the channels of the user's program that are open, each with its tag."""
+        """Return the open channels of the user's program, each with its tag."""
         users = [each for each in list(self._demultiplexers.values()) if each.is_users]
         return [(each.tag, channel) for each in users for channel in each.channels()]
 
     def last_sequences(self) -> Counter[int]:
-        """Return a number for each rank from which messages have come; it changes with each of them."""
+        """Return, for each sender, a number that changes with each of its messages."""
         found: Counter[int] = Counter()
         for each in list(self._demultiplexers.values()):
             for channel in each.channels():
@@ -462,16 +454,16 @@ class Services:
         return found
 
     def early_frames(self) -> list[str]:
-        """Describe, for each tag, what has arrived for channels that are not open here."""
+        """Describe, for each tag, the frames that wait for unopened channels."""
         return [each.early.describe() for each in self._demultiplexers.values() if each.early_count]
 
     def close(self) -> None:
-        """Take back the receives of all channels."""
+        """Cancel the receives of all channels."""
         for demultiplexer in self._demultiplexers.values():
             demultiplexer.close()
 
     def channel_statistics(self) -> ChannelStatistics:
-        """Return the counts over all channels since the rank was started."""
+        """Return the counts over all channels since the start of the rank."""
         dropped: Counter[str] = Counter()
         drop_examples: dict[str, str] = {}
         sent_count = received_count = 0

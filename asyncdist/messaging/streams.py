@@ -1,15 +1,15 @@
-"""Bulk streams carry tensors as raw bytes on a granted slot, straight into the receiver's buffers.
+"""Bulk streams: tensors as raw bytes on a granted slot, received directly into the receiver's buffers.
 
 A stream has no header. The receiver takes a *slot* of the sender, posts its receives on the slot's tag, and only then
 sends a grant, over a channel of the caller. Every grant is answered by the whole stream or by one *abort*, a message of
-zero bytes on that tag; until then the slot stays taken, so a late chunk can never land in another stream's buffer. A
-receiver that gives up sends a cancel and discards what comes until that answer.
+zero bytes on that tag. Until then the slot stays taken, so a late chunk can never land in another stream's buffer. A
+receiver that gives up sends a cancel, and discards chunks until that answer.
 
-Slots are counted per sender and shared by everything on this rank. A slot granted to a peer that is lost is retired.
+Slots are counted per sender and shared by all users on this rank. A slot granted to a lost peer is retired.
 
-This module has the receiving end and the slots; the sending end is in :mod:`asyncdist.messaging.outbound_streams`.
-Both move bytes: the caller knows what they mean, and who asks whom. Streams whose sender writes a part into the
-receiver's memory by itself are in :mod:`asyncdist.messaging.direct_write_streams`.
+This module has the receiving end and the slots; the sending end is in :mod:`asyncdist.messaging.outbound_streams`. The
+meaning of the bytes, and the exchange of grants, belong to the caller. Streams whose sender writes a part directly into
+the receiver's memory are in :mod:`asyncdist.messaging.direct_write_streams`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from asyncdist.transports.base import Request
 from asyncdist.waits import WaitId, WaitKind
 
 CHUNK_NBYTES: Final = 4 << 20
-#: Chunks of a user's stream, whose targets all exist: small ones save nothing. One copies for some milliseconds.
+#: Chunk size of a user's stream, in bytes. All its targets exist, so smaller chunks save no memory.
 USER_CHUNK_NBYTES: Final = 16 << 20
-#: Chunks under way at once, at either end.
+#: Number of chunks in progress at a time, at either end.
 WINDOW_COUNT: Final = 4
 _CHUNK_COUNT_MAX: Final = 2**20
 
@@ -40,8 +40,8 @@ _CHUNK_COUNT_MAX: Final = 2**20
 class Grant:
     """Receiver to sender: the receives for ``nbytes`` in chunks of ``chunk_nbytes`` are posted on ``slot``.
 
-    The last ``written_nbytes`` of them are not sent with the others: the sender, a process of the same host, writes as
-    many of them as it likes to ``address``, sends their number in eight bytes, and then the rest in chunks
+    The last ``written_nbytes`` bytes are not sent with the others. The sender, a process of the same host, writes as
+    many of them as it likes to ``address``, sends their number in eight bytes, and then sends the rest in chunks
     (:mod:`asyncdist.messaging.direct_write_streams`). Zero for a plain stream.
     """
 
@@ -52,10 +52,10 @@ class Grant:
     address: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what no receiver of ours grants: each chunk has an object here before it is sent."""
+        """Raise for sizes that no receiver grants, since the sender allocates an object per chunk."""
         _check_slot(self.slot)
         if not 0 <= self.written_nbytes <= self.nbytes or self.address < 0:
-            raise ValueError(f"{self} is no grant")
+            raise ValueError(f"{self} is not a valid grant: a size is negative or inconsistent")
         if self.chunk_nbytes < 1 or self.nbytes > self.chunk_nbytes * _CHUNK_COUNT_MAX:
             raise ValueError(f"{self} has more than {_CHUNK_COUNT_MAX} chunks")
 
@@ -67,21 +67,21 @@ class Cancel:
     slot: int
 
     def __post_init__(self) -> None:
-        """Refuse a slot that no rank has."""
+        """Raise for an invalid slot."""
         _check_slot(self.slot)
 
 
 def _check_slot(slot: int) -> None:
     if not 0 <= slot < tags.BULK_SLOT_COUNT:
-        raise ValueError(f"slot {slot} is not in 0 to {tags.BULK_SLOT_COUNT - 1}")
+        raise ValueError(f"slot must be from 0 to {tags.BULK_SLOT_COUNT - 1}, got {slot}")
 
 
 class StreamAborted(RemoteProtocolError):
-    """The sender gave up the stream. Carries ``rank`` and ``received_nbytes``."""
+    """The sender aborted the stream. Carries ``rank`` and ``received_nbytes``."""
 
 
 class StreamEnd:
-    """The common part of both ends: the engine keeps the requests, and a coroutine waits for what they change."""
+    """The common part of both ends of a stream."""
 
     _kind: ClassVar[WaitKind]
 
@@ -95,7 +95,7 @@ class StreamEnd:
         self._error: AsyncdistError | None = None
 
     def _is_over(self) -> bool:
-        """Note a loss of the peer if another process has its place: nothing of this stream may reach that one."""
+        """Return whether the stream has ended; a restart of the peer ends it with RankLostError."""
         if self._slots.incarnation_of(self._peer) != self._incarnation:
             self._error = self._error or RankLostError(f"rank {self._peer} is gone", rank=self._peer)
         return self._error is not None
@@ -109,15 +109,15 @@ class StreamEnd:
             return condition()
 
         if not await self._engine.until(holds, self._what, deadline=deadline, is_of_request=is_of_request):
-            raise TimeoutError(f"{self._what}: nothing more came in time")
+            raise TimeoutError(f"{self._what}: timed out")
 
 
 class _State(enum.Enum):
-    """The state of an inbound stream that is not finished yet, or that is discarded after it."""
+    """The state of an inbound stream."""
 
-    STEPPED = enum.auto()  #: the caller posts receives, with ``chunks``, or ``arrival`` and ``post_up_to``
+    STEPPED = enum.auto()  #: the caller posts receives through ``chunks``, or ``arrival`` and ``post_up_to``
     CONTINUOUS = enum.auto()  #: each arrival posts the next receive, in ``whole``
-    DISCARDING = enum.auto()  #: given up; each arrival posts the next receive, until the answer has come
+    DISCARDING = enum.auto()  #: given up; each arrival posts the next receive, until the sender has answered
     ENDED = enum.auto()  #: the slot has been given back or retired
 
 
@@ -125,20 +125,20 @@ class InboundStream(StreamEnd):
     """The receiving end: a window of posted receives on one slot.
 
     Args:
-        slots: where the slot comes from.
-        source: the sender.
-        targets: chunk i is received into ``targets[i]``. Targets may repeat at a distance of ``window`` chunks: a
-            target is posted again only when the caller has asked for the chunk after the one that it held.
-        window: receives posted at once; 0 for a caller that says which ones by :meth:`post_up_to`, and may have
-            targets that several streams share, one after the other.
-        more: called once, when a message for the last target has arrived: the targets of further chunks.
-        kept: memory that the sender may write to. It is kept for ever where the slot is retired.
+        slots: Stream slots of this rank.
+        source: Rank of the sender.
+        targets: Buffers; chunk i is received into ``targets[i]``. A buffer may repeat at a distance of ``window``
+            chunks: it is posted again after the caller has asked for the chunk that follows its previous one.
+        window: Number of posted receives. 0 for a caller that posts them through :meth:`post_up_to`; its targets may be
+            shared by several streams in turn.
+        more: Called once, when a message for the last target has arrived; returns the targets of further chunks.
+        kept: Memory that the sender may write to. It is kept forever if the slot is retired.
 
     Attributes:
-        source: as given.
-        slot: the number that was taken.
-        received_nbytes: of the chunks that the caller has taken.
-        taken_count: these chunks.
+        source: Rank of the sender.
+        slot: Number of the taken slot.
+        received_nbytes: Size of the chunks that the caller has taken, in bytes.
+        taken_count: Number of these chunks.
     """
 
     _kind = WaitKind.STREAM_RECEIVE
@@ -166,7 +166,7 @@ class InboundStream(StreamEnd):
         self._posting = False
         self._arrived: dict[int, int] = {}
         self._arrived_count = self.taken_count = 0
-        self._message_count = len(targets)  # until an abort says that there are fewer
+        self._message_count = len(targets)  # fewer after an abort
         self._sink: memoryview | None = None
         self.received_nbytes = 0
         if window:
@@ -174,23 +174,23 @@ class InboundStream(StreamEnd):
 
     @property
     def _answered(self) -> bool:
-        """Whether the whole stream or the abort has come, where no receive has failed.
+        """Whether the whole stream or the abort has arrived, and no receive has failed.
 
-        An abort may complete before the chunk ahead of it, whose target is in use until then.
+        An abort may complete before the preceding chunk, whose target is in use until then.
         """
         return self._arrived_count == self._message_count
 
     async def chunks(self, *, deadline: float | None = None) -> AsyncIterator[int]:
-        """Yield the index of each chunk when it has arrived, in order. Send the grant before the first.
+        """Yield the index of each chunk after its arrival, in order. The caller must have sent the grant.
 
         Args:
-            deadline: on the loop's clock, for the whole stream.
+            deadline: Time on the loop's clock, in seconds, for the whole stream.
 
         Raises:
-            TimeoutError: the deadline passed first.
-            StreamAborted: the sender gave up.
-            RemoteProtocolError: a chunk of the wrong size.
-            RankLostError: the sender is gone.
+            TimeoutError: The deadline has passed.
+            StreamAborted: The sender has aborted the stream.
+            RemoteProtocolError: A chunk has the wrong size.
+            RankLostError: The sender is gone.
         """
         for index in range(len(self._targets)):
             await self.arrival(index, deadline=deadline)
@@ -198,28 +198,28 @@ class InboundStream(StreamEnd):
             self.post_up_to(index + 1 + self._window)
 
     async def arrival(self, index: int, *, deadline: float | None = None) -> None:
-        """Wait for chunk ``index``, which has been posted; call it once for each chunk, in order.
+        """Wait for chunk ``index``, which has been posted; to be called once for each chunk, in order.
 
         Raises:
-            TimeoutError, StreamAborted, RemoteProtocolError, RankLostError: as :meth:`chunks`.
+            TimeoutError, StreamAborted, RemoteProtocolError, RankLostError: As :meth:`chunks`.
         """
         if index not in self._arrived or self._error is not None:
             await self._until(functools.partial(self._arrived.__contains__, index), deadline)
         self._take(index)
 
     def flow(self) -> None:
-        """Let each arrival post the next receive from now on. The targets must not repeat."""
+        """Make each arrival post the next receive from now on. The targets must not repeat."""
         self._state = _State.CONTINUOUS
-        self.post_up_to(self._arrived_count + self._window)  # some may have arrived at once
+        self.post_up_to(self._arrived_count + self._window)  # some chunks may have arrived at once
 
     async def whole(self, *, deadline: float | None = None) -> None:
         """Wait until all chunks are in the targets, which must not repeat. Each arrival posts the next receive.
 
         Args:
-            deadline: on the loop's clock.
+            deadline: Time on the loop's clock, in seconds.
 
         Raises:
-            TimeoutError, StreamAborted, RemoteProtocolError, RankLostError: as :meth:`chunks`.
+            TimeoutError, StreamAborted, RemoteProtocolError, RankLostError: As :meth:`chunks`.
         """
         self.flow()
         await self._until(lambda: self._answered, deadline)
@@ -230,23 +230,23 @@ class InboundStream(StreamEnd):
         nbytes = self._arrived.pop(index)
         if nbytes == 0:
             raise StreamAborted(
-                f"rank {self._peer} gave up its stream after {self.received_nbytes} bytes",
+                f"rank {self._peer} aborted its stream after {self.received_nbytes} bytes",
                 rank=self._peer,
                 received_nbytes=self.received_nbytes,
             )
         if nbytes != len(self._targets[index]):
             expected = len(self._targets[index])
             raise RemoteProtocolError(
-                f"rank {self._peer} sent a chunk of {nbytes} bytes for {expected}", rank=self._peer
+                f"rank {self._peer} sent a chunk of {nbytes} bytes instead of {expected}", rank=self._peer
             )
         self.received_nbytes += nbytes
         self.taken_count += 1
 
     def post_up_to(self, count: int) -> None:
-        """Post the receives of the first ``count`` chunks, as far as they are not posted yet."""
+        """Post the receives of the first ``count`` chunks, except those already posted."""
         if count > self._post_limit:
             self._post_limit = count
-        if self._posting or self._is_over():  # posting: a chunk was there already, and the loop below goes on
+        if self._posting or self._is_over():  # posting: a chunk completed at once, and the loop below continues
             return
         self._posting = True
         try:
@@ -281,7 +281,7 @@ class InboundStream(StreamEnd):
             self.post_up_to(self._arrived_count + self._window)
 
     def finish(self, cancel: Callable[[InboundStream], None]) -> None:
-        """End the stream. If the sender has not answered yet, ``cancel`` tells it, and the rest is discarded."""
+        """End the stream. If the sender has not answered yet, send it a cancel, and discard the rest."""
         if self._is_over() or (not self._answered and self._peer in self._engine.transport.lost_ranks()):
             self._retire()
         elif self._answered:
@@ -293,15 +293,15 @@ class InboundStream(StreamEnd):
             self._slots.discarding_count += 1
             try:
                 cancel(self)
-            except RankLostError as error:  # the grant has not left either: a new process has the sender's place
+            except RankLostError as error:  # the sender was restarted, and the grant has not left either
                 self._error = self._error or error
             self._discard_more()
 
     def _discard_more(self) -> None:
         """Receive the rest or the abort in the background. The targets stay in use until then.
 
-        Targets that are not posted yet may belong to another stream by now: where they are shared, one buffer of this
-        stream's own takes the place of them all, one message at a time.
+        Shared targets that are not posted yet may already belong to another stream. A buffer of this stream's own
+        replaces them, one message at a time.
         """
         if self._answered or self._error is not None:
             self._slots.discarding_count -= 1
@@ -322,7 +322,7 @@ class InboundStream(StreamEnd):
         self._slots.give_back(self._peer, self.slot)
 
     def _retire(self) -> None:
-        """Leave the slot taken for ever, since nobody will answer. A sender that lives may still write a piece."""
+        """Leave the slot taken forever, since no answer will arrive. A live sender may still write a piece."""
         self._slots.retired_counts[self._peer] += 1
         self._state = _State.ENDED
         self._withdraw()
@@ -330,7 +330,7 @@ class InboundStream(StreamEnd):
             self._slots.kept.append(self._kept)
 
     def _withdraw(self) -> None:
-        """Cancel receives that no message will come for."""
+        """Cancel receives for which no message will arrive."""
         if self._posted:
             for request in list(self._posted.values()):
                 request.cancel()
@@ -341,12 +341,12 @@ class Slots:
     """Counts the slots of every sender, as this rank grants them, and the bytes of all streams of this rank.
 
     Attributes:
-        engine: of this rank.
-        sent_nbytes: bytes of streams that have been sent, also of those that were given up.
-        received_nbytes: bytes of streams that have been received whole.
-        discarding_count: streams that were given up and have not been answered yet.
-        retired_counts: slots that stay taken for ever, by sender.
-        kept: memory that a sender that is believed to be lost may still write to.
+        engine: Engine of this rank.
+        sent_nbytes: Bytes sent in streams, including aborted ones.
+        received_nbytes: Bytes of streams that were received whole.
+        discarding_count: Number of abandoned streams whose sender has not answered yet.
+        retired_counts: Number of slots that stay taken forever, by sender.
+        kept: Memory that a sender which is assumed to be lost may still write to.
     """
 
     def __init__(self, engine: Engine, incarnations: Mapping[int, int] | None = None) -> None:
@@ -355,20 +355,20 @@ class Slots:
         self.kept: list[memoryview] = []
         self.discarding_count = 0
         self.sent_nbytes = self.received_nbytes = 0
-        # By sender: how many slots have ever been taken, the lowest first, and a heap of those given back since.
+        # For each sender: the number of slots ever taken, lowest first, and a heap of those given back since.
         self._used_counts: Counter[int] = Counter()
         self.retired_counts: Counter[int] = Counter()
         self._given_back: defaultdict[int, list[int]] = defaultdict(list)
 
     def incarnation_of(self, rank: int) -> int:
-        """Return the incarnation of the process that has the place of ``rank``."""
+        """Return the incarnation of the current process of ``rank``."""
         return self._incarnations.get(rank, 0) if self._incarnations else 0
 
     def take(self, source: int) -> int:
         """Take the lowest free slot of ``source``.
 
         Raises:
-            BusyError: all of them are taken.
+            BusyError: All slots are taken.
         """
         if self._given_back[source]:
             return heapq.heappop(self._given_back[source])
@@ -379,12 +379,12 @@ class Slots:
         return slot
 
     def give_back(self, source: int, slot: int) -> None:
-        """Free a slot that has been answered."""
+        """Free an answered slot."""
         heapq.heappush(self._given_back[source], slot)
 
     @property
     def unanswered_count(self) -> int:
-        """Number of slots in use that a peer can still answer for: those granted to lost ranks are retired."""
+        """Number of taken slots that a peer can still answer; slots granted to lost ranks are retired."""
         lost = self.engine.transport.lost_ranks()
         return sum(
             self._taken_count(source) - self.retired_counts[source]
@@ -394,7 +394,7 @@ class Slots:
 
     @property
     def taken_count(self) -> int:
-        """Number of slots in use, retired ones included."""
+        """Number of taken slots, including retired ones."""
         return sum(map(self._taken_count, self._used_counts))
 
     def _taken_count(self, source: int) -> int:
@@ -408,19 +408,19 @@ class Slots:
         *,
         window: int = WINDOW_COUNT,
     ) -> _Inbound:
-        """Open a stream from ``source`` that is finished however the body of ``with`` ends.
+        """Open a stream from ``source`` as a context manager, which finishes it in any case.
 
         Args:
-            source: the sender.
-            targets: see :class:`InboundStream`.
-            cancel: tells the sender that slot n is given up; called only while it has not answered.
-            window: see :class:`InboundStream`.
+            source: Rank of the sender.
+            targets: See :class:`InboundStream`.
+            cancel: Sends a cancel for slot n; called only if the sender has not answered.
+            window: See :class:`InboundStream`.
         """
         return _Inbound(InboundStream(self, source, targets, window), cancel)
 
 
 class _Inbound:
-    """The context of :meth:`Slots.inbound`; one made by contextlib costs 10 us more with cold caches."""
+    """The context manager of :meth:`Slots.inbound`; contextlib's would cost 10 us more with cold caches."""
 
     __slots__ = ("_cancel", "_stream")
 

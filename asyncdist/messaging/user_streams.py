@@ -1,11 +1,11 @@
 """Moves tensors of any size between two ranks, for user code: ``send_stream`` and ``receive_stream``.
 
-The receiver grants, over a channel of the runtime; the sender answers with the bytes. Sends and receives are matched by
-order alone: the n-th tensor sent to a rank goes to its n-th receive.
+The receiver sends a grant over a channel of the runtime; the sender answers with the bytes. Sends and receives are
+matched by order: the n-th tensor sent to a rank goes to its n-th receive.
 
-Where both ranks are of one host, the sender of a large tensor writes a part of it, or all, straight into the receiver's
-(:mod:`asyncdist.transports.cross_memory_attach`). Before the first one the receiver says how to find its process, and
-the sender whether it did; meanwhile all bytes are sent.
+If both ranks share a host, the sender of a large tensor writes a part of it, or all, directly into the receiver's
+memory (:mod:`asyncdist.transports.cross_memory_attach`). Before the first such tensor, the receiver offers access to
+its process, and the sender confirms it; until then all bytes are sent.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("asyncdist.messaging.streams")
 
-#: Smaller tensors are sent: the message that says how much has been written takes as long.
+#: Smallest size, in bytes, for which direct writes are used: they need an additional message.
 WRITTEN_NBYTES_MIN: Final = 512 << 10
 _PAGE_NBYTES: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class AttachOffer:
-    """Receiver to sender: where the token lies that allows writing to this process."""
+    """Receiver to sender: the address of the token that allows writing to this process."""
 
     pid: int
     address: int
@@ -46,17 +46,17 @@ class AttachOffer:
 
 @dataclass(frozen=True, slots=True)
 class AttachAccept:
-    """Sender to receiver: this rank can write to that process."""
+    """Sender to receiver: this rank can write to the receiver's process."""
 
 
 class _Outgoing:
-    """A tensor on its way.
+    """A tensor that is being sent.
 
     Attributes:
-        view: its bytes.
-        address: where they lie.
-        stream: carries it, once it was granted.
-        refused: a grant for another size, which it met instead.
+        view: Bytes of the tensor.
+        address: Address of these bytes.
+        stream: Stream that carries it, once it was granted.
+        refused: Grant for another size that it was matched with.
     """
 
     __slots__ = ("address", "refused", "stream", "view")
@@ -70,42 +70,42 @@ class _Outgoing:
 
     @property
     def is_answered(self) -> bool:
-        """Whether ``dest`` receives."""
+        """Whether ``dest`` has sent a grant."""
         return self.stream is not None or self.refused is not None
 
     async def run(self, dest: int) -> bool:
-        """Send the rest; return whether ``dest`` took it all. Raises as :meth:`asyncdist.World.send_stream`."""
+        """Send the rest; return whether ``dest`` received all. Raises as :meth:`asyncdist.World.send_stream`."""
         if self.stream is not None:
             return await self.stream.run_told(tags.PARAM)
         assert self.refused is not None, f"rank {dest} has not answered"
         nbytes = len(self.view)
         raise LocalProtocolError(
-            f"rank {dest} receives {self.refused.nbytes} bytes, this rank sends {nbytes}", dest=dest, nbytes=nbytes
+            f"rank {dest} receives {self.refused.nbytes} bytes, but this rank sends {nbytes}", dest=dest, nbytes=nbytes
         )
 
 
 class UserStreams:
-    """Carries out ``send_stream`` and ``receive_stream`` of one rank.
+    """Implements ``send_stream`` and ``receive_stream`` of one rank.
 
     Args:
-        services: this rank's.
-        scope: of the grants on the wire; equal on all ranks.
+        services: Services of this rank.
+        scope: Scope of the grants; equal on all ranks.
     """
 
     def __init__(self, services: Services, scope: int) -> None:
         self._services = services
         self._engine = services.slots.engine
         self._refusing = False
-        # Of each peer: either grants that no tensor waits for, or tensors that wait for a grant.
+        # For each peer: either grants without a tensor, or tensors that wait for a grant.
         self._grants: dict[int, deque[streams.Grant]] = {}
         self._waiting: dict[int, deque[_Outgoing]] = {}
         self._under_way: dict[tuple[int, int], OutboundStream] = {}
         self._written_share = self._engine.transport.capabilities.written_share
         self._tokens: dict[int, AttachToken] = {}
         self._finders: set[int] = set()  # ranks that can write to this one
-        self._processes: dict[int, PeerProcess] = {}  # and those that this one can write to
+        self._processes: dict[int, PeerProcess] = {}  # ranks that this rank can write to
         self._writer: Writer | None = None
-        # What came before this rank opened its streams is handled while the channel is being made, and cannot use it.
+        # Earlier messages are handled while the channel is being created, and cannot use it yet.
         early_offers: dict[int, AttachOffer] = {}
         self._early_offers: dict[int, AttachOffer] | None = early_offers
         self._channel: Channel[Any] = services.open_channel(
@@ -140,14 +140,14 @@ class UserStreams:
         elif isinstance(message, AttachAccept):
             self._finders |= self._tokens.keys() & {source}
         elif pending := [grant for grant in grants if grant.slot == message.slot]:
-            # Given up before anybody sent. (An older stream on this slot may still be under way here: it has arrived.)
+            # Cancelled before this rank sent. (An older stream on this slot has arrived, even if it still runs here.)
             grants.remove(pending[0])
             self._abort(source, message.slot)
         elif (source, message.slot) in self._under_way:
             self._under_way[source, message.slot].stop()
 
     def refuse_all(self) -> None:
-        """Answer every grant, now and later, with an abort: this rank sends no more."""
+        """Answer every grant, now and later, with an abort, because this rank no longer sends."""
         self._refusing = True
         for source in self._grants:
             self._refuse(source)
@@ -156,7 +156,7 @@ class UserStreams:
         grants = self._grants[source]
         while grants:
             grant = grants.popleft()
-            if grant.nbytes:  # else it is complete as it is
+            if grant.nbytes:  # an empty stream needs no answer
                 self._abort(source, grant.slot)
 
     def _abort(self, source: int, slot: int) -> None:
@@ -164,14 +164,14 @@ class UserStreams:
         self._services.spawn_service(stream.abort(), name=f"abort to rank {source}")
 
     def _start_next(self, dest: int) -> None:
-        """Answer a grant of ``dest`` with the tensor that waits for one, in the pass that brought the grant."""
+        """Start the next waiting tensor for ``dest``, in the pass that delivered the grant."""
         grants, waiting = self._grants.get(dest), self._waiting.get(dest)
         if not grants or not waiting:
             return
         grant, outgoing = grants.popleft(), waiting.popleft()
         if grant.nbytes != len(outgoing.view):
             outgoing.refused = grant
-            if grant.nbytes:  # nobody waits for an answer to a grant of nothing: the next stream would get it
+            if grant.nbytes:  # an empty grant must not be answered: the next stream would receive the answer
                 self._abort(dest, grant.slot)
             return
         sent_nbytes = grant.nbytes - grant.written_nbytes
@@ -190,7 +190,7 @@ class UserStreams:
             self._write(sender)
 
     async def send(self, tensor: torch.Tensor, dest: int) -> None:
-        """Send as :meth:`asyncdist.World.send_stream` says."""
+        """Implement :meth:`asyncdist.World.send_stream`."""
         services = self._services
         outgoing = _Outgoing(tensor)
         services.check_peer(dest)
@@ -210,16 +210,16 @@ class UserStreams:
             if outgoing.stream is not None:
                 self._end(outgoing.stream)
         if not complete:
-            raise ClosedError(f"rank {dest} gave up receiving", dest=dest)
+            raise ClosedError(f"rank {dest} has cancelled its receive", dest=dest)
 
     def _end(self, stream: OutboundStream) -> None:
         stream.cut()
-        # The receiver may have had it all, and granted the slot again, before this end noticed.
+        # The receiver may have received all, and granted the slot again, before this end noticed.
         if self._under_way.get((stream.dest, stream.slot)) is stream:
             del self._under_way[stream.dest, stream.slot]
 
     async def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """Receive as :meth:`asyncdist.World.receive_stream` says."""
+        """Implement :meth:`asyncdist.World.receive_stream`."""
         check_dense(tensor)
         view = byte_view(tensor)
         services = self._services
@@ -244,34 +244,34 @@ class UserStreams:
             await stream.whole()
         return tensor
 
-    # -- what the sender writes -------------------------------------------------------------------------------------
+    # -- direct writes ----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Let no rank write to this one any more."""
+        """Revoke the permission of other ranks to write to this one."""
         for token in self._tokens.values():
             token.revoke()
 
     def _on_gone(self, rank: int) -> None:
-        """Let a rank that is lost, or seems so, not write any more."""
+        """Revoke the permission of a lost rank to write to this one."""
         if rank in self._tokens:
             self._tokens[rank].revoke()
 
     def _on_returned(self, rank: int) -> None:
-        """Forget the process before: what it has granted, what waits for it, and how each writes to the other."""
+        """Forget the grants of a restarted rank's previous process, tensors for it, and the access to its memory."""
         self._on_gone(rank)
         for of_ranks in (self._grants, self._waiting, self._tokens, self._processes):
             of_ranks.pop(rank, None)
         self._finders.discard(rank)
 
     def _write(self, sender: DirectWriteSender) -> None:
-        """Write the tail of a stream; one stream at a time where receivers copy a share, maybe on a core each."""
+        """Write the tail of a stream; one stream at a time if receivers copy a share on cores of their own."""
         if self._writer is None or (self._writer.is_busy and self._written_share < 1.0):
             sender.send_rest()
         else:
             self._writer.add(sender)
 
     def _written_nbytes(self, nbytes: int, source: int) -> int:
-        """How much ``source`` is to write of a tensor of that size; ask it whether it can, the first time."""
+        """Return the number of bytes that ``source`` is to write directly; send it an offer the first time."""
         if nbytes < WRITTEN_NBYTES_MIN or not self._written_share:
             return 0
         if source in self._finders:
@@ -287,7 +287,7 @@ class UserStreams:
         if self._written_share:
             try:
                 self._processes[source] = PeerProcess(offer.pid, offer.address, offer.token)
-            except OSError as error:  # of another host, or not allowed
+            except OSError as error:  # on another host, or not permitted
                 logger.debug("rank %d cannot be written to: %s", source, error)
             else:
                 self._writer = self._writer or Writer(self._engine)

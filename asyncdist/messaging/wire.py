@@ -1,11 +1,11 @@
 """The frame format: a header of fixed size, then one msgpack map with the fields of a frozen dataclass.
 
-A receiver checks a frame before it uses anything of it: its CRC32, then its *route*, which names the job, the format's
-version, the channel and the message type, then the type of every field. A failed check raises :class:`FrameError` with
-the reason, and no other exception, for any bytes. Nothing is pickled, and no frame can make this rank allocate more
-than the frame's own length.
+A receiver checks a frame before it uses it: first the CRC32, then the *route*, which identifies the job, the format's
+version, the channel and the message type, then the type of every field. For any bytes, a failed check raises only
+:class:`FrameError`, with the reason. Nothing is pickled, and no frame can make this rank allocate more than the frame's
+own length.
 
-msgspec packs, unpacks and checks, straight into the dataclass, at a fifth of the time of msgpack and checks in Python.
+msgspec packs, unpacks and checks directly into the dataclass, in a fifth of the time of msgpack with checks in Python.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ ROUND_MAX: Final = 0xFFFFFFFF
 EPOCH_MAX: Final = 0xFFFFFFFF
 FRAME_NBYTES_MAX: Final = 65536
 
-#: Four bytes of CRC32 of all bytes after them, 16 of the route, four of the round and eight of the sequence. The byte
-#: order is the hosts', which are of one kind in a job: tensors travel unconverted, too.
+#: Four bytes of CRC32 of all following bytes, 16 of the route, four of the round and eight of the sequence. The byte
+#: order is that of the hosts, which must be of one kind: tensors are not converted, either.
 HEADER_NBYTES: Final = 32
 _ROUTE: Final = struct.Struct("=BBHIII")
 PAYLOAD_NBYTES_MAX: Final = FRAME_NBYTES_MAX - HEADER_NBYTES
 
-# The same as C numbers, where this is compiled.
+# Copies that are C numbers in the compiled module.
 _HEADER_NBYTES: Final = HEADER_NBYTES
 _PAYLOAD_NBYTES_MAX: Final = PAYLOAD_NBYTES_MAX
-#: Up to this size a loop copies a payload, where this is compiled: it takes less than a slice assignment.
+#: Largest payload, in bytes, for which a compiled loop is faster than a slice assignment.
 _COPY_LOOP_NBYTES_MAX: Final = _crc32.LOOP_NBYTES_MAX
 
 Decode: TypeAlias = Callable[[Any], Any]
@@ -52,10 +52,10 @@ def _rounded_up(nbytes: int) -> int:
 
 
 class FrameError(ValueError):
-    """A frame has failed a check; the text says which.
+    """A frame has failed a check; the message says which.
 
     Attributes:
-        reason: the text, without the numbers of this frame.
+        reason: The message without the numbers of this frame.
     """
 
     def __init__(self, reason: str, particulars: str = "") -> None:
@@ -64,16 +64,16 @@ class FrameError(ValueError):
 
 
 class Route(NamedTuple):
-    """The part of the header that all frames of one sender, channel and message type have in common.
+    """The part of the header that is equal in all frames of one sender, channel and message type.
 
     Attributes:
-        version: of the frame format.
-        kind: index of the message type among those of its channel.
-        reserved: zero.
-        nonce: drawn once per job, so that frames of another job are refused.
-        epoch: of the protocol: it grows with each change of the coordinator, so that frames of an earlier one are
-            refused. Zero where coordinators are not replaced.
-        scope: of the channel: group, name and creation index, hashed.
+        version: Version of the frame format.
+        kind: Index of the message type in its channel.
+        reserved: Zero.
+        nonce: Number drawn once per job, so that frames of another job are refused.
+        epoch: Epoch of the protocol, which grows with each change of the coordinator, so that frames of earlier epochs
+            are refused. Zero if coordinators are not replaced.
+        scope: Scope of the channel: a hash of group, name and creation index.
     """
 
     version: int
@@ -85,12 +85,12 @@ class Route(NamedTuple):
 
 
 def pack_route(kind: int, nonce: int, epoch: int, scope: int) -> bytes:
-    """Pack a route into the 16 bytes that it takes in a header."""
+    """Pack a route into the 16 bytes of the header."""
     return _ROUTE.pack(VERSION, kind, 0, nonce, epoch, scope)
 
 
 def unpack_route(route: bytes) -> Route:
-    """Make the route from its 16 bytes."""
+    """Unpack a route from its 16 bytes."""
     return Route._make(_ROUTE.unpack(route))
 
 
@@ -104,7 +104,7 @@ class FrameWriter:
     """Makes frames of one route, each in a new buffer.
 
     Args:
-        route: of :func:`pack_route`.
+        route: Result of :func:`pack_route`.
     """
 
     def __init__(self, route: bytes) -> None:
@@ -118,9 +118,9 @@ class FrameWriter:
         """Make one frame.
 
         Args:
-            round: of the protocol; zero outside rounds.
-            sequence: counts the channel's sends, so that a frame out of order is seen.
-            payload: of :meth:`Codec.encode`.
+            round: Round of the protocol; zero outside rounds.
+            sequence: Number of the message in the channel, by which a frame out of order is detected.
+            payload: Result of :meth:`Codec.encode`.
         """
         self._words[5] = round
         self._longs[3] = sequence
@@ -129,12 +129,12 @@ class FrameWriter:
 
 
 class FrameBuffer:
-    """Writes frames of one route and one size into a buffer, one after the other.
+    """Writes frames of one route and one size into a buffer, in turn.
 
     Args:
-        route: of :func:`pack_route`.
-        buffer: whole words of eight bytes. Other objects may write into it, too.
-        payload_nbytes: size of each payload.
+        route: Result of :func:`pack_route`.
+        buffer: Whole words of eight bytes. Other objects may write into it, too.
+        payload_nbytes: Size of each payload in bytes.
     """
 
     def __init__(self, route: bytes, buffer: bytearray, payload_nbytes: int) -> None:
@@ -147,7 +147,7 @@ class FrameBuffer:
         self._route = memoryview(bytearray(route)).cast("I")
 
     def write(self, round: int, sequence: int, payload: bytes) -> None:
-        """Write the bytes that :meth:`FrameWriter.frame` would return."""
+        """Write the bytes that :meth:`FrameWriter.frame` would return into the buffer."""
         for position in range(4):
             self._words[1 + position] = self._route[position]
         self._words[5] = round
@@ -161,16 +161,16 @@ class FrameBuffer:
 
 
 class FrameReader:
-    """Reads the frames that lie in one buffer, one after the other.
+    """Reads the frames that are received into one buffer, in turn.
 
     Args:
-        buffer: a multiple of eight bytes long.
+        buffer: Buffer whose length is a multiple of eight bytes.
 
     Attributes:
-        nbytes: of the frame that was opened last, as are all that follow.
-        key, stamp: of its route, as :func:`keys_of` makes them.
-        round, sequence: of its header.
-        payload: valid until the next frame lies in the buffer.
+        nbytes: Size of the frame that was opened last, to which all other attributes belong.
+        key, stamp: Key and stamp of its route, as returned by :func:`keys_of`.
+        round, sequence: Fields of its header.
+        payload: Payload; valid until the next frame is received into the buffer.
     """
 
     def __init__(self, buffer: bytearray | memoryview) -> None:
@@ -183,12 +183,12 @@ class FrameReader:
         self.key = self.stamp = self.round = self.sequence = 0
 
     def open(self, nbytes: int) -> None:
-        """Check length and CRC of the frame of so many bytes that lies in the buffer.
+        """Check length and CRC of the frame of ``nbytes`` bytes in the buffer.
 
         Raises:
-            FrameError: one of them is wrong.
+            FrameError: The length or the CRC is wrong.
         """
-        if nbytes != self.nbytes:  # often one frame is as long as the last
+        if nbytes != self.nbytes:  # frames of equal length are common
             if nbytes < _HEADER_NBYTES:
                 raise FrameError("too short", f"{nbytes} bytes, shorter than a header of {HEADER_NBYTES}")
             self.payload = self._view[HEADER_NBYTES:nbytes]
@@ -206,7 +206,7 @@ class FrameReader:
         return unpack_route(bytes(self._view[4:20]))
 
     def copy(self) -> FrameReader:
-        """Return a reader with a copy of the frame that was opened last."""
+        """Return a reader with a copy of the last opened frame."""
         buffer = bytearray(_rounded_up(self.nbytes))
         buffer[: self.nbytes] = self._view[: self.nbytes]
         copy = FrameReader(buffer)
@@ -215,44 +215,44 @@ class FrameReader:
 
 
 _SCALARS: Final = frozenset((bool, int, float, str, bytes))
-#: Is no message, as None is not: but that may be given for one, and has to be refused each time.
+#: Stands for no message. None would not do, because a caller may pass None as a message, which must be refused.
 _NOTHING: Final = object()
 
 
 class Codec:
-    """Encodes and decodes the message types of one channel. On the wire each is known by its index.
+    """Encodes and decodes the message types of one channel, which are identified by their index on the wire.
 
     Fields are ``bool int float str bytes None``, unions of them, ``tuple[X, ...]``, ``tuple[X, Y]`` and further frozen
-    dataclasses. An int where a float is declared arrives as a float, a list where a tuple is declared as a tuple.
+    dataclasses. An int in a field declared as float arrives as a float, and a list in a tuple field as a tuple.
 
     Args:
-        message_types: one frozen dataclass, or a union of them.
+        message_types: A frozen dataclass, or a union of them.
 
     Raises:
-        TypeError: one is not a frozen dataclass, or a field's type cannot travel.
+        TypeError: A type is not a frozen dataclass, or the type of a field cannot be sent.
     """
 
     def __init__(self, message_types: Any) -> None:
         union = typing.get_origin(message_types) in (typing.Union, types.UnionType)
         classes = typing.get_args(message_types) if union else (message_types,)
-        #: One for each kind, in order.
+        #: Decoders in the order of the message types.
         self.decoders: tuple[Decode, ...] = tuple(map(_decoder, classes))
         self._by_type = {cls: (kind, _plain_fields(cls)) for kind, cls in enumerate(classes)}
         self._last_type: type[Any] | None = None
         self._kind = -1
         self._plain_fields: tuple[tuple[str, type[Any]], ...] | None = None
         self._checked: Any = None
-        # A broadcast sends one message to many ranks, one after the other.
+        # Remembers the last message, since a broadcast sends the same message to many ranks in turn.
         self._last: Any = _NOTHING
         self._last_encoded = (-1, b"")
         self._last_is_fixed = False
 
     def encode(self, message: Any) -> tuple[int, bytes]:
-        """Return kind and payload of ``message``.
+        """Return the kind and the payload of ``message``.
 
         Raises:
-            LocalProtocolError: it is not of one of the channel's types, a field holds a value of the wrong type, or the
-                message is above the limit.
+            LocalProtocolError: The message is not of the channel's types, a field holds a value of the wrong type, or
+                the message is too large.
         """
         if message is self._last:
             if self._last_is_fixed:
@@ -260,7 +260,7 @@ class Codec:
             self._last_is_fixed = _is_fixed(message)
         else:
             self._last_is_fixed = False
-        if type(message) is not self._last_type:  # often a message is of the same type as the last
+        if type(message) is not self._last_type:  # messages of the same type in a row are common
             entry = self._by_type.get(type(message))
             if entry is None:
                 raise self._no_type_of_ours(message)
@@ -269,13 +269,15 @@ class Codec:
         try:
             payload = _encode(message)
             if not self._is_plain(message) and not self._is_like_checked(message):
-                decoded = self.decoders[self._kind](payload)  # as the receiver will: a check that misses nothing
-                self._checked = message if decoded == message else None  # a list, which may change, equals no tuple
+                decoded = self.decoders[self._kind](payload)  # decode as the receiver will: a complete check
+                self._checked = (
+                    message if decoded == message else None
+                )  # a list, which may change later, never equals a tuple
         except Exception as error:  # a wrong type, an int beyond 64 bits, a lone surrogate, a __post_init__
             raise LocalProtocolError(f"cannot send {message!r:.200}: {error}") from error
         if len(payload) > _PAYLOAD_NBYTES_MAX:
             raise LocalProtocolError(
-                f"{type(message).__name__} takes {len(payload)} bytes; a message may have {PAYLOAD_NBYTES_MAX} "
+                f"{type(message).__name__} must take at most {PAYLOAD_NBYTES_MAX} bytes, got {len(payload)} "
                 "(send_stream carries more)",
                 nbytes=len(payload),
                 limit_nbytes=PAYLOAD_NBYTES_MAX,
@@ -285,7 +287,7 @@ class Codec:
         return self._last_encoded
 
     def _is_plain(self, message: Any) -> bool:
-        """Return whether each field holds just what is declared, so that the receiver will take it."""
+        """Return whether each field has exactly its declared type, so that the receiver will accept the message."""
         if self._plain_fields is None:
             return False
         for name, cls in self._plain_fields:  # noqa: SIM110 -- a generator for each message takes longer
@@ -294,9 +296,9 @@ class Codec:
         return True
 
     def _is_like_checked(self, message: Any) -> bool:
-        """Return whether each field is a plain value, of the last checked message's type there, or the same tuple.
+        """Return whether each field is a plain value of the last checked message's type there, or the same tuple.
 
-        Many ranks are told the same ranks, and to decode a thousand of them takes 60 us.
+        Many messages carry the same tuple of ranks, and decoding a thousand ranks takes 60 us.
         """
         checked = self._checked
         if type(checked) is not type(message):
@@ -309,11 +311,11 @@ class Codec:
 
     def _no_type_of_ours(self, message: Any) -> LocalProtocolError:
         names = ", ".join(cls.__name__ for cls in self._by_type)
-        return LocalProtocolError(f"this channel carries {names}, not {type(message).__name__}")
+        return LocalProtocolError(f"the message must be of type {names}, got {type(message).__name__}")
 
 
 def _is_fixed(value: Any) -> bool:
-    """Return whether a message, or a value in it, cannot change: a list may stand where a tuple is declared."""
+    """Return whether a message, or a value in it, is immutable; a tuple field may hold a list."""
     if type(value) in _SCALARS or value is None:
         return True
     if type(value) is tuple:
@@ -326,20 +328,20 @@ def _is_fixed(value: Any) -> bool:
 
 def _decoder(cls: Any) -> Decode:
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls) and cls.__dataclass_params__.frozen):  # type: ignore[attr-defined]
-        raise TypeError(f"a message is a frozen dataclass; got {cls!r}")
+        raise TypeError(f"a message type must be a frozen dataclass, got {cls!r}")
     return _checked_decoder(cls)
 
 
 @functools.cache
 def _checked_decoder(cls: type[Any]) -> Decode:
-    """Make the decoder, once for each class: every channel opens the same few, and their hints take 100 us to read."""
+    """Make the decoder of a class, once: many channels use the same classes, and reading type hints takes 100 us."""
     _check_fields(cls)
     return msgspec.msgpack.Decoder(cls).decode
 
 
 @functools.cache
 def _plain_fields(cls: type[Any]) -> tuple[tuple[str, type[Any]], ...] | None:
-    """Return names and types, if checking them suffices to know that a message can be decoded."""
+    """Return the fields' names and types, if checking these is enough to know that a message can be decoded."""
     hints = typing.get_type_hints(cls)
     fields = tuple((field.name, hints[field.name]) for field in dataclasses.fields(cls))
     is_plain = all(kind in (bool, int, float, str, bytes) for _, kind in fields) and not hasattr(cls, "__post_init__")
@@ -347,9 +349,9 @@ def _plain_fields(cls: type[Any]) -> tuple[tuple[str, type[Any]], ...] | None:
 
 
 def _check_fields(cls: type[Any], holders: tuple[type[Any], ...] = ()) -> None:
-    """Raise TypeError for a field whose type is not one of the few that travel; ``holders`` have a field of ``cls``."""
+    """Raise TypeError for a field whose type cannot be sent; ``holders`` are the classes that contain ``cls``."""
     if cls in holders:  # compiled code would not stop at Python's recursion limit
-        raise TypeError(f"{cls.__name__} contains itself; only types of bounded depth can travel")
+        raise TypeError(f"{cls.__name__} contains itself; a message type must have bounded depth")
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         _check_type(hints[field.name], f"{cls.__name__}.{field.name}", (*holders, cls))
@@ -368,17 +370,17 @@ def _check_type(annotation: Any, where: str, holders: tuple[type[Any], ...]) -> 
     else:
         name = annotation.__qualname__ if isinstance(annotation, type) else str(annotation)
         raise TypeError(
-            f"{where}: a value of type {name} cannot travel in a message; allowed: bool, int, float, str, bytes, None, "
-            "unions, tuples (tuple[X, ...] in place of a list) and frozen dataclasses of these; send_stream carries "
-            "tensors, compute_and_broadcast and its like carry dicts, sets and arrays"
+            f"{where}: a value of type {name} cannot be sent; allowed: bool, int, float, str, bytes, None, "
+            "unions, tuples (tuple[X, ...] instead of a list) and frozen dataclasses of these; send_stream carries "
+            "tensors, and compute_and_broadcast carries dicts, sets and arrays"
         )
 
 
 def scope_of(group: Sequence[int], name: str, index: int) -> int:
-    """Return the 32-bit scope of user number ``index`` of ``name`` on ``group``; equal on all ranks."""
+    """Return the 32-bit scope of use number ``index`` of ``name`` on ``group``; equal on all ranks."""
     return _scope_of(tuple(group), name, index)
 
 
-@functools.lru_cache(1024)  # writing down a group of thousands takes a millisecond
+@functools.lru_cache(1024)  # formatting a group of thousands takes a millisecond
 def _scope_of(group: tuple[int, ...], name: str, index: int) -> int:
     return zlib.crc32(repr((group, name, index)).encode())
