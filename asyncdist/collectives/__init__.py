@@ -1,1 +1,1 @@
-"""What a group of ranks enters together: agreements, collectives, reductions, versioned windows."""
+"""Operations that a group of ranks enters together: agreements, collectives, reductions, versioned windows."""

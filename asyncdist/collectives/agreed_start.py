@@ -1,17 +1,19 @@
-"""Runs starts to their end, although their caller is cancelled or its time is up meanwhile.
+"""Runs collective starts to their end, even if their caller is cancelled or times out.
 
-The members of a start agree first (:mod:`asyncdist.collectives.agreement.agreements`). Once the leader has said go,
-they count on each other: a member that stopped there would leave the rest in a collective that cannot complete, in
-MPI_Comm_create_group for example, where not even a signal is handled. And a member that gives up before it has heard
-anything cannot know what the leader has said meanwhile.
+The members of a start agree first (:mod:`asyncdist.collectives.agreement.agreements`). After the leader's verdict "go"
+they count on each other. A member that stopped then would leave the rest in a collective that cannot complete, for
+example in MPI_Comm_create_group, where not even a signal is handled. A member that gives up earlier cannot know whether
+the leader has decided meanwhile.
 
-So a task of its own does the work, which nothing but a failure of the job cancels. A caller that gives up
+Therefore a separate task does the work, and only a failure of the job cancels it. The effect of a caller's cancellation
+depends on the progress of the start:
 
-- before this rank has said that it comes, is cancelled at once, and so is the work; the others are told that this rank
-  stays away;
-- while the verdict is not known, asks the leader to go on without this rank, and is cancelled at once, or when the
-  leader has answered (``is_held``). If the answer is go, the work is done all the same, and its result is given back;
-- after go, is cancelled when the work has been done, and its result has been given back.
+- Before this rank has joined: the caller and the work are cancelled at once, and the other members are notified that
+  this rank stays away.
+- Before the verdict is known: this rank asks the leader to continue without it. The caller is cancelled at once, or,
+  with ``is_held``, after the leader's answer. If the verdict is "go" nevertheless, the work is done, and its result is
+  given back.
+- After "go": the caller is cancelled when the work is done and its result has been given back.
 """
 
 from __future__ import annotations
@@ -29,19 +31,19 @@ from asyncdist.messaging.services import Services
 
 T = TypeVar("T")
 
-#: For how long a rank that is about to block keeps its loop to itself: an idle leader answers in less than 1 ms.
+#: Seconds for which a rank that is about to block does not yield to its loop: an idle leader answers within 1 ms.
 _HOLD_S: Final = 0.005
 
 
 class Start(Generic[T]):
-    """Carries out one start of this rank.
+    """One start of this rank.
 
     Args:
-        engine: of this rank.
-        agreements: of this rank.
-        meeting: the agreement that it begins with.
-        give_back: takes the result where the caller does not want it any more.
-        part_of: the start whose work this one belongs to, if any.
+        engine: Engine of this rank.
+        agreements: Agreements of this rank.
+        meeting: Agreement with which the start begins.
+        give_back: Called with the result if the caller has given up.
+        part_of: Start whose work includes this start; or None.
     """
 
     def __init__(
@@ -64,29 +66,28 @@ class Start(Generic[T]):
 
     @property
     def name(self) -> str:
-        """A name that no other start of this rank has, the same on all members."""
+        """A name that is unique among the starts of this rank, and equal on all members."""
         key = self.meeting.key
         return f"{key.subject} {wire.scope_of(self.meeting.ranks, key.subject, key.occurrence):x}"
 
     async def agree(self, values: Mapping[str, str], **options: Any) -> Agreed:
-        """Agree as :meth:`Agreements.meet` does; the work begins with this. After go the work is done in any case."""
+        """Agree as :meth:`Agreements.meet` does; the first step of the work. After "go" the work is always done."""
         agreed = await self._agreements.meet(self.meeting, values, caller=self, **options)
         self._is_on = True
         return agreed
 
     def left_s(self, timeout_s: float) -> float:
-        """Return how much of the caller's time is left after go; not less than 5 s, since all members are there."""
+        """Return the remaining seconds of the caller's timeout after "go", but at least 5: all members are present."""
         return max(round(self.meeting.began_at + timeout_s - self._loop.time(), 3), MEMBER_PATIENCE_S)
 
     def on_asked(self) -> None:
-        """Note that this rank says that it comes."""
+        """Note that this rank joins the agreement now."""
         self._has_come = True
 
     def on_time_up(self, error: StartTimeoutError) -> None:
-        """Raise ``error`` in the caller, whose time is up; the work goes on, and its result is given back.
+        """Raise ``error`` in the caller, whose time is up; the work continues, and its result is given back.
 
-        Of a start that is a part of another one, the caller is that one's: its work goes on too, since the members have
-        agreed on it.
+        For a start that is part of another one, the caller is that of the outer start, whose work also continues.
         """
         if self._part_of is not None:
             self._part_of.on_time_up(error)
@@ -94,7 +95,7 @@ class Start(Generic[T]):
             self._outcome.set_exception(error)
 
     async def run(self, work: Callable[[Start[T]], Coroutine[Any, Any, T]]) -> None:
-        """Do the work, in a task of its own. Raises errors that no caller would hear of."""
+        """Do the work, in a task of its own. Raises errors that no caller would receive."""
         try:
             result = await work(self)
         except Exception as error:
@@ -114,10 +115,10 @@ class Start(Generic[T]):
                 await self._give_back(result)
 
     async def result(self, task: asyncio.Task[None], *, is_held: bool) -> T:
-        """Return what came of the work, which ``task`` does in :meth:`run`."""
+        """Return the result of the work, which ``task`` does in :meth:`run`."""
         try:
             result = await self._engine.settled_by(task, self._outcome)
-            await yield_to_loop()  # the task has ended; this rank forgets it now
+            await yield_to_loop()  # lets the ended task be forgotten
             return result
         except asyncio.CancelledError:
             await self._give_up(task, is_held=is_held)
@@ -127,10 +128,10 @@ class Start(Generic[T]):
             raise
 
     async def _give_up(self, task: asyncio.Task[None], *, is_held: bool) -> None:
-        if not self._outcome.cancelled():  # the work was done in the moment of the cancellation
+        if not self._outcome.cancelled():  # the work was finished at the moment of the cancellation
             if self._outcome.exception() is None:
                 await self._give_back(self._outcome.result())
-        elif task.done():  # it was refused in that moment, and there is nothing to give up
+        elif task.done():  # the start was refused at that moment
             return
         elif not self._has_come:
             self._agreements.stay_away(self.meeting)
@@ -142,7 +143,7 @@ class Start(Generic[T]):
         while not task.done():
             try:
                 await self._engine.ended(task)
-            except asyncio.CancelledError:  # once more; the first one is raised in any case
+            except asyncio.CancelledError:  # cancelled again; the first cancellation is raised in any case
                 continue
 
 
@@ -160,18 +161,19 @@ async def start_together(
     part_of: Start[Any] | None = None,
     outlives_leader: bool = False,
 ) -> T:
-    """Do what the ranks have agreed to do together, to its end, as the head of this module says.
+    """Agree with the other ranks, do the work, and return its result; see the module's docstring.
 
     Args:
-        services: of this rank.
-        agreements: of this rank.
-        ranks, subject, leader: what they agree on; see :meth:`Agreements.agree`.
-        work: is given the start, and first awaits its :meth:`Start.agree`.
-        give_back: is given the result of the work where the caller has given up.
-        name: of the task that does the work, for reports.
-        is_held: whether a caller that gives up hears the leader's word first, since it must not be done later.
-        part_of: the start whose work this one belongs to, if any.
-        outlives_leader: whether what starts goes on without its leader, as a member takes the verdict from another one.
+        services: Services of this rank.
+        agreements: Agreements of this rank.
+        ranks, subject, leader: See :meth:`Agreements.agree`.
+        work: Called with the start; must first await its :meth:`Start.agree`.
+        give_back: Called with the result of the work if the caller has given up.
+        name: Name of the task that does the work, for reports.
+        is_held: Whether a cancelled caller waits for the leader's answer, because the work must not happen later.
+        part_of: Start whose work includes this start; or None.
+        outlives_leader: Whether the started operation continues without the leader, so that members may take the
+            verdict from each other.
     """
     meeting = agreements.next_meeting(ranks, subject, leader, outlives_leader=outlives_leader)
     start = Start(services.engine, agreements, meeting, give_back, part_of)
@@ -180,16 +182,16 @@ async def start_together(
 
 
 async def assemble(agreements: Agreements, ranks: Sequence[int], what: str) -> None:
-    """Return when all ``ranks`` are here and may enter a call that blocks until all of them have entered it.
+    """Wait until all ``ranks`` are ready for a call that blocks until all of them have entered it.
 
-    No rank enters before every loop has come this far, so a rank does not block while another one computes. A rank that
-    has come keeps its loop to itself for a moment, since a task of it may be about to compute; after that, and in all
-    cases where two ranks compute again and again, a loop may be blocked for the length of one step.
+    No rank enters the call before every rank has reached this point, so that none blocks while another computes. A
+    ready rank does not yield to its loop for a moment, since another of its tasks may be about to compute. After that
+    moment a loop may still be blocked for the length of one step.
 
     Args:
-        agreements: of this rank.
-        ranks: the ranks that have agreed on it: only a failure of the job may keep one of them away, or cancel this.
-        what: the call that follows; equal on all ranks.
+        agreements: Agreements of this rank.
+        ranks: Ranks that have agreed on the call. Only a failure of the job may keep one away, or cancel this wait.
+        what: Name of the call; equal on all ranks.
     """
     if len(ranks) > 1:
         await agreements.agree(ranks, what, {}, timeout_s=None, hold_s=_HOLD_S)

@@ -1,1 +1,1 @@
-"""What ranks agree on before they start something together, and how they find out that they cannot."""
+"""Agreements: ranks compare their intentions before they start an operation together."""

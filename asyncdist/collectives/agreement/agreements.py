@@ -1,22 +1,25 @@
 """Agreement within a group of ranks.
 
-Every collective starts with an agreement. Each member sends its leader what it is about to start, as named values; the
-leader compares them and answers all members with one verdict; its side is
-:mod:`asyncdist.collectives.agreement.led_agreements`. So a collective is entered only when all members are known to
-enter it, and a program that would hang elsewhere gets an error that names the first difference or the missing ranks. A
-member that cannot start, for example because of a wrong argument, objects: the others raise its exception.
+Every collective starts with an agreement. Each member sends the leader a description of its intended start, as named
+values. The leader (:mod:`asyncdist.collectives.agreement.led_agreements`) compares them and answers all members with
+one verdict. A collective is therefore entered only if all members will enter it. A program that would hang otherwise
+gets an error that names the first difference or the missing ranks. A member that cannot start, for example because of a
+wrong argument, objects, and the others raise its exception.
 
-Members that name different groups cannot be compared. In some starts, of groups above all, they find out that they wait
-for each other in different ones (:mod:`asyncdist.collectives.agreement.rival_starts`). A rank makes only one start at a
-time that blocks or takes a number (:mod:`asyncdist.collectives.start_turns`): it may ask the leader for a later turn.
+Members that name different groups cannot be compared by one leader. For some starts, mainly of groups, ranks detect
+that they wait for each other in different starts (:mod:`asyncdist.collectives.agreement.rival_starts`). A rank makes
+only one start at a time that blocks or takes a number (:mod:`asyncdist.collectives.start_turns`), and may ask the
+leader to join later.
 
-A member that gives up tells the leader, and cannot know what the leader has decided meanwhile: each member that has
-come gets one verdict, and if that says go, the others count on it. :mod:`asyncdist.collectives.agreed_start` therefore
-sees every start to its end, also when its caller was cancelled. Where the leader is lost between two members, and what
-starts goes on without it, they tell each other its verdict (:mod:`asyncdist.collectives.agreement.termination`).
+A member that gives up notifies the leader, but cannot know whether the leader has already decided. Each member that has
+joined gets one verdict, and if that is "go", the others count on it. Therefore
+:mod:`asyncdist.collectives.agreed_start` finishes every start, even if its caller was cancelled. If the leader is lost
+after it has answered only some members, they pass its verdict on to each other, provided that the started operation can
+continue without the leader (:mod:`asyncdist.collectives.agreement.termination`).
 
-Members of a large agreement come, and hear the verdict, along a tree (:mod:`asyncdist.collectives.agreement.relays`).
-Where the leader leaves, its verdict may still be on its way: they ask it itself.
+Members of a large agreement join, and receive the verdict, along a tree
+(:mod:`asyncdist.collectives.agreement.relays`). If the leader leaves while its verdict may be on its way, they ask the
+leader directly.
 """
 
 from __future__ import annotations
@@ -69,9 +72,10 @@ if TYPE_CHECKING:
     from asyncdist.messaging.channels import Channel
     from asyncdist.messaging.engine import Engine
 
-#: How much longer a member waits for the leader's verdict, so that the leader is the one that names the missing ranks.
+#: Additional seconds that a member waits for the verdict, so that the leader times out first and names the missing
+#: ranks.
 MEMBER_PATIENCE_S: Final = 5.0
-#: The reason that the other members are told when this rank was cancelled.
+#: The error that the other members receive if this rank was cancelled.
 _CANCELLED: Final = ("CancelledError", "it was cancelled while it waited for the others")
 
 
@@ -79,17 +83,17 @@ class Agreements:
     """Carries out all agreements of one rank, over the world's system channel.
 
     Args:
-        engine: this rank's.
-        channel: sends the messages; the world receives from it and calls the ``on_`` methods.
-        rank: this rank.
+        engine: Engine of this rank.
+        channel: Channel for sending. The world receives from it and calls the ``on_`` methods.
+        rank: This rank.
 
     Attributes:
-        incarnations: of the ranks that have been started again.
-        relays: carry what is said in large agreements along a tree.
-        comings: what this rank has said in large ones.
-        led: the agreements that this rank leads.
-        rivals: finds starts in which ranks wait for each other.
-        termination: ends agreements whose leader is lost.
+        incarnations: Incarnations of restarted ranks.
+        relays: Relay the messages of large agreements along a tree.
+        comings: This rank's own joins of large agreements.
+        led: Agreements that this rank leads.
+        rivals: Finds starts in which ranks wait for each other.
+        termination: Ends agreements whose leader is lost.
     """
 
     def __init__(self, engine: Engine, channel: Channel[Any], rank: int) -> None:
@@ -97,8 +101,8 @@ class Agreements:
         self._channel = channel
         self._rank = rank
         self._verdicts: dict[AgreementKey, Verdict] = {}
-        self._counts: Counter[AgreementKey] = Counter()  # by the key for all occurrences
-        self._ahead: set[AgreementKey] = set()  # those that this rank has counted, and has not come to
+        self._counts: Counter[AgreementKey] = Counter()  # number of starts by the key for all occurrences
+        self._ahead: set[AgreementKey] = set()  # agreements that this rank has counted but not joined
         self.incarnations = Incarnations(rank, engine.transport.incarnation)
         self._absences = Absences(self.incarnations)
         self.relays = Relays(engine, rank, self._send, self._absences.gone)
@@ -124,28 +128,28 @@ class Agreements:
         hold_s: float = 0.0,
         bound_to: tuple[int, ...] = (),
     ) -> Agreed:
-        """Wait until all ``ranks`` are about to start the same thing.
+        """Wait until all ``ranks`` are about to start the same operation.
 
         Args:
-            ranks: all members, this rank included.
-            subject: names what starts; equal on all ranks. Repetitions are counted.
-            values: what must be equal on all ranks, by name. A leader that is not a member may pass none.
-            timeout_s: how long the leader waits for the last member; None for no limit.
-            leader: the rank that compares; the first of ``ranks`` by default.
-            taken: numbers that are in use on this rank; all members get the smallest that is in use on none.
-            hold_s: for how long a member polls without yielding to the loop while it waits for the verdict.
-            bound_to: ranks whose loss ends it though they are no members.
+            ranks: All members, including this rank.
+            subject: Name of the operation; equal on all ranks. Repetitions are counted.
+            values: Named values that must be equal on all ranks. A leader that is not a member may pass none.
+            timeout_s: Seconds that the leader waits for the last member; None for no limit.
+            leader: Rank that compares the values; by default the first of ``ranks``.
+            taken: Numbers that are in use on this rank. All members receive the smallest number that is unused on all.
+            hold_s: Seconds for which a member polls without yielding to the loop while it waits for the verdict.
+            bound_to: Further ranks whose loss ends the agreement.
 
         Raises:
-            StartTimeoutError: some ranks did not come; it names them.
-            DisagreementError: a value differs; or two members wait for each other in different agreements.
-            ClosedError: a member has left the world, or withdrawn from the subject.
-            RankLostError: a member has died, or a rank of ``bound_to``.
-            RemoteError: a member has objected, or was cancelled in this agreement.
-            CancelledError: this rank has given up (:meth:`give_up`), and the leader has let it go.
+            StartTimeoutError: Some ranks did not join in time; the error names them.
+            DisagreementError: A value differs, or two members wait for each other in different agreements.
+            ClosedError: A member has left the world, or has withdrawn from the subject.
+            RankLostError: A member, or a rank of ``bound_to``, is lost.
+            RemoteError: A member has objected, or was cancelled in this agreement.
+            CancelledError: This rank has given up (:meth:`give_up`), and the leader has released it.
 
-        **Cancellation**: the others get RemoteError, unless all had come: then they count on this rank. So what follows
-        go is to be started by a task that only a failure of the job cancels
+        **Cancellation**: the other members get RemoteError, unless all had joined, because then they count on this
+        rank. Therefore the work after "go" must run in a task that only a failure of the job cancels
         (:mod:`asyncdist.collectives.agreed_start`).
         """
         meeting = self.next_meeting(ranks, subject, leader, bound_to)
@@ -162,8 +166,8 @@ class Agreements:
     ) -> Meeting:
         """Count one more start of ``subject``; :meth:`meet` or :meth:`stay_away` must follow.
 
-        The occurrence is counted when the start is asked for, and not when its turn comes, so that a start which is
-        given up meanwhile has the same number on all ranks.
+        The occurrence is counted when the start is requested, not when its turn begins, so that an abandoned start has
+        the same number on all ranks.
         """
         key = self._next_occurrence(self.incarnations.key_of(subject, ranks))
         leader = ranks[0] if leader is None else leader
@@ -171,7 +175,7 @@ class Agreements:
         return Meeting(key, tuple(ranks), leader, self._engine.loop.time(), bound_to, outlives_leader)
 
     def second_meeting(self, meeting: Meeting) -> Meeting:
-        """Return another one for the start of ``meeting``, to which all have come: none of them may stay away."""
+        """Return a second meeting for the start of ``meeting``, which all members have joined; none may stay away."""
         return Meeting(
             dataclasses.replace(meeting.key, is_second=True), meeting.ranks, meeting.leader, self._engine.loop.time()
         )
@@ -187,18 +191,18 @@ class Agreements:
         caller: Caller | None = None,
         mark: int | None = None,
     ) -> Agreed:
-        """Agree as :meth:`agree` does, for a start that was counted before. The timeout runs since it was counted.
+        """Agree as :meth:`agree` does, for a start that was counted before; the timeout began then.
 
         Args:
-            meeting: of :meth:`next_meeting`.
-            values, timeout_s, taken, hold_s: see :meth:`agree`.
-            caller: told how far it has come.
-            mark: a number that is not compared. All members get up to two different ones, and so know whether they are
-                equal.
+            meeting: Result of :meth:`next_meeting`.
+            values, timeout_s, taken, hold_s: See :meth:`agree`.
+            caller: Notified of the progress.
+            mark: A number that may differ. All members receive up to two different marks, from which they know whether
+                all are equal.
 
         Raises:
-            AsyncdistError: as :meth:`agree`.
-            Postponed: the leader has let this rank go, which is to meet again.
+            AsyncdistError: As :meth:`agree`.
+            Postponed: The leader has released this rank, which is to meet again.
         """
         key = meeting.key
         self._ahead.discard(key)
@@ -231,28 +235,28 @@ class Agreements:
         return Agreed(verdict.agreed, dict(first.values), key.occurrence, verdict.marks)
 
     def postpone(self, meeting: Meeting) -> None:
-        """Ask the leader to let this rank go, which waits in ``meeting`` and is to meet again: then that one raises.
+        """Ask the leader to release this rank from ``meeting``, so that :meth:`meet` raises :class:`Postponed`.
 
-        The leader does nothing where all members have come.
+        If all members have joined, the leader ignores the request.
         """
         key = meeting.key
-        text = f"rank {self._rank} comes to another start first"
+        text = f"rank {self._rank} joins another start first"
         self._object(Objection(key.text, POSTPONED, text), meeting.leader)
         self._engine.recheck()
 
     def object(self, ranks: Sequence[int], subject: str, error: BaseException) -> None:
-        """Tell the others, in place of :meth:`agree`, that ``error`` keeps this rank from starting ``subject``."""
+        """Notify the others, instead of :meth:`agree`, that ``error`` keeps this rank from starting ``subject``."""
         key = self._next_occurrence(self.incarnations.key_of(subject, ranks))
         self._object(Objection(key.text, *words_of(error)), ranks[0])
 
     def stay_away(self, meeting: Meeting, error: Exception | None = None) -> None:
-        """Tell the others, in place of :meth:`meet`, that this rank does not come: ``error``, or it was cancelled."""
+        """Notify the others, instead of :meth:`meet`, that ``error`` or a cancellation keeps this rank away."""
         self._ahead.discard(meeting.key)
         self._ask_to_go(meeting, words_of(error) if error is not None else _CANCELLED)
 
     @contextlib.contextmanager
     def objecting(self, ranks: Sequence[int], subject: str) -> Iterator[None]:
-        """Check the arguments of a collective in the body, before :meth:`agree`; an error is sent to the others too."""
+        """Check a collective's arguments in the body, before :meth:`agree`; errors are also sent to the others."""
         try:
             yield
         except Exception as error:
@@ -267,12 +271,12 @@ class Agreements:
             self._send(objection, leader)
 
     def give_up(self, meeting: Meeting) -> bool:
-        """Ask the leader to go on without this rank, since the caller of the start does not want it any more.
+        """Ask the leader to continue without this rank, because the caller of the start has given up.
 
         Returns:
-            Whether it is too late, since the leader has said go. Otherwise its verdict may still say so.
+            Whether the verdict "go" has already arrived. If it has not, it may still arrive.
         """
-        self._engine.poll()  # it may have come while something blocked the loop
+        self._engine.poll()  # the verdict may have arrived while the loop was blocked
         verdict = self._verdicts.get(meeting.key)
         if verdict is None:
             self._ask_to_go(meeting)
@@ -280,17 +284,17 @@ class Agreements:
 
     def _ask_to_go(self, meeting: Meeting, words: tuple[str, str] = _CANCELLED) -> None:
         if not self.is_ending:
-            with contextlib.suppress(AsyncdistError):  # nobody is left to be told
+            with contextlib.suppress(AsyncdistError):  # no other rank is left
                 self._object(Objection(meeting.key.text, *words), meeting.leader)
             self._engine.recheck()  # the leader itself waits, too
 
     @property
     def is_ending(self) -> bool:
-        """Whether the job or this rank is failing: a start that is cancelled then need not wait for a verdict."""
+        """Whether the job or this rank is failing, so that a cancelled start need not wait for a verdict."""
         return self._engine.failure is not None or self._is_failing or self.is_interrupted()
 
     def on_own_failure(self) -> None:
-        """Note that a task of this rank has failed and will end it; cancellations that follow are not sent."""
+        """Note that a failed task will end this rank, so that the following cancellations are not sent."""
         self._is_failing = True
 
     def withdraw(self, ranks: Sequence[int], subject: str) -> None:
@@ -304,7 +308,7 @@ class Agreements:
                 self._send(message, rank)
 
     def forget(self, ranks: Sequence[int], subject: str) -> None:
-        """Drop what is known of ``subject``, which all members have said that they never start again."""
+        """Forget ``subject``, from which all members have withdrawn."""
         key = self.incarnations.key_of(subject, ranks)
         self._counts.pop(key, None)
         self._absences.withdrawn.pop(key, None)
@@ -317,7 +321,7 @@ class Agreements:
                 self._channel.send_nowait(message, rank)
 
     def _send_anyway(self, message: Any, rank: int) -> None:
-        """Send to ``rank``, also where it has left."""
+        """Send to ``rank``, even if it has left."""
         with contextlib.suppress(RankLostError, ClosedError):
             self._channel.send_nowait(message, rank)
 
@@ -341,7 +345,7 @@ class Agreements:
     async def _until_all_have_come(
         self, meeting: Meeting, joins: Mapping[int, Join], gone: Absentees, timeout_s: float | None
     ) -> None:
-        """Wait until all members have come, one of them is known never to come, or the time is up."""
+        """Wait until all members have joined, one of them will never join, or the time is up."""
         key, ranks = meeting.key, meeting.ranks
 
         def is_over() -> bool:
@@ -372,7 +376,7 @@ class Agreements:
         is_large, has_asked = self.relays.carry(key), False
 
         def has_no_leader() -> bool:
-            if is_large and has_asked:  # one that leaves answers all the same: go may be on its way
+            if is_large and has_asked:  # a leaving leader still answers, and "go" may be on its way
                 return leader in self._absences.lost or self.termination.excludes(key, leader)
             return leader in gone.ranks() or self.termination.excludes(key, leader)
 
@@ -394,7 +398,7 @@ class Agreements:
         what = WaitId(WaitKind.VERDICT, peer=leader, name=join.subject)
         is_told = await self._engine.until(is_over, what, deadline=deadline)
         if not is_told and deadline is not None and timeout_s is not None:
-            with contextlib.suppress(AsyncdistError):  # a leader that cannot be asked does not listen
+            with contextlib.suppress(AsyncdistError):  # the leader cannot be asked
                 self.comings.say_directly(key, leader)
                 self._send(Inquiry(key.text, timeout_s), leader)
             is_told = await self._engine.until(is_over, what, deadline=deadline + MEMBER_PATIENCE_S)
@@ -411,7 +415,7 @@ class Agreements:
         return verdict or self._verdict_without(meeting, gone, is_leaderless=has_no_leader())
 
     def _verdict_without(self, meeting: Meeting, gone: Absentees, *, is_leaderless: bool) -> Verdict:
-        """Return what this rank concludes of a meeting whose verdict it does not wait for any more."""
+        """Return this rank's own conclusion about a meeting for whose verdict it no longer waits."""
         key, leader = meeting.key, meeting.leader
         all_lost = self._absences.lost_to(key)
         lost = tuple(rank for rank in (*meeting.ranks, *meeting.bound_to) if rank in all_lost)
@@ -423,7 +427,7 @@ class Agreements:
         return Verdict(key.text, gone=lost, lost=lost)
 
     def _hold(self, is_over: Callable[[], bool], seconds: float) -> None:
-        """Poll for ``seconds`` without yielding: another task of this rank might take the loop, and compute."""
+        """Poll for ``seconds`` without yielding, because another task of this rank might compute."""
         deadline = time.perf_counter() + seconds
         while seconds and not is_over() and time.perf_counter() < deadline:
             self._engine.poll()
@@ -432,12 +436,12 @@ class Agreements:
         return key.occurrence <= self._counts[key.of_all_occurrences] and key not in self._ahead
 
     def leave(self) -> None:
-        """Send what has failed to those that may come to it yet, since this rank leads nothing any more."""
+        """Send the verdicts of failed agreements to the members that may still join, because this rank leaves."""
         self.relays.leave()
         self.led.leave()
 
     def on_verdict(self, verdict: Verdict, source: int) -> None:
-        """Take the leader's decision, which another member may have passed on. Each one that has come hears one."""
+        """Handle the leader's verdict, possibly passed on by another member."""
         if not self.relays.carry(verdict.key):
             if self.termination.takes(verdict, source):
                 self._deliver(verdict)
@@ -447,12 +451,12 @@ class Agreements:
             self._take(verdict)
 
     def on_gathered(self, gathered: Gathered) -> None:
-        """Note who has come to a large agreement. Raises RemoteProtocolError."""
+        """Note the members that have joined a large agreement. Raises RemoteProtocolError."""
         (self.led if gathered.leader == self._rank else self.relays).on_gathered(gathered)
         self.rivals.on_waiting()
 
     def on_spread(self, spread: Spread, source: int) -> None:
-        """Pass a verdict on, and take it where it is for this rank, too. Raises RemoteProtocolError."""
+        """Pass a verdict on, and handle it if it is also for this rank. Raises RemoteProtocolError."""
         ranks = self.relays.ranks_of(spread)
         if not self.termination.excludes(spread.key, source):
             self.termination.keep(spread.verdict)
@@ -461,7 +465,7 @@ class Agreements:
                 self._take(spread.verdict)
 
     def _take(self, verdict: Verdict) -> None:
-        """Take the verdict of a large agreement, which may come on several ways."""
+        """Handle the verdict of a large agreement, which may arrive on several paths."""
         if self.comings.takes(verdict):
             self._deliver(verdict)
 
@@ -473,12 +477,12 @@ class Agreements:
             self._verdicts[verdict.key] = verdict
 
     def on_decision_request(self, request: DecisionRequest, source: int) -> None:
-        """Tell another member what this rank has heard of the verdict."""
-        if self._rank not in self.incarnations.replaced(request.key):  # else it was the process before
+        """Tell another member whether this rank knows the verdict."""
+        if self._rank not in self.incarnations.replaced(request.key):  # else the previous process was the member
             self.termination.on_request(request, source)
 
     def on_join(self, join: Join, source: int) -> None:
-        """Note that a member has come to a meeting that this rank leads, or will lead."""
+        """Note that a member has joined a meeting that this rank leads, or will lead."""
         self.led.on_join(join, source)
         self.rivals.on_waiting()
 
@@ -491,7 +495,7 @@ class Agreements:
         self.comings.on_withdrawn(source, key)
 
     def on_gone(self, ranks: RankSet, *, is_lost: bool) -> None:
-        """Note that ranks have left or are lost, and will come to no meeting any more."""
+        """Note that ranks have left or are lost, and will join no further meeting."""
         self._absences.gone |= ranks
         self._absences.lost.update(ranks if is_lost else ())
         self.led.on_gone(ranks)
@@ -499,7 +503,7 @@ class Agreements:
         self._engine.recheck()
 
     def on_returned(self, rank: int, incarnation: int) -> None:
-        """Note that a new process has the place of ``rank``; what was agreed on with the one before is over."""
+        """Note that ``rank`` was restarted; agreements with its previous process are over."""
         self.incarnations.note(rank, incarnation)
         self._absences.gone.discard(rank)
         self._absences.lost.discard(rank)

@@ -1,7 +1,7 @@
-"""Tells what ranks agree on before and after one of them was started again.
+"""Distinguishes the agreements of a restarted rank from those of its previous process.
 
-Such a rank counts its starts from 1. So what it starts with others is another subject than what they have started with
-the process before, and a meeting in which that one was to take part cannot take place any more.
+A restarted rank counts its starts from 1 again. Its agreements therefore have other subjects than those of its previous
+process, and a meeting that includes the previous process can no longer succeed.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ _QUALIFIED: Final = re.compile(r" \(restarted: ([0-9. ]+)\)$")
 
 
 class Incarnations:
-    """Keeps how often ranks have been started again, as far as this rank knows.
+    """Holds the incarnations of restarted ranks, as far as this rank knows.
 
     Args:
-        rank: this rank.
-        incarnation: its own.
+        rank: This rank.
+        incarnation: Incarnation of this rank.
     """
 
     def __init__(self, rank: int, incarnation: int) -> None:
         self._known: dict[int, int] = {rank: incarnation} if incarnation else {}
 
     def note(self, rank: int, incarnation: int) -> None:
-        """Note that a new process has the place of ``rank``."""
+        """Note that ``rank`` was restarted."""
         if incarnation:
             self._known[rank] = incarnation
 
     def qualified(self, subject: str, ranks: Sequence[int]) -> str:
-        """Return the subject with the incarnations of members that have been started again."""
+        """Return the subject extended by the incarnations of restarted members."""
         words = [f"{rank}.{self._known[rank]}" for rank in sorted(self._known) if rank in ranks] if self._known else ()
         return f"{subject} (restarted: {' '.join(words)})" if words else subject
 
     def key_of(self, subject: str, ranks: Sequence[int]) -> AgreementKey:
-        """Return the key for all occurrences, among the processes that are there now."""
+        """Return the key for all occurrences among the current processes."""
         return AgreementKey.of(self.qualified(subject, ranks), ranks)
 
     def replaced(self, key: AgreementKey) -> tuple[int, ...]:
-        """Return the members in whose place there is another process than the one that was to meet."""
+        """Return the members whose current process is not the one that ``key`` names."""
         if not self._known:
             return ()
         found = _QUALIFIED.search(key.subject)
@@ -50,5 +50,5 @@ class Incarnations:
         return tuple(rank for rank in members if f"{rank}.{self._known[rank]}" not in words)
 
     def losses(self, lost: Iterable[int]) -> Losses:
-        """Return lost ranks, each with its incarnation."""
+        """Return the lost ranks, each with its incarnation."""
         return tuple((rank, self._known.get(rank, 0)) for rank in sorted(lost))

@@ -1,11 +1,11 @@
-"""The leader's side of agreements: gathers the members that come to those that this rank leads, and decides.
+"""The leader's side of agreements: collects the members that join, and decides.
 
-:mod:`asyncdist.collectives.agreement.agreements` waits; nothing here does. A decision goes to all members that have
-come. One that fails before all have is kept for the others, who hear it when they come.
+Nothing here waits; :mod:`asyncdist.collectives.agreement.agreements` does. A verdict goes to all members that have
+joined. If an agreement fails before all have joined, its verdict is kept for the others, who receive it when they join.
 
-In a large agreement most members are heard of, and told, along a tree (:mod:`asyncdist.collectives.agreement.relays`).
-What is said there may come late. So the leader calls those that seem to be missing before it names them, or takes the
-word of another one for it that they wait elsewhere.
+In a large agreement, joins and verdicts travel along a tree (:mod:`asyncdist.collectives.agreement.relays`), where they
+may be late. The leader therefore calls seemingly missing members before it reports them as missing, and before it
+believes another member's claim that they wait elsewhere.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ from asyncdist.errors import BusyError
 from asyncdist.transports.rank_sets import RankSet
 from asyncdist.waits import WaitId, WaitKind
 
-#: How long the leader of a large agreement waits for those that it calls, when time is up.
+#: Seconds that the leader of a large agreement waits for the answers of called members after the timeout.
 _ROLL_CALL_S: Final = 0.5
 
 
 class LedAgreements:
-    """Decides about the agreements that this rank leads.
+    """Decides the agreements that this rank leads.
 
     Args:
-        rank: this rank.
-        send: sends a message to another rank, unless that one is gone.
-        send_anyway: sends one also to a rank that has left.
-        deliver: takes a verdict that this rank gets from itself.
-        has_come: whether this rank has come to an agreement, or gone on from it.
-        absences: the ranks that come to none.
-        relays: bring what members of large agreements say.
+        rank: This rank.
+        send: Sends a message to another rank, unless that rank is gone.
+        send_anyway: Sends a message to another rank, even if it has left.
+        deliver: Receives this rank's own verdicts.
+        has_come: Returns whether this rank has joined an agreement.
+        absences: Ranks that join no agreement.
+        relays: Relays of this rank, for large agreements.
 
     Attributes:
-        joins: the members that have come to each agreement that is not decided, with what they said.
-        over: what has failed and not all members have heard of.
-        withdrawn: large agreements, by their key for all occurrences, that this rank comes to no more.
+        joins: For each undecided agreement, the joins of its members by rank.
+        over: Verdicts of failed agreements that some members have not received.
+        withdrawn: Keys, for all occurrences, of large agreements from which this rank has withdrawn.
     """
 
     def __init__(
@@ -82,21 +82,23 @@ class LedAgreements:
         self.withdrawn: set[AgreementKey] = set()
         self._relays = relays
         self._has_left = False
-        # Of large agreements that are not decided:
-        self._direct: dict[AgreementKey, set[int]] = {}  # members whose word counts only where they bring it themselves
-        self._called: dict[AgreementKey, tuple[Inquiry, set[int]]] = {}  # time is up; those that are called
-        self._doubted: dict[AgreementKey, tuple[Objection, int]] = {}  # counts once a rank says that it has not come
+        # For undecided large agreements:
+        self._direct: dict[AgreementKey, set[int]] = {}  # members of which only direct messages count
+        self._called: dict[AgreementKey, tuple[Inquiry, set[int]]] = {}  # after the timeout: the called members
+        self._doubted: dict[
+            AgreementKey, tuple[Objection, int]
+        ] = {}  # counts once a rank answers that it has not joined
 
     def decide(self, meeting: Meeting, gone: tuple[int, ...], waited_s: float) -> tuple[Verdict, Join]:
-        """Decide about a meeting to which this rank has come, and tell the other members that have.
+        """Decide a meeting that this rank has joined, and send the verdict to the members that have joined.
 
         Args:
-            meeting: of this rank.
-            gone: the members that will not come.
-            waited_s: for how long the others were waited for.
+            meeting: Meeting of this rank.
+            gone: Members that will not join.
+            waited_s: Seconds that the leader has waited.
 
         Returns:
-            The verdict, and what the first member said of those whose values were compared.
+            The verdict, and the join of the first member whose values were compared.
         """
         key, ranks = meeting.key, meeting.ranks
         joins = self.joins.pop(key)
@@ -108,10 +110,12 @@ class LedAgreements:
         return verdict, joins[said[0]]
 
     def on_join(self, join: Join, source: int) -> None:
-        """Note that a member has come to a meeting that this rank leads, or will lead."""
+        """Note that a member has joined a meeting that this rank leads, or will lead."""
         key = join.key
         if source in self._absences.gone:
-            if source not in self._absences.lost and self._relays.carry(key):  # it has left, and still waits for this
+            if source not in self._absences.lost and self._relays.carry(
+                key
+            ):  # it has left the world, but still waits for this verdict
                 over = self.over.hear(key, source) or self._decided(key)
                 self._send_anyway(over or Verdict(key.text, gone=(source,)), source)
             return
@@ -126,10 +130,10 @@ class LedAgreements:
             self._refuse_if_one_is_gone(key)
             self._on_answer(key, source)
         else:
-            self._send(over, source)  # it was decided without this member, which would wait for ever
+            self._send(over, source)  # decided without this member, which would wait forever
 
     def on_gathered(self, gathered: Gathered) -> None:
-        """Note that members have come to a large meeting that this rank leads. Raises RemoteProtocolError."""
+        """Note that members have joined a large meeting that this rank leads. Raises RemoteProtocolError."""
         key = gathered.key
         ranks = RankSet.of_bits(self._relays.ranks_of(gathered)) - self._absences.gone
         ranks -= {self._rank, *self._direct.get(key, ())}
@@ -144,7 +148,7 @@ class LedAgreements:
             self._refuse_if_one_is_gone(key)
 
     def on_not_here(self, answer: NotHere, source: int) -> None:
-        """Take the word of a member that another one waits elsewhere for those that have not come: this one has not."""
+        """Note that ``source`` has not joined, which confirms a pending objection that it waits elsewhere."""
         key = answer.key
         self._on_answer(key, source)
         if key not in self._doubted or source in self.joins.get(key, ()):
@@ -154,21 +158,21 @@ class LedAgreements:
             self._refuse(objection, objector)
 
     def _decided(self, key: AgreementKey) -> Verdict | None:
-        """Return what is known of a large agreement that is over, or to which this rank does not come any more."""
+        """Return the verdict of a large agreement that is over, or from which this rank has withdrawn."""
         heard = self._relays.heard.get((key, self._rank))
         if heard is None and (self._has_left or key.of_all_occurrences in self.withdrawn):
             return Verdict(key.text, gone=(self._rank,))
         return heard
 
     def on_inquiry(self, inquiry: Inquiry) -> None:
-        """Decide with the members that have come, since the timeout of one of them has passed; the others hear later.
+        """Decide with the members that have joined, because the timeout of one of them has passed.
 
-        This also happens where this rank has come after that member, and would wait for longer.
+        This also happens if this rank joined after that member, and would wait longer itself.
         """
         joins = self.joins.get(inquiry.key, {})
         missing = tuple(sorted(inquiry.key.members() - joins.keys()))
         if not joins or not missing:
-            return  # the verdict is under way
+            return  # the verdict is on its way
         if self._relays.carry(inquiry.key):
             if inquiry.key not in self._called:
                 self._called[inquiry.key] = inquiry, self._absences.may_come(inquiry.key, missing) - {self._rank}
@@ -180,7 +184,7 @@ class LedAgreements:
         self._refuse_without(missing, inquiry)
 
     def _on_answer(self, key: AgreementKey, source: int) -> None:
-        """Note that a rank has answered, where it was called; the last one ends the wait for them."""
+        """Note the answer of a called rank; the last answer ends the wait."""
         if key in self._called:
             silent = self._called[key][1]
             silent.discard(source)
@@ -188,7 +192,7 @@ class LedAgreements:
                 self._on_called(key)
 
     def _on_called(self, key: AgreementKey) -> None:
-        """Refuse an agreement whose time is up, unless all have come."""
+        """Refuse an agreement whose time is up, unless all members have joined."""
         if key in self._called:
             inquiry, _ = self._called.pop(key)
             joins = self.joins.get(key, {})
@@ -210,7 +214,7 @@ class LedAgreements:
         self._tell(joins, verdict)
 
     def on_objection(self, objection: Objection, source: int) -> None:
-        """Refuse what this rank leads, since a member cannot start it: those that have come hear now, others later."""
+        """Refuse an agreement because a member cannot start it; members that join later receive the verdict then."""
         key, joins = objection.key, self.joins.get(objection.key, {})
         if self.over.hear(key, source) is not None:
             return  # another member has objected first
@@ -219,7 +223,7 @@ class LedAgreements:
             return
         has_decided = source != self._rank and self._has_come(key) and self._rank not in joins
         if has_decided or objection.is_void(joins):
-            return  # all had come, and the verdict is under way; or those that wait elsewhere have come here, too
+            return  # all members had joined, or those that wait elsewhere have joined this agreement, too
         absent = [rank for rank in key.members() - joins.keys() if is_in(rank, objection.absent)]
         if absent and self._rank not in absent and self._relays.carry(key):
             self._doubted[key] = objection, source
@@ -238,9 +242,9 @@ class LedAgreements:
         self._tell(joins, verdict)
 
     def on_gone(self, ranks: RankSet) -> None:
-        """Note that ranks have left or are lost, and will come to no meeting any more."""
+        """Note that ranks have left or are lost, and will join no further meeting."""
         self.over.on_gone(ranks)
-        for key, joins in list(self.joins.items()):  # they gave up waiting
+        for key, joins in list(self.joins.items()):  # ranks that are gone no longer wait
             for rank in ranks & joins:
                 del joins[rank]
             if not joins:
@@ -249,7 +253,7 @@ class LedAgreements:
             self._refuse_if_one_is_gone(key)
 
     def leave(self) -> None:
-        """Send what has failed to those that may come to it yet, since this rank leads nothing any more."""
+        """Send the verdicts of failed agreements to the members that may still join, because this rank leaves."""
         self._has_left = True
         for verdict, absent in self.over.take_all():
             for rank in sorted(absent - {self._rank}):
@@ -257,7 +261,7 @@ class LedAgreements:
                     self._send(verdict, rank)
 
     def _postpone(self, objection: Objection, source: int) -> None:
-        """Let ``source`` go, which comes again later, unless all have come: then the verdict is under way."""
+        """Release ``source``, which joins again later, unless all members have joined."""
         key = objection.key
         joins = self.joins.get(key, {})
         if source in joins and len(joins) < len(key.members()):
@@ -276,7 +280,7 @@ class LedAgreements:
             self._deliver(verdict)
 
     def _tell_others(self, ranks: Collection[int], verdict: Verdict) -> None:
-        """Tell others a decision; of a large agreement along the tree, but those directly that have spoken directly."""
+        """Send a verdict to other members; in a large agreement along the tree, except to members that joined directly."""
         key, others = verdict.key, [rank for rank in ranks if rank != self._rank]
         if self._relays.carry(key):
             self._called.pop(key, None)
@@ -288,13 +292,13 @@ class LedAgreements:
             self._send(verdict, rank)
 
     def _keep_for(self, absent: Iterable[int], verdict: Verdict) -> None:
-        """Keep a verdict for those that have not come yet, and may."""
+        """Keep a verdict for the members that may still join."""
         self.over.keep(verdict, self._absences.may_come(verdict.key, absent))
 
     def _refuse_if_one_is_gone(self, key: AgreementKey) -> None:
-        """Refuse a meeting of a rank that is gone, where others wait for this rank, which leads it and has not come.
+        """Refuse a meeting with a gone member if others wait for this rank, which leads it and has not joined.
 
-        It may never come: when it has heard of a loss earlier than they, it asks for something else without that rank.
+        This rank may never join it: if it learned of the loss earlier, it starts something without the lost rank.
         """
         joins = self.joins.get(key, {})
         if not joins or self._rank in joins:

@@ -1,7 +1,7 @@
 """The key that identifies an agreement, and the messages of :mod:`asyncdist.collectives.agreement.agreements`.
 
-A message carries its key as text (:attr:`AgreementKey.text`), since a string takes fewer bytes than a map of fields.
-The ``key`` property of a message parses that text; nothing else reads it.
+A message carries its key as a string (:attr:`AgreementKey.text`), which takes fewer bytes than a map of fields. Only
+the ``key`` property of a message parses the string.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from typing import Final, TypeAlias
 
 from asyncdist.errors import RemoteProtocolError
 
-#: Ranks, or other numbers, in their order: the first and the last of each run without a gap, which is short also for
-#: thousands of them.
+#: Ranks, or other numbers, as runs: the first and the last of each sequence of consecutive numbers.
 Runs: TypeAlias = tuple[tuple[int, int], ...]
 
-#: Ranks that are lost, each with the incarnation of the process that has died.
+#: Lost ranks, each with the incarnation of the lost process.
 Losses: TypeAlias = tuple[tuple[int, int], ...]
 
 _ON_RANKS: Final = " on ranks "
@@ -30,10 +29,10 @@ class AgreementKey:
     """Identifies one agreement; equal on all of its ranks.
 
     Attributes:
-        subject: names what the ranks start.
-        ranks: the members, in their order.
-        occurrence: attempt number of these ranks at this subject, counted from 1; 0 stands for all attempts.
-        is_second: whether it is the attempt's second agreement (:mod:`asyncdist.collectives.start_turns`).
+        subject: Name of the operation that the ranks start.
+        ranks: Members, as runs in their order.
+        occurrence: Number of these ranks' attempt at this subject, counted from 1; 0 stands for all attempts.
+        is_second: Whether it is the attempt's second agreement (:mod:`asyncdist.collectives.start_turns`).
     """
 
     subject: str
@@ -42,16 +41,16 @@ class AgreementKey:
     is_second: bool = False
 
     def __hash__(self) -> int:
-        # The first run only: there may be thousands, and each message that arrives is looked up by its key.
+        # Hash only the first run: there may be thousands, and each arriving message is looked up by its key.
         return hash((self.subject, self.occurrence, self.ranks[:1]))
 
     def __str__(self) -> str:
-        """Return the subject and its ranks, ``barrier on ranks 0,2,4-9``, which is the same for all occurrences."""
+        """Return the subject and the ranks, ``barrier on ranks 0,2,4-9``; equal for all occurrences."""
         return f"{self.subject}{_ON_RANKS}{_in_words(self.ranks)}"
 
     @property
     def text(self) -> str:
-        """The key as it travels in messages: ``barrier on ranks 0-3, time 2``."""
+        """The key as a string for messages: ``barrier on ranks 0-3, time 2``."""
         time = f"{_TIME}{self.occurrence}" if self.occurrence else ""
         return f"{self}{time}{_SECOND if self.is_second else ''}"
 
@@ -70,11 +69,11 @@ class AgreementKey:
         return sum(last - first + 1 for first, last in self.ranks)
 
     def members(self) -> set[int]:
-        """Return all members; :meth:`check` has seen that they are no more than the ranks of the world."""
+        """Return all members; :meth:`check` bounds their number."""
         return {rank for first, last in self.ranks for rank in range(first, last + 1)}
 
     def check(self, size: int) -> None:
-        """Refuse a key of ranks that a world of ``size`` ranks cannot have. Raises RemoteProtocolError."""
+        """Raise RemoteProtocolError for a key with ranks outside of a world of ``size`` ranks."""
         if not _has_room(self.ranks, size):
             raise RemoteProtocolError(f"{str(self)!r:.200} names ranks that a world of {size} ranks does not have")
 
@@ -88,7 +87,7 @@ class AgreementKey:
         """Make the key from its :attr:`text`.
 
         Raises:
-            RemoteProtocolError: a peer sent something else.
+            RemoteProtocolError: ``text`` is not a key.
         """
         return _parse(text)
 
@@ -124,7 +123,7 @@ def _has_room(runs: Runs, size: int) -> bool:
 
 
 class Keyed:
-    """A message whose ``subject`` is the text of a key."""
+    """A message whose ``subject`` is the string of a key."""
 
     __slots__ = ()
 
@@ -138,13 +137,13 @@ class Keyed:
 
 @dataclass(frozen=True, slots=True)
 class Join(Keyed):
-    """Member to leader: this rank is about to start the agreement, with these values.
+    """Member to leader: this rank joins the agreement.
 
     Attributes:
-        subject: the key's text.
-        values: what must be equal on all ranks, by name.
-        taken: numbers that are in use on this rank.
-        marks: a number that is not compared, if this rank has one.
+        subject: String of the key.
+        values: Named values that must be equal on all ranks.
+        taken: Numbers that are in use on this rank.
+        marks: This rank's mark, a number that may differ; or empty.
     """
 
     subject: str
@@ -155,13 +154,13 @@ class Join(Keyed):
 
 @dataclass(frozen=True, slots=True)
 class Objection(Keyed):
-    """Member to leader: this rank cannot start, because of an exception that it raised.
+    """Member to leader: an exception keeps this rank from starting.
 
     Attributes:
-        subject: the key's text.
-        kind: the exception's class; empty where members disagree.
-        text: the exception's message.
-        absent: where members disagree: it counts only while one of these has not come. Empty: it counts.
+        subject: String of the key.
+        kind: Class name of the exception; empty if members wait for each other in different starts.
+        text: Message of the exception.
+        absent: If not empty, the objection counts only while one of these ranks has not joined.
     """
 
     subject: str
@@ -170,7 +169,7 @@ class Objection(Keyed):
     absent: Runs = ()
 
     def is_void(self, present: Collection[int]) -> bool:
-        """Return whether all ranks that are ``absent`` as far as the sender knows are ``present``."""
+        """Return whether all ranks in :attr:`absent` are ``present``, so that the objection does not count."""
         count = sum(last - first + 1 for first, last in self.absent)
         return bool(self.absent) and count <= sum(is_in(rank, self.absent) for rank in present)
 
@@ -180,8 +179,8 @@ class Reminder(Keyed):
     """Leader to a missing member: other ranks are waiting for it.
 
     Attributes:
-        subject: the text of the key for all occurrences.
-        present: the ranks that have come.
+        subject: String of the key for all occurrences.
+        present: Ranks that have joined.
     """
 
     subject: str
@@ -190,11 +189,11 @@ class Reminder(Keyed):
 
 @dataclass(frozen=True, slots=True)
 class Inquiry(Keyed):
-    """Member to leader: this rank's timeout has passed without a verdict, and it asks which ranks are missing.
+    """Member to leader: this rank's timeout has passed without a verdict; asks which ranks are missing.
 
     Attributes:
-        subject: the key's text.
-        waited_s: the timeout that has passed.
+        subject: String of the key.
+        waited_s: The timeout, in seconds.
     """
 
     subject: str
@@ -203,19 +202,19 @@ class Inquiry(Keyed):
 
 @dataclass(frozen=True, slots=True)
 class Verdict(Keyed):
-    """Leader to member: go, with the agreed number, or the reason against it.
+    """Leader to member: "go" with the agreed number, or the reason for a refusal.
 
     Attributes:
-        subject: the key's text.
-        difference: the name of the value that differs; of an objection, the exception's class.
-        refusal: a sentence; of an objection, the exception's message.
-        missing: the ranks that have not come in time.
-        waited_s: the timeout of the rank whose timeout passed first.
-        gone: the ranks that have left or are lost, and will not come.
-        lost: those of ``gone`` that are lost.
-        agreed: the smallest number that no member has taken.
-        objector: the rank that objected, or -1.
-        marks: up to two different numbers of those that members have marked themselves with.
+        subject: String of the key.
+        difference: Name of the value that differs; for an objection, the class name of the exception.
+        refusal: Description of the difference; for an objection, the message of the exception.
+        missing: Ranks that have not joined in time.
+        waited_s: Timeout of the rank whose timeout passed first, in seconds.
+        gone: Ranks that have left or are lost, and will not join.
+        lost: The lost ranks among ``gone``.
+        agreed: Smallest number that no member has taken.
+        objector: Rank that objected, or -1.
+        marks: Up to two different marks of the members.
     """
 
     subject: str
@@ -230,18 +229,18 @@ class Verdict(Keyed):
     marks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse a number that no leader of ours agrees on."""
+        """Raise for a negative number."""
         if self.agreed < 0:
-            raise ValueError(f"the agreed number is {self.agreed}; allowed: 0 or more")
+            raise ValueError(f"agreed must be >= 0, got {self.agreed}")
 
 
 @dataclass(frozen=True, slots=True)
 class DecisionRequest(Keyed):
-    """Member to member: the leader is gone, and this rank has heard no verdict (see ``agreement.termination``).
+    """Member to member: the leader is gone; do you know its verdict? (See ``agreement.termination``.)
 
     Attributes:
-        subject: the key's text.
-        absent: the leader, and all other ranks that the sender takes no verdict from any more.
+        subject: String of the key.
+        absent: The leader, and all other ranks from which the sender no longer accepts a verdict.
     """
 
     subject: str
@@ -250,11 +249,11 @@ class DecisionRequest(Keyed):
 
 @dataclass(frozen=True, slots=True)
 class Undecided(Keyed):
-    """Member to member: this rank has heard no verdict, either, and takes none from these ranks any more.
+    """Member to member: this rank does not know the verdict, and no longer accepts one from the absent ranks.
 
     Attributes:
-        subject: the key's text.
-        absent: those of the request among them.
+        subject: String of the key.
+        absent: Ranks from which it no longer accepts a verdict, including those of the request.
     """
 
     subject: str
@@ -263,16 +262,16 @@ class Undecided(Keyed):
 
 @dataclass(frozen=True, slots=True)
 class Gathered(Keyed):
-    """Member to the one above it in the tree of a large agreement: these ranks, itself or below it, have come.
+    """Member to its parent in the tree of a large agreement: ranks of the sender's subtree have joined.
 
     Attributes:
-        subject: the key's text.
-        leader: the rank that decides.
-        ranks: those that have come, and that no message of the sender has named before.
-        values: what they said. Of the values that differ below the sender it names the first two, each for the first
-            rank that said so; the rest may be named with the second, since their difference is never the first.
-        taken: numbers that are in use on some of them.
-        marks: up to two different numbers of those that some of them have marked themselves with.
+        subject: String of the key.
+        leader: Rank that decides.
+        ranks: Ranks that have joined, and were not named by the sender before.
+        values: Their values. If values differ, only the first two different ones are reported exactly; further ranks
+            may be listed with the second, since a later difference is never the first.
+        taken: Numbers that are in use on some of them.
+        marks: Up to two different marks of them.
     """
 
     subject: str
@@ -285,12 +284,12 @@ class Gathered(Keyed):
 
 @dataclass(frozen=True, slots=True)
 class Spread(Keyed):
-    """Member to one below it in the tree of a large agreement: the leader's verdict, for these ranks.
+    """Member to its child in the tree of a large agreement: the leader's verdict.
 
     Attributes:
-        verdict: of the leader.
-        leader: that rank.
-        ranks: those that it is for, the receiver or below it.
+        verdict: Verdict of the leader.
+        leader: Rank of the leader.
+        ranks: Ranks in the receiver's subtree for which the verdict is.
     """
 
     verdict: Verdict
@@ -299,18 +298,18 @@ class Spread(Keyed):
 
     @property
     def subject(self) -> str:  # type: ignore[override]
-        """The key's text."""
+        """String of the key."""
         return self.verdict.subject
 
 
 @dataclass(frozen=True, slots=True)
 class RollCall(Keyed):
-    """Leader to a member of a large agreement: has this rank come? What it has said may be on its way in the tree.
+    """Leader to a member of a large agreement: have you joined? A join may still be on its way in the tree.
 
-    A rank that has come says to the leader itself what it has said in the tree.
+    A member that has joined repeats its join to the leader directly.
 
     Attributes:
-        subject: the key's text.
+        subject: String of the key.
     """
 
     subject: str
@@ -318,10 +317,10 @@ class RollCall(Keyed):
 
 @dataclass(frozen=True, slots=True)
 class NotHere(Keyed):
-    """Member to leader: this rank has not come to the agreement.
+    """Member to leader: this rank has not joined the agreement.
 
     Attributes:
-        subject: the key's text.
+        subject: String of the key.
     """
 
     subject: str
@@ -332,8 +331,8 @@ class Withdraw(Keyed):
     """Member to member: this rank will never start the subject again.
 
     Attributes:
-        subject: the text of the key for all occurrences.
-        lost: ranks that the sender knows to be lost, which may be why it withdraws.
+        subject: String of the key for all occurrences.
+        lost: Ranks that the sender knows to be lost, which may be the reason.
     """
 
     subject: str
@@ -342,16 +341,16 @@ class Withdraw(Keyed):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Meeting:
-    """One start of this rank, which must either come to it or stay away from it.
+    """One start of this rank, which must either join it or stay away from it.
 
     Attributes:
-        key: of the agreement.
-        ranks: its members.
-        leader: the rank that decides.
-        began_at: when the start was asked for, on the loop's clock.
-        bound_to: ranks that are not members, and whose loss ends it all the same.
-        outlives_leader: whether what starts goes on without its leader; then a verdict that some members have heard
-            counts for all (:mod:`asyncdist.collectives.agreement.termination`).
+        key: Key of the agreement.
+        ranks: Members.
+        leader: Rank that decides.
+        began_at: Time of the request for the start, on the loop's clock.
+        bound_to: Ranks that are not members, but whose loss ends the agreement.
+        outlives_leader: Whether the started operation continues without the leader. Then a verdict that some members
+            know counts for all (:mod:`asyncdist.collectives.agreement.termination`).
     """
 
     key: AgreementKey
@@ -370,12 +369,11 @@ class Agreed:
     """The result of an agreement.
 
     Attributes:
-        number: the smallest number that no member has taken.
-        values: the values that all members sent; on a leader that passed none, those of the first member.
-        time: attempt number, counted from 1, failed attempts included; equal on all ranks, also when some of them did
-            not hear of a failure. What starts must be numbered by it: a rank that missed a verdict would count one
-            less than the rest.
-        marks: up to two different numbers of those that members have marked themselves with; equal on all ranks.
+        number: Smallest number that no member has taken.
+        values: Values that all members sent; on a leader that passed none, the values of the first member.
+        time: Number of the attempt, counted from 1, including failed attempts. It is equal on all ranks, even if some
+            of them missed the verdict of a failed attempt, and must be used to number the started operation.
+        marks: Up to two different marks of the members; equal on all ranks.
     """
 
     number: int
@@ -386,7 +384,7 @@ class Agreed:
 
 @functools.lru_cache(64)
 def runs_of(ranks: tuple[int, ...]) -> Runs:
-    """Write ranks as runs: the first and the last of those that follow each other."""
+    """Convert ranks to runs: the first and the last of each sequence of consecutive ranks."""
     runs: list[tuple[int, int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:
@@ -402,7 +400,7 @@ def is_in(rank: int, runs: Runs) -> bool:
 
 
 def merged(taken: Iterable[Runs]) -> Runs:
-    """Return the numbers that are in one of ``taken``, in ascending order."""
+    """Return the union of ``taken``, in ascending order."""
     runs: list[tuple[int, int]] = []
     for first, last in sorted({run for each in taken for run in each}):
         if runs and first <= runs[-1][1] + 1:
@@ -413,12 +411,12 @@ def merged(taken: Iterable[Runs]) -> Runs:
 
 
 def first_two(marks: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the two smallest numbers that are in one of ``marks``, or fewer: enough to know whether they differ."""
+    """Return the two smallest different numbers in ``marks``, or fewer: enough to know whether all are equal."""
     return tuple(sorted({mark for each in marks for mark in each})[:2])
 
 
 def first_free(taken: Iterable[Runs]) -> int:
-    """Return the smallest number, from 0, that is in none of ``taken``."""
+    """Return the smallest number >= 0 that is in none of ``taken``."""
     free = 0
     for first, last in sorted(run for runs in taken for run in runs):
         if first > free:

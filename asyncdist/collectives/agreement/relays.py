@@ -1,15 +1,14 @@
-"""Carries what members of a large agreement say up to its leader, and the verdict down to them, along a tree of them.
+"""Relays the joins of a large agreement up to its leader, and the verdict down to the members, along a tree.
 
-The leader stands at the top (:mod:`asyncdist.collectives.agreement.tree_shape`); the others follow in the order of the
-group. A rank passes on at once that it and all below it have come, so that each rank sends one message up and takes
-two in where all come. Where some are late the others' coming travels on its own after a while, which doubles each time.
-A verdict is passed on as it arrives.
+The leader is the root (:mod:`asyncdist.collectives.agreement.tree_shape`); the others follow in the order of the group.
+A rank reports to its parent as soon as its whole subtree has joined. If all members join together, each rank sends one
+message up and receives two. If some are late, a rank reports the joined ones after a delay, which doubles each time. A
+verdict is passed on as it arrives.
 
-Only that a rank has come, and verdicts, travel like this. Whatever else a member has to say it says to the leader
-itself, after it has repeated there that it has come: so the leader hears both in their order, and from then on believes
-of that rank only what it says itself. So it does when another member is gone, through which its word, or the leader's,
-may have been to pass. The leader answers such a rank itself, also where it decided before: ranks keep the verdicts of
-large agreements for a while.
+Only joins and verdicts travel along the tree. A member sends everything else to the leader directly, after it has
+repeated its join there, so that the leader receives both in order. From then on, only direct messages of that member
+count. A member also repeats its join if a rank is gone through which its join or the verdict may have passed. The
+leader answers such a member directly, even after its decision: ranks keep the verdicts of large agreements for a while.
 """
 
 from __future__ import annotations
@@ -42,23 +41,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: How long a rank waits for those that are late below it before it passes on who has come, for each level below it;
-#: doubled each time, up to a limit.
+#: Seconds, per level of its subtree, that a rank waits for late ranks before it reports the joined ones; doubled each
+#: time, up to a limit.
 _LATE_S: Final = 0.05
 _LATE_MAX_S: Final = 30.0
-#: Verdicts that are kept, and agreements of which a rank keeps who has come below it.
+#: Maximum number of kept verdicts, and of agreements for which a rank keeps the joins of its subtree.
 _KEPT_COUNT_MAX: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """One rank's place in the tree of an agreement; sets of ranks are numbers, a bit for each.
+    """One rank's place in the tree of an agreement; sets of ranks are bit sets.
 
     Attributes:
-        parent: the rank above; the leader's is itself.
-        parts: by rank right below this one: that rank and those below it.
-        everybody: this rank and all below it.
-        levels: how many there are below it.
+        parent: The parent; the leader's parent is itself.
+        parts: Maps each child to its subtree.
+        everybody: This rank and all ranks below it.
+        levels: Number of levels below this rank.
     """
 
     parent: int
@@ -69,15 +68,15 @@ class _Place:
 
 @dataclass(slots=True)
 class _Coming:
-    """What one rank has heard of those below it, itself included.
+    """The joins in one rank's subtree, including its own.
 
     Attributes:
-        come: those that have come.
-        said: those that it has not passed on, by what they said.
-        taken: numbers that these have in use.
-        marks: up to two different numbers that these have marked themselves with.
-        late_count: how often it has passed on that some have come, and not all.
-        timer: for the next time.
+        come: Ranks that have joined.
+        said: Joined ranks that were not reported to the parent yet, by their values.
+        taken: Numbers that these ranks have in use.
+        marks: Up to two different marks of these ranks.
+        late_count: How often an incomplete set was reported.
+        timer: Timer for the next report.
     """
 
     come: int = 0
@@ -89,16 +88,16 @@ class _Coming:
 
 
 class Relays:
-    """Passes on what one rank has come to, and hears of, in large agreements.
+    """Relays joins and verdicts of large agreements on one rank.
 
     Args:
-        engine: of this rank.
-        rank: this rank.
-        send: sends a message to another rank, unless that one is gone.
-        gone: the ranks that have left or are lost; it changes meanwhile.
+        engine: Engine of this rank.
+        rank: This rank.
+        send: Sends a message to another rank, unless that rank is gone.
+        gone: Ranks that have left or are lost; a view that changes.
 
     Attributes:
-        heard: verdicts of large agreements that this rank has decided, or passed on, by key and leader.
+        heard: Verdicts that this rank has decided or passed on, by key and leader.
     """
 
     def __init__(self, engine: Engine, rank: int, send: Callable[[Any, int], None], gone: Collection[int]) -> None:
@@ -106,25 +105,25 @@ class Relays:
         self._rank = rank
         self._send = send
         self._gone = gone
-        self._is_on = not engine.transport.may_return  # a rank that is started again is no member of what was before
+        self._is_on = not engine.transport.may_return  # a restarted rank is not a member of earlier agreements
         self._coming: dict[tuple[AgreementKey, int], _Coming] = {}
         self._has_left = False
         self.heard: dict[tuple[AgreementKey, int], Verdict] = {}
 
     def carry(self, key: AgreementKey) -> bool:
-        """Return whether an agreement is a large one, for which the tree is used."""
+        """Return whether an agreement is large, so that the tree is used."""
         return self._is_on and key.count_of_members > DIRECT_COUNT_MAX
 
     def join(self, join: Join, leader: int) -> None:
-        """Say to the rank above that this rank has come."""
+        """Note that this rank joins, and report to its parent when due."""
         self._note(join, leader, 1 << self._rank)
 
     def on_gathered(self, gathered: Gathered) -> None:
-        """Note who has come below this rank, which is not the leader."""
+        """Note joins in the subtree of this rank, which is not the leader."""
         self._note(gathered, gathered.leader, self.ranks_of(gathered))
 
     def ranks_of(self, message: Gathered | Spread) -> int:
-        """Return the ranks that a message names, as bits. Raises RemoteProtocolError: some are not below this one."""
+        """Return a message's ranks as a bit set. Raises RemoteProtocolError if some are outside this rank's subtree."""
         place = self._place(message.key, message.leader)
         are_ranks = all(0 <= first <= last < self._engine.transport.size for first, last in message.ranks)
         ranks = _bits_of(message.ranks) if are_ranks else 0
@@ -133,14 +132,14 @@ class Relays:
         return ranks
 
     def spread(self, verdict: Verdict, leader: int, ranks: int) -> None:
-        """Keep a verdict, and pass it on to those of ``ranks``, which are bits, that are below this one."""
+        """Keep a verdict, and pass it on to the ranks of the bit set ``ranks`` that are below this one."""
         key = verdict.key
         self.heard[key, leader] = verdict
         if len(self.heard) > _KEPT_COUNT_MAX:
             del self.heard[next(iter(self.heard))]
         place = self._place(key, leader)
         if leader != self._rank:
-            self._pass_on(key, leader)  # others may have come since, whom the leader has not told
+            self._pass_on(key, leader)  # others may have joined since, to whom the leader has not answered
             self._forget(key, leader)
         for child, part in place.parts:
             some = RankSet.of_bits(ranks & part)
@@ -151,7 +150,7 @@ class Relays:
                 self._send(Spread(verdict, leader, runs_of(tuple(some))), child)
 
     def later(self, delay_s: float, what: WaitId, call: Callable[..., None], *args: Any) -> None:
-        """Call something later, which may send, or bring a verdict."""
+        """Call ``call(*args)`` after ``delay_s`` seconds; it may send messages or deliver a verdict."""
 
         def run() -> None:
             with contextlib.suppress(AsyncdistError):  # the job has failed
@@ -161,7 +160,7 @@ class Relays:
         self._engine.call_later(delay_s, what, run)
 
     def leave(self) -> None:
-        """Pass on at once what this rank hears from now on, and has heard."""
+        """Report all joins to the parent now, and later ones without delay."""
         self._has_left = True
         for key, leader in list(self._coming):
             self._pass_on(key, leader)
@@ -196,7 +195,7 @@ class Relays:
             logger.debug("%s: %s", key, error)
 
     def _pass_on(self, key: AgreementKey, leader: int) -> None:
-        """Say to the rank above who has come, as far as it does not know."""
+        """Report to the parent the joins that it does not know yet."""
         coming = self._coming.get((key, leader))
         if coming is None or not coming.said:
             return
@@ -215,7 +214,7 @@ class Relays:
     def _first_differing(
         said: dict[tuple[tuple[str, str], ...], int], key: AgreementKey, leader: int
     ) -> Iterator[tuple[tuple[tuple[str, str], ...], int]]:
-        """Yield the ranks that said nothing, and those that said one of two things; see :class:`Gathered`."""
+        """Yield groups of ranks by values: none, the first, and any other; see :class:`Gathered`."""
         if () in said:
             yield (), said[()]
         told = [(values, ranks) for values, ranks in said.items() if values]
@@ -233,18 +232,18 @@ class Relays:
     def _place(self, key: AgreementKey, leader: int) -> _Place:
         order = _order(key.ranks, leader)
         if self._rank not in order or not 0 <= leader < self._engine.transport.size:
-            raise RemoteProtocolError(f"rank {self._rank} is no member of {str(key)!r:.200}")
+            raise RemoteProtocolError(f"rank {self._rank} is not a member of {str(key)!r:.200}")
         return _place(key.ranks, leader, self._rank)
 
 
 @functools.lru_cache(64)
 def _late(key: AgreementKey) -> WaitId:
-    """Identify the timer that passes on which members have come, though others have not."""
+    """Identify the timer after which the joined members are reported, although others have not joined."""
     return WaitId(WaitKind.GATHERED_MEMBERS, name=key.text)
 
 
 def _order(runs: Runs, leader: int) -> dict[int, None]:
-    """Return the ranks of the tree in their order."""
+    """Return the ranks in the order of the tree, from the leader on."""
     return dict.fromkeys((leader, *(rank for first, last in runs for rank in range(first, last + 1))))
 
 

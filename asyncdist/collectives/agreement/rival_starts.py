@@ -1,9 +1,9 @@
-"""Finds starts in which ranks wait for each other, each in a different one.
+"""Detects ranks that wait for each other in different starts.
 
-Members that name different groups cannot be compared: each of their agreements waits for the others, for ever. So a
-leader reminds those that have not come. A rank that is reminded of one start, and waits in another one for a rank that
-has come to the first, objects to both. A rank that serves others in its main (a replay buffer), and is reminded of a
-start in which one of these waits for it, objects to that start.
+If members name different groups, each of their agreements waits for the other members forever. Therefore a leader sends
+reminders to missing members. A rank that receives a reminder of one start while it waits, in another start, for a rank
+that has joined the first, objects to both. A rank that serves others in its main (a replay buffer) objects to a start
+in which one of its clients waits for it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from asyncdist.waits import WaitId, WaitKind
 if TYPE_CHECKING:
     from asyncdist.messaging.engine import Engine, Timer
 
-#: How long a leader waits for a member before it sends a reminder, and between two of them. Most have come long before.
+#: Seconds that a leader waits for a member before the first reminder, and between two reminders.
 REMIND_AFTER_S: Final = 1.0
-#: A leader reminds at most this many of the missing ranks: one that sees what is wrong suffices.
+#: Maximum number of missing ranks that a leader reminds: one that detects the problem is enough.
 _REMINDED_COUNT_MAX: Final = 16
-#: Ranks that an error lists one by one.
+#: Maximum number of ranks that an error lists.
 _NAMED_COUNT_MAX: Final = 8
 
 
@@ -41,10 +41,10 @@ class Rival:
     """A start for which a member waits while this rank waits for that member in another one.
 
     Attributes:
-        key: of the rival's agreement, for all occurrences.
-        leader: the rank that decides about it.
-        text: a sentence about both.
-        waiting: members that wait for this rank in it.
+        key: Key of the rival's agreement, for all occurrences.
+        leader: Leader of the rival's agreement.
+        text: Description of both starts.
+        waiting: Members that wait for this rank in the rival.
     """
 
     key: AgreementKey
@@ -58,11 +58,11 @@ class OpenStart:
     """A start of this rank that is not over.
 
     Attributes:
-        meeting: of its agreement.
-        have_all_come: whether all members have: it waits for nobody's word any more.
-        rivals: those because of which this rank has objected to it, by text.
-        doubted_since: when this rank was first reminded of another start, on the loop's clock, by that one's key.
-        timer: for the next reminders.
+        meeting: Meeting of its agreement.
+        have_all_come: Whether all members have joined.
+        rivals: Rivals because of which this rank has objected to the start, by their text.
+        doubted_since: Time of the first reminder of each other start, on the loop's clock, by that start's key.
+        timer: Timer of the next reminders.
     """
 
     meeting: Meeting
@@ -74,12 +74,12 @@ class OpenStart:
 
 @dataclass(slots=True, eq=False)
 class Duty:
-    """Work for other ranks, before whose end this rank comes to no start.
+    """Work for other ranks that keeps this rank from joining any start.
 
     Attributes:
-        served: returns the ranks that this rank waits for until then.
-        text: what this rank does, as in "serves the replay buffer 'replay'".
-        doubted_since: when this rank was first reminded of a start, on the loop's clock, by the start's key.
+        served: Returns the ranks without which the work does not end.
+        text: Description of the work, such as "serves the replay buffer 'replay'".
+        doubted_since: Time of the first reminder of each start, on the loop's clock, by the start's key.
     """
 
     served: Callable[[], Iterable[int]]
@@ -88,19 +88,19 @@ class Duty:
 
 
 class Rivals:
-    """Sends the reminders of one rank, and judges those of others.
+    """Sends the reminders of one rank, and judges the reminders of others.
 
     Args:
-        engine: of this rank.
-        rank: this rank.
-        joins: by agreement that this rank leads, the members that have come so far; it changes meanwhile.
-        send: sends a reminder to a rank.
-        object_to: objects to an agreement that the given rank leads.
-        next_occurrence: counts an attempt at an agreement that this rank does not come to, and returns its key.
+        engine: Engine of this rank.
+        rank: This rank.
+        joins: Joins of the agreements that this rank leads; a view that changes.
+        send: Sends a reminder to a rank.
+        object_to: Objects to an agreement that the given rank leads.
+        next_occurrence: Counts an attempt at an agreement that this rank does not join, and returns its key.
 
     Attributes:
-        sent_count, received_count: of reminders. They come all the time while ranks wait in a start, and mean nothing
-            to a watchdog that looks whether the job moves.
+        sent_count, received_count: Numbers of reminders. A watchdog subtracts them, since reminders are sent all the
+            time while ranks wait.
     """
 
     def __init__(
@@ -120,13 +120,13 @@ class Rivals:
         self._next_occurrence = next_occurrence
         self._starts: dict[AgreementKey, OpenStart] = {}
         self._duties: list[Duty] = []
-        self._look: Timer | None = None  # for starts that this rank leads and does not come to, because of a duty
+        self._look: Timer | None = None  # for starts that this rank leads but does not join because of a duty
         self.sent_count = 0
         self.received_count = 0
 
     @contextlib.contextmanager
     def starting(self, meeting: Meeting) -> Iterator[OpenStart]:
-        """Look for rivals of ``meeting`` in the body, which sets ``have_all_come`` when they have."""
+        """Look for rivals of ``meeting`` while the body runs, which sets ``have_all_come``."""
         start = self._starts[meeting.key] = OpenStart(meeting)
         self._remind_later(start)
         try:
@@ -138,13 +138,13 @@ class Rivals:
 
     @contextlib.contextmanager
     def serving(self, served: Callable[[], Iterable[int]], text: str) -> Iterator[None]:
-        """Object, while the body runs, to starts in which a rank waits for this one that this one waits for.
+        """While the body runs, object to starts in which a served rank waits for this rank.
 
-        The body runs in the rank's main, so that this rank comes to no start before its end.
+        The body runs in the rank's main, so this rank joins no start before its end.
 
         Args:
-            served: returns the ranks without which the body does not end.
-            text: what this rank does, as in "serves the replay buffer 'replay'".
+            served: Returns the ranks without which the body does not end.
+            text: Description of the work, such as "serves the replay buffer 'replay'".
         """
         duty = Duty(served, text)
         self._duties.append(duty)
@@ -158,7 +158,7 @@ class Rivals:
                 self._look = None
 
     def on_waiting(self) -> None:
-        """Note that others may wait in a start that this rank leads."""
+        """Note that other ranks may wait in a start that this rank leads."""
         if self._duties and self._joins and self._look is None:
             self._look = self._engine.call_later(REMIND_AFTER_S, WaitId(WaitKind.LOOK_AT_STARTS), self._look_at_led)
 
@@ -171,7 +171,7 @@ class Rivals:
         self._engine.recheck()
 
     def _object_because_of_duty(self, reminder: Reminder, leader: int) -> None:
-        """Object to a start whose members wait for this rank, which waits for one of them; see :func:`find_rival`."""
+        """Object to a start if this rank's duty waits for one of the waiting members; see :func:`find_rival`."""
         now = self._engine.clock()
         for duty in self._duties:
             waiting = sorted(rank for rank in duty.served() if is_in(rank, reminder.present))
@@ -185,15 +185,15 @@ class Rivals:
                 return
 
     def rival_of(self, key: AgreementKey, refusal: str) -> Rival | None:
-        """Return the rival because of which ``key`` was refused with these words, if this rank has found it."""
+        """Return this rank's rival because of which ``key`` was refused with the given text; or None."""
         return self._starts[key].rivals.get(refusal) if key in self._starts else None
 
     def on_reminder(self, reminder: Reminder, leader: int) -> None:
-        """Object to a start of this rank, if others wait for this rank in another one and it would wait for them.
+        """Object if members of the reminded start and this rank wait for each other.
 
         Args:
-            reminder: of that other start.
-            leader: the rank that leads it, which has sent the reminder.
+            reminder: Reminder of another start.
+            leader: Leader of that start, which has sent the reminder.
         """
         self.received_count += leader != self._rank
         starts = self._starts.values()
@@ -211,7 +211,7 @@ class Rivals:
         start.timer = self._engine.call_later(REMIND_AFTER_S, what, self._remind, start)
 
     def _remind(self, start: OpenStart) -> None:
-        """Remind the members that have not come to ``start``, and this rank of those that wait for it elsewhere."""
+        """Send reminders of ``start`` to missing members, and check other starts that wait for this rank."""
         if start.have_all_come:
             return
         meeting = start.meeting
@@ -230,22 +230,22 @@ class Rivals:
 
 
 def find_rival(reminder: Reminder, leader: int, rank: int, now: float, starts: Collection[OpenStart]) -> Rival | None:
-    """Judge a reminder of a start that this rank has perhaps not come to.
+    """Judge a reminder of a start that this rank may not have joined.
 
-    An objection waits for a second reminder: the first may have crossed a word of this rank, or a task of it may be
-    just about to start that one. Nor does a rank object that is in several starts, since it may come to that one after
-    any of these. Those that wait for it there may have come to its own start, too, in another task: then that one's
-    leader, which knows, ignores the objection.
+    A rank objects only after a second reminder, because the first may have crossed its join, or one of its tasks may be
+    about to join. A rank with several open starts does not object, since it may join the reminded start after any of
+    them. The waiting members may also have joined this rank's own start, in another task; then its leader ignores the
+    objection.
 
     Args:
-        reminder: of the other members.
-        leader: the rank that has sent it.
-        rank: this rank.
-        now: on the loop's clock.
-        starts: of this rank.
+        reminder: Reminder of another start.
+        leader: Leader that has sent it.
+        rank: This rank.
+        now: Time on the loop's clock.
+        starts: Open starts of this rank.
 
     Returns:
-        The rival of the one start that this rank is in; None where there is none.
+        The rival of this rank's only open start; None if there is none.
     """
     mine = next(iter(starts)) if len(starts) == 1 else None
     if mine is None or mine.have_all_come:
@@ -260,14 +260,14 @@ def find_rival(reminder: Reminder, leader: int, rank: int, now: float, starts: C
         text = f"its leader is rank {leader} on rank {min(waiting)} and rank {its_leader} on rank {rank}"
     else:
         text = (
-            f"rank {min(waiting)} starts {reminder.subject!r}, rank {rank} {str(key)!r}, "
-            "and each waits for the other; allowed: equal ranks, in one order, on all of them"
+            f"rank {min(waiting)} starts {reminder.subject!r} and rank {rank} starts {str(key)!r}, "
+            "so each waits for the other; all ranks must pass the same ranks in the same order"
         )
     return Rival(reminder.key, leader, text, runs_of(tuple(sorted(waiting))))
 
 
 def _duty_text(rank: int, duty: str, waiting: Sequence[int], key: AgreementKey) -> str:
-    """Say why a start waits for a rank that does not come, and what to do."""
+    """Describe why a start waits for a rank that will not join, and what to do."""
     others = sorted(key.members() - {rank})
     named = others if len(others) <= _NAMED_COUNT_MAX else "ranks"
     have, they_wait = ("has", "it waits") if len(waiting) == 1 else ("have", "they wait")

@@ -1,25 +1,25 @@
-"""Ends an agreement whose leader is lost: either all members that live hear its verdict, or none of them ever does.
+"""Ends an agreement whose leader is lost: either all living members learn its verdict, or none of them ever does.
 
-A leader tells its verdict to one member after the other. If it dies between two of them, those that have heard "go"
-begin, and count on the others, who have heard nothing. So a member that has not heard asks all the others, as in the
+A leader sends its verdict to the members in turn. If it dies in between, the members that have received "go" begin, and
+count on the others, which have received nothing. A member without the verdict therefore asks all others, as in the
 cooperative termination protocol of two-phase commit (Bernstein, Hadzilacos, Goodman, "Concurrency Control and Recovery
 in Database Systems", 1987, section 7.4):
 
-- One that has heard the verdict passes it on, and the member that asks takes it.
-- One that has not heard says so, and promises to take it from none of the ranks any more that the asking member counts
-  as absent: the leader, and all others that are gone. Something that these have said may still be on its way.
-- When all that are not absent have promised, the verdict is lost, and the members begin anew without the leader.
+- A member that knows the verdict passes it on.
+- A member that does not know it answers so, and promises to accept it from none of the absent ranks: the leader, and
+  all others that are gone. Messages of these ranks may still be on their way.
+- If all members that are not absent have promised, the verdict is lost, and they start again without the leader.
 
-That is right, since none of them can hear the verdict after that. The first one to hear it would have to be told by a
-rank that knows it; of those that are not absent none does, and the absent ones are not listened to. If another rank is
-gone meanwhile, it may have passed the verdict on before, to a member that has already answered: so all are asked once
-more, with that rank among the absent ones.
+After that, no member can learn the verdict: the first to learn it would need it from a rank that knows it, but no
+present member knows it, and the absent ranks are ignored. If another rank is lost meanwhile, it may have passed the
+verdict on to a member that has already answered. Therefore all members are asked again, with that rank among the
+absent.
 
-In a large agreement (:mod:`asyncdist.collectives.agreement.relays`) the one that tells a rank the verdict is the one
-that passes it on: it keeps it before, and passes on none that it has promised not to take.
+In a large agreement (:mod:`asyncdist.collectives.agreement.relays`) ranks relay the verdict. A rank keeps a verdict
+before it relays it, and does not relay one that it has promised not to accept.
 
-The promise holds for one agreement, whose key has the number of the attempt. A process that was started again is no
-member of what was agreed on with the one before, and does not answer for it.
+A promise holds for one agreement, whose key includes the number of the attempt. A restarted process is not a member of
+agreements with its previous process, and does not answer for them.
 """
 
 from __future__ import annotations
@@ -42,52 +42,52 @@ from asyncdist.waits import WaitId, WaitKind
 if TYPE_CHECKING:
     from asyncdist.messaging.engine import Engine
 
-#: Agreements whose verdicts are kept for others that ask, and of those that this rank has promised something about.
+#: Maximum number of agreements whose verdicts or promises are kept.
 _KEPT_COUNT_MAX: Final = 64
 
 
 @dataclass(slots=True)
 class _Asking:
-    """What this rank has asked: without which ranks, and of whom it waits for the answer."""
+    """A question of this rank: the absent ranks, and the members whose answer is outstanding."""
 
     absent: Set[int] = frozenset()
     silent: set[int] = field(default_factory=set)
 
 
 class Termination:
-    """Passes verdicts on where their leader is lost.
+    """Passes on the verdicts of lost leaders.
 
     Args:
-        engine: of this rank.
-        rank: this rank.
-        send: sends a message to another rank.
+        engine: Engine of this rank.
+        rank: This rank.
+        send: Sends a message to another rank.
     """
 
     def __init__(self, engine: Engine, rank: int, send: Callable[[Any, int], None]) -> None:
         self._engine = engine
         self._rank = rank
         self._send = send
-        self._open: set[AgreementKey] = set()  # this rank waits for their verdicts
+        self._open: set[AgreementKey] = set()  # agreements for whose verdicts this rank waits
         self._heard: dict[AgreementKey, Verdict] = {}
-        self._excluded: dict[AgreementKey, Set[int]] = {}  # what it has promised
+        self._excluded: dict[AgreementKey, Set[int]] = {}  # by agreement: the ranks from which it accepts no verdict
         self._asking: dict[AgreementKey, _Asking] = {}
 
     def expect(self, key: AgreementKey) -> None:
-        """Keep the verdict of ``key``, for which this rank waits now, for others that ask for it."""
+        """Note that this rank waits for the verdict of ``key``, so that it is kept for other members."""
         self._open.add(key)
 
     def expect_no_more(self, key: AgreementKey) -> None:
-        """Note that this rank does not wait for it any more."""
+        """Note that this rank no longer waits for the verdict of ``key``."""
         self._open.discard(key)
 
     def excludes(self, key: AgreementKey, rank: int) -> bool:
-        """Return whether this rank has promised to take no verdict about ``key`` from ``rank``."""
+        """Return whether this rank has promised to accept no verdict about ``key`` from ``rank``."""
         return rank in self._excluded.get(key, ())
 
     def takes(self, verdict: Verdict, source: int) -> bool:
-        """Return whether this rank may take ``verdict``, which ``source`` has sent; if so, it passes it on from now on.
+        """Return whether this rank accepts ``verdict`` from ``source``; an accepted verdict is kept for others.
 
-        It takes no second one, nor what it has promised not to take.
+        A second verdict, or one excluded by a promise, is not accepted.
         """
         key = verdict.key
         if key in self._heard or self.excludes(key, source):
@@ -97,11 +97,11 @@ class Termination:
         return True
 
     def keep(self, verdict: Verdict) -> None:
-        """Keep a verdict for others that ask, before this rank passes it on to them by itself."""
+        """Keep a verdict for members that ask for it."""
         _keep(self._heard, verdict.key, verdict)
 
     def on_request(self, request: DecisionRequest, source: int) -> None:
-        """Pass the verdict on, or promise not to take it from those that ``source`` counts as absent."""
+        """Pass the verdict on, or promise not to accept it from the ranks that ``source`` regards as absent."""
         key = request.key
         if key in self._heard:
             self._send(self._heard[key], source)
@@ -112,7 +112,7 @@ class Termination:
         self._send(Undecided(key.text, runs_of(tuple(sorted(excluded)))), source)
 
     def on_undecided(self, answer: Undecided, source: int) -> None:
-        """Note what ``source`` has promised. An answer to an earlier question may lack an absent rank."""
+        """Note the promise of ``source``. An answer to an earlier question may lack an absent rank."""
         asking = self._asking.get(answer.key)
         if asking is not None and all(is_in(rank, answer.absent) for rank in asking.absent):
             asking.silent.discard(source)
@@ -125,14 +125,14 @@ class Termination:
         on_late: Callable[[tuple[int, ...]], None],
         deadline: float | None,
     ) -> None:
-        """Ask the others for the verdict of ``meeting``; returns when it has come, or none of them ever hears it.
+        """Ask the others for the verdict of ``meeting``; return when it has arrived, or can never arrive.
 
         Args:
-            meeting: whose leader is absent.
-            gone: returns the members that are gone.
-            is_told: returns whether the verdict has come.
-            on_late: called once with those that have not answered by the deadline; the answer is waited for on.
-            deadline: on the loop's clock, or None.
+            meeting: A meeting whose leader is absent.
+            gone: Returns the members that are gone.
+            is_told: Returns whether the verdict has arrived.
+            on_late: Called once with the members that have not answered by the deadline; the wait continues.
+            deadline: Time on the loop's clock, in seconds; or None.
         """
         key = meeting.key
         asking = self._asking[key] = _Asking()
@@ -156,13 +156,13 @@ class Termination:
                     on_late(tuple(sorted(asking.silent)))
                     deadline = None
             if not is_told():
-                _keep(self._excluded, key, asking.absent)  # what these have said may come yet
+                _keep(self._excluded, key, asking.absent)  # their messages may still arrive
         finally:
             del self._asking[key]
 
 
 def _keep(kept: dict[AgreementKey, Any], key: AgreementKey, value: object) -> None:
-    """Keep something about the newest agreements."""
+    """Store ``value`` under ``key``, and forget the oldest entries beyond the maximum."""
     kept.pop(key, None)
     kept[key] = value
     if len(kept) > _KEPT_COUNT_MAX:

@@ -1,7 +1,7 @@
-"""The shape of a tree of numbers from 0 on: each has at most two children, and those below it follow it without a gap.
+"""The shape of a binary tree of the numbers from 0 on, in which every subtree is a range of consecutive numbers.
 
-0 stands above all, and a number that stands above those from a to b halves those after a between its children. A tree
-of N numbers has about log2 N levels.
+The root is 0. The root a of the subtree with the range a to b divides the numbers after a in halves, one for each
+child. A tree of N numbers has about log2 N levels.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-#: Up to so many ranks talk to one of them directly; more than these form a tree.
+#: Largest number of ranks that talk to one of them directly; larger groups form a tree.
 DIRECT_COUNT_MAX: Final = 16
 
 
@@ -24,7 +24,7 @@ def halves(rank: int, last: int) -> Iterator[tuple[int, int]]:
 
 
 def path_to(size: int, rank: int) -> tuple[tuple[int, ...], int]:
-    """Return the ranks above ``rank`` from the top, and the last rank below it."""
+    """Return the ancestors of ``rank`` from the root on, and the last rank of its subtree."""
     above = []
     current, last = 0, size - 1
     while current != rank:

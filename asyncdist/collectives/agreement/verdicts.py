@@ -1,7 +1,4 @@
-"""Judges what the members of an agreement said, and knows who comes to none any more; nothing here waits.
-
-Verdicts are kept for members that come late.
-"""
+"""Decides agreements from the members' joins, and keeps verdicts for late members; nothing here waits."""
 
 from __future__ import annotations
 
@@ -22,22 +19,22 @@ from asyncdist.errors import (
 )
 from asyncdist.transports.rank_sets import RankSet
 
-#: What the objection of a rank says that comes later, and the verdict that answers it.
+#: The kind of a postponing rank's objection, and of the verdict that answers it.
 POSTPONED: Final = "(postponed)"
-#: Agreements of which a rank keeps something that it has been told and not come to. More are no mistake of timing.
+#: Maximum number of agreements that a rank has messages for and has not joined; more cannot result from timing.
 _KEPT_COUNT_MAX: Final = 4096
 
 
 @dataclass(slots=True)
 class _LateVerdict:
-    """An agreement that failed before all members came; ``absent`` are the members that have not heard of it."""
+    """The verdict of an agreement that failed before all joined; ``absent`` are the members that do not know it."""
 
     verdict: Verdict
     absent: set[int]
 
 
 class LateVerdicts:
-    """Keeps the verdict of each failed agreement until every absent member has come, or is known never to come."""
+    """Keeps the verdict of each failed agreement until every absent member has joined, or will never join."""
 
     def __init__(self) -> None:
         self._kept: dict[AgreementKey, _LateVerdict] = {}
@@ -48,12 +45,12 @@ class LateVerdicts:
     def keep(self, verdict: Verdict, absent: set[int]) -> None:
         """Keep ``verdict`` for the members in ``absent``; with no such member it is dropped."""
         if absent:
-            if len(self._kept) >= _KEPT_COUNT_MAX:  # the oldest is the one that is least likely to be asked for
+            if len(self._kept) >= _KEPT_COUNT_MAX:  # forget the oldest, which is the least likely to be needed
                 del self._kept[next(iter(self._kept))]
             self._kept[verdict.key] = _LateVerdict(verdict, absent)
 
     def hear(self, key: AgreementKey, rank: int) -> Verdict | None:
-        """Return the verdict for ``rank``, which has come to ``key`` now; None where the agreement has not failed."""
+        """Return the verdict for ``rank``, which joins ``key`` now; None if the agreement has not failed."""
         late = self._kept.get(key)
         if late is None:
             return None
@@ -61,16 +58,16 @@ class LateVerdicts:
         return late.verdict
 
     def on_withdrawn(self, rank: int, key: AgreementKey) -> None:
-        """Note that ``rank`` comes to no occurrence of ``key`` any more."""
+        """Note that ``rank`` has withdrawn from ``key``."""
         self._expect_no_more(rank, [kept for kept in self._kept if kept.of_all_occurrences == key])
 
     def on_gone(self, ranks: RankSet) -> None:
-        """Note that ranks come to no agreement any more."""
+        """Note that ranks are gone, and join no further agreement."""
         for rank in ranks if self._kept else ():
             self._expect_no_more(rank, list(self._kept))
 
     def take_all(self) -> list[tuple[Verdict, set[int]]]:
-        """Return all verdicts with the members that have not heard them, and keep nothing."""
+        """Remove and return all verdicts, each with the members that do not know it."""
         kept = [(late.verdict, late.absent) for late in self._kept.values()]
         self._kept.clear()
         return kept
@@ -84,35 +81,35 @@ class LateVerdicts:
 
 
 def check_room(kept: Mapping[AgreementKey, object], key: AgreementKey) -> None:
-    """Refuse to keep something about one more agreement, where that is no mistake of timing any more."""
+    """Raise RemoteProtocolError if ``kept`` is full, which timing alone cannot explain."""
     if len(kept) >= _KEPT_COUNT_MAX and key not in kept:
         raise RemoteProtocolError(f"{str(key)!r:.200}: {_KEPT_COUNT_MAX} other agreements are still to come")
 
 
 class Postponed(Exception):
-    """This rank is to meet again, later: see :meth:`Agreements.postpone`."""
+    """The leader has released this rank, which is to meet again later: see :meth:`Agreements.postpone`."""
 
 
 class Caller(Protocol):
-    """Is told how far a start has come, and may give it up meanwhile; see ``collectives.agreed_start.Start``."""
+    """Receives the progress of a start, and may abandon it; see ``collectives.agreed_start.Start``."""
 
     def on_asked(self) -> None:
-        """This rank has told the leader that it has come, or is about to."""
+        """Note that this rank has joined, or is about to join."""
 
     def on_time_up(self, error: StartTimeoutError) -> None:
-        """The leader has not answered in time. This rank goes on waiting, since the answer may have been go."""
+        """Note that the leader has not answered in time. The wait continues, since the verdict may be "go"."""
 
 
 class Absentees:
-    """Finds the ranks because of which a meeting cannot end well.
+    """Finds the ranks because of which a meeting cannot succeed.
 
     Args:
-        ranks: the members.
-        bound_to: ranks whose loss ends it though they are no members.
-        left: all ranks that have left the world or are lost; grows.
-        lost: those of them that are lost; grows.
-        withdrawn: the members that never come to this subject again; grows.
-        replaced: returns the members that were lost, and in whose place there is a new process.
+        ranks: Members.
+        bound_to: Ranks that are not members, but whose loss ends the meeting.
+        left: All ranks that have left the world or are lost; a growing set.
+        lost: All lost ranks; a growing set.
+        withdrawn: Members that have withdrawn from the subject; a growing set.
+        replaced: Returns the members that were lost and restarted.
     """
 
     def __init__(
@@ -132,7 +129,7 @@ class Absentees:
         self._replaced = replaced
 
     def ranks(self) -> tuple[int, ...]:
-        """Return the members that will not come, in the order of the group, and then the lost ranks beside them."""
+        """Return the members that will not join, in the order of the group, and then lost ranks of ``bound_to``."""
         replaced = self._replaced()
         if not self._left and not self._withdrawn and not replaced:
             return ()
@@ -140,20 +137,20 @@ class Absentees:
         return absent + self.lost_beside()
 
     def lost_beside(self) -> tuple[int, ...]:
-        """Return the lost ranks that are no members, and whose loss ends the meeting."""
+        """Return the lost ranks of ``bound_to``."""
         return tuple(rank for rank in self._bound_to if rank in self._lost)
 
 
 class Absences:
-    """Knows which ranks come to no agreement any more.
+    """Tracks the ranks that join no further agreement.
 
     Args:
-        incarnations: of the ranks that have been started again.
+        incarnations: Incarnations of restarted ranks.
 
     Attributes:
-        gone: all ranks that have left the world or are lost.
-        lost: those of them that are lost.
-        withdrawn: the members that never come to a subject again, by its key for all occurrences.
+        gone: All ranks that have left the world or are lost.
+        lost: All lost ranks.
+        withdrawn: Members that have withdrawn from a subject, by its key for all occurrences.
     """
 
     def __init__(self, incarnations: Incarnations) -> None:
@@ -163,21 +160,21 @@ class Absences:
         self.withdrawn: dict[AgreementKey, set[int]] = {}
 
     def of(self, meeting: Meeting) -> Absentees:
-        """Return those of one meeting; it follows what comes to be known."""
+        """Return a view of the absent ranks of one meeting."""
         withdrawn = self.withdrawn.setdefault(meeting.key.of_all_occurrences, set())
         replaced = functools.partial(self._incarnations.replaced, meeting.key)
         return Absentees(meeting.ranks, meeting.bound_to, self.gone, self.lost, withdrawn, replaced)
 
     def lost_to(self, key: AgreementKey) -> set[int]:
-        """Return the ranks that are lost, and the members in whose place there is another process."""
+        """Return the lost ranks, and the members of ``key`` that were restarted."""
         return self.lost.union(self._incarnations.replaced(key))
 
     def gone_from(self, key: AgreementKey) -> tuple[int, ...]:
-        """Return the members that have left or are lost to it, in ascending order."""
+        """Return the members of ``key`` that have left or are lost, in ascending order."""
         return tuple(sorted({*filter(key.has_member, self.gone), *self._incarnations.replaced(key)}))
 
     def may_come(self, key: AgreementKey, ranks: Iterable[int]) -> set[int]:
-        """Return those of ``ranks`` that may come yet."""
+        """Return the ranks among ``ranks`` that may still join."""
         withdrawn = self.withdrawn.get(key.of_all_occurrences, ())
         return {rank for rank in ranks if rank not in self.gone and rank not in withdrawn}
 
@@ -190,15 +187,15 @@ def judge(
     lost: set[int],
     waited_s: float,
 ) -> Verdict:
-    """Decide about an agreement to which some members have come.
+    """Decide an agreement that some members have joined.
 
     Args:
-        joins: what these members said, by rank.
-        said: those of them whose values are compared, in the group's order; at least one.
-        missing: the other members.
-        gone: the members that will not come.
-        lost: all ranks that are lost.
-        waited_s: for how long they were waited for.
+        joins: Joins of these members by rank.
+        said: Members whose values are compared, in the group's order; at least one.
+        missing: Members that have not joined.
+        gone: Members that will not join.
+        lost: All lost ranks.
+        waited_s: Seconds that the leader has waited.
     """
     name, refusal = first_difference(joins, said)
     return Verdict(
@@ -215,10 +212,10 @@ def judge(
 
 
 def first_difference(joins: Mapping[int, Join], ranks: Sequence[int]) -> tuple[str, str]:
-    """Compare what ``ranks`` said with what the first of them said.
+    """Compare the values of ``ranks`` with those of the first of them.
 
     Returns:
-        The name of the first value that differs, and a sentence about it; both empty when all are equal.
+        The name of the first value that differs, and its description; both empty if all values are equal.
     """
     first = ranks[0]
     expected = dict(joins[first].values)
@@ -234,7 +231,7 @@ def first_difference(joins: Mapping[int, Join], ranks: Sequence[int]) -> tuple[s
 
 
 def raise_refusal(verdict: Verdict, rank: int) -> None:
-    """Raise the error that ``verdict`` stands for on ``rank``, unless it says go."""
+    """Raise the error of ``verdict`` on ``rank``, unless the verdict is "go"."""
     if verdict.objector >= 0:
         raise remote_error(verdict.objector, verdict.difference, verdict.refusal)
     if verdict.lost:
@@ -249,7 +246,7 @@ def raise_refusal(verdict: Verdict, rank: int) -> None:
 
 
 def is_go(verdict: Verdict) -> bool:
-    """Whether ``verdict`` lets the members start."""
+    """Return whether ``verdict`` is "go"."""
     return not (verdict.refusal or verdict.missing or verdict.gone) and verdict.objector < 0
 
 
@@ -257,17 +254,17 @@ def start_timeout_error(verdict: Verdict) -> StartTimeoutError:
     """Make the error that names the missing ranks, and in ``difference`` the value in which the other ranks differ."""
     difference = {"difference": verdict.difference} if verdict.difference else {}
     return StartTimeoutError(
-        f"{verdict.key}: {_name(verdict.missing)} did not come within {verdict.waited_s:g} s",
+        f"{verdict.key}: {_name(verdict.missing)} did not join within {verdict.waited_s:g} s",
         missing=verdict.missing,
         **difference,
     )
 
 
 def _too_late_error(verdict: Verdict, rank: int) -> StartTimeoutError:
-    """Make the error of a rank that came after the others had given up."""
+    """Make the error of a rank that joined after the others had given up."""
     return StartTimeoutError(
-        f"{verdict.key}: rank {rank} came too late: the ranks that had come before gave up after {verdict.waited_s:g} "
-        "s; allowed: another start, in which all ranks take part",
+        f"{verdict.key}: rank {rank} joined too late, after the other ranks had given up after {verdict.waited_s:g} s; "
+        "start again on all ranks",
         missing=verdict.missing,
     )
 
