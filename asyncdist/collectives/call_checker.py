@@ -1,8 +1,8 @@
-"""Compares which collective each rank calls, where all ranks share a process: in a simulation.
+"""Compares the collectives that ranks call, in a simulation, where all ranks share a process.
 
-Members of a group call its collectives in one order, with the same root, reduction, shape and dtype (MPI-4.1 section
-6.1). Where they do not, what they send meets what it does not belong to, or nothing at all. Between processes nobody
-sees that without a message more in every collective; here it costs a dict.
+Members of a group must call its collectives in one order, with equal root, reduction, shape and dtype (MPI-4.1 section
+6.1). Otherwise messages are matched wrongly, or never. Between processes, detecting that would take an additional
+message per collective; in a simulation it takes a dict.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ import torch
 
 from asyncdist.errors import DisagreementError
 
-#: Operations that begin with headers, which say themselves what they belong to.
+#: Operations that exchange headers, which identify their operation themselves.
 HELPER: Final = "a helper"
-#: Modules that a user has not written.
+#: Modules that are not user code.
 _OURS: Final = ("asyncdist.", "asyncio.")
 
 
 class CollectiveCall(NamedTuple):
-    """Holds what all members must pass alike. It is a tuple since one is made in every call.
+    """The arguments that must be equal on all members; a tuple, since one is created in every call.
 
     Attributes:
-        operation: its name, or ``HELPER``.
-        root: a rank of the world, where it has one.
-        reduction: as ``"sum"``, where it has one.
-        dtype, shape: of this rank's tensor, where it has one.
+        operation: Name of the operation, or ``HELPER``.
+        root: Rank of the root in the world; or None.
+        reduction: Reduction, for example ``"sum"``; or None.
+        dtype, shape: Dtype and shape of this rank's tensor; or None.
     """
 
     operation: str
@@ -52,7 +52,7 @@ class CollectiveCall(NamedTuple):
 
 @dataclass(slots=True)
 class _First:
-    """Remembers the first member that has called a collective, until all have."""
+    """The call of the first member, kept until all members have called the collective."""
 
     rank: int
     call: CollectiveCall
@@ -68,16 +68,16 @@ class CollectiveChecker:
         self._open: dict[tuple[int, int, int], _First] = {}
 
     def note(self, ranks: Sequence[int], group_key: int, rank: int, call: CollectiveCall) -> None:
-        """Note that ``rank`` calls its next collective of a group. The stack gives the line of the user's code.
+        """Note that ``rank`` calls its next collective of a group; the line of the user's code is taken from the stack.
 
         Args:
-            ranks: the group's.
-            group_key: names the group among those with the same first rank.
-            rank: the caller, by its number in the world.
-            call: what it calls.
+            ranks: Members of the group.
+            group_key: Identifies the group among those with the same first rank.
+            rank: Number of the caller in the world.
+            call: The call.
 
         Raises:
-            DisagreementError: another member has called something else in its place.
+            DisagreementError: Another member has made a different call in its place.
         """
         if len(ranks) == 1:
             return
@@ -90,8 +90,8 @@ class CollectiveChecker:
             return
         if call != first.call:
             raise DisagreementError(
-                f"rank {first.rank} calls {first.call}{first.place}, rank {rank} {call}{_users_line()}, each as its "
-                f"collective number {number} of one group; allowed: the same on all members",
+                f"rank {first.rank} calls {first.call}{first.place}, but rank {rank} calls {call}{_users_line()}, each "
+                f"as collective number {number} of one group; all members must make the same call",
                 ranks=(first.rank, rank),
             )
         first.missing_count -= 1
@@ -99,27 +99,27 @@ class CollectiveChecker:
             del self._open[key]
 
     def forget(self, ranks: Sequence[int], group_key: int, rank: int) -> None:
-        """Forget a group that all members have freed, and the calls of ``rank`` in it that were refused."""
+        """Forget a group that all members have freed, and the refused calls of ``rank`` in it."""
         number = self._counts.pop((ranks[0], group_key, rank), 0)
         while self._open.pop((ranks[0], group_key, number), None) is not None:
             number -= 1
 
 
 def _users_line() -> str:
-    """Say where the innermost code of the user calls a collective, and which; empty where no such code is found."""
+    """Return the innermost line of user code and the collective that it calls; empty if there is none."""
     inner = sys._getframe(2)
     while (frame := inner.f_back) is not None:
         if not str(frame.f_globals.get("__name__")).startswith(_OURS):
-            name = inner.f_code.co_name.removeprefix("_")  # all_gather() returns a coroutine of _all_gather
+            name = inner.f_code.co_name.removeprefix("_")  # all_gather() returns a coroutine of _all_gather()
             return f" ({name} at {_file_of(frame)}:{frame.f_lineno})"
         inner = frame
     return ""
 
 
 def _file_of(frame: FrameType) -> str:
-    """Return the path of a file below the folder in which Python found it.
+    """Return the path of a file relative to its entry of sys.path.
 
-    Peers are sent it, and a simulation must send the same bytes in whichever folder its program lies.
+    The path is sent to peers, and a simulation must send the same bytes for any location of its program.
     """
     name = str(frame.f_globals.get("__name__"))
     return "/".join(Path(frame.f_code.co_filename).parts[-1 - name.count(".") :])

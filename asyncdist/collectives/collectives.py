@@ -1,28 +1,29 @@
-"""Nonblocking collectives over a group: every member awaits the same ones in the same order, while its loop runs on.
+"""Nonblocking collectives over a group: every member awaits the same ones in the same order, while its loop keeps
+running.
 
-Where the backend has collectives of its own they are started nonblocking and polled like any request (MPI-4.1 section
-6.12); even a barrier, since a blocking one burns a core while it waits. Elsewhere they are made of messages
-(:mod:`asyncdist.collectives.algorithms.by_messages`), through the group's first or root rank, or in a large group along
-a tree. Reductions run in rank order there, so their result does not depend on which rank came first. (A native
-reduction keeps the backend's order.)
+Native collectives of the backend are started nonblocking and polled like any request (MPI-4.1 section 6.12), even a
+barrier, since a blocking one would occupy a core. If the backend has none, collectives are made of messages
+(:mod:`asyncdist.collectives.algorithms.by_messages`), through the group's first or root rank, or along a tree in a
+large group. Such reductions run in rank order, so their result does not depend on timing. Native reductions use the
+backend's order.
 
-Tensors are dense, of any dtype, layout and device: they travel as bytes through CPU memory.
-:mod:`asyncdist.collectives.algorithms.reduction_dtypes` defines a reduction for each dtype. Members must pass equal
+Tensors are dense, of any dtype, layout and device; they travel as bytes through CPU memory.
+:mod:`asyncdist.collectives.algorithms.reduction_dtypes` defines the reductions for each dtype. Members must pass equal
 shapes and dtypes.
 
-A member that leaves the world, or frees the group, before it has started a collective takes no part in it: the others
-get ClosedError, on every transport, also while they wait (:mod:`asyncdist.collectives.membership`). The loss of a
-member ends all collectives of its groups with RankLostError.
+A member that leaves the world, or frees the group, before it has started a collective does not take part in it: the
+others get ClosedError, on every transport, even while they wait (:mod:`asyncdist.collectives.membership`). The loss of
+a member ends all collectives of its groups with RankLostError.
 
-Members that call different collectives in each other's place, or pass different roots, reductions, shapes or dtypes,
-are named in a simulation, each with its line (:mod:`asyncdist.collectives.call_checker`). Between processes only
-helpers are (:mod:`asyncdist.collectives.error_exchange`), and :func:`asyncdist.barrier`: a broadcast that meets a
-gather sends, as that does, and neither receives, so no header would be read. Where they are made of messages, sizes
-that differ are refused.
+If members call different collectives, or pass different roots, reductions, shapes or dtypes, a simulation reports the
+lines of both calls (:mod:`asyncdist.collectives.call_checker`). Between processes, only helpers
+(:mod:`asyncdist.collectives.error_exchange`) and :func:`asyncdist.barrier` detect this, because a header would not
+always be read: in a broadcast matched with a gather, both members send. Collectives made of messages detect different
+sizes.
 
-**Cancellation** of any of them: the collective goes on in the background until it completes, since the other members
-have entered it; its result is lost. What this rank starts in that group afterwards waits for its turn, so all members
-start the same ones in the same order.
+**Cancellation**: a cancelled collective continues in the background until it completes, since the other members have
+entered it; its result is lost. Later collectives of this rank in that group wait for it, so all members start them in
+the same order.
 """
 
 from __future__ import annotations
@@ -59,11 +60,11 @@ class Collectives:
     """Runs the collectives of one rank. Ranks in arguments are ranks of the world.
 
     Args:
-        engine: the rank's.
-        rank: its number in the world.
-        spawn: starts a task that nobody need await.
-        membership: which members take part; None for those of a sequence, which counts as one.
-        buffers: memory that reductions keep; a sequence shares that of its rank.
+        engine: Engine of the rank.
+        rank: Number of the rank in the world.
+        spawn: Starts a background task.
+        membership: Tracks the participation of members; None inside a sequence, which counts as one collective.
+        buffers: Memory that reductions keep; a sequence shares the memory of its rank.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class Collectives:
         return tensor
 
     async def gather(self, tensor: torch.Tensor, group: Group, root: int) -> list[torch.Tensor] | None:
-        """Return every member's tensor on ``root``, in the group's order; None elsewhere."""
+        """Return every member's tensor on ``root``, in the group's order; None on other ranks."""
         position = _position(group, root)
         check_dense(tensor)
         self._note(group, "gather", tensor, root)
@@ -157,8 +158,8 @@ class Collectives:
         """Write the mean over all members, as :mod:`asyncdist.tensors.means` defines it, into ``tensor``; return it.
 
         Args:
-            tensor: of float32, complex64 or wider, on the CPU and contiguous; the same on all members.
-            group: whose members call this.
+            tensor: Contiguous CPU tensor of float32, complex64 or wider, of equal shape and dtype on all members.
+            group: Group whose members call this.
         """
         flat = tensor.view(-1)
         if group.size == 1 or not len(flat):
@@ -173,11 +174,11 @@ class Collectives:
     async def all_mean_bucket(self, bucket: Bucket, group: Group) -> None:
         """Write the mean into the tensors of a bucket, as :meth:`all_mean` does into one.
 
-        They are copied piece by piece: each piece just before it is sent, and when its mean has come.
+        The tensors are copied in pieces: each piece just before it is sent, and again when its mean has arrived.
 
         Args:
-            bucket: equally long and of one dtype on all members, as for :meth:`all_mean`.
-            group: whose members call this.
+            bucket: Tensors of equal length and dtype on all members, as for :meth:`all_mean`.
+            group: Group whose members call this.
         """
         if self._membership is not None:
             await self.join(self.start_sequence(group, lambda alone: alone.all_mean_bucket(bucket, group)), group)
@@ -194,28 +195,28 @@ class Collectives:
             bucket.copy_out(0, await self.all_mean(bucket.flat.clone(), group))
 
     async def _shared_views(self, bucket: Bucket, group: Group) -> list[torch.Tensor] | None:
-        """Return every member's memory, where all are on one host and sharing is faster; None elsewhere."""
+        """Return every member's memory if all are on one host and sharing is faster; else None."""
         is_wanted = group.size > 1 and is_worth_sharing(len(bucket.flat), bucket.flat.dtype)
         if not is_wanted or not self._engine.transport.capabilities.shares_memory:
             return None
         return await map_shared_buffers(bucket.memory, group, lambda card: self.all_gather(card, group))
 
     async def reduce_in_order(self, tensor: torch.Tensor, group: Group, fold: Reduction) -> torch.Tensor:
-        """Return what ``fold`` makes of every member's tensor, in rank order; each member folds a share of it.
+        """Return the fold of every member's tensor in rank order, of which each member computes a share.
 
-        That moves as many bytes as a ring reduction does, while the order of a backend's own reduction depends on its
-        version and on the size, and MPI says nothing about NaN in MPI_MAX.
+        This moves as many bytes as a ring reduction. The order of a native reduction would depend on the backend's
+        version and on the size, and MPI does not define NaN in MPI_MAX.
 
         Args:
-            tensor: 1-D, on the CPU, contiguous, not empty; of one length and dtype on all members.
-            group: whose members call this.
-            fold: the same on all members.
+            tensor: 1-D contiguous CPU tensor, not empty, of equal length and dtype on all members.
+            group: Group whose members call this.
+            fold: The reduction, equal on all members.
         """
         if group.native is not None and group.size > 1:
             result = torch.empty(len(tensor), dtype=fold([tensor[:0]] * group.size).dtype, device="cpu")
             await self._finish(group, fold_in_shares, self._engine, self._buffers, group, tensor, fold, Into(result))
             return result
-        if self._membership is not None:  # one collective, as where the backend carries it
+        if self._membership is not None:  # counts as one collective, like a native one
             alone = self.start_sequence(group, lambda alone: alone.reduce_in_order(tensor, group, fold))
             return await self.join(alone, group)
         share = -(-len(tensor) // group.size)
@@ -226,7 +227,7 @@ class Collectives:
     async def all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp) -> torch.Tensor:
         """Write the elementwise reduction of every member's tensor into each of them; return it."""
         if op not in reduction_dtypes.OPERATIONS:
-            raise LocalProtocolError(f"op is {op!r}; allowed are {', '.join(reduction_dtypes.OPERATIONS)}", op=op)
+            raise LocalProtocolError(f"op must be one of {', '.join(reduction_dtypes.OPERATIONS)}, got {op!r}", op=op)
         check_writable(tensor)
         reduction_dtypes.check(tensor, op)
         self._note(group, "all_reduce", tensor, reduction=op)
@@ -246,14 +247,14 @@ class Collectives:
         return tensor
 
     async def all_to_all(self, tensors: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
-        """Send tensor i to member i; return what each member sent here. All have one shape and dtype."""
+        """Send tensor i to member i; return the tensors received from the members. All have equal shape and dtype."""
         if len(tensors) != group.size:
-            raise LocalProtocolError(f"all_to_all takes one tensor per member: {group.size}, not {len(tensors)}")
+            raise LocalProtocolError(f"all_to_all takes one tensor per member ({group.size}), got {len(tensors)}")
         for index, tensor in enumerate(tensors):
             check_dense(tensor, f"tensors[{index}]")
         first = tensors[0]
         if any(t.shape != first.shape or t.dtype != first.dtype for t in tensors):
-            raise LocalProtocolError("all_to_all takes tensors of one shape and dtype")
+            raise LocalProtocolError("all_to_all takes tensors of equal shape and dtype")
         self._note(group, "all_to_all", first)
         send = torch.stack([to_host(tensor) for tensor in tensors])
         receive = torch.empty_like(send)
@@ -275,20 +276,20 @@ class Collectives:
     async def gather_bytes(
         self, send: torch.Tensor, sizes: Sequence[int], group: Group, root: int
     ) -> torch.Tensor | None:
-        """Bring every member's bytes to ``root``, one after the other in the group's order.
+        """Concatenate every member's bytes on ``root``, in the group's order.
 
         Args:
-            send: 1-D uint8 tensor in CPU memory, as long as ``sizes`` says of this member.
-            sizes: bytes of each member; the same on all of them.
-            group: whose members call this.
-            root: a member.
+            send: 1-D uint8 CPU tensor of this member's size.
+            sizes: Number of bytes of each member; equal on all members.
+            group: Group whose members call this.
+            root: Rank of a member.
 
         Returns:
-            On ``root`` a 1-D uint8 tensor of all bytes, elsewhere None.
+            On ``root`` a 1-D uint8 tensor of all bytes; None on other ranks.
         """
         position = _position(group, root)
         if send.nbytes != sizes[group.index]:
-            raise LocalProtocolError(f"this rank announced {sizes[group.index]} bytes and has {send.nbytes}")
+            raise LocalProtocolError(f"send must have the announced {sizes[group.index]} bytes, got {send.nbytes}")
         receive = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu") if self._rank == root else None
         if group.size == 1 and receive is not None:
             receive.copy_(send)
@@ -300,25 +301,25 @@ class Collectives:
         return receive
 
     def is_busy(self, group: Group) -> bool:
-        """Whether a collective of the group is under way here, or waits for its turn."""
-        assert self._membership is not None, "a sequence is part of what is under way"
+        """Whether a collective of the group is in progress on this rank, or waits for its turn."""
+        assert self._membership is not None, "a sequence is itself in progress"
         return group.tag in self._newest or self._membership.is_under_way(group)
 
     def start_sequence(self, group: Group, work: Callable[[Collectives], Coroutine[Any, Any, T]]) -> asyncio.Task[T]:
-        """Start several collectives as one: after what this rank has started in the group, before what it starts later.
+        """Start several collectives as one, in the order of this rank's collectives of the group.
 
         Args:
-            group: the only one that ``work`` may use.
-            work: is given collectives that are not held up by the sequence itself.
+            group: The only group that ``work`` may use.
+            work: Called with collectives that do not wait for the sequence itself.
 
         Returns:
-            A task that nobody cancels: await it with :meth:`join`, since the other members count on all of it.
+            A task that must not be cancelled, since the other members count on it; await it with :meth:`join`.
         """
         self._note(group, HELPER)
         return self._start(group, work, Collectives(self._engine, self._rank, self._spawn, buffers=self._buffers))
 
     async def join(self, sequence: asyncio.Task[T], group: Group) -> T:
-        """Return the result of a sequence of the group. A cancellation of the caller leaves it alone."""
+        """Return the result of a sequence of the group; cancelling the caller does not cancel the sequence."""
         return await self._engine.shielded(sequence, group.tag)
 
     def _note(
@@ -330,7 +331,7 @@ class Collectives:
         *,
         reduction: str | None = None,
     ) -> None:
-        """Report the call, where the calls of all ranks are compared."""
+        """Report the call to the checker, if the calls of all ranks are compared."""
         if self._checker is not None:
             dtype, shape = (None, None) if tensor is None else (tensor.dtype, tensor.shape)
             self._checker.note(
@@ -338,12 +339,12 @@ class Collectives:
             )
 
     def _begin(self, membership: MembershipLog, group: Group) -> int:
-        """Count a collective of this rank, for recordings too: what the rank sees later may need it."""
+        """Count a collective of this rank, also for recordings, which locate later events by it."""
         self._engine.note_collective_begun()
         return membership.begin(group)
 
     async def _native(self, group: Group, start: Callable[[], Request], what: WaitId) -> None:
-        """Start a collective of the backend, unless older ones of this rank have not all been started, and await it."""
+        """Await a native collective, which is started after all older ones of this rank have been started."""
         if self._membership is None:
             await self._engine.wait_or_disown(start(), what)
             return
@@ -360,8 +361,8 @@ class Collectives:
         await self._engine.note_collective(group.tag)
 
     async def _follow(self, group: Group, number: int, request: Request, what: WaitId) -> None:
-        """Wait for a collective of the backend, which goes on if the caller is cancelled, until a member leaves."""
-        assert self._membership is not None, "what a sequence does is part of its task"
+        """Wait for a native collective until a member leaves; it continues if the caller is cancelled."""
+        assert self._membership is not None, "the collectives of a sequence are part of its task"
         membership, engine, waiter = self._membership, self._engine, self._engine.loop.create_future()
 
         def stop(error: AsyncdistError) -> None:
@@ -384,7 +385,7 @@ class Collectives:
             waiter.result()
         finally:
             engine.collective_waits.discard(waiter)
-            waiter.cancel()  # the error that it may get later would be reported as never retrieved
+            waiter.cancel()  # else asyncio would report a later error as never retrieved
 
     async def _started(self, start: Callable[[], Request], what: WaitId) -> None:
         await self._engine.wait_or_disown(start(), what)
@@ -392,17 +393,17 @@ class Collectives:
     # -- in turn ----------------------------------------------------------------------------------------------------
 
     async def _finish(self, group: Group, work: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
-        """Run ``work`` to its end even if the caller is cancelled: the other members count on this rank's part.
+        """Run ``work`` to its end even if the caller is cancelled, since the other members count on this rank's part.
 
-        Collectives of a group run one after the other: a cancelled one still has messages under way on the group's tag,
-        and a smaller one after it would overtake it there.
+        Collectives of a group run in turn: a cancelled one still has messages in progress on the group's tag, which
+        messages of a later one could overtake.
         """
-        if self._membership is None:  # a sequence: one after the other already, and nobody cancels it
+        if self._membership is None:  # a sequence runs in order, and is never cancelled
             return await work(*args)
         return await self._engine.shielded(self._start(group, work, *args), group.tag)
 
     def _start(self, group: Group, work: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> asyncio.Task[T]:
-        assert self._membership is not None, "what a sequence does is part of its task"
+        assert self._membership is not None, "the collectives of a sequence are part of its task"
         number = self._begin(self._membership, group)
         task = self._spawn(self._in_turn(self._newest.get(group.tag), self._membership, group, number, work, *args))
         self._newest[group.tag] = task
@@ -410,9 +411,9 @@ class Collectives:
         return task
 
     def _forget(self, tag: int, task: asyncio.Task[Any]) -> None:
-        if self._newest.get(tag) is task:  # its result is the caller's alone
+        if self._newest.get(tag) is task:  # forget it, since only the caller needs its result
             del self._newest[tag]
-            self._engine.recheck()  # a task that frees the group waits for that
+            self._engine.recheck()  # a task that frees the group may wait for it
 
     async def _in_turn(
         self,
@@ -430,7 +431,7 @@ class Collectives:
         with membership.waiting(group, number, lambda _: _cancel(task)) as participation:
             try:
                 result = await work(*args)
-                if participation.error is not None:  # it has completed all the same, and the cancellation is under way
+                if participation.error is not None:  # it has completed nevertheless, and is being cancelled
                     await yield_to_loop()
             except asyncio.CancelledError:
                 if participation.error is None:
@@ -450,12 +451,12 @@ def _all_to_all_evenly(native: GroupHandle, size: int, send: memoryview, receive
 
 def _position(group: Group, root: int) -> int:
     if root not in group.ranks:
-        raise LocalProtocolError(f"root is {root!r}; the group has ranks {list(group.ranks)}", root=root)
+        raise LocalProtocolError(f"root must be one of the group's ranks {list(group.ranks)}, got {root!r}", root=root)
     return group.ranks.index(root)
 
 
 class _HostCopy:
-    """Gives a contiguous CPU view of a tensor, and writes it back at the end where it is a copy and was written to."""
+    """Provides a contiguous CPU view of a tensor, and writes it back at the end if it is a modified copy."""
 
     def __init__(self, tensor: torch.Tensor, *, is_written: bool) -> None:
         self._tensor = tensor

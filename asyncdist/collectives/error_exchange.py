@@ -1,13 +1,13 @@
 """Exchanges each rank's result or exception, so that an error on one rank is raised on all.
 
-All members send a *header* of fixed size before any data: so an exception reaches every rank and leaves none waiting
-for data that will never come. A header says whether its rank has a value, an exception or nothing, and holds values up
-to 1,000 bytes and the words of an exception themselves; larger values follow in a second collective, whose sizes all
-members then know. It also says which operation its rank has called, and with which root: where these differ, all
-members get a DisagreementError that names both.
+All members send a *header* of fixed size before any data, so an exception reaches every rank, and no rank waits for
+data that will never arrive. A header says whether its rank has a value, an exception or nothing. It contains values of
+up to 1,000 bytes and the text of an exception; larger values follow in a second collective, whose sizes all members
+then know. It also contains the rank's operation and root; if these differ, all members get a DisagreementError that
+names both.
 
-**Cancellation**: an exchange that has been started ends in the background and keeps its turn in the group, since the
-others count on it.
+**Cancellation**: an exchange that has begun ends in the background and keeps its turn in the group, since the other
+members count on it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from asyncdist.tensors import serialization
 T = TypeVar("T")
 
 HEADER_NBYTES: Final = 1024
-#: Bytes of the payload; status, operation and root.
+#: Format of the header: size of the payload, status, operation and root.
 _FORMAT: Final = struct.Struct("<QBBi")
-#: What a header can hold itself.
+#: Largest payload that fits into a header, in bytes.
 INLINE_NBYTES: Final = HEADER_NBYTES - _FORMAT.size
 _NOTHING, _VALUE, _ERROR = range(3)
-#: Operations that begin with headers; a header names one by its place here.
+#: Operations that exchange headers; a header holds the index of one.
 _OPERATIONS: Final = (
     "barrier",
     "compute_and_broadcast",
@@ -53,11 +53,11 @@ _NO_ROOT: Final = -1
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Names the operation that a rank has called.
+    """The operation that a rank has called.
 
     Attributes:
-        operation: one of those that begin with headers.
-        root: its root, where it has one; another value than a rank is refused in the result.
+        operation: An operation that exchanges headers.
+        root: Root of the operation; or None. A value that is not a rank leads to an error on all members.
     """
 
     operation: str
@@ -69,12 +69,12 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class LocalResult:
-    """Holds the result of a computation on this rank.
+    """The result of a computation on this rank.
 
     Attributes:
-        value: what it returned.
-        payload: the same as bytes; None where there is an error, or nothing was computed.
-        error: what it raised, an unsupported type of its value included.
+        value: Return value.
+        payload: The value as bytes; None if there is an error, or nothing was computed.
+        error: Exception of the computation, or of the conversion of its value; or None.
     """
 
     value: Any = None
@@ -84,14 +84,14 @@ class LocalResult:
 
 @dataclass(frozen=True, slots=True)
 class ResultHeader:
-    """Holds what a member says of its result.
+    """A member's description of its result.
 
     Attributes:
-        rank: the member.
-        call: what it has called.
-        status: nothing, value or error.
-        nbytes: size of the payload.
-        inline: the payload, where the header can hold it.
+        rank: Rank of the member.
+        call: Operation that it has called.
+        status: Nothing, value or error.
+        nbytes: Size of the payload in bytes.
+        inline: The payload, if it fits into the header.
     """
 
     rank: int
@@ -102,7 +102,7 @@ class ResultHeader:
 
     @property
     def has_value(self) -> bool:
-        """Whether the member computed something, and it succeeded."""
+        """Whether the member's computation succeeded."""
         return self.status == _VALUE
 
     @property
@@ -112,14 +112,14 @@ class ResultHeader:
 
     @property
     def later_nbytes(self) -> int:
-        """Size of the payload if it does not fit, and follows in a collective of its own; 0 otherwise."""
+        """Size of the payload if it does not fit into the header, and follows in a second collective; otherwise 0."""
         return self.nbytes if self.has_value and self.nbytes > INLINE_NBYTES else 0
 
     def remote_error(self) -> RemoteError:
-        """Make the member's exception, as the other ranks raise it. Raises RemoteProtocolError."""
+        """Return the member's exception as the RemoteError for other ranks. Raises RemoteProtocolError."""
         words = serialization.decode(self.inline)
         if type(words) is not list or list(map(type, words)) != [str, str]:
-            raise RemoteProtocolError(f"rank {self.rank} failed, and says {words!r:.80} of it", rank=self.rank)
+            raise RemoteProtocolError(f"rank {self.rank} failed, and described it as {words!r:.80}", rank=self.rank)
         return remote_error(self.rank, *words)
 
 
@@ -129,12 +129,12 @@ async def attempt(
     *,
     checks: Sequence[Callable[[], None]] = (),
 ) -> LocalResult:
-    """Call ``fn``, await what it returns if it is awaitable, and write the value down. Never raises.
+    """Call ``fn``, await its result if it is awaitable, and convert the value to bytes. Never raises.
 
     Args:
-        fn: None where this rank computes nothing.
-        to_payload: writes the value down.
-        checks: of what was passed to the operation, called first. A mistake on one rank is told like any exception.
+        fn: The function; None if this rank computes nothing.
+        to_payload: Converts the value to bytes.
+        checks: Checks of the operation's arguments, called first. Their errors are sent like any exception.
     """
     try:
         for check in checks:
@@ -145,7 +145,7 @@ async def attempt(
         if inspect.isawaitable(value):
             value = await value
         return LocalResult(value, to_payload(value))
-    except BaseException as error:  # the caller raises it, once the others have been told
+    except BaseException as error:  # the caller raises it after the exchange
         return LocalResult(error=error)
 
 
@@ -157,13 +157,13 @@ async def run_and_raise(
     *,
     on_end: Callable[[], None] | None = None,
 ) -> T:
-    """Run the collectives that make a result known, then raise its error, if any.
+    """Run the collectives that exchange a result, then raise its error, if any.
 
-    An error that is no ``Exception`` (a cancellation, an interrupt, an exit) is raised at once, and sent in the
-    background. ``on_end`` is called when the collectives have ended, well or not, or are not begun.
+    An error that is not an ``Exception`` (a cancellation, an interrupt, an exit) is raised at once, and sent in the
+    background. ``on_end`` is called when the collectives have ended in any way, or if they do not begin.
     """
     error = outcome.error
-    if isinstance(error, GeneratorExit):  # the caller is being thrown away, perhaps with its loop
+    if isinstance(error, GeneratorExit):  # the caller is being destroyed, possibly with its loop
         if on_end is not None:
             on_end()
         raise error
@@ -177,7 +177,7 @@ async def run_and_raise(
     except AsyncdistError:
         if error is None:
             raise
-        raise error from None  # it came first
+        raise error from None  # the first error
     if error is not None:
         raise error
     return result
@@ -189,7 +189,7 @@ async def exchange_headers(
     """Return every member's header, in the group's order, on every member.
 
     Raises:
-        DisagreementError: members have called different operations, or with different roots; on every member.
+        DisagreementError: On every member: members have called different operations, or with different roots.
     """
     parts = await collectives.all_gather(_to_tensor(_pack_header(outcome, call)), group)
     headers = [_read_header(rank, part) for rank, part in zip(group.ranks, parts, strict=True)]
@@ -198,14 +198,14 @@ async def exchange_headers(
 
 
 def _check_same_call(headers: Sequence[ResultHeader]) -> None:
-    """Raise unless all members call the same. Where one has failed its root may be the reason, and is not compared."""
+    """Raise unless all members made equal calls. A failed member's root, which may be the reason, is not compared."""
     first = headers[0]
     ignores_root = any(header.has_error for header in headers)
     for header in headers:
         if header.call == first.call or (ignores_root and header.call.operation == first.call.operation):
             continue
         raise DisagreementError(
-            f"rank {first.rank} calls {first.call}, rank {header.rank} {header.call}; allowed: the same on all members",
+            f"rank {first.rank} calls {first.call}, but rank {header.rank} calls {header.call}; all members must agree",
             ranks=(first.rank, header.rank),
         )
 
@@ -213,10 +213,10 @@ def _check_same_call(headers: Sequence[ResultHeader]) -> None:
 async def collect(
     collectives: Collectives, group: Group, outcome: LocalResult, call: Call
 ) -> tuple[list[ResultHeader], list[bytes] | None]:
-    """Bring every member's payload to the call's root.
+    """Gather every member's payload on the call's root.
 
     Returns:
-        Every member's header; and the payloads on the root if no member failed, else None.
+        Every member's header; and, on the root if no member failed, the payloads, else None.
     """
     headers = await exchange_headers(collectives, group, outcome, call)
     root = call.root
@@ -236,14 +236,14 @@ async def collect(
 
 
 async def share(collectives: Collectives, group: Group, outcome: LocalResult, root: int) -> tuple[ResultHeader, bytes]:
-    """Bring ``root``'s header and payload to every member. ``outcome`` counts on ``root`` only."""
+    """Send ``root``'s header and payload to every member. ``outcome`` matters only on ``root``."""
     packed = _to_tensor(_pack_header(outcome, Call(_OPERATIONS[0], root)))
     header = _read_header(root, await collectives.broadcast(packed, group, root))
     return header, await share_payload(collectives, group, outcome, header)
 
 
 async def share_payload(collectives: Collectives, group: Group, outcome: LocalResult, header: ResultHeader) -> bytes:
-    """Bring the payload that belongs to ``header``, which all members have, to all of them."""
+    """Send the payload of ``header``, which all members have, to all members."""
     root = header.rank
     if not header.later_nbytes:
         return header.inline
@@ -276,8 +276,8 @@ def _read_header(rank: int, tensor: torch.Tensor) -> ResultHeader:
     data = bytes(tensor.numpy())
     nbytes, status, operation, root = _FORMAT.unpack_from(data)
     if status > _ERROR or operation >= len(_OPERATIONS):
-        what = f"status {status} of operation {operation}"
-        raise RemoteProtocolError(f"rank {rank} sent a header with {what}, which do not exist", rank=rank)
+        what = f"status {status} and operation {operation}"
+        raise RemoteProtocolError(f"rank {rank} sent a header with unknown {what}", rank=rank)
     inline = data[_FORMAT.size : _FORMAT.size + nbytes] if nbytes <= INLINE_NBYTES else b""
     return ResultHeader(rank, Call(_OPERATIONS[operation], None if root == _NO_ROOT else root), status, nbytes, inline)
 

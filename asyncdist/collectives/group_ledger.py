@@ -1,14 +1,14 @@
-"""Keeps the groups of a rank; gives tag and communicator back when all members have freed the group.
+"""Tracks the groups of a rank, and releases a group's tag and communicator when all members have freed it.
 
-A member frees a group by itself and tells the others how many collectives of it it has started. Each of them has then
-completed here, so when all members have said the same number no message of the group is under way, and tag and
-communicator are given back on each member as soon as it has heard that (MPI_Comm_free is local in practice: MPI-4.1
-section 7.4.3). Where the numbers differ a collective was left unfinished, and its messages may still come; where a
-member is lost nobody knows how many it had started. Such a group keeps its tag and its communicator to the end.
+Each member frees a group on its own, and sends the others the number of collectives that it has started and completed.
+If all members report the same number, no message of the group is in progress. Each member then releases the tag and
+the communicator (MPI_Comm_free is local in practice: MPI-4.1 section 7.4.3). If the numbers differ, a collective is
+unfinished, and its messages may still arrive; if a member is lost, its number is unknown. Such a group keeps its tag
+and its communicator to the end.
 
-Numbers of tags are agreed when a group is made: the smallest that no member has in use
-(:mod:`asyncdist.collectives.agreement.agreements`). So a tag tells apart the groups of one rank at one time, and no
-more.
+A group's tag is agreed on when it is made: the smallest number that no member has in use
+(:mod:`asyncdist.collectives.agreement.agreements`). A tag therefore identifies a group only among the current groups of
+one rank.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from asyncdist.errors import LocalProtocolError, RemoteProtocolError
 from asyncdist.messaging import wire
 from asyncdist.transports.base import GroupHandle
 
-#: The world's group has the tag before them.
+#: Number of tags for groups; the world's group has the tag before them.
 _FIRST_TAG: Final = tags.COLLECTIVE_FIRST + 1
 _COUNT_MAX: Final = tags.COLLECTIVE_LAST - tags.COLLECTIVE_FIRST
 
-#: Some ranks in their order, and which of their groups it is.
+#: Identifies a group: its ranks in order, and its serial number among the groups of these ranks.
 _Key: TypeAlias = tuple[Runs, int]
 
 
@@ -38,10 +38,10 @@ class Freed:
     """Member to member: the sender has freed this group.
 
     Attributes:
-        ranks: its members, in its order.
-        serial: which group of these ranks it is.
-        started: how many of its collectives this member has started; all have ended here.
-        lost: ranks that the sender knows to be lost, which may be why it frees the group.
+        ranks: Members in the group's order.
+        serial: Serial number among the groups of these ranks.
+        started: Number of collectives that the sender has started; all have ended there.
+        lost: Ranks that the sender knows to be lost, which may be the reason.
     """
 
     ranks: Runs
@@ -52,12 +52,12 @@ class Freed:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """Holds what is known of a group of this rank.
+    """The state of a group of this rank.
 
     Attributes:
-        group: the group.
-        freed: how many collectives each member that has freed it had started.
-        done_count: so many members, the first in the group's order, are known to have freed it or to have left.
+        group: The group.
+        freed: Number of started collectives, by member that has freed the group.
+        done_count: Number of members, from the first in the group's order, known to have freed it or to have left.
     """
 
     group: Group
@@ -69,9 +69,9 @@ class GroupLedger:
     """Keeps the groups of one rank.
 
     Args:
-        membership: counts their collectives.
-        give_back: what :meth:`Group.free` awaits.
-        forget: is told of a group that is over on all members.
+        membership: Counts the collectives of the groups.
+        give_back: Frees a group; awaited by :meth:`Group.free`.
+        forget: Called with a group that all members have freed.
     """
 
     def __init__(
@@ -87,18 +87,18 @@ class GroupLedger:
         self._early: dict[_Key, dict[int, int]] = {}
 
     def taken(self) -> Runs:
-        """Return the numbers that are in use here."""
+        """Return the numbers that are in use on this rank."""
         return runs_of(tuple(sorted(entry.group.tag - _FIRST_TAG for entry in self._entries.values())))
 
     def tag_of(self, number: int) -> int:
         """Return the tag of an agreed number.
 
         Raises:
-            LocalProtocolError: the tags have run out.
+            LocalProtocolError: All tags are in use.
         """
         if number >= _COUNT_MAX:
             raise LocalProtocolError(
-                f"more than {_COUNT_MAX} groups at a time on one rank; free those that are not needed any more",
+                f"a rank can have at most {_COUNT_MAX} groups at a time; free groups that are no longer needed",
                 number=number,
             )
         return _FIRST_TAG + number
@@ -115,7 +115,7 @@ class GroupLedger:
     ) -> Group:
         """Make the group object on this rank, once all members have agreed on the group.
 
-        ``made_after`` is how many losses this rank had heard of when it began to ask for the group.
+        ``made_after`` is the number of losses that this rank knew of when it requested the group.
         """
         lease = Lease(serial, wire.scope_of(ranks, "group", serial), self._give_back)
         lease.made_after = made_after
@@ -127,23 +127,25 @@ class GroupLedger:
         return group
 
     def free(self, group: Group) -> Freed:
-        """Note that this rank has freed the group, with no collective under way; return the message for the others."""
+        """Note that this rank has freed the group, with no collective in progress; return the message for others."""
         started = self._membership.started_of(group)
         self._note(self._entries[_key_of(group)], group.ranks[group.index], started)
         return Freed(runs_of(group.ranks), group.lease.serial, started, self._membership.lost)
 
     def on_freed(self, message: Freed, source: int) -> None:
-        """Note that another member has freed a group, which may still be being made here."""
+        """Note that another member has freed a group, which may not be open on this rank yet."""
         entry = self._entries.get((message.ranks, message.serial))
         if entry is None:
             if len(self._early) >= _COUNT_MAX:
-                raise RemoteProtocolError(f"rank {source} frees one of {_COUNT_MAX} groups that nobody has made here")
+                raise RemoteProtocolError(
+                    f"rank {source} has freed more than {_COUNT_MAX} groups that do not exist on this rank"
+                )
             self._early.setdefault((message.ranks, message.serial), {})[source] = message.started
         else:
             self._note(entry, source, message.started)
 
     def on_gone(self) -> None:
-        """Look at all groups again: a rank has left, and so freed all groups that it was in, or is lost."""
+        """Check all groups again after a rank has left, which frees its groups, or was lost."""
         for entry in list(self._entries.values()) if self._entries else ():
             self._release(entry)
 
@@ -154,11 +156,11 @@ class GroupLedger:
         self._release(entry)
 
     def _release(self, entry: _Entry) -> None:
-        """Give the group's tag and communicator back, if nobody needs them any more and nothing is left on its way."""
+        """Release the group's tag and communicator if all members have freed it and no message is in progress."""
         group = entry.group
         if group.ranks[group.index] not in entry.freed or self._membership.is_spoiled(group):
             return
-        while entry.done_count < group.size:  # each member is heard once: to look at all of them then is cubic in a job
+        while entry.done_count < group.size:  # resumes where it stopped: scanning all members each time would be cubic
             if self._started_by(entry, group.ranks[entry.done_count]) is None:
                 return
             entry.done_count += 1
@@ -171,7 +173,7 @@ class GroupLedger:
             self._forget(group)
 
     def _started_by(self, entry: _Entry, rank: int) -> int | None:
-        """Return how many collectives ``rank`` had started when it freed the group or left; None if unknown."""
+        """Return the number of collectives that ``rank`` had started before it freed the group or left; or None."""
         started = entry.freed.get(rank)
         return self._membership.left_after(entry.group, rank) if started is None else started
 

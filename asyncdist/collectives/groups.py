@@ -1,8 +1,8 @@
 """Defines groups of ranks, and checks arguments that name them.
 
-A :class:`Group` is a list of ranks in the order in which they count, with the backend's communicator where it has one,
-and else a tag of its own for collectives. Making one is collective among its members alone. Each member frees it by
-itself (:mod:`asyncdist.collectives.group_ledger`).
+A :class:`Group` is an ordered list of ranks, with the backend's communicator if it has one, or else a tag of its own
+for collectives. Making a group is collective among its members; each member frees it on its own
+(:mod:`asyncdist.collectives.group_ledger`).
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from asyncdist.transports.base import GroupHandle
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """Says how long a group may be used.
+    """The lifetime of a group.
 
     Attributes:
-        serial: which group of these ranks it is, in this order of theirs; equal on all members, 0 where it cannot be
-            freed.
-        key: a number for these ranks and that serial, equal on all members.
-        give_back: frees the group; None where it cannot be freed.
-        is_freed: whether this rank has freed it.
-        subjects: what its members agree on as long as they have it, and never again.
-        made_after: how many losses this rank had heard of when the group was made; a later one of a member ends it.
-        bound_to: ranks that are no members, and whose loss ends the group's collectives as a member's does.
-        joint_work: the newest call of this rank that does several collectives as one, while it is under way
+        serial: Serial number among the groups of these ranks in this order; equal on all members. 0 if the group cannot
+            be freed.
+        key: Number derived from the ranks and the serial number; equal on all members.
+        give_back: Frees the group; None if it cannot be freed.
+        is_freed: Whether this rank has freed the group.
+        subjects: Subjects of agreements that are used only during the group's lifetime.
+        made_after: Number of losses that this rank knew of when the group was made; a later loss of a member ends it.
+        bound_to: Ranks that are not members, but whose loss ends the group's collectives.
+        joint_work: The newest call of this rank that makes several collectives as one, while it is in progress
             (:mod:`asyncdist.functional.joint_work`).
     """
 
@@ -47,14 +47,14 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Group:
-    """Some ranks of the world, in a fixed order. As an asynchronous context manager it is freed at the end.
+    """Some ranks of the world in a fixed order. As an asynchronous context manager, the group is freed at the end.
 
     Attributes:
-        ranks: the members' ranks in the world.
-        index: this rank's position among them; -1 where it is not a member, and may only read who they are.
-        tag: used by its collectives where there is no native communicator.
-        native: the backend's communicator, None where it has none.
-        lease: how long it may be used.
+        ranks: Ranks of the members in the world.
+        index: Position of this rank among them; -1 if it is not a member, and may only read ``ranks``.
+        tag: Tag of its collectives if there is no native communicator.
+        native: Native communicator of the backend; or None.
+        lease: Lifetime of the group.
     """
 
     ranks: tuple[int, ...]
@@ -70,38 +70,38 @@ class Group:
 
     @property
     def communicator(self) -> Any:
-        """The backend's own object, an ``mpi4py.MPI.Comm`` under MPI; None where it has none."""
+        """The backend's own object, an ``mpi4py.MPI.Comm`` on MPI; None if it has none."""
         return getattr(self.native, "comm", None)
 
     @property
     def key(self) -> int:
-        """Names this group among all that there ever are; its tag is used again when it was freed."""
+        """A number that no other group ever has, unlike the tag, which is reused."""
         return self.lease.key or self.tag
 
     @property
     def number(self) -> str:
-        """A number, as text, that no other group of these ranks ever has."""
+        """A string that no other group of these ranks ever has."""
         return f"{self.tag}.{self.lease.serial}"
 
     async def free(self) -> None:
-        """Give back the group's tag and communicator, which are limited. A second call does nothing.
+        """Release the group's tag and communicator, which are limited. A second call does nothing.
 
-        A member need not wait for the others: it waits for the collectives that it has started itself, and tells them.
-        From then on a collective of the group raises ClosedError here, and on the others unless this member has taken
-        part in it. Tag and communicator are used again when all members have freed the group or have left. After a
-        failure of the job it does nothing.
+        The call waits only for the collectives that this rank has started, and then notifies the other members. From
+        then on, collectives of the group raise ClosedError on this rank, and on the others unless this member took part
+        in them. Tag and communicator are reused when all members have freed the group or left. After a failure of the
+        job, the call does nothing.
 
-        **Cancellation**: the group is freed all the same, in the background.
+        **Cancellation**: the group is freed anyway, in the background.
 
         Raises:
-            LocalProtocolError: it is the group of the whole world, or one that this rank only sees from outside.
+            LocalProtocolError: It is the group of the whole world, or this rank is not a member.
         """
         if self.lease.give_back is None:
-            raise LocalProtocolError(f"the group {short(self.ranks)} was not made by new_group, and cannot be freed")
+            raise LocalProtocolError(f"the group {short(self.ranks)} was not made by new_group and cannot be freed")
         await self.lease.give_back(self)
 
     async def __aenter__(self) -> Group:
-        """Use it. Raises ClosedError where it was freed."""
+        """Return the group. Raises ClosedError if it was freed."""
         check_open(self)
         return self
 
@@ -110,12 +110,12 @@ class Group:
 
     @classmethod
     def seen_from_outside(cls, ranks: Sequence[int]) -> Group:
-        """Make the group as a rank that is not a member sees it: its ranks, and nothing to call."""
+        """Make the group object of a rank that is not a member, which has only ``ranks``."""
         return cls(tuple(ranks), -1, -1, None)
 
 
 async def free_all(groups: Iterable[Group]) -> None:
-    """Free some groups, one after the other. **Cancellation**: it is raised when the last one has been freed."""
+    """Free some groups in turn. **Cancellation**: raised after the last one has been freed."""
     cancellation: asyncio.CancelledError | None = None
     for group in groups:
         try:
@@ -127,30 +127,30 @@ async def free_all(groups: Iterable[Group]) -> None:
 
 
 def check_group(group: object) -> None:
-    """Refuse anything but a :class:`Group`. Raises TypeError."""
+    """Raise TypeError unless ``group`` is a :class:`Group`."""
     if not isinstance(group, Group):
-        raise TypeError(f"group is {group!r:.200}; allowed: a Group, as await new_group(ranks) makes it, or None")
+        raise TypeError(f"group must be a Group, as returned by await new_group(ranks), or None, got {group!r:.200}")
 
 
 def check_open(group: Group) -> None:
-    """Refuse a group that was freed here. Raises ClosedError."""
+    """Raise ClosedError if the group was freed on this rank."""
     if group.lease.is_freed:
         raise ClosedError(f"the group {short(group.ranks)} was freed on this rank", ranks=group.ranks[:16])
 
 
 def short(ranks: tuple[int, ...]) -> str:
-    """Return the ranks of a group as text, for messages."""
+    """Return the ranks of a group as a string, for messages."""
     shown = ", ".join(map(str, ranks[:16]))
     return f"[{shown}]" if len(ranks) <= 16 else f"[{shown}, ...] of {len(ranks)}"
 
 
 def check_member(group: Group, rank: int) -> None:
-    """Refuse anything but a group that has ``rank`` as a member.
+    """Raise unless ``group`` is an open group with ``rank`` as a member.
 
     Raises:
-        TypeError: it is not a :class:`Group`.
+        TypeError: It is not a :class:`Group`.
         LocalProtocolError: ``rank`` is not a member.
-        ClosedError: the group was freed.
+        ClosedError: The group was freed.
     """
     check_group(group)
     check_open(group)
@@ -164,17 +164,17 @@ def check_ranks(ranks: Sequence[int], *, rank: int, size: int) -> tuple[int, ...
     """Check and return the members of a new group.
 
     Raises:
-        LocalProtocolError: it is empty, names a rank twice or one that does not exist, or leaves this rank out.
+        LocalProtocolError: ``ranks`` is empty, has a duplicate or an invalid rank, or lacks this rank.
     """
     given = tuple(ranks)
     members = validation.whole_numbers(given) or given
     wrong = [member for member in members if type(member) is not int or not 0 <= member < size]
     if wrong:
-        raise LocalProtocolError(f"a group holds ranks from 0 to {size - 1}, not {wrong[0]!r}")
+        raise LocalProtocolError(f"ranks must be from 0 to {size - 1}, got {wrong[0]!r}")
     if not members:
-        raise LocalProtocolError("ranks is empty; allowed: one rank or more, the caller's among them")
+        raise LocalProtocolError("ranks must have at least one rank, the caller's among them, got none")
     if len(set(members)) != len(members):
-        raise LocalProtocolError(f"a group names each member once; got {list(members)}")
+        raise LocalProtocolError(f"ranks must name each member once, got {list(members)}")
     if rank not in members:
         raise LocalProtocolError(
             f"rank {rank} is not in the group {list(members)}; only members make a group", rank=rank

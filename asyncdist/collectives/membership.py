@@ -1,17 +1,15 @@
 """Tracks which collectives each member takes part in, so that no rank waits for a member that has left.
 
-Members start the collectives of a group in one order, so each rank counts those that it has started, by group, and says
-the counts when it leaves. In a collective with a higher number the leaver takes no part: a rank that starts it or waits
-in it gets ClosedError, and so does what the leaver's cancelled calls have left in the background. One with a lower
-number goes on: the leaver has done its part, or does it in the background.
+Members start the collectives of a group in one order. Each rank therefore counts its started collectives by group, and
+sends the counts when it leaves. It takes no part in collectives with higher numbers: ranks that start or await them get
+ClosedError. Collectives with lower numbers continue: the leaver has done its part, or does it in the background.
 
-A member that frees a group sends its count of that group: to the others it is as if it had left.
+A member that frees a group sends its count of that group, which has the same effect for that group as leaving.
 
-Of a lost member nobody knows what it has started, and the others find out at different times: one may have given up the
-collective in which the next one waits for it. So a loss ends, on each rank that hears of it, the collectives of all
-groups with that member, those under way and those to come, with RankLostError; also where another member has left,
-which may have found out. The groups of a mesh's axes are as one in this: they are bound to all ranks of the mesh. The
-others make a group without it.
+The count of a lost member is unknown, and the others detect the loss at different times: one member may have abandoned
+a collective in which the next one still waits for it. A loss therefore ends, on each rank that learns of it, all
+current and later collectives of all groups with the lost rank, with RankLostError. The groups of a mesh's axes are
+bound to all ranks of the mesh. The survivors make a new group without the lost rank.
 """
 
 from __future__ import annotations
@@ -29,13 +27,13 @@ from asyncdist.transports.rank_sets import RankSet
 
 @dataclass(eq=False, slots=True)
 class Participation:
-    """A collective of this rank that is under way.
+    """A collective in progress on this rank.
 
     Attributes:
-        group: its members.
-        number: its place among those of the group, from 1.
-        stop: ends the wait.
-        error: why it was stopped.
+        group: Group of the collective.
+        number: Number among the collectives of the group, from 1.
+        stop: Ends the wait with an error.
+        error: Error with which the wait was ended; or None.
     """
 
     group: Group
@@ -46,7 +44,7 @@ class Participation:
 
 @dataclass(slots=True)
 class _Leavers:
-    """Ranks that have left, and of each group's tag how many collectives each of them had started."""
+    """Ranks that have left with the same counts of started collectives, by the groups' tags."""
 
     started: dict[int, int]
     ranks: RankSet = field(default_factory=RankSet)
@@ -58,61 +56,61 @@ class MembershipLog:
     def __init__(self) -> None:
         self._started: Counter[int] = Counter()
         self._has_left = False
-        self._left: dict[tuple[tuple[int, int], ...], _Leavers] = {}  # by what each of them had started
+        self._left: dict[tuple[tuple[int, int], ...], _Leavers] = {}  # by their counts of started collectives
         self._freed: dict[int, dict[int, int]] = {}
         self._spoiled: set[int] = set()
         self._lost: set[int] = set()
         self._loss_count = 0
-        self._lost_at: dict[int, int] = {}  # of each rank that was ever lost, the number of its last loss
-        self._incarnations: dict[int, int] = {}  # of ranks that have been started again
-        self._under_way: dict[Participation, None] = {}  # in the order in which they began
+        self._lost_at: dict[int, int] = {}  # for each rank that was ever lost, the number of its last loss
+        self._incarnations: dict[int, int] = {}  # of restarted ranks
+        self._under_way: dict[Participation, None] = {}  # in the order of their beginning
 
     def begin(self, group: Group) -> int:
         """Count one more collective of the group; return its number.
 
         Raises:
-            ClosedError: the group was freed here; or this rank has left, so the others take no part in the collective.
+            ClosedError: The group was freed on this rank, or this rank has left.
         """
         check_open(group)
         if self._has_left:
-            raise ClosedError(f"this rank has left and starts no collective of the group {short(group.ranks)} any more")
+            raise ClosedError(f"this rank has left, and cannot start a collective of the group {short(group.ranks)}")
         self._started[group.tag] += 1
         return self._started[group.tag]
 
     def leave(self) -> None:
-        """Start no collective any more: :meth:`started`, which the others are told now, is final."""
+        """Start no further collectives, so that :meth:`started` is final."""
         self._has_left = True
 
     def started(self) -> tuple[tuple[int, int], ...]:
-        """Return how many collectives this rank has started of each group, by tag: a leaving rank sends it."""
+        """Return the number of started collectives of each group, by tag, for the message of a leaving rank."""
         return tuple(self._started.items())
 
     def check(self, group: Group, number: int) -> None:
-        """Refuse a collective that can never complete, before this rank sends anything for it.
+        """Raise if a collective can never complete, before this rank sends anything for it.
 
         Raises:
-            ClosedError: a member has left, or freed the group, before it.
-            RankLostError: a member is lost.
+            ClosedError: A member has left, or freed the group, before the collective.
+            RankLostError: A member is lost.
         """
         if self._left or self._lost_at or self._freed:
             error = self._reason(group, number)
             if error is not None:
-                self._started[group.tag] -= 1  # so are those that were counted after it: they will be refused, too
+                self._started[group.tag] -= 1  # later ones will be refused, too
                 raise error
 
     def enter(self, group: Group, number: int, stop: Callable[[AsyncdistError], None]) -> Participation:
-        """Note a collective as under way until :meth:`end`; ``stop`` gets an error if a member takes no part in it."""
+        """Note that a collective is in progress until :meth:`end`; ``stop`` gets an error if a member takes no part."""
         entry = Participation(group, number, stop)
         self._under_way[entry] = None
         return entry
 
     def end(self, entry: Participation) -> None:
-        """Note that the collective is not under way any more. A second call does nothing."""
+        """Note that the collective is no longer in progress. A second call does nothing."""
         self._under_way.pop(entry, None)
 
     @contextmanager
     def waiting(self, group: Group, number: int, stop: Callable[[AsyncdistError], None]) -> Iterator[Participation]:
-        """Wait in a collective, as :meth:`enter` says. Raises as :meth:`check`."""
+        """Note that a collective is in progress while the body runs. Raises as :meth:`check`."""
         self.check(group, number)
         entry = self.enter(group, number, stop)
         try:
@@ -124,17 +122,17 @@ class MembershipLog:
             self.end(entry)
 
     def spoil(self, group: Group, error: BaseException) -> None:
-        """Note that a collective ended with an error: its messages may still come, unless all members raised it."""
+        """Note that a collective has failed: its messages may still arrive, unless all members raised ``error``."""
         if not isinstance(error, (RemoteError, DisagreementError)):
             self._spoiled.add(group.tag)
 
     @property
     def spoiled_tags(self) -> Collection[int]:
-        """Tags of the groups whose messages may still come after all members have ended all their collectives."""
+        """Tags of groups whose messages may still arrive after all members have ended all their collectives."""
         return self._spoiled
 
     def is_spoiled(self, group: Group) -> bool:
-        """Return whether messages of the group may still come after all members have ended all its collectives."""
+        """Return whether messages of the group may still arrive after all members have ended all its collectives."""
         return group.tag in self._spoiled
 
     def is_under_way(self, group: Group) -> bool:
@@ -142,34 +140,31 @@ class MembershipLog:
         return any(entry.group is group for entry in self._under_way)
 
     def under_way(self) -> list[tuple[Group, int]]:
-        """Return the collectives that this rank is in, each with its number, oldest first."""
+        """Return the collectives in progress on this rank, each with its number, oldest first."""
         return [(entry.group, entry.number) for entry in self._under_way]
 
     def started_of(self, group: Group) -> int:
-        """Return how many collectives of the group this rank has started."""
+        """Return the number of collectives of the group that this rank has started."""
         return self._started[group.tag]
 
     def check_whole(self, group: Group) -> None:
-        """Refuse what is to be started anew on a group that has lost a member, whose place a new process has.
+        """Raise RankLostError if a member was restarted since the group was made.
 
-        Where no process has it, the start itself finds out.
-
-        Raises:
-            RankLostError: a member was started again since the group was made.
+        If a lost member was not restarted, a collective start detects the loss itself.
         """
         for rank in self._incarnations:
             if rank in group.ranks and self._has_lost(group, rank):
-                text = f"rank {rank} was started again, and is no member of the earlier group {short(group.ranks)}"
+                text = f"rank {rank} was restarted, and is not a member of the earlier group {short(group.ranks)}"
                 raise RankLostError(f"{text}; make another group", rank=rank)
 
     def left_after(self, group: Group, rank: int) -> int | None:
-        """Return how many ``rank`` had started when it left; None where it has not left, or is lost and did not say."""
+        """Return the number of collectives that ``rank`` had started when it left; None if present or lost."""
         if self._has_lost(group, rank):
             return None
         return next((each.started.get(group.tag, 0) for each in self._left.values() if rank in each.ranks), None)
 
     def _has_lost(self, group: Group, rank: int) -> bool:
-        """Return whether ``rank`` was lost since the group was made; a new process in its place is no member."""
+        """Return whether ``rank`` was lost since the group was made, even if it was restarted."""
         return self._lost_at.get(rank, 0) > group.lease.made_after
 
     def on_freed(self, group: Group, rank: int, started: int) -> None:
@@ -178,13 +173,13 @@ class MembershipLog:
         self._stop_what_cannot_complete()
 
     def reset(self, tag: int) -> None:
-        """Forget what was counted under a tag: no group has it any more, or a new one has."""
+        """Forget the counts of a tag, because its group was freed or a new group has it."""
         for known in (self._started, self._freed):
             known.pop(tag, None)
         self._spoiled.discard(tag)
 
     def on_lost(self, rank: int) -> None:
-        """Note that ``rank`` has died: no collective of a group with it goes on."""
+        """Note that ``rank`` is lost, and end all collectives of its groups."""
         if rank not in self._lost:
             self._lost.add(rank)
             self._loss_count += 1
@@ -192,25 +187,25 @@ class MembershipLog:
         self._stop_what_cannot_complete()
 
     def on_returned(self, rank: int, incarnation: int) -> None:
-        """Note that a new process has the place of ``rank``: it may be in groups that are made from now on."""
+        """Note that ``rank`` was restarted, so that it may be a member of new groups."""
         self._lost.discard(rank)
         for leavers in self._left.values():
             leavers.ranks.discard(rank)
         self._incarnations[rank] = incarnation
 
     def has_heard_of(self, rank: int, incarnation: int) -> bool:
-        """Return whether the loss of that process of ``rank`` says nothing new here: it is known, or was never met."""
+        """Return whether this rank knows of the loss of that process of ``rank``, or never met it."""
         known = self._incarnations.get(rank, 0)
         return incarnation != known or rank in self._lost
 
     @property
     def loss_count(self) -> int:
-        """How many losses this rank has heard of."""
+        """Number of losses that this rank knows of."""
         return self._loss_count
 
     @property
     def lost(self) -> Losses:
-        """Ranks that are known to be lost, on this rank or on a rank that has left, with their incarnations."""
+        """Ranks that are known to be lost, to this rank or to a rank that has left, with their incarnations."""
         return tuple((rank, self._incarnations.get(rank, 0)) for rank in sorted(self._lost))
 
     def on_left(self, ranks: RankSet, started: tuple[tuple[int, int], ...]) -> None:
@@ -231,7 +226,7 @@ class MembershipLog:
     def _reason(self, group: Group, number: int) -> AsyncdistError | None:
         for rank in (*group.ranks, *group.lease.bound_to) if self._lost_at else ():
             if self._has_lost(group, rank):
-                return RankLostError(f"rank {rank} is gone, and with it the group {short(group.ranks)}", rank=rank)
+                return RankLostError(f"rank {rank} is gone, which ends the group {short(group.ranks)}", rank=rank)
         for rank, started in self._freed.get(group.tag, {}).items():
             if started < number:
                 return ClosedError(

@@ -1,21 +1,20 @@
-"""Exposes state of a rank, version by version; the others read it when they like, and no rank waits for another.
+"""Exposes successive versions of a rank's state, which other ranks read at any time without waiting for each other.
 
-A window holds two slots. Version k is written into slot k mod 2 while readers still have version k - 1 in the other
-one; with it goes a record, which says what it is and how good. A reader asks for the newest records, and then for one
-version by its number: it gets that version whole, or :class:`OutdatedError`.
+A window holds two slots. Version k is written into slot k mod 2 while readers use version k - 1 in the other slot. A
+record describes each version and its quality. A reader first reads the newest records, and then one version by its
+number: it gets that version whole, or :class:`OutdatedError`.
 
-- Where the transport has one-sided reads, slots and records lie in its memory window. The owner says which version it
-  is *writing* before it touches a slot, and publishes the record when the slot is whole, with memory barriers between.
-  A reader copies the slot and looks at the owner's words again: if version k + 2 has not been begun, nobody has written
-  into slot k mod 2 meanwhile. (A sequence lock, after Lameter 2005, over two buffers.) The owner takes no part, and may
-  be computing or have left.
-- Elsewhere the owner answers at its safe points: a read is a grant of :mod:`asyncdist.messaging.streams`, answered by
-  the stream of that version or by the abort. A slot from which a stream is under way is not written; that version is
-  left out. With up to :data:`TOLD_COUNT_MAX` other members an owner tells its records to all, and the latest one wins;
-  with more a reader asks for them (:mod:`asyncdist.collectives.version_desk`), so that what a rank sends does not grow
-  with the group.
+- If the transport has one-sided reads, slots and records are in its memory window. The owner writes the number of the
+  version that it is *writing* before it changes a slot, and publishes the record when the slot is complete, with memory
+  barriers in between. A reader copies the slot and then reads the owner's number again: if version k + 2 was not begun,
+  slot k mod 2 has not changed. (This is a sequence lock, after Lameter 2005, over two buffers.) The owner takes no
+  part, and may be computing or have left.
+- Otherwise the owner answers at its safe points. A read is a grant of :mod:`asyncdist.messaging.streams`, answered by
+  the stream of that version or by the abort. A slot is not written while it is being streamed; the new version is
+  skipped then. With up to :data:`TOLD_COUNT_MAX` other members, an owner sends its records to all. With more, a reader
+  asks for them (:mod:`asyncdist.collectives.version_desk`), so that a rank's messages do not grow with the group.
 
-Only the caller knows what the exposed bytes mean.
+The meaning of the exposed bytes belongs to the caller.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ logger = logging.getLogger("asyncdist.collectives.one_sided")
 Targets: TypeAlias = Sequence[memoryview]
 Take: TypeAlias = Callable[[int], None]
 
-#: With so many others at most an owner tells each version to all, and readers know it without asking.
+#: Largest number of other members to which an owner sends the record of each version.
 TOLD_COUNT_MAX: Final = 32
 
 _SUBJECT: Final = "new window"
@@ -60,76 +59,77 @@ _BLOCKING_PART: Final = "new window, all are here"
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """Owner to the others: the sender exposes nothing any more."""
+    """Owner to the others: the sender no longer exposes any version."""
 
 
 class OutdatedError(AsyncdistError):
-    """The version that was read is not there any more. Carries ``rank`` and ``version``."""
+    """The requested version no longer exists. Carries ``rank`` and ``version``."""
 
 
 class VersionedWindow(abc.ABC):
-    """Exposes versions of this rank, and reads those of the others. Made by :func:`open_versioned_window`.
+    """Exposes versions of this rank, and reads those of others. Made by :func:`open_versioned_window`.
 
     Attributes:
-        version: the newest that this rank has published; 0 for none.
+        version: Number of the newest version that this rank has published; 0 for none.
     """
 
     version: int = 0
 
     @abc.abstractmethod
     def begin(self) -> torch.Tensor | None:
-        """Return the memory for the next version, to be filled and then published; None while readers still need it.
+        """Return the memory for the next version, to be filled and published; None while readers still need it.
 
-        Its older content, if any, is lost with this call. A second call returns the same memory.
+        The call invalidates the older version in this memory. A second call returns the same memory.
 
         Returns:
-            1-D uint8.
+            A 1-D uint8 tensor.
         """
 
     @abc.abstractmethod
     def publish(self, iteration: int, metric: float) -> VersionRecord:
-        """Publish the version that was begun: it is whole, and readers may have it from now on."""
+        """Publish the version begun with :meth:`begin`, so that readers may read it."""
 
     async def published_by(self, rank: int, *, deadline: float = math.inf) -> VersionRecord | None:
         """Return the newest record of another member; None if it has published nothing, has retired or is gone.
 
         Args:
-            rank: another member.
-            deadline: on the loop's clock. Where the owner has to answer, and has not by then, the result is None, too.
+            rank: Rank of another member.
+            deadline: Time on the loop's clock, in seconds. If the owner must answer, and has not by then, the result is
+                None.
         """
         return (await self.published_by_each((rank,), deadline=deadline)).get(rank)
 
     @abc.abstractmethod
     async def published_by_each(self, ranks: Sequence[int], *, deadline: float = math.inf) -> dict[int, VersionRecord]:
-        """Return the newest record of each of these members that has one, as ``published_by``, in their order."""
+        """Return the newest records of these members, as ``published_by``, in their order; without missing ones."""
 
     @abc.abstractmethod
     async def read(self, rank: int, record: VersionRecord, targets: Targets, take: Take, *, deadline: float) -> None:
-        """Read a version of ``rank`` from its beginning, as far as the targets reach.
+        """Read the first bytes of a version of ``rank`` into the targets.
 
         Args:
-            rank: another member.
-            record: of the version, as ``published_by`` gave it.
-            targets: where the chunks land, in order; all but the last hold ``chunk_nbytes``. They may repeat at a
+            rank: Rank of another member.
+            record: Record of the version, from ``published_by``.
+            targets: Buffers for the chunks, in order, of ``chunk_nbytes`` each except the last. They may repeat at a
                 distance of ``streams.WINDOW_COUNT`` chunks.
-            take: called with the index of each chunk when it has landed. Until ``read`` has returned, what was taken
-                may be of different versions, and must be forgotten if this raises.
-            deadline: on the loop's clock.
+            take: Called with the index of each chunk after its arrival. Until ``read`` has returned, chunks may belong
+                to different versions, and must be discarded if ``read`` raises.
+            deadline: Time on the loop's clock, in seconds.
 
         **Cancellation**: a target may be written until the owner has answered.
 
         Raises:
-            OutdatedError: the version is not there any more.
-            RankLostError: the owner is gone.
-            TimeoutError: the deadline passed first.
+            OutdatedError: The version no longer exists.
+            RankLostError: The owner is gone.
+            TimeoutError: The deadline has passed.
         """
 
     @abc.abstractmethod
     async def close(self, deadline: float | None) -> None:
-        """Expose nothing any more, and read nothing. Does not wait for the others to close.
+        """Close the window on this rank, without waiting for the others.
 
         Args:
-            deadline: on the loop's clock: how long reads under way may still take. None: end them.
+            deadline: Time on the loop's clock, in seconds, until which current reads may continue; None to end them.
         """
 
 
@@ -144,21 +144,21 @@ async def open_versioned_window(
     chunk_nbytes: int = CHUNK_NBYTES,
     timeout_s: float = 60.0,
 ) -> VersionedWindow:
-    """Open a window. Collective among the members of ``group``, which have agreed to call it with equal arguments.
+    """Open a window. Collective among the members of ``group``, which must pass equal arguments.
 
     Args:
-        services: of this rank.
-        agreements: of this rank.
-        turns: of this rank.
-        group: the ranks that expose and read.
-        nbytes: size of one version; each rank keeps two.
-        scope: one that these members alone use.
-        chunk_nbytes: size of the chunks in which versions are read.
-        timeout_s: how long to wait for the other members, and for other starts of theirs and of this rank.
+        services: Services of this rank.
+        agreements: Agreements of this rank.
+        turns: Turns of this rank.
+        group: Ranks that expose and read.
+        nbytes: Size of one version in bytes; each rank keeps two versions.
+        scope: Scope that only these members use.
+        chunk_nbytes: Size of the chunks of a read, in bytes.
+        timeout_s: Seconds to wait for the other members, and for other starts of the members.
 
     Raises:
-        StartTimeoutError: a member, or another start of a member, took longer. Where all members had come the others
-            may have the window.
+        StartTimeoutError: A member, or another start of a member, took longer. If all members had joined, the others
+            may have opened the window.
     """
     native = group.native
     if native is not None and services.engine.transport.capabilities.one_sided_reads:
@@ -169,7 +169,7 @@ async def open_versioned_window(
                 await assemble(agreements, group.ranks, _BLOCKING_PART)
                 return transport.new_window(native, _OneSidedWindow.window_nbytes(nbytes))
 
-        # Of its own: tasks that open windows of the same ranks at once may do so in another order on each rank.
+        # A subject per window: concurrent tasks may open windows of the same ranks in a different order on each rank.
         subject = f"{_SUBJECT} {scope:x}"
         try:
             window = await start_together(services, agreements, group.ranks, subject, make, _retire, name=_SUBJECT)
@@ -187,19 +187,19 @@ async def _retire(window: ReadWindow | None) -> None:
 
 # -- one-sided --------------------------------------------------------------------------------------------------------
 
-#: A record in the window, and the CRC that tells a whole one from one that is being written.
+#: Format of a record in the window, with a CRC that detects a record that is being written.
 _RECORD: Final = struct.Struct("<Qqd")
 _CRC: Final = struct.Struct("<I")
-#: The word that says which version is being written, then the two records, each in a cache line of its own.
+#: Layout: the number of the version that is being written, then the two records, each in its own cache line.
 _LINE_NBYTES: Final = 64
 _RECORD_OFFSETS: Final = (_LINE_NBYTES, 2 * _LINE_NBYTES)
 _HEAD_NBYTES: Final = 3 * _LINE_NBYTES
-#: Being written for ever: no version is below it by two.
+#: Stored as the number of the version being written when the window has retired, so that all versions are outdated.
 _RETIRED: Final = 1 << 62
 
 
 class _OneSidedWindow(VersionedWindow):
-    """Keeps versions in a window of the transport. The module's docstring has the order of writes and reads."""
+    """Keeps versions in a memory window of the transport; see the module's docstring for the order of accesses."""
 
     def __init__(self, services: Services, group: Group, window: ReadWindow, nbytes: int) -> None:
         self._services = services
@@ -235,7 +235,7 @@ class _OneSidedWindow(VersionedWindow):
         return record
 
     async def published_by_each(self, ranks: Sequence[int], *, deadline: float = math.inf) -> dict[int, VersionRecord]:
-        del deadline  # a copy in memory waits for no answer
+        del deadline  # a memory copy never waits
         found = {rank: await self._newest_of(rank) for rank in ranks}
         return {rank: record for rank, record in found.items() if record is not None}
 
@@ -248,7 +248,7 @@ class _OneSidedWindow(VersionedWindow):
         return max(records, key=lambda record: record.version)
 
     async def read(self, rank: int, record: VersionRecord, targets: Targets, take: Take, *, deadline: float) -> None:
-        del deadline  # a copy in memory waits for no answer
+        del deadline  # a memory copy never waits
         position, offset = self._positions[rank], self._offsets[record.version % 2]
         for index, target in enumerate(targets):
             what = WaitId(WaitKind.VERSION_READ, number=rank)
@@ -265,7 +265,7 @@ class _OneSidedWindow(VersionedWindow):
             )
 
     async def _look(self, rank: int) -> tuple[int, list[VersionRecord]]:
-        """Return the version that ``rank`` says it is writing, and its whole records."""
+        """Return the number of the version that ``rank`` is writing, and its complete records."""
         head = bytearray(_HEAD_NBYTES)
         what = WaitId(WaitKind.VERSION_RECORDS, number=rank)
         await self._engine.wait(self._window.start_read(head, self._positions[rank], 0), what)
@@ -302,7 +302,7 @@ def _same(one: VersionRecord, two: VersionRecord) -> bool:
 
 @dataclass(slots=True, eq=False)
 class _Answer:
-    """Streams one version to one reader."""
+    """A stream of one version to one reader."""
 
     version: int
     key: tuple[int, int]
@@ -310,7 +310,7 @@ class _Answer:
 
 
 class _StreamedWindow(VersionedWindow):
-    """Has the owner answer each read. Its channel answers grants after it is closed, too, when the slots are gone."""
+    """Lets the owner answer each read. Its channel still answers grants after the window is closed, with aborts."""
 
     def __init__(self, services: Services, group: Group, nbytes: int, *, scope: int, chunk_nbytes: int) -> None:
         self._services = services
@@ -323,11 +323,11 @@ class _StreamedWindow(VersionedWindow):
         self._answers: list[_Answer] = []
         self._scope = scope
         self._desk = services.shared(VersionDesk) if len(self._others) > TOLD_COUNT_MAX else None
-        self._record: VersionRecord | None = None  # of the newest version
+        self._record: VersionRecord | None = None  # record of the newest version
         if self._desk is not None:
             self._desk.open(scope, lambda: self._record)
         self._newest: dict[int, VersionRecord] = {}
-        self._retired: set[int] = set()  # also those that are gone: a new process in the place of one has no window
+        self._retired: set[int] = set()  # including gone ranks, since a restarted process has no window
         self._retired.update(services.gone)
         services.on_gone(self._retired.add, among=self._others)
         self._reports: Channel[VersionRecord | Retired] = services.open_channel(
@@ -353,15 +353,15 @@ class _StreamedWindow(VersionedWindow):
         return record
 
     def _tell(self, message: VersionRecord | Retired) -> None:
-        """Tell all others, where they are few."""
+        """Send a message to all other members, if they are few."""
         for rank in self._others if self._desk is None else ():
             if rank not in self._retired:
                 try:
                     self._reports.send_nowait(message, rank)
                 except RankLostError as error:
-                    logger.debug("nobody to tell: %s", error)
-                except BusyError:  # thousands unheard: that rank does not listen, and a newer one will count
-                    logger.debug("rank %d does not listen", rank)
+                    logger.debug("not sent: %s", error)
+                except BusyError:  # that rank has not received thousands of messages; a newer record will replace this
+                    logger.debug("rank %d does not receive records", rank)
 
     def _on_report(self, envelope: Envelope[VersionRecord | Retired]) -> None:
         if isinstance(envelope.message, VersionRecord):
@@ -390,7 +390,7 @@ class _StreamedWindow(VersionedWindow):
                     take(index)
         except StreamAborted as error:
             raise OutdatedError(
-                f"rank {rank} has version {version} no more, or is leaving", rank=rank, version=version
+                f"rank {rank} no longer has version {version}, or is leaving", rank=rank, version=version
             ) from error
 
     # -- the owner's end --------------------------------------------------------------------------------------------
@@ -415,7 +415,7 @@ class _StreamedWindow(VersionedWindow):
         return not self._closed and version >= 1 and (version == self.version or is_previous)
 
     def _chunks(self, grant: Grant, version: int) -> list[memoryview]:
-        """Return the chunks that ``grant`` asks for; none if the version is not here, or never had such a part."""
+        """Return the chunks that ``grant`` requests; none if the version does not exist or is smaller."""
         is_sound = 0 < grant.nbytes <= self._nbytes and grant.chunk_nbytes == self._chunk_nbytes
         if not is_sound or not self._has(version):
             return []
@@ -425,7 +425,7 @@ class _StreamedWindow(VersionedWindow):
         try:
             await (answer.stream.abort() if refused else answer.stream.run())
         except RankLostError as error:
-            logger.debug("nobody to answer: %s", error)
+            logger.debug("not answered: %s", error)
         finally:
             if answer in self._answers:
                 self._answers.remove(answer)

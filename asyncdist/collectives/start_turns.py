@@ -1,20 +1,20 @@
-"""Makes the starts of one rank take turns that take a number, or enter a call that blocks until all members enter it.
+"""Gives turns to starts that take a number, or that enter a call which blocks until all members have entered it.
 
-A rank that is in two such starts at once could block in one of them while another rank blocks in the other one, in
-MPI_Win_allocate and MPI_Comm_create_group for example, and each would wait for the other for ever. So a rank is in one
-of them at a time. But tasks may ask for starts in another order on each rank, for example when each of them begins to
-train a model of its own in a group of its own, and a start may wait for a rank that is late. Hence two agreements:
+A rank in two such starts at once could block in one of them while another rank blocks in the other, for example in
+MPI_Win_allocate and MPI_Comm_create_group, and each would wait for the other forever. Therefore a rank is in one of
+them at a time. However, tasks may request starts in a different order on each rank, for example if each task trains a
+model in a group of its own, and a start may wait for a late rank. Therefore each start makes two agreements:
 
-1. **All members have asked for it.** A rank may be in any number of these at once, so none of them waits for another
-   start. Their leader gives the start a number that is larger than those of all starts that a member has heard of
-   before (Lamport, "Time, clocks, and the ordering of events in a distributed system", 1978). Numbers, and keys where
-   two of them are equal, put all starts into one order, which is the same on all ranks.
-2. **All members have their turn.** A rank comes to this agreement for the first start in that order among those for
-   which all members have asked. When an earlier one turns up, the rank asks the leader to wait for it later, unless all
-   have come, and comes to the earlier one.
+1. **All members have requested the start.** A rank may be in any number of these agreements at once, so none waits for
+   another start. The leader gives the start a number larger than those of all starts that a member knows of (Lamport,
+   "Time, clocks, and the ordering of events in a distributed system", 1978). The numbers, and keys for equal numbers,
+   define one order of all starts, which is equal on all ranks.
+2. **All members have their turn.** A rank joins this agreement for the first start, in that order, that all members
+   have requested. If an earlier one appears, the rank asks the leader to release it, unless all members have joined,
+   and joins the earlier one.
 
-This always ends: of all starts whose members have all asked, each member comes to the first one as soon as it hears
-that all have asked, and the one start that may keep it back has all of its members.
+This always ends: each member joins the first of all fully requested starts as soon as it learns that all have requested
+it, and the only start that can delay it has all of its members.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from asyncdist.waits import WaitId, WaitKind
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Waiting:
-    """A start of this rank for which all members have asked.
+    """A start of this rank that all members have requested.
 
     Attributes:
-        number: that it was given.
-        meeting: of its second agreement.
+        number: Number of the start.
+        meeting: Meeting of its second agreement.
     """
 
     number: int
     meeting: Meeting
 
     def place(self) -> tuple[int, Runs, str, int]:
-        """Return its place in the order of all starts."""
+        """Return the sort key of the start in the order of all starts."""
         key = self.meeting.key
         return self.number, key.ranks, key.subject, key.occurrence
 
@@ -58,32 +58,32 @@ class Turns:
     """Gives the starts of one rank their turns.
 
     Args:
-        services: of this rank.
-        agreements: of this rank.
+        services: Services of this rank.
+        agreements: Agreements of this rank.
     """
 
     def __init__(self, services: Services, agreements: Agreements) -> None:
         self._services = services
         self._agreements = agreements
-        self._number = 0  # the largest that this rank has heard of
-        self._waiting: list[_Waiting] = []  # in their order; the first one comes next
-        self._current: _Waiting | None = None  # this rank has come to its second agreement, or is in its body
+        self._number = 0  # the largest number that this rank knows of
+        self._waiting: list[_Waiting] = []  # in the order of all starts
+        self._current: _Waiting | None = None  # this rank has joined its second agreement, or is in its body
 
     @contextlib.asynccontextmanager
     async def turn(
         self, start: Start[Any], timeout_s: float, taken: Callable[[], Runs] = tuple
     ) -> AsyncIterator[Agreed]:
-        """Agree with the other members when it is this start's turn, and keep it in the body.
+        """Agree with the other members, and hold the turn of ``start`` while the body runs.
 
         Args:
-            start: of this rank.
-            timeout_s: how long to wait for the last member, and after that for the turn, since the start was asked for;
-                for the turn at least 5 s.
-            taken: returns the numbers that are in use on this rank; see :meth:`Agreements.agree`.
+            start: A start of this rank.
+            timeout_s: Seconds, from the request, to wait for the last member and then for the turn; for the turn at
+                least 5 s.
+            taken: Returns the numbers that are in use on this rank; see :meth:`Agreements.agree`.
 
         Raises:
-            StartTimeoutError: some members did not come in time.
-            AsyncdistError: as :meth:`Agreements.agree`.
+            StartTimeoutError: Some members did not join in time.
+            AsyncdistError: As :meth:`Agreements.agree`.
         """
         with self._agreements.rivals.starting(start.meeting) as open_start:
             asked = await start.agree({}, timeout_s=timeout_s, taken=((0, self._number),))
@@ -101,20 +101,20 @@ class Turns:
 
     @contextlib.contextmanager
     def _limited(self, start: Start[Any], timeout_s: float) -> Iterator[None]:
-        """Raise in the caller of ``start`` when its time is up; the body goes on, since the others count on it.
+        """Raise in the caller of ``start`` when its time is up; the body continues, since the others count on it.
 
-        Its time is :meth:`Start.left_s`, counted from now: a rank that hears go late, since something blocked its loop,
-        would otherwise raise although the others are about to make what it has asked for.
+        The time is :meth:`Start.left_s`, counted from now. Otherwise a rank that receives "go" late, because its loop
+        was blocked, would raise although the others are about to start.
         """
         engine = self._services.engine
         left_s = start.left_s(timeout_s)
-        text = f"{start.meeting}: all ranks came, but {left_s:g} s later some were still in other starts, or computing"
-        error = StartTimeoutError(text, missing=())
+        text = f"{start.meeting}: all ranks joined, but {left_s:g} s later some were still in other starts, or
+        computing" error = StartTimeoutError(text, missing=())
         timer: Timer
 
         def on_time_up() -> None:
             nonlocal timer
-            # The word may have come while something blocked the loop: then the task goes on first.
+            # The answer may have arrived while the loop was blocked: then the task continues first.
             timer = engine.loop.call_soon(start.on_time_up, error)
 
         timer = engine.call_later(left_s, WaitId(WaitKind.TURN_TIMEOUT, name=start.meeting.key.text), on_time_up)
@@ -124,7 +124,7 @@ class Turns:
             timer.cancel()
 
     async def _agree(self, number: int, meeting: Meeting, taken: Callable[[], Runs]) -> Agreed:
-        """Agree that all members have their turn; this rank's is the current one from then on."""
+        """Agree that all members have their turn, and make this start the current one."""
         engine, waiting = self._services.engine, self._waiting
         entry = _Waiting(number, meeting)
         bisect.insort(waiting, entry, key=_Waiting.place)

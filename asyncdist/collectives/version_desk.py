@@ -1,9 +1,9 @@
-"""Asks ranks for the newest versions that they expose, and answers for this rank's own.
+"""Asks ranks for the newest versions that they expose, and answers such questions for this rank.
 
-Members of a small group tell each version to all others (:mod:`asyncdist.collectives.one_sided`). In a large one that
-would be a message to each of thousands for each version, most of which nobody reads, so there readers ask, and only
-those that they may read from. A rank has one desk for all of its windows, which stays open for the life of the world:
-a question that comes when its window is closed, or not open yet, is answered too, so no reader waits in vain.
+Members of a small group send the record of each version to all others (:mod:`asyncdist.collectives.one_sided`). In a
+large group that would be thousands of messages per version, most of them unused, so readers ask the ranks that they may
+read from. A rank has one desk for all of its windows. The desk stays open for the life of the world, and also answers
+questions about windows that are closed or not open yet, so no reader waits in vain.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class VersionRecord:
     """Describes one version.
 
     Attributes:
-        version: its number, counted from 1 by its owner.
-        iteration: the owner's iteration, at which it was taken.
-        metric: how good it is; NaN if it is not to be used.
+        version: Number of the version, counted from 1 by its owner.
+        iteration: Iteration of the owner at which the version was copied.
+        metric: Metric of the version; NaN if it must not be used.
     """
 
     version: int
@@ -43,7 +43,7 @@ class VersionRecord:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Reader to an owner: which is its newest version in a window? ``number`` counts the reader's inquiries."""
+    """Reader to an owner: what is your newest version in a window? ``number`` counts the reader's questions."""
 
     window: int
     number: int
@@ -51,7 +51,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Owner to a reader: the record of its newest version; ``version`` is 0 where it exposes none there."""
+    """Owner to a reader: the record of its newest version; ``version`` is 0 if it exposes none in this window."""
 
     number: int
     version: int
@@ -61,14 +61,14 @@ class Answer:
 
 @dataclass(slots=True, eq=False)
 class _Inquiry:
-    """Keeps what one question to several ranks has found, and who has not answered."""
+    """The answers to one question, and the ranks that have not answered."""
 
     unanswered: set[int] = field(default_factory=set)
     found: dict[int, VersionRecord] = field(default_factory=dict)
 
 
 class VersionDesk:
-    """Asks and answers for one rank. Made once for each by ``services.shared(VersionDesk)``."""
+    """Asks and answers for one rank. Created once per rank by ``services.shared(VersionDesk)``."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -85,20 +85,21 @@ class VersionDesk:
         )
 
     def open(self, window: int, newest: Callable[[], VersionRecord | None]) -> None:
-        """Answer questions about a window from now on, by what ``newest()`` returns."""
+        """Answer questions about a window with ``newest()`` from now on."""
         self._windows[window] = newest
 
     def close(self, window: int) -> None:
-        """Answer from now on that this rank exposes nothing there."""
+        """Answer from now on that this rank exposes no version in this window."""
         self._windows.pop(window, None)
 
     async def ask(self, window: int, ranks: Collection[int], *, deadline: float = math.inf) -> dict[int, VersionRecord]:
         """Ask all of these ranks at once; return the newest records of those that have one, in the order of ``ranks``.
 
         Args:
-            window: the scope of the window.
-            ranks: whom to ask. One that is gone, or ends meanwhile, is not waited for.
-            deadline: on the loop's clock: those that have not answered by then count as if they had none.
+            window: Scope of the window.
+            ranks: Ranks to ask. Ranks that are gone, or end meanwhile, are not waited for.
+            deadline: Time on the loop's clock, in seconds. Ranks that have not answered by then count as without a
+                version.
         """
         self._number = number = self._number % _NUMBER_MAX + 1
         inquiry = self._inquiries[number] = _Inquiry()
@@ -119,7 +120,7 @@ class VersionDesk:
 
     def _on_message(self, envelope: Envelope[Question | Answer]) -> None:
         match envelope.message:
-            case Question() as question:  # in the loop's next turn: a pass may run while this rank publishes
+            case Question() as question:  # answered later, since a pass may run while this rank publishes
                 self._services.engine.loop.call_soon(self._answer, question, envelope.source)
             case Answer() as answer:
                 self._take(answer, envelope.source)
@@ -132,7 +133,7 @@ class VersionDesk:
 
     def _take(self, answer: Answer, source: int) -> None:
         inquiry = self._inquiries.get(answer.number)
-        if inquiry is None or source not in inquiry.unanswered:  # it is too late, or nobody has asked
+        if inquiry is None or source not in inquiry.unanswered:  # late, or not asked for
             return
         inquiry.unanswered.remove(source)
         if answer.version > 0:

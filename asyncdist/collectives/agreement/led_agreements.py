@@ -280,7 +280,7 @@ class LedAgreements:
             self._deliver(verdict)
 
     def _tell_others(self, ranks: Collection[int], verdict: Verdict) -> None:
-        """Send a verdict to other members; in a large agreement along the tree, except to members that joined directly."""
+        """Send a verdict to other members; in a large agreement along the tree, or directly if they joined directly."""
         key, others = verdict.key, [rank for rank in ranks if rank != self._rank]
         if self._relays.carry(key):
             self._called.pop(key, None)

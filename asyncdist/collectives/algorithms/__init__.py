@@ -1,1 +1,1 @@
-"""How collectives are carried out: by messages, in pieces, in rank order, through memory that ranks share."""
+"""Algorithms of collectives: by messages, in pieces, in rank order, through shared memory."""

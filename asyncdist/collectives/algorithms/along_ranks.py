@@ -1,11 +1,11 @@
-"""Reduces large tensors in rank order, with few peers: the total passes from each rank to the next one, piece by piece.
+"""Reduces large tensors in rank order with few peers: the partial result passes from rank to rank, piece by piece.
 
-No rank holds more than its own tensor and a few pieces, and each sends and takes in its bytes twice or three times:
-once along the ranks, and once down the tree that has the last rank at the top, which has the result. A reduction in a
-tree would have fewer hops, and other bits.
+No rank holds more than its own tensor and a few pieces. Each sends and receives its bytes two or three times: once
+along the ranks, and then down a tree whose root is the last rank, which has the result. A reduction in a tree would
+have fewer hops, but other bits.
 
-The hops overlap: with n ranks and p pieces it takes n + p of them. Every member does its part to the end, whatever it
-meets, as in :mod:`asyncdist.collectives.algorithms.over_tree`.
+The hops overlap: n ranks and p pieces take n + p hops. Every member does its part to the end in spite of errors, as in
+:mod:`asyncdist.collectives.algorithms.over_tree`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from asyncdist.tensors.byte_views import byte_view
 
 
 class Passing:
-    """Passes the total of one reduction along the ranks.
+    """Passes the partial result of one reduction along the ranks.
 
     Args:
-        engine: this rank's.
-        group: of two members or more.
-        values: this rank's: flat, contiguous and in CPU memory; of one length and dtype on all members.
-        fold: the reduction, the same on all members.
-        result: as long; filled on the last member.
+        engine: Engine of this rank.
+        group: A group of two or more members.
+        values: Tensor of this rank: flat, contiguous, on the CPU, with equal length and dtype on all members.
+        fold: The reduction, equal on all members.
+        result: Tensor of the same length; filled on the last member.
 
     Attributes:
-        is_whole: on the last member, whether ``result`` holds the reduction; where not, it takes all tensors at once.
+        is_whole: On the last member, whether ``result`` holds the reduction. If not, the reduction needs all tensors at
+            once.
     """
 
     def __init__(self, engine: Engine, group: Group, values: Tensor, fold: LeftFold, result: Tensor) -> None:
@@ -46,10 +47,10 @@ class Passing:
         self._dest = group.ranks[group.index + 1] if group.index + 1 < group.size else None
 
     async def run(self, error: AsyncdistError | None) -> AsyncdistError | None:
-        """Do this member's part; return why the total has not come to it, or not to the next one.
+        """Do this member's part; return the error that kept the total from this rank or the next one; or None.
 
         Args:
-            error: of this rank, which the next one gets in place of the total.
+            error: Error of this rank, which the next rank receives instead of the total; or None.
         """
         if self._dest is None:
             return await self._take_all(None) or error
@@ -60,7 +61,7 @@ class Passing:
             if error is not None:
                 await outlet.tell(error)
             else:
-                await outlet.put(memoryview(bytearray(1)))  # so sizes that differ are found out
+                await outlet.put(memoryview(bytearray(1)))  # so that different sizes are detected
             return await outlet.flush() or error
 
     async def _take_all(self, outlet: Outlet | None) -> AsyncdistError | None:

@@ -1,9 +1,8 @@
 """Collectives made of messages, for backends that have none of their own.
 
-In a small group they go through one of the members: its first one, or the root. In a larger one that member would have
-as many messages as there are members, so they go along a tree (:mod:`asyncdist.collectives.algorithms.over_tree`). Two
-stay direct there: a gather of rows so large that their bytes cost more than their messages, and an exchange of each
-member with each other one.
+In a small group the messages go through one member: the first one, or the root. In a larger group that member would
+handle as many messages as there are members, so a tree is used (:mod:`asyncdist.collectives.algorithms.over_tree`). Two
+collectives never use the tree: a gather of rows whose bytes cost more than their messages, and ``all_to_all``.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from asyncdist.messaging.engine import Engine
 from asyncdist.tensors.byte_views import byte_view, empty_stack, flat_bytes
 from asyncdist.waits import WaitId, WaitKind
 
-#: What follows a message without bytes: the rank that is lost.
+#: Format of the message that follows an empty message: the lost rank.
 _LOST: Final = struct.Struct("<q")
 
 
 class MessageCollectives:
-    """The collectives of one rank, each in messages on its group's tag.
+    """The collectives of one rank, made of messages on the tag of the group.
 
     Args:
-        engine: the rank's.
-        rank: of the world.
+        engine: Engine of the rank.
+        rank: Number of the rank in the world.
     """
 
     def __init__(self, engine: Engine, rank: int) -> None:
@@ -60,13 +59,13 @@ class MessageCollectives:
             await self._receive_exactly(view, root, group.tag, may_be_notice=True)
 
     async def gather(self, group: Group, send: memoryview, receive: torch.Tensor | None, root: int) -> None:
-        """Bring equally many bytes of every member to ``root``, which alone passes ``receive``, with a row for each."""
+        """Gather equally many bytes of every member on ``root``, which alone passes ``receive``: a row per member."""
         if _is_large(group):
             if 0 < len(send) <= ROW_NBYTES_MAX:
                 flat = None if receive is None else flat_bytes(receive)
                 await self._tree.gather(group, send, [len(send)] * group.size, flat, root)
                 return
-            await self._tree.meet(group, root)  # the root finds out who takes part with few bytes
+            await self._tree.meet(group, root)  # the root detects members that pass small rows
         await self._gather_directly(group, send, receive, root)
 
     async def _gather_directly(self, group: Group, send: memoryview, receive: torch.Tensor | None, root: int) -> None:
@@ -80,7 +79,7 @@ class MessageCollectives:
                 continue
             try:
                 await self._receive_exactly(byte_view(receive[position]), rank, group.tag)
-            except RankLostError as error:  # the others have sent, or will, and wait for that to arrive
+            except RankLostError as error:  # the other members still wait for their sends to complete
                 lost = lost or error
         if lost is not None:
             raise lost
@@ -88,7 +87,7 @@ class MessageCollectives:
     async def gather_ragged(
         self, group: Group, send: memoryview, sizes: Sequence[int], receive: torch.Tensor | None, root: int
     ) -> None:
-        """Bring every member's bytes to ``root``, one after the other; ``sizes`` says how many each has."""
+        """Concatenate every member's bytes on ``root``; ``sizes`` holds the number of bytes of each member."""
         if _is_large(group) and sum(sizes) <= ROW_NBYTES_MAX * group.size:
             await self._tree.gather(group, send, sizes, receive, root)
             return
@@ -110,7 +109,7 @@ class MessageCollectives:
             raise lost
 
     async def _gather_or_tell(self, group: Group, send: memoryview, receive: torch.Tensor | None, root: int) -> None:
-        """Gather; where a member is lost, the root tells the others: no bytes in place of the result, then its rank."""
+        """Gather; after a loss, the root sends the others an empty message and the lost rank instead of the result."""
         try:
             await self._gather_directly(group, send, receive, root)
         except RankLostError as error:
@@ -121,7 +120,7 @@ class MessageCollectives:
             raise
 
     async def all_gather(self, group: Group, send: torch.Tensor) -> torch.Tensor:
-        """Bring every member's tensor to all, stacked in the group's order."""
+        """Return every member's tensor, stacked in the group's order."""
         if _is_large(group):
             return await self._tree.all_gather(group, send)
         root = group.ranks[0]
@@ -131,7 +130,7 @@ class MessageCollectives:
         return receive
 
     async def fold(self, group: Group, work: torch.Tensor, fold: LeftFold) -> torch.Tensor:
-        """Reduce in rank order, and give the result to all."""
+        """Return the reduction in rank order on all members."""
         if not _is_large(group):
             return await self._fold_on_first(group, work, fold)
         if work.nbytes <= ROW_NBYTES_MAX:
@@ -170,10 +169,10 @@ class MessageCollectives:
             notice = bytearray(_LOST.size)
             await self._engine.receive(notice, source, tag)
             (lost,) = _LOST.unpack(notice)
-            raise RankLostError(f"rank {lost} is lost, and rank {source} gave the collective up", rank=lost)
+            raise RankLostError(f"rank {lost} is lost, so rank {source} has abandoned the collective", rank=lost)
         if nbytes != len(view):
             raise LocalProtocolError(
-                f"rank {source} takes part with {nbytes} bytes, this rank with {len(view)}", rank=source
+                f"rank {source} passes {nbytes} bytes, but this rank passes {len(view)}", rank=source
             )
 
 

@@ -1,4 +1,4 @@
-"""Collectives of the backend in pieces, where one call would be slow or moves more bytes than the backend can count."""
+"""Native collectives in pieces, if one call would be slow or exceed the sizes that the backend can count."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from asyncdist.tensors.byte_views import byte_view, empty_stack, flat_bytes, spl
 from asyncdist.transports.base import GroupHandle, ReduceOp, Request
 from asyncdist.waits import WaitId, WaitKind
 
-#: A native reduction of more is made in pieces, this many at a time, through buffers that stay in the cache: in place
-#: the backend takes fresh memory for temporaries. 64 MiB of float32 took 78 ms so, 150 in place at once, and a raw
-#: Iallreduce into a second tensor 90 (medians, two ranks of Open MPI on two cores beside other work).
+#: Larger native reductions are made in pieces, this many at a time, through buffers that stay in the cache. In place,
+#: the backend allocates temporaries. 64 MiB of float32 took 78 ms in pieces, 150 ms in place, and 90 ms with a raw
+#: Iallreduce into a second tensor (medians; two ranks of Open MPI on two cores under other load).
 PIECE_NBYTES: Final = 1 << 20
 _PIECES_AT_ONCE: Final = 4
-#: What one ragged exchange moves at most: MPI counts bytes and displacements in 32-bit integers.
+#: Maximum size of one ragged exchange, since MPI counts bytes and displacements in 32-bit integers.
 _RAGGED_NBYTES_MAX: Final = 1 << 30
-#: What any call of the backend moves at most, for the same reason: Open MPI 5 has not the larger counts of MPI-4. What
-#: is larger goes in so many pieces; those of several members through staging memory of that size.
+#: Maximum size of any native call, for the same reason: Open MPI 5 lacks the larger counts of MPI-4. Larger data is
+#: moved in pieces; pieces of several members pass through staging memory of this size.
 COUNT_NBYTES_MAX: Final = (1 << 31) - 1
 _STAGED_NBYTES: Final = 64 << 20
 
 
 class PiecewiseCollectives:
-    """The backend's own collectives of one rank, piece by piece.
+    """The native collectives of one rank, in pieces.
 
     Args:
-        engine: the rank's.
+        engine: Engine of the rank.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     async def all_reduce(self, native: GroupHandle, work: torch.Tensor, op: ReduceOp) -> None:
-        """Reduce through a ring of a few buffers: in place the backend takes fresh memory for every piece."""
+        """Reduce through a ring of a few buffers, since in place the backend would allocate memory for every piece."""
         ring = torch.empty(_PIECES_AT_ONCE, PIECE_NBYTES // work.itemsize, dtype=work.dtype, device="cpu")
         under_way: deque[tuple[Request, torch.Tensor, torch.Tensor]] = deque()
 
@@ -58,11 +58,11 @@ class PiecewiseCollectives:
             while under_way:
                 await finish_oldest()
         finally:
-            for request, _, _ in under_way:  # the job has failed, or a member has left: they may never complete
+            for request, _, _ in under_way:  # after a failure or a departure they may never complete
                 self._engine.disown(request)
 
     async def broadcast(self, native: GroupHandle, view: memoryview, position: int) -> None:
-        """Bring the bytes of the member at ``position`` to all."""
+        """Send the bytes of the member at ``position`` to all."""
         what = WaitId(WaitKind.BROADCAST_IN_PIECES, number=len(view))
         for piece in split(view, COUNT_NBYTES_MAX):
             await self._engine.wait_or_disown(native.broadcast(piece, position), what)
@@ -76,14 +76,14 @@ class PiecewiseCollectives:
         exchange: Callable[[memoryview, memoryview | None], Request],
         kind: WaitKind,
     ) -> None:
-        """Exchange the same bytes of every member's part at a time; several parts do not lie together.
+        """Exchange the parts of all members, the same byte range of every part at a time.
 
         Args:
-            group: whose members call this.
-            send: what this member sends, one part for all or one for each of them.
-            receive: one part from each member; None where this one receives nothing.
-            part_nbytes: of each part.
-            exchange: starts the collective, on pieces.
+            group: Group whose members call this.
+            send: Data of this member: one part for all members, or one part for each.
+            receive: Memory for one part from each member; None if this member receives nothing.
+            part_nbytes: Size of each part.
+            exchange: Starts the collective on pieces.
             kind: The kind of the waits for it.
         """
         own = flat_bytes(send).view(-1, part_nbytes)
@@ -100,7 +100,7 @@ class PiecewiseCollectives:
     async def gather_ragged(
         self, group: Group, send: memoryview, sizes: Sequence[int], receive: memoryview, position: int
     ) -> None:
-        """Gather the concatenation, stretch by stretch; each member sends what it has of that one."""
+        """Gather the concatenation in consecutive ranges; each member sends its part of each range."""
         assert group.native is not None
         starts = [0, *itertools.accumulate(sizes)]
         mine = starts[group.index]

@@ -1,4 +1,4 @@
-"""Reductions that add the ranks' tensors one by one in rank order, so that a sum may also pass from rank to rank."""
+"""Reductions that add the ranks' tensors in rank order, at once or step by step with the same bits."""
 
 from __future__ import annotations
 
@@ -15,30 +15,26 @@ from asyncdist.transports.base import ReduceOp
 
 
 class LeftFold(Protocol):
-    """Reduces tensors of one dtype in rank order: all at once, or one by one with the same bits."""
+    """Reduces tensors of one dtype in rank order: all at once, or step by step with the same bits."""
 
     def __call__(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the reduction of all ranks' tensors."""
 
     def add(self, total: Tensor, values: Tensor) -> None:
-        """Add the next rank's values, in place, to a total that the first rank's have begun."""
+        """Add the next rank's values in place to a total that begins with the first rank's values."""
 
     def finish(self, total: Tensor, last: Tensor, count: int) -> bool:
-        """Turn a total into the result, in place; False where that takes all ranks' tensors at once.
+        """Turn the total into the result, in place; return False if that needs all ranks' tensors at once.
 
         Args:
-            total: of all ranks.
-            last: the last rank's values.
-            count: the number of ranks, two or more.
+            total: Total of all ranks.
+            last: Values of the last rank.
+            count: Number of ranks, at least two.
         """
 
 
 class OrderedReduction:
-    """Reduces with one operation, in the numbers that :mod:`asyncdist.collectives.algorithms.reduction_dtypes` chooses.
-
-    Args:
-        op: the operation.
-    """
+    """Reduces with one operation, on numbers made by :mod:`asyncdist.collectives.algorithms.reduction_dtypes`."""
 
     def __init__(self, op: ReduceOp) -> None:
         self._op = reduction_dtypes.OPERATIONS[op]
@@ -56,7 +52,7 @@ class OrderedReduction:
             self._op(numbers, values.numpy(), out=numbers)
 
     def finish(self, total: Tensor, last: Tensor, count: int) -> bool:
-        """Return True: the total is the result."""
+        """Return True, because the total is the result."""
         del total, last, count
         return True
 
@@ -75,7 +71,7 @@ class Mean:
         total += values
 
     def finish(self, total: Tensor, last: Tensor, count: int) -> bool:
-        """Divide; False where the sum is not finite."""
+        """Divide the sum; return False if it is not finite."""
         return mean_of_sum(total, last, count)
 
 

@@ -1,11 +1,11 @@
-"""Reduces in rank order, with as many bytes as a ring: each rank folds its share of every piece, and sends that around.
+"""Reduces in rank order with as many bytes as a ring: each rank folds its share of every piece, and sends the result.
 
-A piece goes out as shares to the ranks that fold them ((n - 1) / n of it, with n ranks), and each result comes back to
-everybody (as much again). The next pieces are on their way meanwhile, so ranks that do not get a core at the same time
-seldom wait for each other.
+With n ranks, (n - 1) / n of a piece is sent as shares to the ranks that fold them, and as much again is sent as results
+to all. Several pieces are in progress at a time, so ranks that do not get a core at the same time rarely wait for each
+other.
 
-Invariants: all members send and receive the same messages in the same order, so one tag is enough; nothing is received
-into memory that is still being sent; no request is dropped before it has completed, or can never do so.
+Invariants: all members send and receive the same messages in the same order, so one tag is enough. No message is
+received into memory that is still being sent. No request is dropped unless it has completed or can never complete.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from asyncdist.tensors.byte_views import byte_view
 from asyncdist.transports.base import Request
 from asyncdist.waits import WaitId, WaitKind
 
-#: Turns the ranks' tensors, in rank order, into their reduction: elementwise, of any dtype, which follows from theirs.
-#: It leaves them as they are.
+#: Returns the elementwise reduction of the ranks' tensors, given in rank order, without changing them. The result's
+#: dtype follows from theirs.
 Reduction: TypeAlias = Callable[[Sequence[Tensor]], Tensor]
 
-#: 64 MiB between two ranks, beside other work: 36 ms of CPU time in pieces of 1 MiB, 26 of 2, 22 of 4 and 33 of 16.
+#: 64 MiB between two ranks, under other load, took 36 ms of CPU time in pieces of 1 MiB, 26 of 2, 22 of 4 and 33 of 16.
 PIECE_NBYTES: Final = 4 << 20
-#: How many pieces begin before one is folded, and again before its result is waited for.
+#: Number of pieces that begin before one is folded, and again before its result is awaited.
 _AHEAD_COUNT: Final = 4
-#: What is folded at once: with the fold's temporaries it stays in a core's own cache.
+#: Bytes folded at once; with the fold's temporaries they fit into a core's own cache.
 _BLOCK_NBYTES: Final = 256 << 10
 #: A cache line, and a multiple of every element's size.
 _ALIGNMENT_NBYTES: Final = 64
@@ -45,9 +45,9 @@ class ReductionPiece:
     """A range of elements, cut into equal shares; those of the last ranks may be shorter or empty.
 
     Attributes:
-        start: index of the first one.
-        count: how many.
-        share_count: how many each rank folds.
+        start: Index of the first element.
+        count: Number of elements.
+        share_count: Number of elements that each rank folds.
     """
 
     start: int
@@ -60,7 +60,7 @@ class ReductionPiece:
         return self.start + self.count
 
     def share(self, index: int) -> slice:
-        """Return the share of a rank, counted from the piece's start."""
+        """Return a rank's share, relative to the piece's start."""
         return slice(min(index * self.share_count, self.count), min((index + 1) * self.share_count, self.count))
 
 
@@ -72,9 +72,9 @@ def pieces(count: int, size: int, share_count: int) -> Iterator[ReductionPiece]:
 
 
 class BufferPool:
-    """Keeps memory for pieces under way from one reduction to the next.
+    """Keeps memory for pieces from one reduction to the next.
 
-    The kernel hands fresh memory out page by page: the 8,000 pages of one reduction took as long as all copying in it.
+    Fresh memory costs page faults: the 8,000 pages of one reduction took as long as all its copying.
     """
 
     def __init__(self) -> None:
@@ -82,23 +82,23 @@ class BufferPool:
 
     @torch.inference_mode(False)  # it outlives the caller's mode
     def take(self, nbytes: int) -> Tensor:
-        """Return so many bytes or more; they are the caller's until :meth:`give_back`, or for good."""
+        """Return memory of ``nbytes`` or more, which belongs to the caller until :meth:`give_back`."""
         kept, self._kept = self._kept, None
         return (
             kept if kept is not None and len(kept) >= nbytes else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         )
 
     def give_back(self, memory: Tensor) -> None:
-        """Keep memory for the next :meth:`take`; nothing is under way in it."""
+        """Keep memory for the next :meth:`take`; no request may use it."""
         if self._kept is None or len(self._kept) < len(memory):
             self._kept = memory
 
 
 class Into:
-    """Says that results go into one tensor.
+    """Stores results in one tensor.
 
     Args:
-        tensor: 1-D, as long as what is reduced, which it may be itself; of the fold's dtype.
+        tensor: 1-D tensor of the length of the input, which it may be itself, and of the fold's dtype.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -111,12 +111,12 @@ async def fold_in_shares(
     """Reduce every member's ``flat``; all members await this at the same time.
 
     Args:
-        engine: this rank's.
-        pool: memory to use.
-        group: of two members or more; nothing else is under way on its tag.
-        flat: 1-D, on the CPU, contiguous, of the same length and dtype on all members.
-        fold: the reduction, the same on all members.
-        target: where results go. The flat tensor of a bucket is filled as well, piece by piece.
+        engine: Engine of this rank.
+        pool: Memory to use.
+        group: A group of two or more members; no other messages may be in progress on its tag.
+        flat: 1-D contiguous CPU tensor of equal length and dtype on all members.
+        fold: The reduction, equal on all members.
+        target: Destination of the results. The flat tensor of a bucket is also filled, piece by piece.
     """
     await _Folding(engine, pool, group, flat, fold, target).run()
 
@@ -148,9 +148,10 @@ class _Folding:
         self._under_way: deque[list[Request]] = deque()
 
     async def run(self) -> None:
-        """Reduce in turns, equal on all members: begin a piece, fold an earlier one, finish one that is earlier still.
+        """Reduce in turns that are equal on all members: begin a piece, fold an earlier one, finish an even earlier
+        one.
 
-        What is waited for is always the oldest: requests begin in the order in which they are needed.
+        Each wait is for the oldest requests, since requests begin in the order in which they are needed.
         """
         count = len(self._pieces)
         try:
@@ -165,12 +166,12 @@ class _Folding:
                     self._finish(turn - 2 * _AHEAD_COUNT)
             self._pool.give_back(self._memory)
         finally:
-            for requests in self._under_way:  # the job has failed, or a member has left: they may never complete
+            for requests in self._under_way:  # after a failure or a departure they may never complete
                 for request in requests:
                     self._engine.disown(request)
 
     def _begin(self, turn: int) -> None:
-        """Send each member its share of a piece, and receive what they have of this rank's."""
+        """Send each member its share of a piece, and receive this rank's share from each."""
         piece = self._pieces[turn]
         if self._bucket is not None:
             self._bucket.copy_in(piece.start, piece.end)
@@ -181,7 +182,7 @@ class _Folding:
         )
 
     def _fold_share(self, turn: int) -> None:
-        """Reduce this rank's share of a piece; send that to the members, and receive their results."""
+        """Fold this rank's share of a piece, send the result to the members, and receive their results."""
         piece, buffer = self._pieces[turn], self._buffers[turn % len(self._buffers)]
         own = piece.share(self._group.index)
         parts = [*buffer[:, : own.stop - own.start]]
@@ -202,10 +203,10 @@ class _Folding:
         return self._results[turn % len(self._results), : piece.count]
 
     def _exchange(self, sides: Sequence[tuple[Tensor, Tensor, int]]) -> None:
-        """Start to send and to receive, with each of some ranks; what is empty is not sent."""
+        """Start the sends and receives with some ranks; empty ones are skipped."""
         transport, tag = self._engine.transport, self._group.tag
         requests: list[Request] = []
-        self._under_way.append(requests)  # also those that were started before one could not be
+        self._under_way.append(requests)  # even if a later one could not be started
         requests.extend(transport.irecv(byte_view(into), rank, tag) for _, into, rank in sides if len(into))
         requests.extend(transport.isend(byte_view(values), rank, tag) for values, _, rank in sides if len(values))
 

@@ -1,13 +1,12 @@
-"""Collectives made of messages along a tree of the members, so that each one has few messages with few others.
+"""Collectives made of messages along a tree of the members, so that each member exchanges few messages with few others.
 
-The members are numbered from the one at the top, in the order of the group, which goes on with its first member after
-its last. :mod:`asyncdist.collectives.agreement.tree_shape` says who stands below whom: at most two below each, with
-numbers that follow each other, so what comes from below lies together in memory. Bytes go down in pieces, and each is
-passed on while the next one comes.
+The members are numbered from the root on, in the cyclic order of the group. In the tree
+(:mod:`asyncdist.collectives.agreement.tree_shape`) every subtree is a range of consecutive numbers, so the data of a
+subtree is contiguous in memory. Bytes travel down in pieces, each of which is passed on while the next one arrives.
 
-Every member does its part to the end, whatever it meets: it takes what each neighbour sends, and sends each neighbour
-what that one waits for, or a notice of the loss in place of it (:mod:`asyncdist.collectives.algorithms.pieces`). So a
-loss leaves nobody waiting: below a lost member its children find out by themselves, above it its parent does.
+Every member does its part to the end in spite of errors: it receives from each neighbour, and sends each neighbour the
+expected bytes, or a notice of a loss instead (:mod:`asyncdist.collectives.algorithms.pieces`). A loss therefore leaves
+no member waiting: a lost member's children and its parent detect the loss.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ from asyncdist.errors import AsyncdistError, RankLostError
 from asyncdist.messaging.engine import Engine
 from asyncdist.tensors.byte_views import byte_view, empty_stack
 
-#: Rows of more bytes than this, of each member, are not brought to one of them along the tree: members near the top
-#: would take in a large part of all rows, and keep them.
+#: Largest row, in bytes, that is gathered along the tree; with larger ones, members near the root would have to receive
+#: and keep a large part of all rows.
 ROW_NBYTES_MAX: Final = 16 << 10
-#: Before the result of a reduction: whether it is one. As long as that, the result stays aligned.
+#: Size of the flag before the result of a reduction: whether there is one. It keeps the result aligned.
 _HEAD_NBYTES: Final = 64
 
-#: Where the bytes of the members with two numbers, and of those between them, begin and end.
+#: Returns the range of bytes of the members from one number to another.
 Stretch: TypeAlias = Callable[[int, int], tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A member right below another one, which stands above those with the numbers from its own to ``last``."""
+    """A child of a member, whose subtree is the range from its own number to ``last``."""
 
     rank: int
     number: int
@@ -54,11 +53,11 @@ class Place:
     """One member's place in the tree of a collective.
 
     Attributes:
-        tag: of the group.
-        number: of the member, from 0 at the top.
-        last: the largest number below it.
-        parent: the rank above it; None at the top.
-        children: those right below it.
+        tag: Tag of the group.
+        number: Number of the member; 0 for the root.
+        last: Largest number in its subtree.
+        parent: Rank of the parent; None for the root.
+        children: Children of the member.
     """
 
     tag: int
@@ -69,7 +68,7 @@ class Place:
 
     @classmethod
     def of(cls, group: Group, top: int) -> Place:
-        """Return this rank's place in the tree with the rank ``top`` at the top."""
+        """Return this rank's place in the tree whose root is the rank ``top``."""
         size, shift = group.size, group.ranks.index(top)
         number = (group.index - shift) % size
         above, last = path_to(size, number)
@@ -87,7 +86,7 @@ class TreeCollectives:
     """The collectives of one rank, along trees.
 
     Args:
-        engine: the rank's.
+        engine: Engine of the rank.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -100,16 +99,16 @@ class TreeCollectives:
         raise_first(error, await self._spread(place, token, error=error))
 
     async def meet(self, group: Group, root: int) -> None:
-        """Let ``root`` go on once every member has entered.
+        """Wait, on ``root``, until every member has entered.
 
         Raises:
-            LocalProtocolError, TruncationError: a member is in :meth:`gather` instead; on ``root``.
+            LocalProtocolError, TruncationError: On ``root``: a member has called :meth:`gather` instead.
         """
         token = memoryview(bytearray(1))
         error = await self._collect(Place.of(group, root), token, _everything(token))
         if not isinstance(
             error, RankLostError
-        ):  # which the root meets again, when it has taken in what the others send
+        ):  # the root handles the error later, after it has received from the others
             raise_first(error)
 
     async def broadcast(self, group: Group, view: memoryview, root: int) -> None:
@@ -122,10 +121,11 @@ class TreeCollectives:
         """Bring every member's bytes to ``root``; ``sizes`` says how many each has, in the group's order.
 
         Args:
-            group, root: as everywhere.
-            send: this member's.
-            sizes: the same on all members.
-            receive: on ``root`` a flat tensor of bytes for all, in the group's order.
+            group: Group whose members call this.
+            root: Rank that receives.
+            send: Bytes of this member.
+            sizes: Number of bytes of each member; equal on all members.
+            receive: On ``root`` a flat uint8 tensor for the bytes of all members, in the group's order.
         """
         place, shift = Place.of(group, root), group.ranks.index(root)
         starts = [0, *accumulate((*sizes[shift:], *sizes[:shift]))]
@@ -138,7 +138,7 @@ class TreeCollectives:
             into[turn:], into[:turn] = view[: end - turn], view[end - turn :]
 
     async def all_gather(self, group: Group, send: torch.Tensor) -> torch.Tensor:
-        """Bring every member's tensor to all, stacked in the group's order. Each takes in every other one's once."""
+        """Return every member's tensor, stacked in the group's order. Each member receives every other tensor once."""
         place, nbytes = Place.of(group, group.ranks[0]), send.nbytes
         receive = empty_stack(send, group.size)
         view = byte_view(receive)
@@ -152,7 +152,7 @@ class TreeCollectives:
         return receive
 
     async def fold_rows(self, group: Group, work: torch.Tensor, fold: Reduction) -> torch.Tensor:
-        """Reduce on the first member, in rank order, and send the result to all; for small tensors."""
+        """Reduce small tensors in rank order on the first member, and send the result to all."""
         place, nbytes = Place.of(group, group.ranks[0]), work.nbytes
         rows = empty_stack(work, place.last - place.number + 1)
         view = byte_view(rows)
@@ -170,16 +170,16 @@ class TreeCollectives:
         return work
 
     async def fold_along_ranks(self, group: Group, values: torch.Tensor, fold: LeftFold) -> torch.Tensor | None:
-        """Reduce in rank order, and give the result to all; None, on all, where that takes all tensors at once.
+        """Return the reduction in rank order on all members; None, on all, if it needs all tensors at once.
 
         Args:
-            group: whose members call this.
-            values: flat, contiguous and in CPU memory; of one length and dtype on all members.
-            fold: the same on all members.
+            group: Group whose members call this.
+            values: Flat contiguous CPU tensor of equal length and dtype on all members.
+            fold: The reduction, equal on all members.
         """
         place, token = Place.of(group, group.ranks[-1]), memoryview(bytearray(1))
-        # Members that take part with few bytes are in fold_rows, and find out here. None leaves between the stages: the
-        # others count on it in all of them.
+        # Members that pass few bytes are in fold_rows, and detect that here. No member leaves between the stages, since
+        # the others count on it in all of them.
         error = await self._collect(place, token, _everything(token))
         error = await self._spread(place, token, error=error) or error
         memory = torch.empty(_HEAD_NBYTES + values.nbytes, dtype=torch.uint8, device="cpu")
@@ -193,10 +193,10 @@ class TreeCollectives:
     # -- up and down ------------------------------------------------------------------------------------------------
 
     async def _collect(self, place: Place, view: memoryview, stretch: Stretch) -> AsyncdistError | None:
-        """Take in what those below this member have, and pass it up with its own; return the first error."""
+        """Receive the subtree's bytes, and send them to the parent with this member's own; return the first error."""
         engine, tag = self._engine, place.tag
         error: AsyncdistError | None = None
-        for child in place.children:  # the next one's also where one is lost: it waits for that to arrive
+        for child in place.children:  # even after the loss of one child: the next one waits for its send to complete
             low, high = stretch(child.number, child.last)
             failed = await attempt(take_all(engine, view, low, high, child.rank, tag))
             error = error or failed
@@ -216,13 +216,13 @@ class TreeCollectives:
     async def _spread(
         self, place: Place, view: memoryview, *, has: Stretch | None = None, error: AsyncdistError | None = None
     ) -> AsyncdistError | None:
-        """Pass bytes down from the top to all, or the error that the top has; return the first error.
+        """Pass bytes, or the root's error, down from the root to all; return the first error.
 
         Args:
-            place: of this member.
-            view: for all bytes.
-            has: which of them a member and those below it have already; none by default.
-            error: that this member has had before. Its parent sends a notice then, as it has been told.
+            place: Place of this member.
+            view: Memory for all bytes.
+            has: Returns the range of bytes that a subtree already has; by default none.
+            error: Earlier error of this member. Its parent knows of it, and sends a notice.
         """
         has = has or _nothing
         feeds = [
@@ -249,7 +249,7 @@ class TreeCollectives:
     async def _take_down(
         self, view: memoryview, own: tuple[int, int], parent: int, tag: int, feeds: Sequence[_Feed]
     ) -> AsyncdistError | None:
-        """Take in all but this member's own stretch, and pass on each piece as soon as it has come."""
+        """Receive all bytes except this member's own range, and pass on each piece as soon as it has arrived."""
         first, end = own
         for low, high in (*pieces(0, first), *pieces(end, len(view))):
             error = await attempt(take(self._engine, piece_of(view, low, high), parent, tag))
@@ -261,13 +261,13 @@ class TreeCollectives:
 
 
 class _Feed:
-    """Passes on to one child what it has not, as far as that has come.
+    """Passes the missing bytes on to one child as they arrive.
 
     Args:
-        engine, tag: of the collective.
-        view: for all bytes.
-        dest: the child.
-        has: what it and those below it have already.
+        engine, tag: Engine and tag of the collective.
+        view: Memory for all bytes.
+        dest: Rank of the child.
+        has: Range of bytes that the child's subtree already has.
     """
 
     def __init__(self, engine: Engine, tag: int, view: memoryview, dest: int, has: tuple[int, int]) -> None:
@@ -276,7 +276,7 @@ class _Feed:
         self._pieces = deque((*pieces(0, has[0]), *pieces(has[1], len(view))))
 
     async def advance(self, frontier: int) -> None:
-        """Send the pieces before ``frontier``, up to which all bytes have come."""
+        """Send the pieces before ``frontier``, up to which all bytes have arrived."""
         while self._pieces and self._pieces[0][1] <= frontier:
             await self.outlet.put(piece_of(self._view, *self._pieces.popleft()))
 

@@ -1,11 +1,11 @@
-"""Sends bytes between two members of a group in pieces, or the news that one is lost in their place.
+"""Sends bytes between two members of a group in pieces, or a notice of a loss instead.
 
-Up to a limit bytes travel in one message; more of them in pieces, so that who passes them on can begin before it has
-all, and an end of one byte: by it, and by the first piece, which is larger than any single message, members that take
-part with different sizes find that out.
+Up to a limit, bytes travel in one message. More bytes travel in pieces, so that a relaying member can begin before all
+have arrived, and end with a message of one byte. Different sizes on members are detected by this end, and by the first
+piece, which is larger than any single message.
 
-Each member sends what the others count on, or a *notice* in place of it: a message of no bytes, then why there is
-nothing. So nobody waits for what a lost member was to pass on, also where members hear of the loss by nothing else.
+Each member sends the bytes that others expect, or a *notice* instead: an empty message, followed by the reason. No
+member therefore waits for bytes that a lost member was to pass on, even if nothing else reports the loss.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from asyncdist.messaging.engine import Engine
 from asyncdist.transports.base import Request
 from asyncdist.waits import WaitId, WaitKind
 
-#: A piece. What is at most half as large is one message.
+#: Size of a piece. Data of at most half this size is one message.
 PIECE_NBYTES: Final = 512 << 10
-#: How many messages to one member are under way at once.
+#: Maximum number of messages in progress to one member.
 AHEAD_COUNT: Final = 4
 
-#: What follows a message without bytes: the rank concerned, the bytes with which it takes part, and those with which
-#: another one does. Both are -1 where the rank is lost.
+#: Format of the message that follows an empty message: the rank concerned, its number of bytes, and that of another
+#: rank. Both numbers are -1 if the rank is lost.
 _NOTICE: Final = struct.Struct("<qqq")
 
 
 def pieces(first: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield where the pieces of the bytes from ``first`` to ``end`` begin and end; an empty one is the end mark."""
+    """Yield the ranges of the pieces of the bytes from ``first`` to ``end``; an empty range is the end mark."""
     if end - first <= PIECE_NBYTES // 2:
         if first < end:
             yield first, end
@@ -42,12 +42,12 @@ def pieces(first: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def piece_of(view: memoryview, low: int, high: int) -> memoryview:
-    """Return one of :func:`pieces` as bytes to send, or to receive into."""
+    """Return the memory of one of :func:`pieces`, to send from or to receive into."""
     return view[low:high] if low < high else memoryview(bytearray(1))
 
 
 async def attempt(work: Awaitable[object]) -> AsyncdistError | None:
-    """Await something, and return its error if it has one that the others are to hear of."""
+    """Await ``work``; return its error if the other members must be notified of it."""
     try:
         await work
     except (RankLostError, LocalProtocolError, TruncationError) as error:
@@ -56,24 +56,25 @@ async def attempt(work: Awaitable[object]) -> AsyncdistError | None:
 
 
 async def take(engine: Engine, view: memoryview, source: int, tag: int) -> None:
-    """Receive exactly these bytes.
+    """Receive exactly ``len(view)`` bytes.
 
     Raises:
-        RankLostError: the source is lost, or says that a member is.
-        LocalProtocolError, TruncationError: the source takes part with another number of bytes, or says so of a member.
+        RankLostError: The source, or according to it another member, is lost.
+        LocalProtocolError, TruncationError: The source, or according to it another member, passes another number of
+            bytes.
     """
     _, nbytes = await engine.receive(view, source, tag)
     if nbytes == len(view):
         return
     if nbytes:
-        text = f"rank {source} takes part with {nbytes} bytes, this rank with {len(view)}"
+        text = f"rank {source} passes {nbytes} bytes, but this rank passes {len(view)}"
         raise LocalProtocolError(text, rank=source, nbytes=nbytes, other_nbytes=len(view))
     notice = bytearray(_NOTICE.size)
     await engine.receive(notice, source, tag)
     rank, nbytes, others = _NOTICE.unpack(notice)
     if nbytes < 0:
-        raise RankLostError(f"rank {rank} is lost, and rank {source} gave the collective up", rank=rank)
-    text = f"rank {rank} takes part with {nbytes} bytes, another one with {others}: the same is allowed on all members"
+        raise RankLostError(f"rank {rank} is lost, so rank {source} has abandoned the collective", rank=rank)
+    text = f"rank {rank} passes {nbytes} bytes, but another rank passes {others}; all members must pass equally many"
     raise LocalProtocolError(text, rank=rank, nbytes=nbytes, other_nbytes=others)
 
 
@@ -84,17 +85,17 @@ async def take_all(engine: Engine, view: memoryview, first: int, end: int, sourc
 
 
 class Outlet:
-    """Sends pieces to one member, some at a time, as long as that one lives.
+    """Sends pieces to one member, several at a time, as long as that member lives.
 
-    As a context manager it gives up, at its end, what is still under way.
+    As a context manager it abandons outstanding sends at its end.
 
     Args:
-        engine: of this rank.
-        dest: the member.
-        tag: of its group.
+        engine: Engine of this rank.
+        dest: Rank of the member.
+        tag: Tag of the group.
 
     Attributes:
-        error: why nothing can be sent any more.
+        error: Error because of which nothing can be sent; or None.
     """
 
     def __init__(self, engine: Engine, dest: int, tag: int) -> None:
@@ -112,13 +113,13 @@ class Outlet:
         self.give_up()
 
     def give_up(self) -> None:
-        """Wait no more for what is under way."""
-        for request in self._under_way:  # a member is lost or has left: they may never complete
+        """Abandon the outstanding sends."""
+        for request in self._under_way:  # after a loss or a departure they may never complete
             self._engine.disown(request)
         self._under_way.clear()
 
     async def put(self, view: memoryview) -> None:
-        """Start to send a piece, when at most some others are under way; nothing after :meth:`tell`."""
+        """Start to send a piece, after waiting for older ones if too many are in progress; no-op after :meth:`tell`."""
         if self._has_told:
             return
         while len(self._under_way) >= AHEAD_COUNT:
@@ -132,7 +133,7 @@ class Outlet:
             await self.put(piece_of(view, low, high))
 
     async def tell(self, error: AsyncdistError) -> None:
-        """Send, in place of what would follow, why there is nothing."""
+        """Send a notice with the error instead of the remaining bytes."""
         facts = error.facts
         if isinstance(error, RankLostError):
             notice = _NOTICE.pack(facts.get("rank", -1), -1, -1)
@@ -147,7 +148,7 @@ class Outlet:
         self._has_told = True
 
     async def flush(self) -> AsyncdistError | None:
-        """Wait until all has been sent; return why it has not been."""
+        """Wait until everything has been sent; return the error if it was not."""
         while self._under_way:
             await self._wait_for_oldest()
         return self.error
@@ -165,7 +166,7 @@ class Outlet:
 
 
 async def give(engine: Engine, dest: int, tag: int, send: Callable[[Outlet], Awaitable[None]]) -> AsyncdistError | None:
-    """Send to one member until all has left; return the error if it is lost."""
+    """Send to one member until everything has left; return the error if the member is lost."""
     with Outlet(engine, dest, tag) as outlet:
         await send(outlet)
         return await outlet.flush()

@@ -1,15 +1,14 @@
-"""Defines what an elementwise reduction over ranks means for each dtype, and in which numbers it is computed.
+"""Defines the elementwise reductions over ranks for each dtype, and the dtype of their computation.
 
-- Booleans: "sum" and "max" are "or", "prod" and "min" are "and", as in numpy and in torch's NCCL backend. In bytes, as
-  elsewhere in torch, 256 ranks that all say True would add up to 0.
-- Integers keep their dtype and wrap: 128 + 128 is 0 in uint8. Sums of 8 and 16 bits are made in int32, since
-  Open MPI 5.0.11 adds these with saturation where its vector instructions reach, and wraps in the elements behind.
-- float16, bfloat16 and float8 are reduced in float32 and rounded once, complex32 in complex64.
-- The minimum and maximum of floating numbers is NaN where any rank has NaN, and -0 is below +0. MPI says nothing about
-  NaN in MPI_MIN and MPI_MAX: with it in the input of one of four ranks, Open MPI 5.0.11 gave all of them the result of
-  some ranks, and MPICH 5.0.2 gave different results to different ranks. So they are computed on integers of the same
-  order.
-- Complex numbers have no order: they have a sum and a product.
+- Booleans: "sum" and "max" are "or", "prod" and "min" are "and", as in numpy and in torch's NCCL backend. (As bytes,
+  the True values of 256 ranks would add up to 0.)
+- Integers keep their dtype and wrap: 128 + 128 is 0 in uint8. Sums of 8 and 16 bits are computed in int32, because Open
+  MPI 5.0.11 saturates in the elements that its vector instructions handle, and wraps in the others.
+- float16, bfloat16 and float8 are reduced in float32 and rounded once; complex32 is reduced in complex64.
+- The minimum or maximum of floating numbers is NaN if any rank has NaN, and -0 is less than +0. MPI does not define NaN
+  in MPI_MIN and MPI_MAX: with NaN on one of four ranks, Open MPI 5.0.11 returned the result of some of the ranks, and
+  MPICH 5.0.2 returned different results on different ranks. Therefore both are computed on integers in the same order.
+- Complex numbers have no order, so only sum and product exist.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch import Tensor
 from asyncdist.tensors.byte_views import to_host, write
 from asyncdist.transports.base import ReduceOp
 
-#: In the numbers of :func:`to_numbers`.
+#: Operations on the numbers of :func:`to_numbers`.
 OPERATIONS: Final[dict[ReduceOp, Any]] = {"sum": np.add, "min": np.minimum, "max": np.maximum, "prod": np.multiply}
 
 _INTEGERS: Final = tuple(getattr(torch, f"{sign}int{bits}") for bits in (8, 16, 32, 64) for sign in ("", "u"))
@@ -40,22 +39,21 @@ _OF_BOOLEANS: Final[dict[ReduceOp, ReduceOp]] = {"sum": "max", "prod": "min", "m
 
 
 def check(tensor: Tensor, op: ReduceOp) -> None:
-    """Refuse a dtype that has no such reduction.
-
-    Raises:
-        TypeError: it has none.
-    """
+    """Raise TypeError if the tensor's dtype does not have the reduction."""
     if tensor.dtype not in _WIDE:
-        raise TypeError(f"all_reduce of {tensor.dtype}; allowed: bool, integers, floating and complex numbers")
+        raise TypeError(f"all_reduce takes bool, integers, floating and complex numbers, got {tensor.dtype}")
     if tensor.is_complex() and op not in ("sum", "prod"):
-        raise TypeError(f"all_reduce {op!r} of {tensor.dtype}; complex numbers have no order; allowed: 'sum', 'prod'")
+        raise TypeError(
+            f"all_reduce of {tensor.dtype} allows 'sum' and 'prod' (complex numbers have no order), got {op!r}"
+        )
 
 
 def to_numbers(tensor: Tensor, op: ReduceOp) -> tuple[Tensor, ReduceOp]:
-    """Return the numbers to reduce in place of a tensor's, and the operation to reduce them with.
+    """Return the numbers to reduce instead of the tensor's, and the operation to reduce them with.
 
     Returns:
-        A contiguous tensor in CPU memory, of a dtype that numpy and MPI know. It may be the tensor's own memory.
+        A contiguous CPU tensor of a dtype that numpy and MPI support, possibly in the tensor's own memory; and the
+        operation.
     """
     numbers = to_host(tensor).to((_WIDE_SUM if op == "sum" else _WIDE)[tensor.dtype])
     if tensor.dtype == torch.bool:
@@ -66,12 +64,12 @@ def to_numbers(tensor: Tensor, op: ReduceOp) -> tuple[Tensor, ReduceOp]:
 
 
 def depends_on_order(numbers: Tensor) -> bool:
-    """Return whether the result of reducing these of three ranks or more depends on their order: on how it rounds."""
+    """Return whether a reduction of these numbers over three or more ranks depends on the order, through rounding."""
     return numbers.is_floating_point() or numbers.is_complex()
 
 
 def store(numbers: Tensor, tensor: Tensor, op: ReduceOp) -> None:
-    """Write what came of reducing :func:`to_numbers` into the tensor, unless it is there already."""
+    """Write the reduced numbers of :func:`to_numbers` into the tensor, unless they share its memory."""
     if tensor.is_floating_point() and op in ("min", "max"):
         numbers = _from_ordered(numbers)
     if numbers.data_ptr() != tensor.data_ptr():
@@ -79,7 +77,7 @@ def store(numbers: Tensor, tensor: Tensor, op: ReduceOp) -> None:
 
 
 def _to_ordered(numbers: Tensor, op: ReduceOp) -> Tensor:
-    """Return floating numbers as integers of the same order, and NaN as the one that ``op`` always chooses."""
+    """Return floating numbers as integers in the same order, and NaN as the integer that ``op`` always chooses."""
     bits = numbers.view(torch.int32 if numbers.itemsize == 4 else torch.int64)
     limits = torch.iinfo(bits.dtype)
     return torch.where(numbers.isnan(), limits.min if op == "min" else limits.max, _flipped(bits))
@@ -90,5 +88,5 @@ def _from_ordered(ordered: Tensor) -> Tensor:
 
 
 def _flipped(bits: Tensor) -> Tensor:
-    """Turn the order of negative numbers round: their bits are sign and magnitude. Its own inverse."""
+    """Reverse the order of negative numbers, whose bits are sign and magnitude. The function is its own inverse."""
     return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)

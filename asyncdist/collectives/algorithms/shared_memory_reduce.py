@@ -1,25 +1,24 @@
-"""Takes means in rank order among the ranks of one host, which read each other's memory: no element is ever sent.
+"""Reduces in rank order among the ranks of one host through shared memory, without sending any element.
 
-Each rank copies its tensors to a flat tensor that all members map (:mod:`asyncdist.tensors.shared_memory`). There it
-folds its share of everybody's elements into a result buffer of its own; and it copies what all have in their result
-buffers to its tensors. After each of the three the ranks meet at a barrier. Tensors of more than 64 MiB go through this
-in pieces, and a *turn* does the three for three pieces that follow each other.
+Each rank copies its tensors to a flat tensor that all members map (:mod:`asyncdist.tensors.shared_memory`). It then
+folds its share of all members' elements into its own result buffer. Finally it copies the results of all members to its
+tensors. After each of these three phases the ranks meet at a barrier. Tensors of more than 64 MiB are processed in
+pieces, and one *turn* handles the three phases of three consecutive pieces.
 
-64 MiB between two ranks took 0.55 to 0.6 of the time of MPI's own Iallreduce, and 38 ms of CPU time on both ranks
-together where that took 60. Pieces of 2 MiB, meant to stay in the caches, took 0.8 and 51 ms: a line that another core
-has just written is dearer than one from memory, which the hardware fetches ahead.
+64 MiB between two ranks took 0.55 to 0.6 of the time of MPI's own Iallreduce, and 38 ms instead of 60 ms of CPU time on
+both ranks together. Pieces of 2 MiB, which fit into the caches, took 0.8 and 51 ms: a cache line that another core has
+just written costs more than one from memory, which the hardware prefetches.
 
-The result is that of :mod:`asyncdist.collectives.algorithms.ordered_reduce`, to the bit: the same fold of the same
+The result equals that of :mod:`asyncdist.collectives.algorithms.ordered_reduce` to the bit: the same fold of the same
 parts in the same order.
 
-Invariants: nothing is read before the barrier of the turn that wrote it, nor written again before that of the turn that
-read it; when the call ends, nobody reads. The barrier, of the backend or made of messages, orders the memory of the
-ranks as it orders the ranks.
+Invariants: data is read only after the barrier of the turn that wrote it, and overwritten only after the barrier of the
+turn that read it. No rank reads after the end of the call. The barrier, native or made of messages, also orders memory
+accesses of the ranks.
 
-Beside the flat tensor, which is kept for each model on every transport, the result buffers take half as much, and
-64 MiB at most; nothing grows with the number of ranks. There is nothing to switch on or off: from 64 KiB on members
-tell each other what they can map before anything is written, and unless all of them can map all of it they use messages
-(see :func:`map_shared_buffers`).
+In addition to the flat tensor, which every transport keeps for each model, the result buffers take half as much memory,
+and at most 64 MiB, for any number of ranks. From 64 KiB on, members compare what they can map before anything is
+written; unless all can map everything, they use messages (see :func:`map_shared_buffers`).
 """
 
 from __future__ import annotations
@@ -37,19 +36,19 @@ from asyncdist.collectives.groups import Group
 from asyncdist.tensors.bucket import Bucket
 from asyncdist.tensors.shared_memory import Address, SharedMemory, find
 
-#: Writes into its first argument what the ranks' tensors, in rank order, come to; elementwise, of their dtype.
+#: Writes the elementwise reduction of the ranks' tensors, given in rank order, into its first argument.
 FoldInto: TypeAlias = Callable[[Tensor, Sequence[Tensor]], None]
 #: Every member's tensor, in the group's order.
 AllGather: TypeAlias = Callable[[Tensor], Awaitable[Sequence[Tensor]]]
 
-#: Tensors of more are reduced in pieces, or the result buffers would grow with them.
+#: Larger tensors are reduced in pieces, so that the result buffers do not grow.
 PIECE_NBYTES: Final = 64 << 20
-#: Less is sent: the ranks meet four times here, which took 2.1 to 2.5 times as long as the messages with 0.4 to 16 KiB
-#: on torch, 1.1 to 0.8 times with 62 KiB, and half with a MiB; on MPI about as long up to 62 KiB.
+#: Smaller tensors are sent, since four barriers took 2.1 to 2.5 times as long as messages of 0.4 to 16 KiB on torch,
+#: 1.1 to 0.8 times as long with 62 KiB, and half as long with 1 MiB; on MPI about as long up to 62 KiB.
 SHARED_NBYTES_MIN: Final = 64 << 10
-#: One that is being written, and one that is being read.
+#: Number of buffers: one that is being written, and one that is being read.
 _RESULT_COUNT: Final = 2
-#: What is folded at once: with its result it stays in a core's own cache.
+#: Bytes folded at once; with their result they fit into a core's own cache.
 _BLOCK_NBYTES: Final = 512 << 10
 #: A cache line, and a multiple of every element's size.
 _ALIGNMENT_NBYTES: Final = 64
@@ -58,53 +57,53 @@ _NOWHERE: Final = bytes(Address.PACKED_NBYTES)
 
 
 def is_worth_sharing(count: int, dtype: torch.dtype) -> bool:
-    """Return whether the ranks of a host read a flat tensor of that size in each other's memory: the same on all."""
+    """Return whether ranks of a host share a flat tensor of this size instead of sending it; equal on all ranks."""
     return count * dtype.itemsize >= max(1, SHARED_NBYTES_MIN)
 
 
 class SharedFlatBuffers:
-    """Makes flat tensors that the ranks of a host share, with memory for results behind them.
+    """Makes flat tensors that the ranks of a host share, followed by memory for results.
 
     Args:
-        is_shared: whether there is anybody to share with.
+        is_shared: Whether there is any rank to share with.
     """
 
     def __init__(self, is_shared: bool) -> None:
         self._is_shared = is_shared
-        self._memories: dict[int, SharedMemory] = {}  # by where their tensors begin
+        self._memories: dict[int, SharedMemory] = {}  # by the address of their tensors
 
     @torch.inference_mode(False)  # it outlives the caller's mode
     def new(self, count: int, *, dtype: torch.dtype) -> Tensor:
-        """Make a tensor, uninitialised; in this rank's own memory where it cannot be shared, or need not be."""
+        """Make an uninitialised tensor, in shared memory if that is possible and useful."""
         if self._is_shared and (dtype.is_floating_point or dtype.is_complex) and is_worth_sharing(count, dtype):
-            with contextlib.suppress(OSError):  # no such memory on this system, or no descriptor left for it
+            with contextlib.suppress(OSError):  # no shared memory on this system, or no free file descriptor
                 memory = SharedMemory(_memory_nbytes(count, dtype))
                 self._memories[memory.tensor.data_ptr()] = memory
                 return memory.tensor[: count * dtype.itemsize].view(dtype)
         return torch.empty(count, dtype=dtype, device="cpu")
 
     def memory_of(self, flat: Tensor) -> SharedMemory | None:
-        """Return the memory that a tensor begins; None where it is not shared."""
+        """Return the shared memory that begins with ``flat``; None if it is not shared."""
         return self._memories.get(flat.data_ptr())
 
     def keep(self, flats: Iterable[Tensor]) -> None:
-        """Let go of all tensors but these."""
+        """Release all tensors except these."""
         kept = {flat.data_ptr() for flat in flats}
         self._memories = {start: memory for start, memory in self._memories.items() if start in kept}
 
 
 async def map_shared_buffers(memory: SharedMemory | None, group: Group, all_gather: AllGather) -> list[Tensor] | None:
-    """Find every member's memory. All members await this at the same time.
+    """Map every member's memory. All members await this at the same time.
 
-    One small all-gather, and another one where the members have not met with just this memory before.
+    This takes a small all-gather, and a second one if the members have not mapped the same memory before.
 
     Args:
-        memory: this rank's; None where it has none.
-        group: of two members or more.
-        all_gather: of 1-D uint8 tensors over the group.
+        memory: Shared memory of this rank; or None.
+        group: A group of two or more members.
+        all_gather: Gathers 1-D uint8 tensors over the group.
 
     Returns:
-        Every member's memory; None on all members where one of them has none, or cannot find another one's.
+        Every member's memory; None on all members if a member has none, or cannot map that of another member.
     """
     known, views = (b"", None) if memory is None else memory.views.get(group, (b"", None))
     address = _NOWHERE if memory is None else memory.address.pack()
@@ -139,16 +138,15 @@ async def fold_on_host(
     """Reduce every member's tensors; all members await this at the same time.
 
     Args:
-        group: of two members or more.
-        bucket: the tensors, equally long on all members, not empty.
-        views: every member's memory, as :func:`map_shared_buffers` gave it; this rank's begins with the bucket's flat
-            tensor.
-        fold: the reduction, the same on all members.
-        barrier: of the group.
+        group: A group of two or more members.
+        bucket: The tensors, of equal length on all members, not empty.
+        views: Every member's memory from :func:`map_shared_buffers`; this rank's begins with the bucket's flat tensor.
+        fold: The reduction, equal on all members.
+        barrier: Barrier of the group.
     """
     folding = _Folding(group, bucket, views, fold)
     count = len(folding.pieces)
-    for turn in range(count + 2):  # a piece goes in, the one before it is folded, the one before that goes out
+    for turn in range(count + 2):  # copy a piece in, fold the previous one, copy the one before that out
         if turn < count:
             bucket.copy_in(folding.pieces[turn].start, folding.pieces[turn].end)
         if 1 <= turn <= count:
@@ -159,7 +157,7 @@ async def fold_on_host(
 
 
 class _Folding:
-    """Knows where everything lies in the members' memory."""
+    """Holds the layout of the members' memory."""
 
     def __init__(self, group: Group, bucket: Bucket, views: Sequence[Tensor], fold: FoldInto) -> None:
         self._group = group
@@ -196,7 +194,7 @@ class _Folding:
 
 
 def _memory_nbytes(count: int, dtype: torch.dtype) -> int:
-    """Return the size of a flat tensor with its result buffers."""
+    """Return the size of a flat tensor with its result buffers, in bytes."""
     result_count = min(_RESULT_COUNT, -(-count // (PIECE_NBYTES // dtype.itemsize)))
     return _results_start(count, dtype) + result_count * _result_nbytes(count, dtype)
 
@@ -206,7 +204,7 @@ def _results_start(count: int, dtype: torch.dtype) -> int:
 
 
 def _result_nbytes(count: int, dtype: torch.dtype) -> int:
-    """Return the size of a result buffer: one share of two members, since those of more are no larger."""
+    """Return the size of a result buffer in bytes: a share of two members, since shares of more members are smaller."""
     return _aligned(-(-min(PIECE_NBYTES // dtype.itemsize, count) // 2) * dtype.itemsize)
 
 
