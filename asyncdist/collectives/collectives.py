@@ -1,5 +1,4 @@
-"""Nonblocking collectives over a group: every member awaits the same ones in the same order, while its loop keeps
-running.
+"""Nonblocking collectives over a group: all members await the same ones in the same order; the loop keeps running.
 
 Native collectives of the backend are started nonblocking and polled like any request (MPI-4.1 section 6.12), even a
 barrier, since a blocking one would occupy a core. If the backend has none, collectives are made of messages

@@ -108,8 +108,8 @@ class Turns:
         """
         engine = self._services.engine
         left_s = start.left_s(timeout_s)
-        text = f"{start.meeting}: all ranks joined, but {left_s:g} s later some were still in other starts, or
-        computing" error = StartTimeoutError(text, missing=())
+        text = f"{start.meeting}: all ranks joined, but {left_s:g} s later some were in other starts, or computing"
+        error = StartTimeoutError(text, missing=())
         timer: Timer
 
         def on_time_up() -> None:

@@ -236,7 +236,7 @@ class Verdict(Keyed):
 
 @dataclass(frozen=True, slots=True)
 class DecisionRequest(Keyed):
-    """Member to member: the leader is gone; do you know its verdict? (See ``agreement.termination``.)
+    """Member to member: the leader is gone; asks for its verdict (see ``agreement.termination``).
 
     Attributes:
         subject: String of the key.

@@ -148,8 +148,7 @@ class _Folding:
         self._under_way: deque[list[Request]] = deque()
 
     async def run(self) -> None:
-        """Reduce in turns that are equal on all members: begin a piece, fold an earlier one, finish an even earlier
-        one.
+        """Reduce in turns that are equal on all members: begin a piece, fold an earlier one, finish an older one.
 
         Each wait is for the oldest requests, since requests begin in the order in which they are needed.
         """
