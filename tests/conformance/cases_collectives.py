@@ -349,15 +349,15 @@ async def case_a_cancelled_collective_leaves_the_group_usable(end: Endpoint) -> 
 
 async def case_wrong_arguments_are_refused_before_anything_is_sent(end: Endpoint) -> None:
     tensor = torch.zeros(3)
-    with pytest.raises(LocalProtocolError, match="op is 'mean'"):
+    with pytest.raises(LocalProtocolError, match=r"op must be one of .*got 'mean'"):
         await ad.all_reduce(tensor, "mean")  # type: ignore[arg-type]
-    with pytest.raises(LocalProtocolError, match=f"root is {end.size}; the group has ranks"):
+    with pytest.raises(LocalProtocolError, match=rf"root must be .*got {end.size}"):
         await ad.broadcast(tensor, end.size)
     with pytest.raises(LocalProtocolError, match=naming("root", -1)):
         await ad.gather(tensor, -1)
     with pytest.raises(LocalProtocolError, match="one tensor per member"):
         await ad.all_to_all([tensor] * (end.size + 1))
-    with pytest.raises(LocalProtocolError, match="one shape and dtype"):
+    with pytest.raises(LocalProtocolError, match="equal shape and dtype"):
         await ad.all_to_all([tensor] * (end.size - 1) + [torch.zeros(4)])
     for ranks in ([], [end.rank, end.rank], [end.rank, end.size], [-1, end.rank], [end.rank, True]):
         with pytest.raises(LocalProtocolError):

@@ -518,7 +518,7 @@ def test_a_second_start_that_no_rank_joins_names_the_open_policy() -> None:
         return str(raised.value)
 
     told = ad.simulate(ad.blocking.hosted(main), ranks=2, seed=1, strict=True).results[1]
-    assert "rank 0 did not come" in told and "with SelectiveAveraging(...) as averaging" in told
+    assert "rank 0 did not join" in told and "with SelectiveAveraging(...) as averaging" in told
 
 
 def test_a_failed_rank_throws_its_open_policies_away_in_silence(capsys: pytest.CaptureFixture[str]) -> None:

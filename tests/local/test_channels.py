@@ -35,7 +35,7 @@ async def test_a_union_of_types_arrives_as_what_was_sent(pair: list[World]) -> N
     await a.send(Word("x"), 1)
     await a.send(Number(1), 1)
     assert [(await b.receive()).message for _ in range(2)] == [Word("x"), Number(1)]
-    with pytest.raises(LocalProtocolError, match="Number, Word, not Blob"):
+    with pytest.raises(LocalProtocolError, match="Number, Word, got Blob"):
         await a.send(Blob(b""), 1)
 
 
@@ -101,7 +101,7 @@ async def test_send_nowait_is_busy_beyond_the_capacity(pair: list[World]) -> Non
     for _ in range(3):
         a.send_nowait(blob, 1)
     assert a.statistics().sending_count == 3
-    with pytest.raises(BusyError, match="3 sends are under way"):
+    with pytest.raises(BusyError, match="3 sends"):
         a.send_nowait(blob, 1)
     sent = [asyncio.ensure_future(a.send(blob, 1)) for _ in range(2)]
     await yields(3)
@@ -148,7 +148,7 @@ async def test_two_owners_of_one_tag_collide_by_name(pair: list[World]) -> None:
     with pytest.raises(LocalProtocolError, match=r"'first'.*'second' must use another"):
         pair[0].channel(Number, tag=TAG, name="second")
     pair[0].channel(Number, tag=TAG, name="first")
-    with pytest.raises(LocalProtocolError, match="is open already"):
+    with pytest.raises(LocalProtocolError, match="is already open"):
         pair[0].services.open_channel(Number, tag=TAG, scope=5, name="x")
         pair[0].services.open_channel(Number, tag=TAG, scope=5, name="y")
 
@@ -210,7 +210,7 @@ async def test_each_send_to_a_rank_that_has_left_is_refused(pair: list[World]) -
     pair[1].peers.leave()
     await pair[0].services.engine.until(lambda: 1 in pair[0].services.left)
     for _ in range(2):
-        with pytest.raises(ClosedError, match="rank 1 has left and receives nothing more") as caught:
+        with pytest.raises(ClosedError, match="rank 1 has left and no longer receives") as caught:
             await a.send(Number(1), 1)
         assert (caught.value.dest, caught.value.tag) == (1, TAG)
         with pytest.raises(ClosedError, match="rank 1"):

@@ -264,7 +264,7 @@ async def test_too_many_early_messages_of_a_protocol_are_dropped(
     for _ in range(40):
         pair[1].services.engine.poll()
     assert sum(dropped(pair[1]).values()) == 5
-    assert "nobody has opened" in caplog.text
+    assert "unopened scopes" in caplog.text
 
 
 @pytest.mark.parametrize("ranks", [((0, 5),), ((0, 1), (0, 1)), ((1, 0),)])

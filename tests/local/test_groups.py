@@ -365,19 +365,19 @@ async def test_a_group_knows_its_ranks_and_has_a_tag_of_its_own() -> None:
 async def test_tags_of_groups_run_out_with_a_word() -> None:
     async with worlds(1) as [world]:
         assert world.peers.groups.ledger.tag_of(898) == tags.COLLECTIVE_LAST
-        with pytest.raises(LocalProtocolError, match="more than 899 groups at a time"):
+        with pytest.raises(LocalProtocolError, match="at most 899 groups at a time"):
             world.peers.groups.ledger.tag_of(899)
 
 
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [
-        ([], "ranks is empty; allowed: one rank or more"),
-        ([0, 1, 0], "names each member once"),
-        ([0, 4], "ranks from 0 to 3, not 4"),
-        ([-1, 0], "not -1"),
-        ([0, True], "not True"),
-        ([0, 1.0], "not 1.0"),
+        ([], "ranks must have at least one rank"),
+        ([0, 1, 0], "must name each member once"),
+        ([0, 4], "from 0 to 3, got 4"),
+        ([-1, 0], "got -1"),
+        ([0, True], "got True"),
+        ([0, 1.0], "got 1.0"),
         ([1, 2], r"rank 0 is not in the group \[1, 2\]"),
     ],
 )
@@ -460,7 +460,9 @@ def test_who_starts_what_is_named_where_lists_differ() -> None:
         return str(caught.value)
 
     told = simulate(main, ranks=3).results
-    both = "rank 0 starts 'new group on ranks 0-1', rank 1 'new group on ranks 0-2', and each waits for the other"
+    both = (
+        "rank 0 starts 'new group on ranks 0-1' and rank 1 starts 'new group on ranks 0-2', so each waits for the other"
+    )
     assert [both in text for text in told] == [True] * 3
 
 
@@ -538,7 +540,7 @@ def test_start_timeout_reports_the_wait_of_the_first_to_give_up() -> None:
 
     report = simulate(main, ranks=3)
     assert all(names(said, "rank 2", "1 s") for said in report.results[:2]), report.results
-    assert "rank 2 came too late: the ranks that had come before gave up after 1 s" in report.results[2]
+    assert "rank 2 joined too late, after the other ranks had given up after 1 s" in report.results[2]
 
 
 @pytest.mark.parametrize("tidies_up_s", [0.0, 1.0])

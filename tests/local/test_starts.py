@@ -79,7 +79,7 @@ def test_timed_out_members_of_a_late_go_still_make_the_group() -> None:
         return came_to, after_s
 
     leader, gave_up = late_verdict(main)
-    assert "all ranks came, but 5 s later some were still in other starts, or computing" in leader[0]
+    assert "all ranks joined, but 5 s later some were in other starts, or computing" in leader[0]
     assert 5 <= leader[1] < 5.1
     assert names(gave_up[0], "rank 0", "1 s") and 1 < gave_up[1] < 10
 

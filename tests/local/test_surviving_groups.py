@@ -63,7 +63,7 @@ def test_a_rank_that_has_left_is_not_among_them() -> None:
 def test_a_member_that_does_not_come_is_told() -> None:
     async def main(world: World) -> None:
         if world.rank:
-            with pytest.raises(ad.StartTimeoutError, match="rank 0 did not come within 2"):
+            with pytest.raises(ad.StartTimeoutError, match="rank 0 did not join within 2"):
                 await ad.surviving_group(timeout_s=2)
             with pytest.raises(ValueError, match=naming("timeout_s", -1)):
                 await ad.surviving_group(timeout_s=-1)

@@ -102,7 +102,7 @@ def test_any_number_of_processes_finds_the_first_failing_seed(
     assert failure.kind == "AssertionError"
     assert failure.message.splitlines()[0] == "version 1 has replaced a newer one"
     assert "in last_writer" in failure.traceback
-    assert "This ended rank 0." in failure.traceback
+    assert "This exception ended rank 0." in failure.traceback
     assert "asyncdist/" not in failure.traceback, "the machinery is left out"
     assert failure.trace == tuple(map(str, racy(first).trace[-20:]))
     assert failure.minimal_faults == ()
@@ -305,8 +305,8 @@ def returns_nothing(seed: int) -> None:
 @pytest.mark.parametrize(
     ("scenario", "kind", "words"),
     [
-        (raises_on_rank_2, "ZeroDivisionError", ["on rank 2", "This ended rank 2."]),
-        (exits_with_a_code, "SystemExit", ["3", "This ended rank 1."]),
+        (raises_on_rank_2, "ZeroDivisionError", ["on rank 2", "This exception ended rank 2."]),
+        (exits_with_a_code, "SystemExit", ["3", "This exception ended rank 1."]),
         (deadlocks, "DeadlockError", ["rank 0", "rank 1", "tag 100"]),
         (fails_by_pytest, "Failed", ["as a test would"]),
         (returns_nothing, "TypeError", ["returned None", "SimReport"]),
@@ -350,9 +350,9 @@ def test_what_cannot_be_repeated_or_shrunk_is_said() -> None:
     ]
     assert [note is not None and note.minimal_faults for note in notes] == [None] * 3
     texts = [str(note) for note in notes]
-    assert "something besides the seed decides" in texts[0]
+    assert "depends on more than the seed" in texts[0]
     assert "takes no argument faults" in texts[1]
-    assert "given as the argument faults, it does not fail in the same way" in texts[2]
+    assert "it does not fail in the same way when passed as faults" in texts[2]
 
 
 # ------------------------------------------------------------------------------------------------------------ repeating
@@ -394,14 +394,14 @@ def test_the_line_is_a_program_that_runs_the_same_seed(
     ("arguments", "error", "words"),
     [
         ({"scenario": lambda seed: None}, TypeError, "<lambda>.*cannot be sent.*top level of a module"),
-        ({"scenario": 7}, TypeError, "the scenario is 7"),
+        ({"scenario": 7}, TypeError, "the scenario must be a function of the seed, got 7"),
         ({"processes": 0}, ValueError, r"processes .*\b0\b"),
         ({"processes": 1.5}, ValueError, r"processes .*1\.5"),
-        ({"seeds": []}, ValueError, r"no seeds in \[\]"),
-        ({"seeds": range(0)}, ValueError, r"no seeds in range\(0, 0\)"),
+        ({"seeds": []}, ValueError, r"seeds must not be empty, got \[\]"),
+        ({"seeds": range(0)}, ValueError, r"seeds must not be empty, got range\(0, 0\)"),
         ({"seeds": [0, "1"]}, TypeError, r"a seed .*'1'"),
         ({"seeds": [True]}, TypeError, r"a seed .*True"),
-        ({"seeds": 7}, TypeError, "seeds is 7"),
+        ({"seeds": 7}, TypeError, "seeds must be integers.*got 7"),
     ],
 )
 def test_bad_input_is_one_clear_error(arguments: dict[str, object], error: type[Exception], words: str) -> None:
@@ -459,7 +459,7 @@ def test_a_failure_survives_a_process_that_dies_while_shrinking() -> None:
     failure = explore(fails_with_three_and_dies_with_one, [0], processes=2, quiet=True).failure
     assert failure is not None
     assert (failure.kind, failure.minimal_faults) == ("AssertionError", None)
-    assert failure.note == "a process died when the plan was to be shrunk"
+    assert failure.note == "a process died while the plan was being shrunk"
 
 
 async def trains(world: ad.World) -> None:

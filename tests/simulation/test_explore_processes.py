@@ -26,7 +26,7 @@ def dies(seed: int) -> ad.SimReport:
 @pytest.mark.workers
 @pytest.mark.long
 def test_a_process_that_dies_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match=r"died, in one of the seeds 0 to 3.*processes=1"):
+    with pytest.raises(RuntimeError, match=r"died while it ran one of the seeds 0 to 3.*processes=1"):
         explore(dies, range(4), processes=2)
 
 
@@ -55,7 +55,7 @@ def test_a_script_without_a_main_guard_is_one_clear_error(tmp_path: Path) -> Non
     )
     assert ended.returncode == 1
     assert ended.stderr.count("Traceback") == 1, ended.stderr
-    assert "needs an if __name__ == '__main__'" in ended.stderr
+    assert "guarded by if __name__ == '__main__'" in ended.stderr
 
 
 def endless_but_for_one(seed: int) -> ad.SimReport:

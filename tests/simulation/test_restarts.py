@@ -371,7 +371,7 @@ def test_a_group_ends_with_a_member_and_a_new_one_has_its_heir() -> None:
 
     report = simulate(main, ranks=3, faults=[Kill(2, at_s=0.02), Restart(2, at_s=0.03)], network=Network())
     check(report)
-    assert all("is gone, and with it the group [0, 1, 2]" in text for text in report.results)
+    assert all("is gone, which ends the group [0, 1, 2]" in text for text in report.results)
 
 
 def test_a_newcomer_that_fails_before_admission_is_lost_again() -> None:
@@ -412,7 +412,7 @@ def test_a_policy_of_an_earlier_group_names_the_restarted_member() -> None:
     check(report)
     for told in report.results[:2]:
         assert len(told) == 2
-        assert all("rank 2 was started again, and is no member of the earlier group" in text for text in told)
+        assert all("rank 2 was restarted, and is not a member of the earlier group" in text for text in told)
 
 
 @pytest.mark.parametrize("seed", seeds(12))

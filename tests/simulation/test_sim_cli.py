@@ -317,8 +317,8 @@ def test_a_loop_without_end_is_told_as_a_deadlock_is(sim: Sim, tmp_path: Path, m
     [
         ("exit", 1, ["rank 1 failed:\nboom-7\n"]),
         ("top", 1, ["the script failed:\nTraceback", "in <module>\n    raise KeyError", "KeyError: 'boom-7'"]),
-        ("--help", 0, ["exited before asyncdist.run: nothing was simulated"]),
-        ("--wrong", 3, ["exited before asyncdist.run: nothing was simulated"]),
+        ("--help", 0, ["exited before asyncdist.run, so nothing was simulated"]),
+        ("--wrong", 3, ["exited before asyncdist.run, so nothing was simulated"]),
         ("never", 2, ["'script.py' ended without a call of asyncdist.run on the main thread"]),
         ("twice", 2, ["'script.py' calls asyncdist.run more than once"]),
     ],
@@ -531,11 +531,11 @@ def test_bad_input_is_one_line_and_exit_code_2(sim: Sim, script: str, words: lis
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("[{", "the fault plan is no JSON: Input data was truncated"),
-        ("[3]", 'fault 1 of the fault plan is 3; needed is {"kind": "Kill"'),
+        ("[{", "the fault plan is not valid JSON: Input data was truncated"),
+        ("[3]", 'fault 1 of the fault plan must be like {"kind": "Kill"'),
         (
             '[{"rank": 1}]',
-            "fault 1 of the fault plan is of kind None; allowed: Corrupt, Delay, Interrupt, Join, Kill, Partition",
+            "fault 1 of the fault plan: kind must be one of Corrupt, Delay, Interrupt, Join, Kill, Partition",
         ),
         ('[{"kind": "Kil"}]', "'Kil'"),
         ('[{"kind": ["Kill"]}]', "['Kill']"),
@@ -557,8 +557,8 @@ def test_a_plan_that_makes_no_sense_is_refused(text: str, expected: str) -> None
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b"Kill rank 1", "'plan.json' is no JSON"),
-        (b'{"kind": "Kill"}', "'plan.json' holds no list of faults, but dict"),
+        (b"Kill rank 1", "'plan.json' is not valid JSON"),
+        (b'{"kind": "Kill"}', "'plan.json' must be a list of faults, got dict"),
         (b"\xff\xfe", "'plan.json' cannot be read"),
         (None, "'plan.json' cannot be read: No such file"),
     ],

@@ -280,7 +280,7 @@ def test_immutable_message_to_many_ranks_is_packed_once() -> None:
     assert codec.encode(numbers) == (kind, payload)
     nothing: Codec = Codec(One)
     for _ in range(3):
-        with pytest.raises(LocalProtocolError, match="not NoneType"):
+        with pytest.raises(LocalProtocolError, match=r"One.*got NoneType"):
             nothing.encode(None)
     changing: Any = [1.0, 2.0]
     message = RealFirst(0.0, changing)
@@ -364,7 +364,7 @@ def test_a_codec_tells_its_types_apart_and_refuses_others() -> None:
     for message in (One(1), Point(1.0, 2.0), Empty()):
         kind, payload = codec.encode(message)
         assert same(codec.decoders[kind](memoryview(payload)), message)
-    with pytest.raises(LocalProtocolError, match="One, Point, Empty, not Picky"):
+    with pytest.raises(LocalProtocolError, match="One, Point, Empty, got Picky"):
         codec.encode(Picky(1))
     assert len(codec.decoders) == 3
 
