@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from asyncdist.protocols.own_state import OwnState
-from asyncdist.protocols.step_info import AverageApplied, PolicyEvent, StepInfo
+from asyncdist.protocols.step_info import AverageApplied, StepInfo, UserEvents
 from asyncdist.tensors.flat_state import FlatBuffers, FlatState, SnapshotPool
 
 
@@ -47,17 +47,15 @@ class Applier:
     Args:
         flat: the model's state.
         own: the rank's model and optimizer, which decide what of the old state is kept.
-        snapshots: lends the buffers of the state that ``on_event`` is shown.
-        on_event: told of each application; None where the user does not ask.
+        snapshots: Lends the buffers of the state that ``on_event`` receives.
+        events: Tells the user of each application.
     """
 
-    def __init__(
-        self, flat: FlatState, own: OwnState, snapshots: SnapshotPool, on_event: Callable[[PolicyEvent], None] | None
-    ) -> None:
+    def __init__(self, flat: FlatState, own: OwnState, snapshots: SnapshotPool, events: UserEvents) -> None:
         self._flat = flat
         self._own = own
         self._snapshots = snapshots
-        self._on_event = on_event
+        self._events = events
 
     def apply(
         self, new: NewWeights, iteration: int, clock: Callable[[], float], trouble: str | None = None
@@ -92,12 +90,12 @@ class Applier:
 
     def announce(self, new: NewWeights, iteration: int) -> None:
         """Call ``on_event`` with the state of this rank after :meth:`apply`, if the user asked for events."""
-        if self._on_event is None:
+        if not self._events.are_wanted:
             return
         state = self._snapshots.acquire()
         try:
             self._flat.snapshot(state)
-            self._on_event(
+            self._events.tell_now(
                 AverageApplied(new.round, new.donors, new.weights, new.best, iteration, state.by_name(), new.versions)
             )
         finally:

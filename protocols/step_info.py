@@ -5,7 +5,8 @@ Events are told inside ``step``, on the thread that calls it, in the order in wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -187,3 +188,34 @@ class CoordinatorChanged:
 PolicyEvent: TypeAlias = (
     SnapshotTaken | AverageApplied | RoleAssigned | RoundEnded | RoundAbandoned | CoordinatorChanged
 )
+
+
+class UserEvents:
+    """Tells ``on_event`` what happens on this rank: at once, or inside the next step.
+
+    Args:
+        on_event: The user's callback; None if the user wants no events.
+
+    Attributes:
+        are_wanted: Whether there is a callback.
+    """
+
+    def __init__(self, on_event: Callable[[PolicyEvent], None] | None) -> None:
+        self._on_event = on_event
+        self._pending: deque[PolicyEvent] = deque()
+        self.are_wanted = on_event is not None
+
+    def add(self, event: PolicyEvent) -> None:
+        """Keep an event for the next step."""
+        if self.are_wanted:
+            self._pending.append(event)
+
+    def tell(self) -> None:
+        """Tell the events that were kept. If the callback raises, the next step continues with the event after it."""
+        while self._pending:
+            self.tell_now(self._pending.popleft())
+
+    def tell_now(self, event: PolicyEvent) -> None:
+        """Call the user's callback, if there is one."""
+        if self._on_event is not None:
+            self._on_event(event)

@@ -15,6 +15,13 @@ from asyncdist.waits import WaitId
 #: What a field of an event may be.
 Field: TypeAlias = int | float | str | WaitId | Sequence[int] | Sequence[float] | None
 
+
+def whole(field: Field) -> int:
+    """Return a field that is a whole number by its kind."""
+    assert isinstance(field, int), f"{field!r} in place of a whole number"
+    return field
+
+
 #: The kinds of events, each with the names of its fields. Seconds are seconds, times are those of the event.
 KINDS: Final[dict[str, tuple[str, ...]]] = {
     # A policy has started on this rank. The number stands for it in the events below.

@@ -9,9 +9,11 @@ objects of Python, which something else has to build first: 670 ns for an event,
 from __future__ import annotations
 
 import functools
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Final, Literal, NoReturn, TypeAlias, Union
+from types import GenericAlias
+from typing import Annotated, Any, Final, Literal, NoReturn, TypeAlias
 
 import msgpack
 import msgspec
@@ -232,7 +234,8 @@ class EventSchema:
         self._names = tuple(None if name in self.unknown else name for name in kinds)
         types = _types_of_fields(size)
         structs = [self._struct_of(place, name, kinds[name], types) for place, name in enumerate(kinds)]
-        events: Any = list[Union[tuple(structs)]] if structs else list[Literal[0]]  # type: ignore[misc]  # noqa: UP007
+        event: Any = functools.reduce(operator.or_, structs) if structs else Literal[0]
+        events: Any = GenericAlias(list, (event,))
         self._check = msgspec.msgpack.Decoder(events).decode
         self._counter = _unpacker()
 

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
+from asyncdist.recording.events import whole
 from asyncdist.recording.reader import RankRecording, Recording
 
 #: Source, dest and tag.
@@ -124,11 +125,11 @@ def messages(
         offset = clocks.offset(each)
         for event in each.events():
             if event.kind == "sent":
-                other = int(event.fields[0])  # type: ignore[arg-type]
-                line, into = (each.rank, other, int(event.fields[1])), sent  # type: ignore[arg-type]
+                other = whole(event.fields[0])
+                line, into = (each.rank, other, whole(event.fields[1])), sent
             elif event.kind == "received":
-                other = int(event.fields[0])  # type: ignore[arg-type]
-                line, into = (other, each.rank, int(event.fields[1])), received  # type: ignore[arg-type]
+                other = whole(event.fields[0])
+                line, into = (other, each.rank, whole(event.fields[1])), received
             else:
                 continue
             if other in once and (wanted is None or wanted(line)):

@@ -258,16 +258,16 @@ def exchange(asked: Sequence[Place], question: bytes, timeout_s: float = ANSWER_
             client = _connect(place, question)
             if client is not None:
                 opened.enter_context(client)
-                ready.register(client, selectors.EVENT_READ, (place.rank, bytearray()))
+                ready.register(client, selectors.EVENT_READ, (client, place.rank, bytearray()))
                 waiting += 1
         deadline = time.monotonic() + timeout_s
         while waiting and (left_s := deadline - time.monotonic()) > 0:
             for key, _ in ready.select(left_s):
-                rank, data = key.data
-                part = _read(key.fileobj)  # type: ignore[arg-type]
+                client, rank, data = key.data
+                part = _read(client)
                 data += part
                 if not part:
-                    ready.unregister(key.fileobj)
+                    ready.unregister(client)
                     waiting -= 1
                     answers[rank] = bytes(data)
     return answers

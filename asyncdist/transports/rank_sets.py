@@ -58,8 +58,6 @@ class RankSet(MutableSet[int]):
     def __eq__(self, other: object) -> bool:
         return self.bits == other.bits if isinstance(other, RankSet) else super().__eq__(other)
 
-    __hash__ = None  # type: ignore[assignment]  # it may change
-
     def add(self, rank: int) -> None:
         """Put a rank in; nothing where it is in already."""
         self.bits |= 1 << rank

@@ -46,7 +46,7 @@ from asyncdist.protocols.options import (
 )
 from asyncdist.protocols.own_state import OwnState
 from asyncdist.protocols.ported import PortedOneSided
-from asyncdist.protocols.step_info import NOTHING, PolicyEvent, SnapshotTaken, StepInfo
+from asyncdist.protocols.step_info import NOTHING, PolicyEvent, SnapshotTaken, StepInfo, UserEvents
 from asyncdist.tensors.byte_layout import Packing
 from asyncdist.tensors.flat_state import FlatBuffers, SnapshotPool
 from asyncdist.waits import WaitId, WaitKind
@@ -180,7 +180,8 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
         self._packing = Packing(self._flat.entries)
         self._states: dict[int, FlatBuffers] = {}
         self._snapshots = SnapshotPool(self._flat)
-        self._applier = Applier(self._flat, self._own, self._snapshots, on_event)
+        self._events = UserEvents(on_event)
+        self._applier = Applier(self._flat, self._own, self._snapshots, self._events)
         self._chunk_nbytes = CHUNK_NBYTES
         self._reader: DonorReader
         self._exposure: VersionedWindow | None = None
@@ -392,8 +393,8 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
             self._own_metric = metric = float("nan")
         record = self._exposure.publish(iteration, metric)
         self._note_time("publish", began_at)
-        if self._averaging.on_event is not None:
-            self._averaging.on_event(SnapshotTaken(record.version, iteration, state.by_name()))
+        if self._events.are_wanted:
+            self._events.tell_now(SnapshotTaken(record.version, iteration, state.by_name()))
 
     def _is_to_be_judged(self, is_due: bool) -> bool:
         mode = self._rules.replacement_mode

@@ -10,7 +10,7 @@ from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import Grant
 from asyncdist.protocols.replay_buffer.messages import Declare, ReplayMessage
-from asyncdist.protocols.replay_buffer.store import Field, RowLayout, check_dtype
+from asyncdist.protocols.replay_buffer.store import FORMS, Field, RowLayout, check_dtype
 
 #: No field of an item is larger: sizes of batches stay numbers that memory can have.
 ITEM_NBYTES_MAX: Final = 1 << 40
@@ -35,7 +35,8 @@ def declared(message: Declare) -> RowLayout:
     Raises:
         ValueError: it describes no layout.
     """
-    if message.form not in ("tensor", "dict", "tuple") or not message.names:
+    form = FORMS.get(message.form)
+    if form is None or not message.names:
         raise ValueError(f"a batch of the form {message.form!r} with {len(message.names)} fields")
     fields = []
     for name, dtype, shape in zip(message.names, message.dtypes, message.shapes, strict=True):
@@ -44,7 +45,7 @@ def declared(message: Declare) -> RowLayout:
         spanned = tuple(max(1, size) for size in shape)  # torch computes with it where another size is 0, too
         if min(shape, default=0) < 0 or Field(name, dtype, spanned).nbytes > ITEM_NBYTES_MAX:
             raise ValueError(f"a field of shape {shape}")
-    return RowLayout(message.form, tuple(fields))  # type: ignore[arg-type]  # checked above
+    return RowLayout(form, tuple(fields))
 
 
 def refuse_grant(services: Services, envelope: Envelope[ReplayMessage]) -> None:

@@ -24,6 +24,7 @@ from asyncdist.tensors.byte_views import byte_view, check_dense, to_host
 Batch: TypeAlias = torch.Tensor | Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
 Rows: TypeAlias = npt.NDArray[np.uint8]
 Form: TypeAlias = Literal["tensor", "dict", "tuple"]
+FORMS: Final[dict[str, Form]] = {"tensor": "tensor", "dict": "dict", "tuple": "tuple"}
 
 #: Priorities are summed block by block, so that one item costs one small sum, and nothing ever drifts.
 _BLOCK: Final = 512

@@ -5,11 +5,11 @@ ranks of a replica have one role, but for what happens to their own streams. Lik
 synchronous, and knows neither a loop nor a clock.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, replace
 from typing import Any, Final, TypeAlias
 
-from asyncdist.protocols.selective.member import Instructions, RoundMember
+from asyncdist.protocols.selective.member import EnterEpoch, Instructions, RoundMember
 from asyncdist.protocols.selective.messages import Assign, End, Frozen
 
 #: The coordinator is gone, as the reason says; another one has begun an epoch.
@@ -61,9 +61,10 @@ class LeadingMember(RoundMember):
         self._add(GONE, 0, why)
         return super().on_coordinator_gone(why)
 
-    def on_epoch(self, epoch: int) -> None:
-        """Note that another rank coordinates."""
+    def on_epoch(self, epoch: int, incarnation: int) -> Instructions:
+        """As :class:`RoundMember`."""
         self._add(EPOCH, epoch)
+        return super().on_epoch(epoch, incarnation)
 
     def on_failed(self, round: int, reason: str) -> Instructions:
         """As :class:`RoundMember`; the whole replica gives the round up."""
@@ -111,33 +112,27 @@ class FollowingMember(RoundMember):
             self.failure = reason
         return instructions
 
-    def repeat(
-        self,
-        happenings: Sequence[Happening],
-        counterparts: Mapping[int, int],
-        carry_out: Callable[[Instructions], None],
-        enter_epoch: Callable[[int], None],
-    ) -> None:
-        """Do what the leader has done.
+    def repeat(self, happenings: Sequence[Happening], counterparts: Mapping[int, int]) -> Iterator[Instructions]:
+        """Repeat what has happened at the leader, and yield this member's answer to each event in turn.
+
+        The instructions of one event are to be carried out before the next event.
 
         Args:
-            happenings: at the leader.
-            counterparts: of each replica's leader the rank that this one exchanges with; they have the same order.
-            carry_out: does what this member answers.
-            enter_epoch: lets channels exchange messages of that epoch.
+            happenings: At the leader.
+            counterparts: Maps each replica's leader to the rank that this rank exchanges with, in the same order.
         """
         for kind, number, fields in happenings:
             if kind == Assign.__name__:
-                carry_out(self.on_assign(_assign_among(Assign(*fields), counterparts), number))
+                yield self.on_assign(_assign_among(Assign(*fields), counterparts), number)
             elif kind == Frozen.__name__:
-                carry_out(self.on_frozen(_frozen_among(Frozen(*fields), counterparts), number))
+                yield self.on_frozen(_frozen_among(Frozen(*fields), counterparts), number)
             elif kind == End.__name__:
-                carry_out(self.on_end(fields[0], number))
+                yield self.on_end(fields[0], number)
             elif kind == GONE:
-                carry_out(self.on_coordinator_gone(fields[0]))
+                yield self.on_coordinator_gone(fields[0])
             else:
                 assert kind == EPOCH, f"the leader tells of {kind!r}"
-                enter_epoch(number)
+                yield (EnterEpoch(number),)
 
 
 def _assign_among(assign: Assign, counterparts: Mapping[int, int]) -> Assign:

@@ -32,13 +32,14 @@ from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.protocols.metrics import MetricSource
 from asyncdist.protocols.replicas.members import FollowingMember, Happening, LeadingMember
-from asyncdist.protocols.selective.coordinator import PolicyScopes
 from asyncdist.protocols.selective.joining.state_transfer import StateTransfer
 from asyncdist.protocols.selective.member import Apply, State, TakeSnapshot
 from asyncdist.protocols.selective.messages import ControlMessage, Leave
-from asyncdist.protocols.selective.policy import AsyncSelectiveAveragingPolicy
+from asyncdist.protocols.selective.policy import AsyncSelectiveAveragingPolicy, Membership
+from asyncdist.protocols.selective.roles.coordination import Followed, KnowsCoordinator
 from asyncdist.protocols.selective.roles.member_channels import MemberChannels
-from asyncdist.protocols.selective.roles.reporter import Reporter
+from asyncdist.protocols.selective.roles.member_roles import MemberRoles
+from asyncdist.protocols.selective.scopes import PolicyScopes
 from asyncdist.protocols.step_info import NOTHING, StepInfo
 from asyncdist.protocols.wrappers import reshard
 
@@ -88,24 +89,6 @@ class Decision(NamedTuple):
     epoch: int
 
 
-class Followed:
-    """Stands where a follower's policy has its :class:`Leadership`: it knows what the leader has said.
-
-    Attributes:
-        coordinator, epoch: as of that.
-    """
-
-    def __init__(self) -> None:
-        self.coordinator: int | None = None
-        self.epoch = 0
-
-    def statistics(self) -> None:
-        """Return nothing: a follower never coordinates."""
-
-    def leave(self) -> None:
-        """Do nothing: the leader leaves."""
-
-
 class CounterpartChannels(MemberChannels):
     """Are the channels of a follower, which tells the coordinator nothing."""
 
@@ -129,6 +112,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         self.has_come = False
         self._leading: LeadingMember | None = None
         self._following: FollowingMember | None = None
+        self._followed = Followed()  # where this rank follows
         self._replica: Group
         self._counterparts: Mapping[int, int]
         self._ending: Channel[Leave]
@@ -156,9 +140,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
     def _takes_means(self) -> bool:
         return self._leading is not None and super()._takes_means()  # else each rank of a replica would warn
 
-    def _open(
-        self, scopes: PolicyScopes, coordinator: int, epoch: int | None = None, replaced: Sequence[int] = ()
-    ) -> None:
+    def _open_at_start(self, scopes: PolicyScopes, coordinator: int, replaced: Sequence[int]) -> None:
         self._ending = self._services.open_channel(
             Leave,
             tag=tags.CONTROL,
@@ -167,20 +149,30 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
             handler=self._on_leader_left,
         )
         if self._leading is not None:
-            super()._open(scopes, coordinator, epoch, replaced)
-        else:
-            services = self._services
-            self._states = StateTransfer(services, wire.scope_of((), f"states of policy {scopes.policy}", 0))
-            self._channels = CounterpartChannels(services, scopes)
-            self._leadership = Followed()  # type: ignore[assignment]  # it is asked for no more
-            self._open_roles()
-            self._reporter = Reporter(services, self._channels, self._leadership, 0, hostname=self._world.hostname)
-            services.leftover_probes.append(self._leftovers)
-            self._is_open = True
-        self._roles.donor.is_held = True
+            super()._open_at_start(scopes, coordinator, replaced)
+            return
+        states = self._open_states(scopes)
+        channels = CounterpartChannels(self._services, scopes)
+        roles = self._new_roles(channels, self._followed, states)
+        reporter = self._new_reporter(channels, self._followed)
+        self._begin_membership(Membership(channels, states, roles, self._followed, reporter))
+
+    def _new_roles(
+        self, channels: MemberChannels, coordination: KnowsCoordinator, states: StateTransfer
+    ) -> MemberRoles:
+        return MemberRoles(
+            self._services,
+            self._member,
+            channels,
+            coordination,
+            self._resources,
+            states,
+            self._journal,
+            holds_copies=True,
+        )
 
     async def _stop(self, error: BaseException | None) -> None:
-        self._roles.donor.conclude("leaving")
+        self._opened.roles.conclude("leaving")
         try:
             await super()._stop(error)
         finally:
@@ -202,11 +194,6 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
 
     def _is_quiet(self) -> bool:
         return self._has_leader_left or super()._is_quiet()
-
-    def _on_new_coordinator(self, epoch: int, rank: int) -> None:
-        super()._on_new_coordinator(epoch, rank)
-        assert self._leading is not None, "a follower hears of the coordinator from its leader"
-        self._leading.on_epoch(epoch)
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
@@ -233,10 +220,10 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         if self._following is not None:
             info = self._follow(decision, info)
         self._events.tell()
-        self._roles.replacer.announce()
+        self._opened.roles.replacer.announce()
         if decision.action == SNAPSHOT:
             fault = await self._exchange(functools.partial(self._copy, decision.iteration), self._first_fault)
-            self._roles.donor.conclude(fault)
+            self._opened.roles.conclude(fault)
         return info
 
     async def _exchange(self, fn: Callable[[], Any], decide: Callable[[list[Any]], Any]) -> Any:
@@ -260,20 +247,21 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         statuses = [Status(*each) for each in said]
         followers = [each for each in statuses[1:] if each.assignment_count == member.assignment_count]
         self._give_up_with(followers)
-        action, trouble, info = NOTHING_MORE, "", self._roles.replacer.take_given_up()
+        roles, coordination = self._opened.roles, self._opened.coordination
+        action, trouble, info = NOTHING_MORE, "", roles.replacer.take_given_up()
         if member.state is State.CHOSEN:
             action, snapshot = SNAPSHOT, member.on_step()
             assert isinstance(snapshot, TakeSnapshot), f"{snapshot} of a member that is chosen"
-            self._roles.donor.take_snapshot(snapshot.round, self.iteration)
+            roles.take_snapshot(snapshot, self.iteration)
         elif member.state is State.COMPLETE and self._are_complete(followers):
             action, application = APPLICATION, member.on_step()
             assert isinstance(application, Apply), f"{application} of a member that is complete"
             trouble = next(filter(None, [self._own.trouble(), *(each.trouble for each in followers)]), "")
-            info = self._roles.replacer.put_in_place(application.frozen, self.iteration, trouble)
+            info = roles.apply(application, self.iteration, trouble)
         if self.has_come:
             mean = self._read_metric(math.fsum(float(each.metric or 0.0) for each in statuses) / len(statuses))
-            self._reporter.report(self.iteration, self._call_count, mean)
-        now = self._leadership.coordinator, self._leadership.epoch
+            self._opened.reporter.report(self.iteration, self._call_count, mean)
+        now = coordination.coordinator, coordination.epoch
         return tuple(Decision(member.take_happenings(), action, self.iteration, trouble, asdict(info), *now))
 
     def _are_complete(self, followers: Sequence[Status]) -> bool:
@@ -281,22 +269,23 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
 
     def _give_up_with(self, followers: Sequence[Status]) -> None:
         """Give the round up on the leader if a follower has done so."""
-        member = self._member
         for failure in [each.failure for each in followers if each.failure][:1]:
-            self._carry_out(member.on_failed(member.round, failure) or member.on_refused(member.round, failure))
+            self._opened.roles.give_up(self._member.round, failure)
 
     def _follow(self, decision: Decision, info: StepInfo) -> StepInfo:
         """Do what the leader has done, on another rank of its replica, and return what the step says."""
         member = self._following
         assert member is not None, "the leader follows nobody"
         self.iteration = decision.iteration
-        self._leadership.coordinator, self._leadership.epoch = decision.coordinator, decision.epoch  # type: ignore[misc]
-        member.repeat(decision.happenings, self._counterparts, self._carry_out, self._channels.enter_epoch)
-        self._roles.replacer.take_given_up()  # the leader's own reason is told
+        self._followed.follow(decision.epoch, decision.coordinator)
+        roles = self._opened.roles
+        for instructions in member.repeat(decision.happenings, self._counterparts):
+            roles.carry_out(instructions)
+        roles.replacer.take_given_up()  # the leader's own reason is reported
         if decision.action == APPLICATION:
             application = member.on_step()
             assert isinstance(application, Apply), f"{application} where the leader applied round {info.round}"
-            own = self._roles.replacer.put_in_place(application.frozen, self.iteration, decision.trouble)
+            own = roles.apply(application, self.iteration, decision.trouble)
             assert own.round == info.round, f"round {own.round} where the leader applied round {info.round}"
             return replace(info, nbytes=own.nbytes)
         return info
@@ -306,8 +295,8 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         if self._following is not None:
             snapshot = self._following.on_step()
             assert isinstance(snapshot, TakeSnapshot), f"{snapshot} where the leader took a snapshot"
-            self._roles.donor.take_snapshot(snapshot.round, iteration)
-        return await self._roles.donor.fault_of_copy()
+            self._opened.roles.take_snapshot(snapshot, iteration)
+        return await self._opened.roles.fault_of_copy()
 
     def _first_fault(self, faults: list[str]) -> str:
         return next(filter(None, faults), "")

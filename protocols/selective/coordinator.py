@@ -13,19 +13,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, assert_never
 
 from asyncdist import Envelope, RankLostError, tags
-from asyncdist.collectives.agreement.messages import Agreed
-from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
 from asyncdist.protocols.journal import Journal
 from asyncdist.protocols.metric_trend import blank_warning, trend_warning
 from asyncdist.protocols.parameter_stream.messages import safe_point_count
 from asyncdist.protocols.selective.islands.migration import Migration
-from asyncdist.protocols.selective.joining.newcomers import Welcome
 from asyncdist.protocols.selective.messages import (
     Abandoned,
     Admitted,
@@ -46,55 +43,13 @@ from asyncdist.protocols.selective.round.plan import unpack_freeze, unpack_plan
 from asyncdist.protocols.selective.round.state import Send
 from asyncdist.protocols.selective.rounds import RoundCoordinator
 from asyncdist.protocols.selective.rules import SelectiveRules
+from asyncdist.protocols.selective.scopes import PolicyScopes
 from asyncdist.protocols.selective.statistics import CoordinatorStatistics
 from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("protocols.selective.coordinator")
 
 _HEARD: Final = Heard()
-
-
-class PolicyScopes:
-    """Holds the scopes of one policy, equal on all of its ranks.
-
-    Args:
-        ranks: those that agreed to start it, in that order.
-        agreed: the result of the agreement.
-        population: names what the policies of all islands have in common.
-
-    Attributes:
-        policy: names the policy.
-        to_members, to_coordinator: of the messages to these.
-        between: names the policies of all islands together.
-        values: what all members agree in.
-        marks: up to two different numbers with which members have marked their first weights.
-    """
-
-    def __init__(self, ranks: tuple[int, ...], agreed: Agreed, population: str = "") -> None:
-        self.policy = wire.scope_of(ranks, "policy", agreed.time)
-        self.to_members = wire.scope_of(ranks, "members of a policy", agreed.time)
-        self.to_coordinator = wire.scope_of(ranks, "coordinator of a policy", agreed.time)
-        self.between = wire.scope_of((), f"islands of {population}", agreed.time)
-        self.values = dict(agreed.values)
-        self.marks = agreed.marks
-
-    @classmethod
-    def of_running(cls, welcome: Welcome, values: Mapping[str, str]) -> PolicyScopes:
-        """Return the scopes of a policy that runs on other ranks, and has welcomed this one."""
-        scopes = cls.__new__(cls)
-        scopes.policy, scopes.values = welcome.policy, dict(values)
-        scopes.to_members, scopes.to_coordinator = welcome.to_members, welcome.to_coordinator
-        scopes.between, scopes.marks = welcome.between, ()
-        return scopes
-
-    @classmethod
-    def elsewhere(cls, to_members: int, to_coordinator: int) -> PolicyScopes:
-        """Return the scopes of another island's messages."""
-        scopes = cls.__new__(cls)
-        scopes.policy = scopes.between = 0
-        scopes.values, scopes.marks = {}, ()
-        scopes.to_members, scopes.to_coordinator = to_members, to_coordinator
-        return scopes
 
 
 class Coordinator:

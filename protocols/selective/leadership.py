@@ -7,16 +7,18 @@ policy on one rank. It outlives the policy while its rank coordinates for the ot
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from asyncdist.messaging.services import Services
 from asyncdist.protocols.journal import Journal
-from asyncdist.protocols.selective.board import Board, Declined, Nomination, SuccessionMessage, TakeOver
-from asyncdist.protocols.selective.coordinator import Coordinator, PolicyScopes
-from asyncdist.protocols.selective.islands.migration import Migration
+from asyncdist.protocols.selective.board import Board, Declined, IslandMessage, Nomination, SuccessionMessage, TakeOver
+from asyncdist.protocols.selective.coordinator import Coordinator
+from asyncdist.protocols.selective.islands.migration import GuestArrived, GuestLeft, Migration
 from asyncdist.protocols.selective.joining.newcomers import Application, Refusal, Request, Welcome, digest_of, key_of
+from asyncdist.protocols.selective.roles.member_roles import MemberRoles
 from asyncdist.protocols.selective.rules import SelectiveRules
+from asyncdist.protocols.selective.scopes import PolicyScopes
 from asyncdist.protocols.selective.statistics import CoordinatorStatistics
 from asyncdist.protocols.selective.succession import (
     WATCHER_COUNT,
@@ -39,37 +41,29 @@ class Leadership:
     """Knows who coordinates one policy, and coordinates it when it is this rank's turn.
 
     Args:
-        services: of this rank.
-        members: ranks of the policy's group.
-        order: these, in the order in which they take over.
-        coordinator: the rank that begins.
-        rules, scopes: of the policy.
-        model_nbytes: as for :class:`Coordinator`.
-        on_gone: called with the reason, as "is gone", when the coordinator is.
-        on_new: called with the epoch and the rank when another one, or this rank, takes over.
-        on_admitted: called with a rank and its incarnation, which was started again and takes part.
-        is_reserved: whether this rank is no member, and coordinates only in :meth:`serve_reserved`.
-        epoch: of the coordinator, where this rank waits to be admitted; None where it begins with all others.
-        replaced: members that were lost as they agreed to start; in the place of some there is a new process.
-        migration: talks to other islands, until this object is closed; None where there are none.
-        journal: is told what is decided here; None for nobody.
+        services: Of this rank.
+        succession: This rank's view of who coordinates; it knows the coordinator.
+        members: The ranks of the policy's group.
+        rules, scopes: Of the policy.
+        model_nbytes: As for :class:`Coordinator`.
+        member: This rank's part in the rounds, which is notified when the coordinator is gone, when another one takes
+            over, and when a rank that was started again takes part; None if this rank is not a member, and coordinates
+            only in :meth:`serve_reserved`.
+        replaced: Members that were lost as they agreed to start. In the place of some there is a new process.
+        migration: Exchanges messages with other islands; None without islands.
+        journal: Notes the decisions of this rank; None for none.
     """
 
     def __init__(
         self,
         services: Services,
+        succession: Succession,
         members: Sequence[int],
-        order: Sequence[int],
-        coordinator: int,
         rules: SelectiveRules,
         scopes: PolicyScopes,
         *,
         model_nbytes: int,
-        on_gone: Callable[[str], None],
-        on_new: Callable[[int, int], None],
-        on_admitted: Callable[[int, int], None] = lambda *_: None,
-        is_reserved: bool = False,
-        epoch: int | None = None,
+        member: MemberRoles | None,
         replaced: Sequence[int] = (),
         migration: Migration | None = None,
         journal: Journal | None = None,
@@ -80,15 +74,15 @@ class Leadership:
         self._members = tuple(members)
         # Of all ranks of the world no list is made: each of thousands of ranks would have one.
         is_world = len(members) == services.size
+        coordinator = succession.coordinator
+        assert coordinator is not None, "a policy begins with a coordinator"
         self._everybody = range(services.size) if is_world else dict.fromkeys((*members, coordinator))
         self._rules = rules
         self._scopes = scopes
         self._model_nbytes = model_nbytes
-        self._on_gone = on_gone
-        self._on_new = on_new
-        self._on_admitted = on_admitted
-        self._succession = Succession(services.rank, order, coordinator)
-        self._has_left = self._is_reserved = is_reserved
+        self._member = member
+        self._succession = succession
+        self._has_left = self._is_reserved = member is None
         self._is_closed = False
         self._predecessor = _UNKNOWN
         self._watch = Watch()
@@ -100,16 +94,13 @@ class Leadership:
         self._unnoted: list[int] = []  # ranks that are gone, as this object hears in a turn of its own
         self._board = services.shared(Board)
         self._board.open(scopes.policy, self._on_message, key_of(members, scopes.values), self._on_request)
-        if is_reserved:
+        if migration is not None:
+            self._board.open(scopes.between, self._on_island_message)
+        if self._is_reserved:
             self._board.leave(scopes.policy)
         services.on_gone(self._on_peer, among=self._everybody)
         services.on_returned(self._on_met)
-        self._joins = epoch is not None
-        if migration is not None:
-            migration.leader = lambda: self.coordinator
-        if epoch is not None:
-            self._succession.begin_in(epoch)
-        elif services.rank == coordinator:
+        if services.rank == coordinator:
             self._serve(epoch=0, members=[rank for rank in self._members if rank not in self._replaced])
 
     @staticmethod
@@ -155,7 +146,8 @@ class Leadership:
         known = services.incarnation if rank == services.rank else services.restarted.get(rank, 0)
         if self._admitted.get(rank) == known and rank not in services.gone:
             self._succession.on_admitted(rank)
-            self._on_admitted(rank, known)
+            if self._member is not None:
+                self._member.admit(rank, known)
 
     def note_welcome(self, welcome: Welcome, rank: int) -> None:
         """Note what ``rank`` says, which coordinates, to this rank, which waits to be admitted."""
@@ -168,9 +160,7 @@ class Leadership:
         """Return an application to the policy on ``ranks`` that agrees in ``values``; it asks when it is awaited."""
         board = services.shared(Board)
         left = board.newest_left(key_of(ranks, values))
-        application = Application(
-            services, board.send, ranks, values, timeout_s, left=left, on_end=board.end_application
-        )
+        application = Application(services, board, ranks, values, timeout_s, left=left)
         board.apply(application)
         return application
 
@@ -214,8 +204,7 @@ class Leadership:
         if self._migration is not None:
             self._migration.leave()
         self._succession.leave()
-        self._on_gone = lambda _: None  # it was the policy's, which has the model
-        self._on_new = self._on_admitted = lambda *_: None
+        self._member = None  # it has the model
         if self._serving is None:
             self._close()
 
@@ -226,12 +215,14 @@ class Leadership:
             self._services.off_returned(self._on_met)
             self._board.close(self._scopes.policy)
             if self._migration is not None:
-                self._migration.close()
+                self._board.close(self._scopes.between)
 
     def _on_request(self, request: Request, source: int) -> bool:
         """Answer a rank that asks to be admitted, where this rank coordinates; tell whether there is hope for it."""
         if self._serving is None or source not in self._members:  # one that waits itself hopes for its coordinator
-            is_waiting = self._joins and self._admitted.get(self._services.rank) != self._services.incarnation
+            is_waiting = (
+                self._succession.is_newcomer and self._admitted.get(self._services.rank) != self._services.incarnation
+            )
             return not is_waiting or self.coordinator not in (None, *self._services.gone)
         scopes, members = self._scopes, self._serving.members()
         if request.digest != digest_of(self._members, scopes.values):
@@ -270,7 +261,8 @@ class Leadership:
         steps = self._succession.on_lost(rank)
         logger.info("rank %d, the coordinator, %s", rank, why)
         self._predecessor = f"after rank {rank}, which {why}"
-        self._on_gone(why)
+        if self._member is not None:
+            self._member.lose_coordinator(why)
         self._carry_out(steps)
 
     def _on_message(self, message: SuccessionMessage, source: int) -> None:
@@ -290,6 +282,17 @@ class Leadership:
                 if incarnation or self._services.incarnation:
                     self.note_admitted(coordinator, incarnation)
                 self._carry_out(self._succession.on_claim(epoch, coordinator, source))
+
+    def _on_island_message(self, message: IslandMessage, source: int) -> None:
+        assert self._migration is not None, "a message of another island where there are no islands"
+        serving = self._serving
+        news = self._migration.on_message(message, source, is_serving=serving is not None)
+        if serving is not None:
+            match news:
+                case GuestArrived(rank, incarnation):
+                    serving.note_guest(rank, incarnation)
+                case GuestLeft(rank):
+                    serving.note_left(rank)
 
     def _serves_in(self, epoch: int) -> bool:
         """Whether this rank coordinates, in this epoch or a later one."""
@@ -317,7 +320,11 @@ class Leadership:
         else:
             self._predecessor = _UNKNOWN
             self._watch.begin()
-            self._on_new(epoch, coordinator)
+            self._notify_member(epoch, coordinator)
+
+    def _notify_member(self, epoch: int, coordinator: int) -> None:
+        if self._member is not None:
+            self._member.follow(epoch, coordinator)
 
     def _inform(self, rank: int) -> None:
         """Tell a rank that still addresses this one who coordinates now."""
@@ -341,7 +348,7 @@ class Leadership:
             if rank != services.rank and rank not in services.gone:
                 self._board.send(self._claim_of(services.rank), rank)
         logger.warning("this rank coordinates now, %s", self._predecessor)
-        self._on_new(epoch, services.rank)
+        self._notify_member(epoch, services.rank)
 
     def _serve(self, *, epoch: int, members: Sequence[int]) -> None:
         self._serving = Coordinator(
@@ -355,8 +362,6 @@ class Leadership:
             migration=self._migration,
             journal=self._journal,
         )
-        if self._migration is not None:
-            self._migration.serving = self._serving
         if not self._is_reserved:
             self._services.spawn_service(self._run(self._serving), name="coordinator")
 
@@ -367,7 +372,5 @@ class Leadership:
         finally:
             if self._serving is coordinator:
                 self._serving, self._served = None, coordinator.statistics()
-                if self._migration is not None:
-                    self._migration.serving = None
                 if self._has_left:
                     self._close()

@@ -1,8 +1,9 @@
 """Implements the member's side of a round, as a state machine that turns events into instructions.
 
 `RoundMember` is the twin of `protocols.selective.rounds.RoundCoordinator`: a plain synchronous object without asyncio,
-torch or a clock, so the same events give the same instructions. The policy tells it what has happened (a message of the
-coordinator, a step, the end of a copy or of an exchange) and carries the instructions out in the order given.
+torch or a clock, so the same events give the same instructions. `protocols.selective.roles.member_roles` tells it each
+event (a message of the coordinator, a step, the end of a copy or of an exchange) and carries the instructions out, in
+the order given. What only a step can do, to copy and to change weights, is a `StepAction`, which `on_step` returns.
 
 A member has one role at a time. `TRANSITIONS` is the whole of it:
 
@@ -121,6 +122,12 @@ class Tell(NamedTuple):
     round: int = 0
 
 
+class EnterEpoch(NamedTuple):
+    """Exchange messages of this epoch from now on, and drop those of earlier ones."""
+
+    epoch: int
+
+
 class RefuseUpTo(NamedTuple):
     """Answer replacers that ask for a snapshot of a round up to this one by the abort."""
 
@@ -135,12 +142,6 @@ class RefuseMeans(NamedTuple):
 
 class Withdraw(NamedTuple):
     """Stop the streams of the snapshot on offer, and offer it no more."""
-
-
-class TakeSnapshot(NamedTuple):
-    """Start to copy the weights, and report the end of the copy by `on_copied`."""
-
-    round: int
 
 
 class Give(NamedTuple):
@@ -187,13 +188,6 @@ class Read(NamedTuple):
     frozen: Frozen
 
 
-class Apply(NamedTuple):
-    """Put the new weights in place; then call `on_applied`."""
-
-    round: int
-    frozen: Frozen
-
-
 class Discard(NamedTuple):
     """Stop the exchange, free what it holds, and let the next step report the reason."""
 
@@ -203,20 +197,36 @@ class Discard(NamedTuple):
 
 Instruction: TypeAlias = (
     Tell
+    | EnterEpoch
     | RefuseUpTo
     | RefuseMeans
     | Withdraw
-    | TakeSnapshot
     | Give
     | Ask
     | Reduce
     | AddUp
     | StopReducing
     | Read
-    | Apply
     | Discard
 )
 Instructions: TypeAlias = tuple[Instruction, ...]
+
+
+class TakeSnapshot(NamedTuple):
+    """Start to copy the weights, and report the end of the copy by `on_copied`."""
+
+    round: int
+
+
+class Apply(NamedTuple):
+    """Put the new weights in place; then call `on_applied`."""
+
+    round: int
+    frozen: Frozen
+
+
+#: Only a step carries these out: weights are copied and changed in no other place.
+StepAction: TypeAlias = TakeSnapshot | Apply
 
 
 class RoundMember:
@@ -229,6 +239,8 @@ class RoundMember:
         reducing: the round of which this member adds up a part, or shares what it fetches; 0 for none.
         admitting: the newest round in which this member gave, or took, all of a rank's state; 0 for none.
         wants_step: whether the next step has something to do; a step that finds it false does nothing.
+        newest: this member's newest report; None before the first.
+        is_joining: whether this rank was started again and waits to be admitted.
         declined: roles refused, by reason.
         abandoned: rounds given up as a replacer, by reason.
         unapplied_count: averages that were complete and are never applied.
@@ -242,7 +254,9 @@ class RoundMember:
         "abandoned",
         "admitting",
         "declined",
+        "is_joining",
         "last_round",
+        "newest",
         "reducing",
         "round",
         "state",
@@ -257,6 +271,8 @@ class RoundMember:
         self.reducing = 0
         self.admitting = 0
         self.wants_step = False
+        self.newest: Report | None = None
+        self.is_joining = False
         self.declined: Counter[str] = Counter()
         self.abandoned: Counter[str] = Counter()
         self.unapplied_count = 0
@@ -318,8 +334,16 @@ class RoundMember:
         giving = (*self._end_reducing(), *self._end_giving())
         return (*giving, RefuseUpTo(self.last_round), *self._end_taking(f"the coordinator {why}"))
 
+    def on_epoch(self, epoch: int, incarnation: int) -> Instructions:
+        """Take part in the epoch of another coordinator; its predecessor is gone already."""
+        return (EnterEpoch(epoch), *self.on_rejoin(incarnation))
+
+    def on_rejoin(self, incarnation: int) -> Instructions:
+        """Answer a coordinator that does not know this member; one that waits to be admitted says nothing."""
+        return () if self.is_joining else (self.joined(self.newest, incarnation),)
+
     def joined(self, newest: Report | None, incarnation: int = 0) -> Tell:
-        """Return what a coordinator that has taken over has to know; ``newest`` is this member's newest report."""
+        """Return the message for a coordinator that has taken over; ``newest`` is this rank's newest report."""
         report = newest or Report(-1, 0.0, 0.0, 0.0)
         facts = self.last_round, self._applied_iteration, self._judged_iteration
         times = report.step_time_s, report.interval_s
@@ -327,8 +351,8 @@ class RoundMember:
 
     # ---------------------------------------------------------------- what the member does
 
-    def on_step(self) -> TakeSnapshot | Apply | None:
-        """Return what this step has to do. Weights change, and are copied, in no other place."""
+    def on_step(self) -> StepAction | None:
+        """Return what this step has to do."""
         self.wants_step = False
         if self.state is State.CHOSEN:
             self._go(Event.STEP, self.round)
@@ -339,12 +363,16 @@ class RoundMember:
             return Apply(self.round, self._frozen)
         return None
 
+    def awaits_copy(self, round: int) -> bool:
+        """Return whether the copy for that round is still wanted."""
+        return self.state is State.COPYING and self.round == round
+
     def on_copied(self, round: int, iteration: int, *, fault: str = "", state_safe_points: int = 0) -> Instructions:
         """Take a snapshot that is whole, with ``state_safe_points`` as in `Ready`, or the reason why it gives none.
 
         Without instructions the round ended while it was copied.
         """
-        if self.state is not State.COPYING or self.round != round:
+        if not self.awaits_copy(round):
             return ()
         if fault:
             self._go(Event.UNSOUND)

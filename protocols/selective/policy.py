@@ -1,7 +1,8 @@
 """Asynchronous selective averaging: the worst ranks take the average of the good ones, and no rank waits for another.
 
-This is the member's side: :mod:`protocols.selective.member` is its state machine, and the policy carries the
-instructions out. :mod:`protocols.selective.coordinator` is the other side; :mod:`protocols.selective.rules` decides.
+This is the member's side: :mod:`protocols.selective.member` is its state machine, and
+:mod:`protocols.selective.roles.member_roles` carries its instructions out.
+:mod:`protocols.selective.coordinator` is the other side; :mod:`protocols.selective.rules` decides.
 A round, as a member sees it:
 
 1. every ``average_every`` steps it reports its metric, and goes on training;
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -29,7 +30,6 @@ from torch import nn
 
 from asyncdist import ClosedError, Group, World, current_world, validation
 from asyncdist.messaging import wire
-from asyncdist.protocols.applier import Applier
 from asyncdist.protocols.metrics import Metric, MetricSource
 from asyncdist.protocols.options import (
     AveragingOptions,
@@ -43,31 +43,49 @@ from asyncdist.protocols.options import (
     Timing,
 )
 from asyncdist.protocols.own_state import OwnState
-from asyncdist.protocols.parameter_stream.parts import PartPool
 from asyncdist.protocols.ported import Ported
 from asyncdist.protocols.ranking import replacer_count
-from asyncdist.protocols.selective.coordinator import PolicyScopes
 from asyncdist.protocols.selective.islands.layout import Island, IslandOptions
 from asyncdist.protocols.selective.islands.migration import Migration
 from asyncdist.protocols.selective.islands.visit import Visits
 from asyncdist.protocols.selective.joining.arrival import Arrival
 from asyncdist.protocols.selective.joining.state_transfer import StateTransfer
 from asyncdist.protocols.selective.leadership import Leadership
-from asyncdist.protocols.selective.member import Apply, Instructions, RoundMember, State, TakeSnapshot
+from asyncdist.protocols.selective.member import RoundMember, State
 from asyncdist.protocols.selective.messages import Admitted, End, Heard, Leave, PackedAssign, PackedFrozen, Rejoin
-from asyncdist.protocols.selective.roles.exchange_buffers import ExchangeBuffers
+from asyncdist.protocols.selective.roles.coordination import Coordination, KnowsCoordinator
 from asyncdist.protocols.selective.roles.member_channels import MemberChannels
 from asyncdist.protocols.selective.roles.member_roles import MemberRoles
 from asyncdist.protocols.selective.roles.reporter import Reporter
-from asyncdist.protocols.selective.round_events import PendingEvents
+from asyncdist.protocols.selective.roles.resources import RoleResources
 from asyncdist.protocols.selective.rules import SelectiveRules
+from asyncdist.protocols.selective.scopes import PolicyScopes
 from asyncdist.protocols.selective.statistics import SelectiveStatistics
+from asyncdist.protocols.selective.succession import Succession
 from asyncdist.protocols.starting.without_lost import lost_members
-from asyncdist.protocols.step_info import NOTHING, CoordinatorChanged, PolicyEvent, StepInfo
-from asyncdist.tensors.flat_state import SnapshotPool
+from asyncdist.protocols.step_info import NOTHING, PolicyEvent, StepInfo, UserEvents
 from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("protocols.selective.policy")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Membership:
+    """Holds this rank's part in a policy, made as a whole when the policy opens.
+
+    Attributes:
+        channels: Carry messages and streams.
+        states: Gives this rank's state to newcomers.
+        roles: Carry out what the rounds ask of this rank.
+        coordination: Knows which rank coordinates.
+        reporter: Reports the metric.
+    """
+
+    channels: MemberChannels
+    states: StateTransfer
+    roles: MemberRoles
+    coordination: Coordination
+    reporter: Reporter
 
 
 class AsyncSelectiveAveragingPolicy(Ported):
@@ -217,50 +235,56 @@ class AsyncSelectiveAveragingPolicy(Ported):
             None if coordinator is None else validation.count("coordinator", coordinator, least=0, besides=", or None")
         )
         self._successors = validation.ranks("successors", successors)
-        self._timing = Timing(timing)
-        self._snapshots = SnapshotPool(self._flat)
-        self._applier = Applier(self._flat, self._own, self._snapshots, on_event)
-        self._events = PendingEvents(on_event)
-        self._visits = Visits(
-            self._flat, self._own, self._snapshots, on_event, self._events, self._timing, lambda: self._reporter.newest
-        )
-        self._buffers = ExchangeBuffers(self._flat)
-        self._parts = PartPool(self._flat)
+        self._events = UserEvents(on_event)
+        self._resources = RoleResources.of(self._flat, self._own, Timing(timing), self._events, self)
         self._member = RoundMember()
-        self._leadership: Leadership
-        self._channels: MemberChannels
-        self._roles: MemberRoles
-        self._carry_out: Callable[[Instructions], None]
-        self._reporter: Reporter
-        self._states: StateTransfer
         self._island: Island | None = None
-        self._is_open = False  # it has roles and channels
-        self._is_joining = False
+        self._visits: Visits | None = None  # without islands, and before the policy opens
+        self._membership: Membership | None = None  # before the policy opens
 
     def statistics(self) -> SelectiveStatistics:
         """Return what this member has done so far; before and during the start, nothing."""
-        has_started = self._is_open and self._stage in ("open", "closed")
-        return SelectiveStatistics(
+        member, buffers = self._member, self._resources.buffers
+        counts = SelectiveStatistics(
             iteration=self.iteration,
-            report_count=self._reporter.report_count if has_started else 0,
-            nonfinite_metric_count=self._reporter.nonfinite_count if has_started else 0,
-            snapshot_count=self._roles.donor.snapshot_count if has_started else 0,
-            replacement_count=self._roles.replacer.replacement_count if has_started else 0,
-            abandoned=dict(self._member.abandoned),
-            declined=dict(self._member.declined),
-            unapplied_count=self._member.unapplied_count,
-            last_round=self._member.last_round,
-            reduction_count=self._roles.reducer.reduction_count if has_started else 0,
-            reasked_count=self._buffers.reasked_count,
-            sent_nbytes=self._channels.server.sent_nbytes + self._visits.sent_nbytes if has_started else 0,
-            received_nbytes=self._buffers.received_nbytes + (self._roles.reducer.received_nbytes if has_started else 0),
-            read_nbytes=self._buffers.read_nbytes + (self._roles.reducer.read_nbytes if has_started else 0),
-            epoch=self._leadership.epoch if has_started else 0,
-            coordinator_rank=self._leadership.coordinator if has_started else None,
-            coordinator=self._leadership.statistics() if has_started else None,
+            report_count=0,
+            nonfinite_metric_count=0,
+            snapshot_count=0,
+            replacement_count=0,
+            abandoned=dict(member.abandoned),
+            declined=dict(member.declined),
+            unapplied_count=member.unapplied_count,
+            last_round=member.last_round,
+            reduction_count=0,
+            reasked_count=buffers.reasked_count,
+            sent_nbytes=0,
+            received_nbytes=buffers.received_nbytes,
+            read_nbytes=buffers.read_nbytes,
+            epoch=0,
+            coordinator_rank=None,
+            coordinator=None,
             island=None if self._island is None else self._island.index,
-            migration_count=self._visits.snapshot_count,
+            migration_count=0 if self._visits is None else self._visits.snapshot_count,
             title=self._journal.title(),
+        )
+        if self._membership is None or self._stage not in ("open", "closed"):
+            return counts
+        roles, reporter = self._membership.roles, self._membership.reporter
+        coordination = self._membership.coordination
+        visits_nbytes = 0 if self._visits is None else self._visits.sent_nbytes
+        return replace(
+            counts,
+            report_count=reporter.report_count,
+            nonfinite_metric_count=reporter.nonfinite_count,
+            snapshot_count=roles.donor.snapshot_count,
+            replacement_count=roles.replacer.replacement_count,
+            reduction_count=roles.reducer.reduction_count,
+            sent_nbytes=self._membership.channels.server.sent_nbytes + visits_nbytes,
+            received_nbytes=buffers.received_nbytes + roles.reducer.received_nbytes,
+            read_nbytes=buffers.read_nbytes + roles.reducer.read_nbytes,
+            epoch=coordination.epoch,
+            coordinator_rank=coordination.coordinator,
+            coordinator=coordination.statistics(),
         )
 
     # -- starting and leaving ---------------------------------------------------------------------------------------
@@ -314,76 +338,92 @@ class AsyncSelectiveAveragingPolicy(Ported):
             agreed = await self._agree()
         population = f"{self._group.key} {type(self).__name__} {self.name}"
         scopes = PolicyScopes(meeting.ranks, agreed, population)
-        self._open(scopes, meeting.leader, replaced=lost_members(self._world, self._members, meeting))
+        self._open_at_start(scopes, meeting.leader, lost_members(self._world, self._members, meeting))
+
+    def _open_at_start(self, scopes: PolicyScopes, coordinator: int, replaced: Sequence[int]) -> None:
+        """Take part in a policy that starts on all members; the arguments are those of :meth:`_open`."""
+        self._open(scopes, coordinator, replaced=replaced)
 
     def _open(
         self, scopes: PolicyScopes, coordinator: int, epoch: int | None = None, replaced: Sequence[int] = ()
-    ) -> None:
+    ) -> Leadership:
         """Open the channels, and take part.
 
         Args:
-            scopes: of the policy.
-            coordinator: its rank.
-            epoch: its epoch, where this rank waits to be admitted.
-            replaced: members that were lost before they agreed, or since and in whose place there is a new process.
+            scopes: The policy's.
+            coordinator: The rank that coordinates.
+            epoch: The coordinator's epoch, if this rank waits to be admitted.
+            replaced: Members that were lost before they agreed, or since and in whose place there is a new process.
+
+        Returns:
+            What this rank knows of the coordinator, or does as the coordinator.
         """
         services, members = self._services, self._members
-        self._states = StateTransfer(services, wire.scope_of((), f"states of policy {scopes.policy}", 0))
-        self._channels = MemberChannels(services, scopes)
+        states = self._open_states(scopes)
+        channels = MemberChannels(services, scopes)
         if epoch:
-            self._channels.enter_epoch(epoch)
-        self._open_roles()
-        migration = Migration.open(self._world, self._island, self._islands, scopes, self._visits)
-        self._leadership = Leadership(
+            channels.enter_epoch(epoch)
+        order = tuple(dict.fromkeys((*self._successors, *members))) if self._successors else members
+        succession = Succession(services.rank, order, coordinator)
+        if epoch is not None:
+            succession.begin_in(epoch)
+        roles = self._new_roles(channels, succession, states)
+        leadership = Leadership(
             services,
+            succession,
             members,
-            tuple(dict.fromkeys((*self._successors, *members))) if self._successors else members,
-            coordinator,
             self._rules,
             scopes,
             model_nbytes=self._flat.nbytes,
-            on_gone=self._roles.lose_coordinator,
-            on_new=self._on_new_coordinator,
-            on_admitted=self._roles.admit,
-            epoch=epoch,
+            member=roles,
             replaced=replaced,
-            migration=migration,
+            migration=self._open_migration(scopes, succession),
             journal=self._journal,
         )
         for rank in replaced:
-            self._channels.exclude(rank)
-        call = self._call_count
-        self._reporter = Reporter(services, self._channels, self._leadership, call, hostname=self._world.hostname)
-        self._leadership.begin()
-        services.leftover_probes.append(self._leftovers)
-        self._listener = services.spawn_service(self._listen(), name="policy member")
-        self._is_open = True
-
-    def _open_roles(self) -> None:
-        self._roles = roles = MemberRoles(
-            self._services,
-            self._member,
-            self._channels,
-            lambda: self._leadership,
-            flat=self._flat,
-            own=self._own,
-            snapshots=self._snapshots,
-            buffers=self._buffers,
-            parts=self._parts,
-            applier=self._applier,
-            states=self._states,
-            whole_state=lambda: {"optimizer": self.optimizer.state_dict(), "policy": self.state_dict()},
-            on_event=self._averaging.on_event,
-            timing=self._timing,
-            journal=self._journal,
-            events=self._events,
+            channels.exclude(rank)
+        self._begin_membership(
+            Membership(channels, states, roles, leadership, self._new_reporter(channels, leadership))
         )
-        self._carry_out = roles.carry_out
+        leadership.begin()
+        services.spawn_service(self._listen(leadership, channels, roles), name="policy member")
+        return leadership
+
+    def _open_states(self, scopes: PolicyScopes) -> StateTransfer:
+        scope = wire.scope_of((), f"states of policy {scopes.policy}", 0)
+        return StateTransfer(self._services, scope)
+
+    def _open_migration(self, scopes: PolicyScopes, succession: Succession) -> Migration | None:
+        """Exchange donors with other islands, if there are any."""
+        if self._island is None:
+            return None
+        self._visits = Visits(self._services, self._island, self._member, self._resources)
+        return Migration.open(self._world, self._island, self._islands, scopes, self._visits, succession)
+
+    def _new_roles(
+        self, channels: MemberChannels, coordination: KnowsCoordinator, states: StateTransfer
+    ) -> MemberRoles:
+        return MemberRoles(self._services, self._member, channels, coordination, self._resources, states, self._journal)
+
+    def _new_reporter(self, channels: MemberChannels, coordination: Coordination) -> Reporter:
+        call, host = self._call_count, self._world.hostname
+        return Reporter(self._services, channels, coordination, self._member, call, hostname=host)
+
+    def _begin_membership(self, membership: Membership) -> None:
+        self._membership = membership
+        self._services.leftover_probes.append(self._leftovers)
+
+    @property
+    def _opened(self) -> Membership:
+        assert self._membership is not None, "a policy that has not opened"
+        return self._membership
+
+    # -- joining a policy that runs ---------------------------------------------------------------------------------
 
     async def _join(self) -> None:
         """Take all of a member's state, and then part in the policy that runs on the other ranks."""
         self._own.begin()
-        was_admitted, self._services.is_admitted = self._services.is_admitted, False  # until it is, nobody counts on it
+        was_admitted, self._services.is_admitted = self._services.is_admitted, False  # until it is, it does not count
         Leadership.listen(self._services)
         values = self._agreed_values()
         application = Leadership.apply(self._services, values, self._members, self._start_timeout_s)
@@ -395,12 +435,11 @@ class AsyncSelectiveAveragingPolicy(Ported):
                     raise
                 await self._start_among_newcomers()
                 return
-            self._is_joining = True
-            self._open(PolicyScopes.of_running(welcome, values), coordinator, welcome.epoch)
+            self._member.is_joining = True
+            leadership = self._open(PolicyScopes.of_running(welcome, values), coordinator, welcome.epoch)
             try:
-                note_welcome = self._leadership.note_welcome
-                note_welcome(welcome, coordinator)
-                await self._arrival().complete(application, note_welcome, is_admitted=lambda: not self._is_joining)
+                leadership.note_welcome(welcome, coordinator)
+                await self._arrival().complete(application, leadership)
             except BaseException as error:
                 await self._stop(error)
                 raise
@@ -410,55 +449,59 @@ class AsyncSelectiveAveragingPolicy(Ported):
         finally:
             application.close()
         self._services.is_admitted = True
-        self._reporter.begin(self._call_count)
+        self._opened.reporter.begin(self._call_count)
 
     def _arrival(self) -> Arrival:
-        def restore(parts: Mapping[str, Any]) -> int:
-            self.optimizer.load_state_dict(parts["optimizer"])
-            self._restore(parts["policy"])
-            return self.iteration
+        roles, states = self._opened.roles, self._opened.states
+        nbytes = self._flat.nbytes
+        return Arrival(self._member, roles, states, self, self._journal, model_nbytes=nbytes)
 
-        return Arrival(
-            self._services,
-            self._member,
-            self._carry_out,
-            replacer=self._roles.replacer,
-            states=self._states,
-            model_nbytes=self._flat.nbytes,
-            restore=restore,
-            note_joined=self._journal.note_joined,
-        )
+    def whole_state(self) -> Mapping[str, Any]:
+        """Return all of this member's state but its weights, for a rank that was started again."""
+        return {"optimizer": self.optimizer.state_dict(), "policy": self.state_dict()}
+
+    def restore_whole_state(self, parts: Mapping[str, Any]) -> int:
+        """Put the state of another member in place, and return its iteration."""
+        self.optimizer.load_state_dict(parts["optimizer"])
+        self._restore(parts["policy"])
+        return self.iteration
+
+    # -- leaving ----------------------------------------------------------------------------------------------------
 
     async def _stop(self, error: BaseException | None) -> None:
         """Leave the policy. Streams under way are finished first, unless ``error`` makes that pointless."""
+        opened = self._opened
         if self._member.state is State.COMPLETE:
             logger.info("round %d: the average had arrived and was not applied; the policy ended", self._member.round)
-        self._carry_out(self._member.on_leave())
-        self._visits.leave()
+        opened.roles.leave()
+        if self._visits is not None:
+            self._visits.leave()
         try:
             if error is None and self._services.engine.failure is None:
                 until = self._world.time() + self._averaging.drain_timeout_s
                 await self._services.engine.until(self._is_quiet, WaitId(WaitKind.OWN_ROUND), deadline=until)
-        finally:  # cancelled or not: the others must hear of it
-            self._carry_out(self._member.on_left())
-            self._visits.close()
-            self._states.close()
-            self._channels.close()
-            self._leadership.leave()
+        finally:  # cancelled or not: the others must be notified
+            opened.roles.finish()
+            if self._visits is not None:
+                self._visits.close()
+            opened.states.close()
+            opened.channels.close()
+            opened.coordination.leave()
             if not self._leftovers():  # it would keep model and buffers for the life of the world
                 self._services.leftover_probes.remove(self._leftovers)
 
     def _is_quiet(self) -> bool:
         """Whether nothing of a round is left: no role, no stream of ours, nothing being discarded."""
-        member, is_giving = self._member, self._member.state is State.LASTING or not self._channels.server.is_idle
-        is_moving = is_giving or member.reducing or self._services.slots.discarding_count
-        return self._visits.is_quiet and (member.state is State.OUT or not is_moving)
+        member = self._member
+        is_moving = self._opened.roles.is_giving or member.reducing or self._services.slots.discarding_count
+        is_abroad = self._visits is not None and not self._visits.is_quiet
+        return not is_abroad and (member.state is State.OUT or not is_moving)
 
     def _leftovers(self) -> list[str]:
-        counts = {"snapshots": self._snapshots.in_use, "accumulators": self._buffers.in_use}
-        counts["parts of a mean"] = self._parts.in_use
         policy = self.name or type(self).__name__
-        return [f"{count} {what} of policy {policy}" for what, count in counts.items() if count]
+        return [f"{count} {what} of policy {policy}" for what, count in self._resources.in_use().items() if count]
+
+    # -- one step ---------------------------------------------------------------------------------------------------
 
     async def _step(self, local_metric: MetricSource) -> StepInfo:
         if self.is_alone:
@@ -469,58 +512,45 @@ class AsyncSelectiveAveragingPolicy(Ported):
         await self._world.progress()
         self._events.tell()
         info = self._act() if self._member.wants_step else NOTHING
-        if self._visits.wants_step:
+        if self._visits is not None:
             self._visits.on_step(self.iteration)
         if self._is_due():
             value = self._read_new_metric(local_metric)
             if value is not None:
-                self._reporter.report(self.iteration, self._call_count, value)
+                self._opened.reporter.report(self.iteration, self._call_count, value)
         return info
 
     def _act(self) -> StepInfo:
-        """Do what waits for ``step``, and report a round that was given up since the last one."""
-        given_up = self._roles.replacer.take_given_up()
-        match self._member.on_step():
-            case TakeSnapshot(round):
-                self._roles.donor.take_snapshot(round, self.iteration)
-            case Apply(_, frozen):
-                return self._visits.located(self._roles.replacer.apply(frozen, self.iteration))
-        return self._visits.located(given_up)
+        """Do what waits for a step."""
+        info = self._opened.roles.step(self.iteration)
+        return info if self._visits is None else self._visits.located(info)
 
-    # -- events, and what they lead to ------------------------------------------------------------------------------
+    # -- the coordinator's messages ---------------------------------------------------------------------------------
 
-    async def _listen(self) -> None:
-        """Hand the coordinator's messages to the state machine."""
-        own, known = self._world.rank, (self._members, self._visits.population)
-        async for envelope in self._channels.control:
-            if envelope.source != self._leadership.coordinator:
+    async def _listen(self, leadership: Leadership, channels: MemberChannels, roles: MemberRoles) -> None:
+        """Hand the coordinator's messages to the roles, and to what this rank knows of the coordinator."""
+        own = self._world.rank
+        known = self._members, () if self._island is None else self._island.population
+        async for envelope in channels.control:
+            if envelope.source != leadership.coordinator:
                 continue  # its loss was known before its last messages were read
             match envelope.message:
                 case PackedAssign() as told if (assign := told.opened(own)) and assign.is_among(*known):
-                    self._roles.take(assign, envelope.round)
+                    roles.take(assign, envelope.round)
                 case PackedFrozen() as told if (frozen := told.opened()).is_among(*known):
-                    self._roles.take(frozen, envelope.round)
+                    roles.take(frozen, envelope.round)
                 case End() as end:
-                    self._roles.take(end, envelope.round)
+                    roles.take(end, envelope.round)
                 case Leave():
-                    self._leadership.note_stopped(envelope.source)
+                    leadership.note_stopped(envelope.source)
                 case Heard():
-                    self._leadership.note_answer(self._call_count)
-                case Rejoin() if not self._is_joining:
-                    self._carry_out((self._member.joined(self._reporter.newest, self._world.incarnation),))
+                    leadership.note_answer(self._call_count)
+                case Rejoin():
+                    roles.rejoin()
                 case Admitted(rank, incarnation):
-                    self._leadership.note_admitted(rank, incarnation)
+                    leadership.note_admitted(rank, incarnation)
                     if (rank, incarnation) == (own, self._world.incarnation):
-                        self._is_joining = False
+                        self._member.is_joining = False
                         self._services.engine.recheck()
                 case other:
                     logger.debug("the coordinator sent a %s", type(other).__name__)
-
-    def _on_new_coordinator(self, epoch: int, rank: int) -> None:
-        """End what an earlier coordinator has begun, and take part in what the new one decides."""
-        self._journal.note_coordinator(epoch, rank)
-        self._events.add(CoordinatorChanged(rank, epoch))
-        self._roles.lose_coordinator("is replaced")
-        self._channels.enter_epoch(epoch)
-        if not self._is_joining:
-            self._carry_out((self._member.joined(self._reporter.newest, self._world.incarnation),))

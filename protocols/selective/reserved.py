@@ -10,10 +10,11 @@ from typing import Any
 from asyncdist import World, current_world, validation
 from asyncdist.protocols.journal import Journal
 from asyncdist.protocols.policy import START
-from asyncdist.protocols.selective.coordinator import PolicyScopes
 from asyncdist.protocols.selective.leadership import Leadership
 from asyncdist.protocols.selective.rules import SelectiveRules
+from asyncdist.protocols.selective.scopes import PolicyScopes
 from asyncdist.protocols.selective.statistics import CoordinatorStatistics
+from asyncdist.protocols.selective.succession import Succession
 from asyncdist.protocols.starting.differences import told_of_rivals
 
 
@@ -56,15 +57,12 @@ async def coordinate(
     journal.begin_reserved(world.services)
     leadership = Leadership(
         world.services,
+        Succession(world.rank, members, world.rank),
         members,
-        members,
-        world.rank,
         rules,
         scopes,
         model_nbytes=int(options["model_nbytes"]),
-        on_gone=lambda _: None,
-        on_new=lambda *_: None,
-        is_reserved=True,
+        member=None,
         journal=journal,
     )
     leadership.begin()

@@ -84,12 +84,14 @@ class Succession:
     Attributes:
         epoch: the largest that this rank has heard of.
         coordinator: the rank that coordinates in it; None when that one is gone.
+        is_newcomer: Whether this rank was started again and has begun in an epoch under way.
     """
 
     def __init__(self, rank: int, order: Sequence[int], coordinator: int) -> None:
         self.rank = rank
         self.epoch = 0
         self.coordinator: int | None = coordinator
+        self.is_newcomer = False
         self._order = tuple(order)
         self._lost: set[int] = set()
         self._unavailable: set[int] = set()  # lost, left, or out of the policy
@@ -119,7 +121,7 @@ class Succession:
 
     def begin_in(self, epoch: int) -> None:
         """Begin in an epoch that is under way. Who takes part, and may take over, is told by :meth:`on_admitted`."""
-        self.epoch = epoch
+        self.epoch, self.is_newcomer = epoch, True
         self._unavailable.update(self._order)
         self._unavailable.add(self.rank)
 

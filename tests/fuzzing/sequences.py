@@ -52,11 +52,12 @@ from protocols.selective.member import (
     Ask,
     Discard,
     Give,
-    Instructions,
+    Instruction,
     Read,
     Reduce,
     RoundMember,
     State,
+    StepAction,
     StopReducing,
     TakeSnapshot,
     Tell,
@@ -151,7 +152,7 @@ def _frozen(rng: random.Random) -> Frozen:
     return Frozen(donors, weights, tuple(_count(rng) for _ in donors), rng.choice((-1, *donors)), rng.uniform(0, 9))
 
 
-def _tell_member(member: RoundMember, rng: random.Random, number: int) -> Instructions:
+def _tell_member(member: RoundMember, rng: random.Random, number: int) -> tuple[Instruction | StepAction, ...]:
     """Tell a member one event, as its policy would, about a round."""
     match rng.randrange(11):
         case 0 | 1 | 2:
@@ -201,7 +202,9 @@ def member(rng: random.Random) -> None:
     assert _tell_member(told, rng, 1) == () or told.state is State.OUT
 
 
-def _carry_out(instructions: Instructions, offered: list[int], exchanging: list[int], read: set[int]) -> None:
+def _carry_out(
+    instructions: tuple[Instruction | StepAction, ...], offered: list[int], exchanging: list[int], read: set[int]
+) -> None:
     for instruction in instructions:
         match instruction:
             case Give(number):

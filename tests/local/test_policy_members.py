@@ -320,7 +320,7 @@ def test_a_rank_that_was_replaced_since_it_was_judged_declines() -> None:
                 if info:
                     at = policy.iteration - 1
                     assign = Assign(REPLACER, (1,), (0,), judged_iteration=at - 1, best=1)
-                    policy._carry_out(policy._member.on_assign(assign, 99))
+                    policy._opened.roles.carry_out(policy._member.on_assign(assign, 99))
         return dict(policy.statistics().declined)
 
     declined, nothing = run(main, 2)
@@ -332,20 +332,20 @@ def test_buffer_that_may_receive_discarded_chunks_is_not_reused() -> None:
     async def main(world: ad.World) -> None:
         model = Mixed(float(world.rank))
         async with AsyncSelectiveAveragingPolicy(model, sgd(model), average_every=1) as policy:
-            first = policy._buffers.acquire()
-            policy._buffers.release(first, is_clean=True)
-            second = policy._buffers.acquire()
+            first = policy._resources.buffers.acquire()
+            policy._resources.buffers.release(first, is_clean=True)
+            second = policy._resources.buffers.acquire()
             assert second.buffers is first.buffers
-            policy._buffers.release(second, is_clean=False)  # as after a stream that is not answered yet
-            third = policy._buffers.acquire()
+            policy._resources.buffers.release(second, is_clean=False)  # as after a stream that is not answered yet
+            third = policy._resources.buffers.acquire()
             assert third.buffers is not first.buffers
             third.hold()  # as while others of this host take it
-            policy._buffers.release(third, is_clean=True)
-            fourth = policy._buffers.acquire()
-            assert fourth.buffers is not third.buffers and policy._buffers.in_use == 2
+            policy._resources.buffers.release(third, is_clean=True)
+            fourth = policy._resources.buffers.acquire()
+            assert fourth.buffers is not third.buffers and policy._resources.buffers.in_use == 2
             third.release()
             fourth.release()
-            assert policy._buffers.in_use == 0
+            assert policy._resources.buffers.in_use == 0
 
     run(main, 2)
 
@@ -510,7 +510,7 @@ def test_replacer_keeps_its_weights_if_a_donor_is_lost_midstream(monkeypatch: py
     states: list[set[float]] = []
 
     def is_streaming(policy: AsyncSelectiveAveragingPolicy) -> bool:
-        sent = [stream.sent_nbytes for offer in policy._channels.server._offers for stream in offer.streams]
+        sent = [stream.sent_nbytes for offer in policy._opened.channels.server._offers for stream in offer.streams]
         return max(sent, default=0) > 2 * WINDOW_COUNT * 64
 
     async def main(world: ad.World) -> None:
@@ -525,7 +525,7 @@ def test_replacer_keeps_its_weights_if_a_donor_is_lost_midstream(monkeypatch: py
                 info = await policy.step(float(world.rank))
                 if world.rank == 0 and (info.abandoned or info):
                     states.append(values(model, floating=True))
-                while world.rank == 3 and policy._channels.server._offers and not is_streaming(policy):
+                while world.rank == 3 and policy._opened.channels.server._offers and not is_streaming(policy):
                     await world.safe_point()
             while world.rank == 0 and not abandoned:  # the coordinator may hear of it later
                 await world.safe_point()

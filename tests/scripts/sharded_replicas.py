@@ -165,7 +165,7 @@ with ad.blocking.open_world() as world:
             "received_nbytes": statistics.received_nbytes,
             "snapshot_count": statistics.snapshot_count,
             "replacement_count": statistics.replacement_count,
-            "buffers_nbytes": policy._inner._snapshots.allocated * policy._flat.nbytes,  # on top of the model
+            "buffers_nbytes": policy._inner._resources.snapshots.allocated * policy._flat.nbytes,  # on top of the model
         },
     )
     dist.barrier()

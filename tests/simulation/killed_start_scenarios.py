@@ -33,6 +33,7 @@ from asyncdist.simulation import (
     simulate,
 )
 from protocols import AsyncSelectiveAveragingPolicy
+from protocols.selective.leadership import Leadership
 
 #: The start is over by then, and training goes on for a while.
 TRAINS_UNTIL_S: Final = 0.3
@@ -124,8 +125,9 @@ async def _main(world: ad.World, late_s: Sequence[float]) -> Trained | str:
             seen = policy.statistics()
             if policy.is_alone:
                 return Trained(0, 0, world.rank, 0)
-            scopes = policy._leadership._scopes
-            return Trained(scopes.policy, seen.epoch, seen.coordinator_rank, seen.last_round)
+            leadership = policy._opened.coordination
+            assert isinstance(leadership, Leadership)
+            return Trained(leadership._scopes.policy, seen.epoch, seen.coordinator_rank, seen.last_round)
     except _REFUSALS as error:
         if not world.incarnation:
             raise

@@ -316,15 +316,16 @@ class Member:
         policy = self.selective
         if policy is None:
             return
-        if "_roles" in vars(policy):
-            offer, exchange = policy._roles.donor.offer, policy._roles.replacer.exchange
+        membership, resources = policy._membership, policy._resources
+        if membership is not None:
+            offer, exchange = membership.roles.donor.offer, membership.roles.replacer.exchange
             if offer is not None and exchange is not None:
                 self.watch.check(False, f"{self} gives in {offer} and takes in {exchange}")
-        is_frugal = len(policy._snapshots._used) <= _SNAPSHOT_COUNT_MAX >= policy._parts.in_use
-        accumulator_count = sum(len(pool._used) for pool in policy._buffers._pools)
+        is_frugal = len(resources.snapshots._used) <= _SNAPSHOT_COUNT_MAX >= resources.parts.in_use
+        accumulator_count = sum(len(pool._used) for pool in resources.buffers._pools)
         if not is_frugal or accumulator_count > _SNAPSHOT_COUNT_MAX:
-            counts = policy._snapshots.in_use, policy._parts.in_use, policy._buffers.in_use
-            self.watch.check(False, f"{self}: {counts} snapshots, parts of a mean and accumulators")
+            counts = tuple(resources.in_use().values())
+            self.watch.check(False, f"{self}: {counts} snapshots, accumulators and parts of a mean")
 
 
 class Watch:
@@ -397,7 +398,7 @@ class Watch:
             count = member.world.services.engine.statistics().outstanding_count
             if count > self._outstanding_count_max:
                 self.check(False, f"{member}: {count} requests outstanding")
-            ring = member.selective._buffers.ring.nbytes if member.selective is not None else 0
+            ring = member.selective._resources.buffers.ring.nbytes if member.selective is not None else 0
             if ring > (WINDOW_COUNT + 1) * self.plan.chunk_nbytes:  # the window, and what is read at a time
                 self.check(False, f"{member}: {ring} bytes of received chunks")
         if self._may_die:
@@ -417,8 +418,9 @@ class Watch:
         roles = {"anybody", *(["coordinator"] if rank in lead else [])}
         for member in self.members:
             policy = member.selective
-            if member.rank == rank and policy is not None and "_roles" in vars(policy):
-                offer, exchange = policy._roles.donor.offer, policy._roles.replacer.exchange
+            if member.rank == rank and policy is not None and policy._membership is not None:
+                held = policy._membership.roles
+                offer, exchange = held.donor.offer, held.replacer.exchange
                 if offer is not None and offer.streams:
                     roles.add("donor mid-stream")
                 if exchange is not None and exchange.task is not None:

@@ -331,10 +331,12 @@ def test_an_assignment_of_a_lost_coordinator_is_not_a_role() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         async with AsyncSelectiveAveragingPolicy(model, optimizer, average_every=1000) as policy:
             if world.rank == 2:
-                inbox = policy._channels.control.inbox
+                inbox = policy._opened.channels.control.inbox
                 inbox.mailbox.append(ad.Envelope(PackedAssign(Plan((1, 2), (2,), (5, 5), 1).packed()), 0, 1))
                 inbox.wake_one()
-                policy._leadership._lose("is gone", 0)
+                leadership = policy._opened.coordination
+                assert isinstance(leadership, Leadership)
+                leadership._lose("is gone", 0)
             await asyncio.sleep(2.0)
             return policy._member.state.name
 

@@ -525,7 +525,7 @@ def test_a_donor_of_weights_that_are_not_finite_keeps_no_copies() -> None:
                 tiny.weight.data.fill_(math.nan)
             for _ in range(100):
                 await policy.step(float(world.rank))
-            kept = policy._states._offered
+            kept = policy._opened.states._offered
         declined = policy.statistics().declined
         return world.incarnation, kept, [("finite" in why, count) for why, count in declined.items()]
 
@@ -535,7 +535,7 @@ def test_a_donor_of_weights_that_are_not_finite_keeps_no_copies() -> None:
     assert report.results == ((0, None, []), (0, None, [(True, 1)]), (1, None, []))
 
 
-def test_a_request_of_the_process_before_admits_nobody() -> None:
+def test_a_request_of_the_process_before_admits_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: within a long step the coordinator took the request for one of the new process."""
     admitted: list[tuple[int, int]] = []
 
@@ -543,8 +543,9 @@ def test_a_request_of_the_process_before_admits_nobody() -> None:
         tiny = Tiny(0.0)
         optimizer = torch.optim.SGD([tiny.weight], lr=0.1)
         async with AsyncSelectiveAveragingPolicy(tiny, optimizer, average_every=1, round_timeout_s=5.0) as policy:
-            note = policy._leadership._on_admitted
-            policy._leadership._on_admitted = lambda *of: (admitted.append(of), note(*of))[1]
+            roles = policy._opened.roles
+            note = roles.admit
+            monkeypatch.setattr(roles, "admit", lambda *of: (admitted.append(of), note(*of))[1])
             while world.time() < 60.0:
                 await policy.step(random.random())
 

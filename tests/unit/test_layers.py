@@ -100,6 +100,12 @@ def own_imports(tree: ast.Module) -> set[str]:
     return {name for name in found if name in ASYNCDIST}
 
 
+def protocol_imports(tree: ast.Module) -> set[str]:
+    """The modules of protocols among them, by their names below it."""
+    found = {name.removeprefix("asyncdist.protocols.") for name in imports(tree)}
+    return {name for name in found if name in PROTOCOLS}
+
+
 def uses(tree: ast.Module, package: str) -> bool:
     return any(name == package or name.startswith(f"{package}.") for name in imports(tree))
 
@@ -143,17 +149,41 @@ def test_imports_go_down_only(name: str) -> None:
     assert not {other for other in own_imports(ASYNCDIST[name]) if folder_of(other) not in allowed}
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+@pytest.mark.parametrize("package", ["asyncdist", "protocols"])
+def test_no_modules_import_each_other_in_a_circle(package: str) -> None:
     """Within a folder too. Imports inside functions and for annotations count."""
-    left = {name: own_imports(tree) - {name} for name, tree in ASYNCDIST.items()}
+    trees, find = {"asyncdist": (ASYNCDIST, own_imports), "protocols": (PROTOCOLS, protocol_imports)}[package]
+    left = {name: find(tree) - {name} for name, tree in trees.items()}
     while free := {name for name, used in left.items() if not used & left.keys()}:
         left = {name: used for name, used in left.items() if name not in free}
     assert not left
 
 
+def test_roles_know_neither_their_state_machine_nor_its_owner() -> None:
+    """They do as they are asked and return, so that one place carries the instructions of a member out."""
+    roles = {name for name in PROTOCOLS if name.startswith("selective.roles.")}
+    owners = {"selective.member", "selective.roles.member_roles"}
+    users = {name.rpartition(".")[2] for name in roles if protocol_imports(PROTOCOLS[name]) & owners}
+    assert users == {"member_roles", "reporter", "round_events"}, "which keeps the newest report, or reads the answers"
+
+
+def test_constructors_of_protocols_take_only_users_callables() -> None:
+    """All other arguments are objects: what a callback does cannot be found from where it is called."""
+    made = [
+        node
+        for tree in PROTOCOLS.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__"
+    ]
+    arguments = [each for node in made for each in (*node.args.args, *node.args.kwonlyargs) if each.annotation]
+    callables = {each.arg for each in arguments if each.annotation and "Callable" in ast.unparse(each.annotation)}
+    assert callables <= {"metric", "on_event"}
+
+
 def test_there_is_something_to_prove() -> None:
     """The parser sees what it should: a rule that finds no import proves nothing."""
     assert {"messaging.engine", "messaging.wire", "errors"} <= own_imports(ASYNCDIST["messaging.channels"])
+    assert "selective.member" in protocol_imports(PROTOCOLS["selective.policy"])
     assert "transports.mpi" in own_imports(ASYNCDIST["transports.select"]), "an import inside a function"
     assert uses(ASYNCDIST["transports.mpi"], "mpi4py")
     assert len(edges()) > 20

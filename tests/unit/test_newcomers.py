@@ -214,8 +214,7 @@ async def test_ranks_met_together_are_all_asked_for_the_policy() -> None:
         is_unmet=unmet.__contains__,
         engine=engine,
     )
-    application = Application(
-        services, lambda _, dest: asked.append(dest), (0, 1, 2, 3), {}, 60.0, on_end=lambda _: None
-    )
+    board: Any = SimpleNamespace(send=lambda _, dest: asked.append(dest))
+    application = Application(services, board, (0, 1, 2, 3), {}, 60.0)
     assert await application.welcomed() == (welcome, 2)
     assert asked == [1, 2, 3]

@@ -6,7 +6,7 @@ import random
 
 from asyncdist.tensors import serialization
 from protocols.replicas.members import FollowingMember, LeadingMember
-from protocols.selective.member import Apply, Ask, Discard, Instruction, Instructions, Read, State, TakeSnapshot
+from protocols.selective.member import Apply, Ask, Discard, Instruction, Read, State, TakeSnapshot
 from protocols.selective.messages import DONOR, REPLACER, Assign, Frozen
 
 #: Of three replicas of two ranks: each leader, and the rank beside it.
@@ -20,18 +20,12 @@ class Replica:
 
     def __init__(self) -> None:
         self.leader, self.follower = LeadingMember(), FollowingMember()
-        self.epoch = 0
         self.done: list[Instruction] = []
-
-    def carry_out(self, instructions: Instructions) -> None:
-        self.done.extend(instructions)
-
-    def enter_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
 
     def swap(self) -> None:
         told = serialization.decode(serialization.encode(self.leader.take_happenings()))
-        self.follower.repeat(told, COUNTERPARTS, self.carry_out, self.enter_epoch)
+        for instructions in self.follower.repeat(told, COUNTERPARTS):
+            self.done.extend(instructions)
 
 
 def test_ranks_are_those_of_the_counterparts() -> None:
@@ -81,7 +75,7 @@ def _draw(rng: random.Random, replica: Replica, number: int) -> None:
             leader.on_end("over", rng.choice((leader.round, number)))
         case "gone":
             leader.on_coordinator_gone("is lost")
-            leader.on_epoch(number)
+            leader.on_epoch(number, 0)
         case "late":
             leader.on_frozen(FROZEN, number - 1)
 

@@ -9,7 +9,8 @@ import pytest
 from protocols import PolicyEvent, RoleAssigned, RoundAbandoned, RoundEnded
 from protocols.selective.member import Instructions, RoundMember
 from protocols.selective.messages import DONOR, REPLACER, Assign, Frozen
-from protocols.selective.round_events import PendingEvents, RoundEvents
+from protocols.selective.roles.round_events import RoundEvents
+from protocols.step_info import UserEvents
 
 TO_GIVE = Assign(DONOR, (1, 2), (0,), 9, 2)
 TO_TAKE = Assign(REPLACER, (1, 2), (0,), 9, 2)
@@ -22,7 +23,7 @@ class Told:
     def __init__(self, island: int = -1) -> None:
         self.events: list[PolicyEvent] = []
         self.member = RoundMember()
-        self.pending = PendingEvents(self.events.append)
+        self.pending = UserEvents(self.events.append)
         self._rounds = RoundEvents(self.member, self.pending, island)
 
     def note(self, instructions: Instructions, *args: Any, **options: Any) -> list[PolicyEvent]:
@@ -105,13 +106,13 @@ def test_callback_that_raises_gets_the_rest_in_the_next_step() -> None:
         if len(told) == 1:
             raise OSError("the disk is full")
 
-    pending = PendingEvents(on_event)
+    pending = UserEvents(on_event)
     for number in (1, 2):
         pending.add(RoundEnded(number, "complete"))
     with pytest.raises(OSError, match="full"):
         pending.tell()
     pending.tell()
     assert [event.round for event in told] == [1, 2]
-    silent = PendingEvents(None)
+    silent = UserEvents(None)
     silent.add(RoundEnded(1, "complete"))
     silent.tell()

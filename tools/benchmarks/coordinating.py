@@ -21,9 +21,10 @@ from asyncdist.messaging import wire
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.demultiplexer import TagDemultiplexer
 from asyncdist.waits import WaitId
-from protocols.selective.coordinator import Coordinator, PolicyScopes
+from protocols.selective.coordinator import Coordinator
 from protocols.selective.messages import DONOR, Applied, ControlMessage, PackedAssign, Ready, Report
 from protocols.selective.rules import SelectiveRules
+from protocols.selective.scopes import PolicyScopes
 
 _NONCE: Final = 7
 _TO_MEMBERS: Final = 1

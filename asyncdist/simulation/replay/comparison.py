@@ -7,7 +7,7 @@ from typing import Any
 
 from asyncdist import tags
 from asyncdist.errors import AsyncdistError, RankLostError
-from asyncdist.recording.events import KINDS, Event, Field
+from asyncdist.recording.events import KINDS, Event, Field, whole
 from asyncdist.simulation.replay.log import DECISIONS, FAILED, Fired, Left, Lost, Passed, RankLog, Sight, Taken
 
 #: Fields of a decision that a replay need not repeat.
@@ -48,7 +48,7 @@ class Comparison:
     def on_event(self, time_s: float, kind: str, fields: tuple[Field, ...], has_stopped: bool) -> None:
         """Compare one event; ``has_stopped`` says whether main has ended. Raises DivergenceError."""
         if kind == "step":
-            self.iteration = int(fields[1])  # type: ignore[arg-type]
+            self.iteration = whole(fields[1])
         if kind not in DECISIONS or self._found:
             return
         event = Event(time_s, kind, fields)

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final, NamedTuple, TypeAlias
 
 from asyncdist import World
 from asyncdist.collectives.agreement.messages import first_two
@@ -25,11 +25,10 @@ from asyncdist.protocols.misuse import warn_of_first_weights
 from asyncdist.protocols.selective.board import Board, Declined, IslandMessage
 from asyncdist.protocols.selective.islands.layout import Island, IslandOptions
 from asyncdist.protocols.selective.islands.messages import Emigrant, Invitation
+from asyncdist.protocols.selective.islands.visit import Visits
 from asyncdist.protocols.selective.joining.newcomers import digest_of
-
-if TYPE_CHECKING:
-    from asyncdist.protocols.selective.coordinator import Coordinator, PolicyScopes
-    from asyncdist.protocols.selective.islands.visit import Visits
+from asyncdist.protocols.selective.roles.coordination import KnowsCoordinator
+from asyncdist.protocols.selective.scopes import PolicyScopes
 
 logger = logging.getLogger("protocols.selective.islands.migration")
 
@@ -37,22 +36,38 @@ logger = logging.getLogger("protocols.selective.islands.migration")
 _TARGET_COUNT_MAX: Final = 64
 
 
+class GuestArrived(NamedTuple):
+    """Let a rank of another island give in this island."""
+
+    rank: int
+    incarnation: int
+
+
+class GuestLeft(NamedTuple):
+    """Count no longer on a rank of another island."""
+
+    rank: int
+
+
+#: An instruction for the coordinator of this island, on the rank where it runs.
+GuestNews: TypeAlias = GuestArrived | GuestLeft
+
+
 class Migration:
     """Sends the emigrants of an island where this rank coordinates it, and takes those of others.
 
     Args:
-        services: of this rank.
-        island: that this rank is in.
-        policy: the number that the policies of all islands have in common.
-        digest: of what the members of this island have agreed in.
-        marks: with which these have marked their first weights.
-        draw: chooses islands at random; None for the ring.
-        on_invitation: takes, or declines, the word of another island's coordinator that this rank may be a donor there.
+        services: Of this rank.
+        island: The island that this rank is in.
+        policy: The number that the policies of all islands have in common.
+        digest: A digest of the values that the members of this island have agreed in.
+        marks: The marks of these members' first weights.
+        draw: Chooses islands at random; None for the ring.
+        visits: Give this rank's weights to other islands.
+        coordination: Knows which rank coordinates this island.
 
     Attributes:
-        is_first: whether the island is the first one.
-        serving: the coordinator that runs on this rank; None where none does.
-        leader: returns the rank that coordinates this island, as far as is known.
+        is_first: Whether the island is the first one.
     """
 
     def __init__(
@@ -64,7 +79,8 @@ class Migration:
         marks: tuple[int, ...],
         *,
         draw: random.Random | None,
-        on_invitation: Callable[[Invitation, int], bool],
+        visits: Visits,
+        coordination: KnowsCoordinator,
     ) -> None:
         self._services = services
         self._island = island
@@ -72,35 +88,31 @@ class Migration:
         self._digest = digest
         self._marks = marks
         self._draw = draw
-        self._on_invitation: Callable[[Invitation, int], bool] | None = on_invitation
+        self._visits: Visits | None = visits
+        self._coordination = coordination
         self._absent: set[int] = set()  # ranks of other islands that have left the policy
         self._sent: tuple[Emigrant, int] | None = None  # the newest one, and where it went
         self._has_warned = False
         self.is_first = island.index == 0
-        self.serving: Coordinator | None = None
-        self.leader: Callable[[], int | None] = lambda: None
         self._board = services.shared(Board)
-        self._board.open(policy, self._on_message)
 
     @classmethod
     def open(
         cls,
         world: World,
-        island: Island | None,
+        island: Island,
         options: IslandOptions,
         scopes: PolicyScopes,
         visits: Visits,
-    ) -> Migration | None:
-        """Begin to exchange messages with other islands; None without islands.
+        coordination: KnowsCoordinator,
+    ) -> Migration:
+        """Return the migration of an island's policy.
 
         Args:
-            world, options, visits: of the policy.
-            island: that this rank is in.
-            scopes: of the policy there.
+            world, options: Of the policy.
+            scopes: Of the policy in this island.
+            island, visits, coordination: As for the class.
         """
-        if island is None:
-            return None
-        visits.open(world.services, island)
         return cls(
             world.services,
             island,
@@ -108,16 +120,13 @@ class Migration:
             digest_of((), scopes.values),
             scopes.marks,
             draw=world.generator(f"migration {scopes.between}") if options.migration == "random" else None,
-            on_invitation=visits.on_invitation,
+            visits=visits,
+            coordination=coordination,
         )
 
     def leave(self) -> None:
         """Give nothing to other islands any more: this rank leaves the policy. It may go on coordinating."""
-        self._on_invitation = None
-
-    def close(self) -> None:
-        """Take nothing any more."""
-        self._board.close(self._policy)
+        self._visits = None
 
     # -- where this rank coordinates --------------------------------------------------------------------------------
 
@@ -148,23 +157,34 @@ class Migration:
 
     # -- news -------------------------------------------------------------------------------------------------------
 
-    def _on_message(self, message: IslandMessage, source: int) -> None:
+    def on_message(self, message: IslandMessage, source: int, *, is_serving: bool) -> GuestNews | None:
+        """Take a message of another island.
+
+        Args:
+            message: The message.
+            source: The rank that sent it.
+            is_serving: Whether the coordinator of this island runs on this rank.
+
+        Returns:
+            An instruction for that coordinator, if there is one.
+        """
         if not self._island.is_elsewhere(source) and not isinstance(message, Emigrant):
             logger.debug("rank %d, which is in no other island, sent a %s", source, type(message).__name__)
-            return
+            return None
         match message:
             case Emigrant():
-                self._on_emigrant(message)
+                return self._on_emigrant(message, is_serving)
             case Invitation():
-                if self._on_invitation is None or not self._on_invitation(message, source):
+                if self._visits is None or not self._visits.on_invitation(message, source):
                     self._board.send(Declined(self._policy), source)
             case Declined():
-                self._on_declined(source)
+                return self._on_declined(source, is_serving)
+        return None
 
-    def _on_emigrant(self, emigrant: Emigrant) -> None:
-        """Keep a guest where this rank coordinates, or pass it on to the rank that does."""
+    def _on_emigrant(self, emigrant: Emigrant, is_serving: bool) -> GuestArrived | None:
+        """Keep a guest if this rank coordinates, or pass it on to the rank that does."""
         if not self._island.is_elsewhere(emigrant.rank):
-            return
+            return None
         if emigrant.digest != self._digest:
             if not self._has_warned:
                 self._has_warned = True
@@ -172,24 +192,26 @@ class Migration:
                     "rank %d of another island has another model or other options: no weights are taken from there",
                     emigrant.rank,
                 )
-            return
-        self._note_marks(emigrant.marks)
-        leader = self.leader()
-        if self.serving is not None:
-            self.serving.note_guest(emigrant.rank, emigrant.incarnation)
-        elif leader not in (None, self._services.rank) and not emigrant.is_passed_on:
+            return None
+        self._note_marks(emigrant.marks, is_serving)
+        if is_serving:
+            return GuestArrived(emigrant.rank, emigrant.incarnation)
+        leader = self._coordination.coordinator
+        if leader not in (None, self._services.rank) and not emigrant.is_passed_on:
             self._board.send(replace(emigrant, is_passed_on=True), leader)
+        return None
 
-    def _note_marks(self, marks: tuple[int, ...]) -> None:
+    def _note_marks(self, marks: tuple[int, ...], is_serving: bool) -> None:
         """Note the marks of other islands. The first island warns when they begin to differ from its own."""
         known, self._marks = self._marks, first_two((self._marks, marks))
-        if self.is_first and self.serving is not None and len(known) < 2:
+        if self.is_first and is_serving and len(known) < 2:
             warn_of_first_weights(self._marks)
 
-    def _on_declined(self, source: int) -> None:
-        """Note that a rank of another island has left the policy."""
+    def _on_declined(self, source: int, is_serving: bool) -> GuestLeft | None:
+        """Note that a rank of another island has left the policy, and send another rank what that one has not taken."""
         self._absent.add(source)
-        if self.serving is not None:
-            self.serving.note_left(source)
-            if self._sent is not None and self._sent[1] == source:
-                self._send(self._sent[0])
+        if not is_serving:
+            return None
+        if self._sent is not None and self._sent[1] == source:
+            self._send(self._sent[0])
+        return GuestLeft(source)

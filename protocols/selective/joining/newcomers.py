@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 from asyncdist import AsyncdistError, ClosedError, DisagreementError, LateError, RankLostError, StartTimeoutError
 from asyncdist.messaging import wire
@@ -89,38 +89,45 @@ def digest_of(ranks: Sequence[int], values: Mapping[str, str]) -> str:
     return hashlib.sha256(repr((tuple(ranks), sorted(values.items()))).encode()).hexdigest()[:16]
 
 
+class RequestBoard(Protocol):
+    """Carries the requests of newcomers, and their answers."""
+
+    def send(self, message: AdmissionMessage, dest: int) -> None:
+        """Send a message, unless ``dest`` cannot be reached."""
+
+    def end_application(self, application: Application) -> None:
+        """Drop further answers to this application."""
+
+
 class Application:
     """Asks for one newcomer, until it is admitted.
 
     Args:
         services: of this rank.
-        send: sends a message to a rank that may be unreachable.
+        board: Carries the requests.
         ranks: of the policy's group.
         values: what this rank's policy would agree in.
         timeout_s: how long it may take until a coordinator answers, and from each answer to the next one. To be
             admitted takes as long as the rounds do that come before.
         left: the policy of this class and name that this process has left before, or 0.
-        on_end: called with this when it is closed.
     """
 
     def __init__(
         self,
         services: Services,
-        send: Callable[[AdmissionMessage, int], None],
+        board: RequestBoard,
         ranks: Sequence[int],
         values: Mapping[str, str],
         timeout_s: float,
         *,
         left: int = 0,
-        on_end: Callable[[Application], None],
     ) -> None:
         self.key = key_of(ranks, values)
         self._request = Request(self.key, services.incarnation, digest_of(ranks, values), left)
         self._values = values
         self._ranks = [rank for rank in ranks if rank != services.rank]
-        self._on_end = on_end
         self._services = services
-        self._send = send
+        self._board = board
         self._timeout_s = timeout_s
         self._deadline = services.time() + timeout_s
         self._over: set[int] = set()
@@ -169,7 +176,7 @@ class Application:
 
     def close(self) -> None:
         """Take no answers any more."""
-        self._on_end(self)
+        self._board.end_application(self)
 
     async def welcomed(self) -> tuple[Welcome, int]:
         """Ask until a coordinator has answered, and return its answer and who it is.
@@ -204,7 +211,7 @@ class Application:
         for rank in others:
             if rank not in self._asked:
                 self._asked.add(rank)
-                self._send(self._request, rank)
+                self._board.send(self._request, rank)
 
     async def until(self, is_over: Callable[[], bool]) -> None:
         """Ask until ``is_over``, or until an answer has come.

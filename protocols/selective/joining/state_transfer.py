@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Mapping
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import torch
 
@@ -115,12 +115,31 @@ def _chunks(state: torch.Tensor | None, nbytes: int) -> list[memoryview] | None:
     return split(byte_view(state), CHUNK_NBYTES) if state is not None and nbytes == state.numel() else None
 
 
+class WholeState(Protocol):
+    """Is all of a member's state but its weights."""
+
+    def whole_state(self) -> Mapping[str, Any]:
+        """Return the state, as a tree of dicts, lists, tuples, numbers, strings and tensors."""
+
+    def restore_whole_state(self, parts: Mapping[str, Any]) -> int:
+        """Put the state of a member in place, and return the iteration from which this rank continues."""
+
+
+def copied(whole: WholeState) -> torch.Tensor | None:
+    """Return a copy of a member's state as bytes; None, with a warning, if it cannot be copied."""
+    try:
+        return packed(whole.whole_state())
+    except (TypeError, ValueError) as error:
+        logger.warning("a rank that was started again cannot be admitted: the optimizer's state: %s", error)
+        return None
+
+
 class StateTransfer:
     """Gives this rank's state to newcomers, or takes another's.
 
     Args:
-        services: of this rank.
-        scope: one that only the policy's members use.
+        services: Of this rank.
+        scope: A scope that only the policy's members use.
     """
 
     def __init__(self, services: Services, scope: int) -> None:

@@ -1,64 +1,73 @@
-"""Holds the roles of one member, and carries out what the state machine answers."""
+"""Turns the events of a member into what its roles do: the one place that carries instructions out.
+
+Each event (a message of the coordinator, a step, the end of a copy or of an exchange) goes to the state machine
+:class:`RoundMember`, and :meth:`MemberRoles.carry_out` does what it answers, in that order. The roles below know
+neither the state machine nor this module: they do what they are asked to and return. A task that waits for a role's
+streams belongs to :class:`MemberRoles`, and so does the event of its end.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, assert_never
+import functools
+import logging
+from typing import assert_never
 
+from asyncdist import AsyncdistError
 from asyncdist.messaging.services import Services
-from asyncdist.protocols.applier import Applier
 from asyncdist.protocols.journal import Journal
-from asyncdist.protocols.options import Timing
-from asyncdist.protocols.own_state import OwnState
-from asyncdist.protocols.parameter_stream.parts import PartPool
 from asyncdist.protocols.selective.joining.state_transfer import StateTransfer
-from asyncdist.protocols.selective.leadership import Leadership
 from asyncdist.protocols.selective.member import (
     AddUp,
     Apply,
     Ask,
     Discard,
+    EnterEpoch,
     Give,
+    Instruction,
     Instructions,
     Read,
     Reduce,
     RefuseMeans,
     RefuseUpTo,
     RoundMember,
+    State,
     StopReducing,
     TakeSnapshot,
     Tell,
     Withdraw,
 )
 from asyncdist.protocols.selective.messages import Assign, End, Frozen
-from asyncdist.protocols.selective.roles.donor import Donor
-from asyncdist.protocols.selective.roles.exchange_buffers import ExchangeBuffers
+from asyncdist.protocols.selective.roles.coordination import KnowsCoordinator
+from asyncdist.protocols.selective.roles.donor import Copy, Donor
+from asyncdist.protocols.selective.roles.exchange import Exchange
 from asyncdist.protocols.selective.roles.member_channels import MemberChannels
 from asyncdist.protocols.selective.roles.reducer import Reducer
 from asyncdist.protocols.selective.roles.relay import Relay
 from asyncdist.protocols.selective.roles.replacer import Replacer
-from asyncdist.protocols.selective.round_events import PendingEvents, RoundEvents
-from asyncdist.protocols.step_info import PolicyEvent
-from asyncdist.tensors.flat_state import FlatState, SnapshotPool
+from asyncdist.protocols.selective.roles.resources import RoleResources
+from asyncdist.protocols.selective.roles.round_events import RoundEvents
+from asyncdist.protocols.step_info import CoordinatorChanged, StepInfo
+from asyncdist.waits import WaitId, WaitKind
+
+logger = logging.getLogger("protocols.selective.roles.member_roles")
 
 
 class MemberRoles:
-    """Gives, takes and reduces as :class:`RoundMember` says.
+    """Gives, takes and reduces as :class:`RoundMember` decides.
 
     Args:
-        services: of this rank.
-        member: decides.
-        channels: carry the messages and the streams.
-        leadership: returns who coordinates; called when there is something to tell.
-        flat, own: the model's state, and what of it is given and kept.
-        snapshots, buffers, parts: the memory of donors, replacers and reducers.
-        applier: changes the weights.
-        states, whole_state, on_event, timing: as for :class:`Donor`.
-        journal: is told each state of the member.
-        events: keep what ``on_event`` is told in the next step.
+        services: Of this rank.
+        member: Decides.
+        channels: Carry the messages and the streams.
+        coordination: Knows which rank coordinates.
+        resources: The model, and the memory of the roles.
+        states: Gives and takes the rest of a member's state; None if this rank gives to no newcomer.
+        journal: Notes each state of the member.
+        island: The other island whose rounds these are; -1 for the rank's own.
+        holds_copies: Whether a copy waits for :meth:`conclude` before it is given, since other ranks hold a part of it.
 
     Attributes:
-        donor, replacer, reducer, relay: the roles.
+        donor, replacer, reducer, relay: The roles.
     """
 
     def __init__(
@@ -66,133 +75,240 @@ class MemberRoles:
         services: Services,
         member: RoundMember,
         channels: MemberChannels,
-        leadership: Callable[[], Leadership],
-        *,
-        flat: FlatState,
-        own: OwnState,
-        snapshots: SnapshotPool,
-        buffers: ExchangeBuffers,
-        parts: PartPool,
-        applier: Applier,
-        states: StateTransfer,
-        whole_state: Callable[[], Mapping[str, Any]],
-        on_event: Callable[[PolicyEvent], None] | None,
-        timing: Timing,
+        coordination: KnowsCoordinator,
+        resources: RoleResources,
+        states: StateTransfer | None,
         journal: Journal,
-        events: PendingEvents,
+        *,
+        island: int = -1,
+        holds_copies: bool = False,
     ) -> None:
         self._services = services
         self._member = member
+        self._channels = channels
+        self._coordination = coordination
         self._states = states
         self._journal = journal
-        self._events = RoundEvents(member, events)
-        self._told_state = member.state
-        self._channels = channels
-        self._leadership = leadership
+        self._user_events = resources.events
+        self._round_events = RoundEvents(member, resources.events, island)
+        self._noted_state = member.state
+        self._holds_copies = holds_copies
+        self._held: Copy | None = None
         server = channels.server
-        self.donor = Donor(
-            services,
-            member,
-            self.carry_out,
-            flat=flat,
-            own=own,
-            snapshots=snapshots,
-            server=server,
-            states=states,
-            whole_state=whole_state,
-            on_event=on_event,
-            timing=timing,
-        )
-        self.reducer = Reducer(services, server, parts, self.donor.snapshot_of)
+        self.donor = Donor(services, server, resources, states, island=island)
+        self.reducer = Reducer(services, server, resources.parts, self.donor)
         self.relay = Relay(services.rank, server)
-        self.replacer = Replacer(
-            services,
-            member,
-            self.carry_out,
-            server=server,
-            buffers=buffers,
-            reducer=self.reducer,
-            relay=self.relay,
-            own=own,
-            applier=applier,
-            timing=timing,
-        )
+        self.replacer = Replacer(services, server, resources, self.reducer, self.relay)
+
+    # -- the coordinator --------------------------------------------------------------------------------------------
 
     def take(self, message: Assign | Frozen | End, round: int) -> None:
-        """Hand a message of the coordinator to the state machine, and do what it answers."""
+        """Take a message of the coordinator about a round."""
         match message:
             case Assign():
                 for restarted in message.restarted:
                     self.admit(*restarted)
                 instructions = self._member.on_assign(message, round)
-                self._events.note(instructions, message, round)
+                self._round_events.note(instructions, message, round)
             case Frozen():
                 instructions = self._member.on_frozen(message, round)
             case End(reason):
                 instructions = self._member.on_end(reason, round)
-                self._events.note(instructions, reason=reason)
+                self._round_events.note(instructions, reason=reason)
             case unknown:
                 assert_never(unknown)
-        self._do(instructions)
+        self._carry_out(instructions)
 
     def admit(self, rank: int, incarnation: int) -> None:
-        """Exchange messages with a process that was started again, and has been admitted, if it still has its place."""
+        """Exchange messages with a process that was started again and has been admitted, if it still has its place."""
         if self._services.restarted.get(rank, 0) == incarnation:
             self._channels.admit(rank)
-            self._states.admit(rank)
+            if self._states is not None:
+                self._states.admit(rank)
 
     def lose_coordinator(self, why: str) -> None:
         """End what a coordinator has begun that is gone, or is replaced, as ``why`` says."""
         instructions = self._member.on_coordinator_gone(why)
-        self._events.note(instructions, reason=f"the coordinator {why}")
-        self._do(instructions)
+        self._round_events.note(instructions, reason=f"the coordinator {why}")
+        self._carry_out(instructions)
+
+    def follow(self, epoch: int, rank: int) -> None:
+        """End what an earlier coordinator has begun, and take part in the rounds of another rank."""
+        self._journal.note_coordinator(epoch, rank)
+        self._user_events.add(CoordinatorChanged(rank, epoch))
+        self.lose_coordinator("is replaced")
+        self.carry_out(self._member.on_epoch(epoch, self._services.incarnation))
+
+    def rejoin(self) -> None:
+        """Answer a coordinator that does not know this member."""
+        self.carry_out(self._member.on_rejoin(self._services.incarnation))
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    def step(self, iteration: int) -> StepInfo:
+        """Do what waits for a step, or return the round that was given up since the last step."""
+        given_up = self.replacer.take_given_up()
+        match self._member.on_step():
+            case TakeSnapshot() as due:
+                self.take_snapshot(due, iteration)
+            case Apply() as due:
+                info = self.apply(due, iteration)
+                self.replacer.announce()
+                return info
+        return given_up
+
+    def take_snapshot(self, due: TakeSnapshot, iteration: int) -> None:
+        """Begin a copy of the weights, whose end is an event of its own.
+
+        Raises:
+            ValueError: The model is not the policy's any more; the round continues without this rank.
+        """
+        try:
+            copy = self.donor.copy(due.round, iteration, with_state=due.round == self._member.admitting)
+        except ValueError:
+            self.carry_out(self._member.on_copied(due.round, iteration, fault="its model has changed"))
+            raise
+        if copy.under_way is None:
+            self._on_copied(copy)
+        else:
+            waits = WaitId(WaitKind.ROUND_SNAPSHOT, number=copy.round)
+            self._services.engine.watch(copy.under_way, waits, functools.partial(self._on_copied, copy))
+
+    def apply(self, due: Apply, iteration: int, trouble: str | None = None) -> StepInfo:
+        """Put new weights in place; ``trouble`` is as for :meth:`OwnState.take`. The user is not told yet."""
+        info = self.replacer.put_in_place(due.frozen, iteration, trouble)
+        self.carry_out(self._member.on_applied(iteration))
+        return info
+
+    # -- ends of copies and exchanges -------------------------------------------------------------------------------
+
+    def _on_copied(self, copy: Copy, _: AsyncdistError | None = None) -> None:
+        if self._holds_copies:
+            self._held = copy
+            self._services.engine.recheck()
+        else:
+            self._end_copy(copy)
+
+    async def fault_of_copy(self) -> str:
+        """Wait for the copy that is held, and return why it cannot be given; "" if it can."""
+        await self._services.engine.until(lambda: self._held is not None, WaitId(WaitKind.COPY_OF_WEIGHTS))
+        assert self._held is not None, "no copy is held"
+        return self.donor.fault_of(self._held)
+
+    def conclude(self, fault: str) -> None:
+        """Give the copy that is held, if there is one; with ``fault``, which may be another rank's, do not."""
+        held, self._held = self._held, None
+        if held is not None:
+            self._end_copy(held, fault)
+
+    def _end_copy(self, copy: Copy, fault: str | None = None) -> None:
+        """Give a copy if its round continues and all values are finite; ``fault`` is given if it is known."""
+        is_wanted = self._member.awaits_copy(copy.round)
+        if fault is None:
+            fault = self.donor.fault_of(copy) if is_wanted else ""
+        is_given = is_wanted and not fault
+        if is_given:
+            self.donor.keep(copy)
+        else:
+            self.donor.drop(copy)
+        points = copy.state_safe_points
+        self.carry_out(self._member.on_copied(copy.round, copy.iteration, fault=fault, state_safe_points=points))
+        if is_given:  # the user's callback may raise, so the coordinator has been notified before
+            self.donor.announce(copy)
+
+    async def _take_average(self, exchange: Exchange, frozen: Frozen) -> None:
+        """Receive the average of a frozen round, and report how that ended to the state machine."""
+        try:
+            fault = await self.replacer.receive(exchange, frozen)
+            if fault:
+                exchange.task = None  # it is this one, and ends by itself
+                self._fail(exchange.round, fault)
+            elif self._member.on_averaged(exchange.round):
+                exchange.keep_average()
+        finally:
+            exchange.close()
+
+    def _fail(self, round: int, reason: str) -> None:
+        instructions = self._member.on_failed(round, reason)
+        if instructions:
+            logger.info("round %d: abandoned, %s", round, reason)
+        self.carry_out(instructions)
+
+    def give_up(self, round: int, reason: str) -> None:
+        """Give up an average of that round, whole or not, for a reason outside its exchange."""
+        self.carry_out(self._member.on_failed(round, reason) or self._member.on_refused(round, reason))
+
+    def take_whole_state(self, exchange: Exchange, iteration: int) -> None:
+        """Put the weights that came with a member's whole state in place; ``iteration`` is that member's."""
+        self._member.on_step()
+        self.replacer.load(exchange)
+        self.carry_out(self._member.on_applied(iteration))
+
+    # -- leaving ----------------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Begin to leave: what is on offer stays there until its round has ended."""
+        self.carry_out(self._member.on_leave())
+
+    def finish(self) -> None:
+        """Give and take nothing any more."""
+        self.carry_out(self._member.on_left())
+
+    @property
+    def is_giving(self) -> bool:
+        """Whether a snapshot is still on offer, or leaves."""
+        return self._member.state is State.LASTING or not self._channels.server.is_idle
+
+    # -- instructions -----------------------------------------------------------------------------------------------
 
     def carry_out(self, instructions: Instructions) -> None:
-        """Do what the state machine says, in that order."""
-        self._events.note(instructions)
-        self._do(instructions)
+        """Do what the state machine has answered, in that order."""
+        self._round_events.note(instructions)
+        self._carry_out(instructions)
 
-    def _do(self, instructions: Instructions) -> None:
+    def _carry_out(self, instructions: Instructions) -> None:
         for instruction in instructions:
-            match instruction:
-                case Tell(message, round):
-                    coordinator = self._leadership().coordinator
-                    if coordinator is not None:
-                        self._channels.tell(message, coordinator, round)
-                case RefuseUpTo(round):
-                    self._channels.server.end_rounds(round)
-                case Give(round, _):
-                    self.donor.give(round)
-                case Withdraw():
-                    self.donor.withdraw()
-                case Ask(round, assign):
-                    coordinator = self._leadership().coordinator
-                    assert coordinator is not None, f"round {round} has no coordinator"
-                    self.replacer.ask(round, coordinator, assign)
-                case Reduce(round, assign):
-                    if assign.part >= 0:
-                        self.reducer.begin(round, assign)
-                    self.relay.begin(round, assign)
-                case AddUp(_, frozen):
-                    self.reducer.add_up(frozen)
-                case StopReducing():
-                    self.reducer.stop()
-                    self.relay.stop()
-                case RefuseMeans(round):
-                    self._channels.server.end_means(round)
-                case Read(_, frozen):
-                    self.replacer.read(frozen)
-                case Discard(round, reason):
-                    self.replacer.discard(round, reason)
-                case TakeSnapshot() | Apply():
-                    raise AssertionError(f"{instruction} outside step")
-                case unknown:
-                    assert_never(unknown)
-        self.tell_state()
-
-    def tell_state(self) -> None:
-        """Tell what the member does now, if that has changed."""
+            self._do(instruction)
         state = self._member.state
-        if state is not self._told_state:
-            self._told_state = state
+        if state is not self._noted_state:
+            self._noted_state = state
             self._journal.note_role(self._member.round or self._member.last_round, state.name.lower())
+
+    def _do(self, instruction: Instruction) -> None:
+        match instruction:
+            case Tell(message, round):
+                coordinator = self._coordination.coordinator
+                if coordinator is not None:
+                    self._channels.tell(message, coordinator, round)
+            case EnterEpoch(epoch):
+                self._channels.enter_epoch(epoch)
+            case RefuseUpTo(round):
+                self._channels.server.end_rounds(round)
+            case RefuseMeans(round):
+                self._channels.server.end_means(round)
+            case Give(round, _):
+                self.donor.give(round)
+            case Withdraw():
+                self.donor.withdraw()
+            case Ask(round, assign):
+                coordinator = self._coordination.coordinator
+                assert coordinator is not None, f"round {round} has no coordinator"
+                self.replacer.ask(round, coordinator, assign)
+            case Read(round, frozen):
+                exchange = self.replacer.exchange
+                assert exchange is not None, f"round {round} is frozen without an exchange"
+                name = f"exchange of round {round}"
+                exchange.task = self._services.spawn_service(self._take_average(exchange, frozen), name=name)
+            case Discard(round, reason):
+                self.replacer.discard(round, reason)
+            case Reduce(round, assign):
+                if assign.part >= 0:
+                    self.reducer.begin(round, assign)
+                self.relay.begin(round, assign)
+            case AddUp(_, frozen):
+                self.reducer.add_up(frozen)
+            case StopReducing():
+                self.reducer.stop()
+                self.relay.stop()
+            case unknown:
+                assert_never(unknown)

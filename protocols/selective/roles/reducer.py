@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from asyncdist import AsyncdistError, RankLostError, RemoteProtocolError
@@ -30,6 +29,7 @@ from asyncdist.protocols.parameter_stream.parts import Part, PartBuffers, PartPo
 from asyncdist.protocols.parameter_stream.receiver import ask_for_part, cancel_stream
 from asyncdist.protocols.parameter_stream.server import Offer, SnapshotServer
 from asyncdist.protocols.selective.messages import Assign, Frozen
+from asyncdist.protocols.selective.roles.donor import Donor
 from asyncdist.tensors.flat_state import FlatBuffers
 from asyncdist.tensors.means import WeightedMean
 
@@ -66,7 +66,7 @@ class Reducer:
         services: of this rank.
         server: gives the means, and has the channel of the policy's parameter streams.
         pool: lends the memory.
-        own_snapshot: returns this rank's snapshot in the round of that number; None where there is none.
+        donor: Has this rank's snapshot, if it gives one.
 
     Attributes:
         reduction_count: means that have been offered.
@@ -74,17 +74,11 @@ class Reducer:
         read_nbytes: of these, read in the donors' memory.
     """
 
-    def __init__(
-        self,
-        services: Services,
-        server: SnapshotServer,
-        pool: PartPool,
-        own_snapshot: Callable[[int], FlatBuffers | None],
-    ) -> None:
+    def __init__(self, services: Services, server: SnapshotServer, pool: PartPool, donor: Donor) -> None:
         self._services = services
         self._server = server
         self._pool = pool
-        self._own_snapshot = own_snapshot
+        self._donor = donor
         self._sum: _Sum | None = None
         self.reduction_count = self.received_nbytes = self.read_nbytes = 0
 
@@ -178,7 +172,7 @@ class Reducer:
     async def _given(self, state: _Sum, donor: int, *, exact: bool) -> FlatBuffers:
         """Return where the part of one donor lies, or comes in. What is read in its memory is read here."""
         if donor == self._services.rank:
-            snapshot = self._own_snapshot(state.round)
+            snapshot = self._donor.snapshot_of(state.round)
             if snapshot is None:
                 raise RemoteProtocolError(f"round {state.round} is frozen with rank {donor}, which gives nothing")
             return state.part.of(snapshot)

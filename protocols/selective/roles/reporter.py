@@ -6,8 +6,9 @@ import math
 import zlib
 
 from asyncdist.messaging.services import Services
-from asyncdist.protocols.selective.leadership import Leadership
+from asyncdist.protocols.selective.member import RoundMember
 from asyncdist.protocols.selective.messages import Report
+from asyncdist.protocols.selective.roles.coordination import Coordination
 from asyncdist.protocols.selective.roles.member_channels import MemberChannels
 
 
@@ -17,23 +18,30 @@ class Reporter:
     Args:
         services: of this rank.
         channels: send them.
-        leadership: knows to which rank, and whether it is to answer.
+        coordination: Knows to which rank, and whether it is to answer.
+        member: Keeps the newest report.
         call: the number of the call of ``step`` before which this rank begins.
         hostname: of this rank's host.
 
     Attributes:
-        newest: the last one; None before the first.
         report_count, nonfinite_count: reports, and those whose metric was NaN or infinite.
     """
 
     def __init__(
-        self, services: Services, channels: MemberChannels, leadership: Leadership, call: int, *, hostname: str
+        self,
+        services: Services,
+        channels: MemberChannels,
+        coordination: Coordination,
+        member: RoundMember,
+        call: int,
+        *,
+        hostname: str,
     ) -> None:
         self._services = services
         self._channels = channels
-        self._leadership = leadership
+        self._coordination = coordination
+        self._member = member
         self._host = zlib.crc32(hostname.encode(errors="replace"))
-        self.newest: Report | None = None
         self.report_count = self.nonfinite_count = 0
         self.begin(call)
 
@@ -53,10 +61,10 @@ class Reporter:
         interval_s = now - self._reported_at
         step_s = interval_s / max(1, call - self._reported_call)
         self._reported_at, self._reported_call = now, call
-        asks = self._leadership.on_report(call, interval_s)
-        self.newest = report = Report(iteration, value, step_s, interval_s, asks, self._host)
+        asks = self._coordination.on_report(call, interval_s)
+        self._member.newest = report = Report(iteration, value, step_s, interval_s, asks, self._host)
         self.report_count += 1
         self.nonfinite_count += not math.isfinite(value)
-        coordinator = self._leadership.coordinator
+        coordinator = self._coordination.coordinator
         if coordinator is not None:
             self._channels.report(report, coordinator)

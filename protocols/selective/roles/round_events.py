@@ -1,7 +1,8 @@
 """Tells ``on_event`` what a member sees of its rounds: inside the next step, in the order in which it happened.
 
-A member hears of a round between two steps. What it hears waits in :class:`PendingEvents`, which each step empties
-before it does anything itself. :class:`RoundEvents` makes the events, out of the instructions of the state machine.
+A member receives messages about a round between two steps. The events wait in :class:`UserEvents`, which each step
+empties before it does anything itself. :class:`RoundEvents` makes the events, out of the instructions of the state
+machine.
 
 Invariant: each :class:`RoleAssigned` that is told is followed by one :class:`AverageApplied`, :class:`RoundEnded` or
 :class:`RoundAbandoned` of that round before the next role is told of.
@@ -9,39 +10,9 @@ Invariant: each :class:`RoleAssigned` that is told is followed by one :class:`Av
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
-
 from asyncdist.protocols.selective.member import GIVING_STATES, Discard, Instructions, RoundMember, Tell
 from asyncdist.protocols.selective.messages import DONOR, Applied, Assign, Decline
-from asyncdist.protocols.step_info import PolicyEvent, RoleAssigned, RoundAbandoned, RoundEnded
-
-
-class PendingEvents:
-    """Keeps events until the next step.
-
-    Args:
-        on_event: is told them; None where the user does not ask, and nothing is kept then.
-    """
-
-    def __init__(self, on_event: Callable[[PolicyEvent], None] | None) -> None:
-        self._on_event = on_event
-        self._events: deque[PolicyEvent] = deque()
-
-    def __bool__(self) -> bool:
-        return bool(self._events)
-
-    def add(self, event: PolicyEvent) -> None:
-        """Keep an event."""
-        if self._on_event is not None:
-            self._events.append(event)
-
-    def tell(self) -> None:
-        """Tell all of them. Where the callback raises, the next step goes on with the one after."""
-        while self._events:
-            event = self._events.popleft()
-            if self._on_event is not None:
-                self._on_event(event)
+from asyncdist.protocols.step_info import RoleAssigned, RoundAbandoned, RoundEnded, UserEvents
 
 
 class RoundEvents:
@@ -53,7 +24,7 @@ class RoundEvents:
         island: the other island whose rounds they are; -1 where it is this rank's own.
     """
 
-    def __init__(self, member: RoundMember, pending: PendingEvents, island: int = -1) -> None:
+    def __init__(self, member: RoundMember, pending: UserEvents, island: int = -1) -> None:
         self._member = member
         self._pending = pending
         self._island = island

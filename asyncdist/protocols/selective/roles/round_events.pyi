@@ -1,0 +1,1 @@
+from protocols.selective.roles.round_events import *

@@ -1,0 +1,51 @@
+"""Bundles the model of one rank and the memory that its roles in rounds use in turn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncdist.protocols.applier import Applier
+from asyncdist.protocols.options import Timing
+from asyncdist.protocols.own_state import OwnState
+from asyncdist.protocols.parameter_stream.parts import PartPool
+from asyncdist.protocols.selective.joining.state_transfer import WholeState
+from asyncdist.protocols.selective.roles.exchange_buffers import ExchangeBuffers
+from asyncdist.protocols.step_info import UserEvents
+from asyncdist.tensors.flat_state import FlatState, SnapshotPool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoleResources:
+    """Holds what the roles of one rank share, in its own island and in others.
+
+    Attributes:
+        flat: The model's state.
+        own: The part of that state that other ranks may have, and the part that an average leaves.
+        snapshots, buffers, parts: The memory of donors, replacers and reducers.
+        applier: Changes the weights.
+        timing: Collects the seconds of snapshots and applications.
+        events: Tells the user's callback.
+        state: The rest of the member's state, which only newcomers take.
+    """
+
+    flat: FlatState
+    own: OwnState
+    snapshots: SnapshotPool
+    buffers: ExchangeBuffers
+    parts: PartPool
+    applier: Applier
+    timing: Timing
+    events: UserEvents
+    state: WholeState
+
+    @classmethod
+    def of(cls, flat: FlatState, own: OwnState, timing: Timing, events: UserEvents, state: WholeState) -> RoleResources:
+        """Return the resources of a rank with this model; memory is allocated when a role needs it."""
+        snapshots = SnapshotPool(flat)
+        applier = Applier(flat, own, snapshots, events)
+        return cls(flat, own, snapshots, ExchangeBuffers(flat), PartPool(flat), applier, timing, events, state)
+
+    def in_use(self) -> dict[str, int]:
+        """Return the number of buffers in use, by kind."""
+        counts = {"snapshots": self.snapshots.in_use, "accumulators": self.buffers.in_use}
+        return {**counts, "parts of a mean": self.parts.in_use}
