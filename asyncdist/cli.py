@@ -165,8 +165,8 @@ def _add_places(run: _Parser) -> None:
     run.add_argument("--ssh", metavar="CMD", help=f"reaches a host: CMD HOST COMMANDLINE (default: {remote_hosts.SSH})")
     run.add_argument(
         "--transport",
-        metavar="mpi|torch|torch:BACKEND",
-        help=f"transport of the ranks (default: {environment.TRANSPORT_VARIABLE}, else mpi); torch means torch:gloo",
+        metavar="mpi|torch",
+        help=f"transport of the ranks (default: {environment.TRANSPORT_VARIABLE}, else mpi); torch sends over gloo",
     )
     run.add_argument("--mpi", choices=environment.FLAVOURS, help="which MPI, where two are installed")
     run.add_argument(
@@ -451,11 +451,7 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     environ = environment.environment()
     try:
         named = "torch" if options.transport is None and options.join is not None else options.transport
-        transport, backend, environ = environment.choose_transport(named, environ)
-        if backend != environment.TORCH_BACKEND:
-            from asyncdist.transports import select  # imports torch, to say what is wrong
-
-            select.check_torch_backend(backend)
+        transport, environ = environment.choose_transport(named, environ)
         if options.stall_s is not None:
             environment.seconds(options.stall_s, "--stall-s")
             environ = {**environ, environment.STALL_VARIABLE: options.stall_s}
@@ -469,7 +465,7 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
             environ = {**environ, rank_program.PREFIX_VARIABLE: "1"}
     except ValueError as error:
         raise local_host.LaunchError(str(error)) from error
-    _check_newcomers(transport, backend, options)
+    _check_newcomers(transport, options)
     if options.join is not None:
         return joining_ranks.run(
             script,
@@ -547,7 +543,7 @@ def _hosts(options: argparse.Namespace) -> tuple[list[remote_hosts.Host], list[s
     return hosts, remote_hosts.split_ssh(remote_hosts.SSH if options.ssh is None else options.ssh)
 
 
-def _check_newcomers(transport: str, backend: str, options: argparse.Namespace) -> None:
+def _check_newcomers(transport: str, options: argparse.Namespace) -> None:
     """Refuse the options for ranks that join a world that runs where none can."""
     for name in _NEWCOMER_OPTIONS:
         if getattr(options, name) is None:
@@ -561,8 +557,6 @@ def _check_newcomers(transport: str, backend: str, options: argparse.Namespace) 
             )
         if options.mpi is not None:
             raise local_host.LaunchError(f"--mpi {options.mpi} is for --transport mpi")
-        if backend != environment.TORCH_BACKEND:
-            raise local_host.LaunchError(f"--{name} is for torch:{environment.TORCH_BACKEND}, not torch:{backend}")
     if options.places is not None and options.join is not None:
         raise local_host.LaunchError("--places is for the job that --join joins: the two do not go together")
     if options.places is not None and options.places < options.ranks:

@@ -29,8 +29,6 @@ VARIABLES: Final[Mapping[str, str]] = os.environ
 #: Names the transport where the program says ``transport="auto"``.
 TRANSPORT_VARIABLE: Final = "ASYNCDIST_TRANSPORT"
 _TRANSPORTS: Final = ("auto", "local", "mpi", "torch")
-#: The backend of torch.distributed where none is named: it comes with every torch, and needs no GPU.
-TORCH_BACKEND: Final = "gloo"
 #: The source of a :class:`Launch` where no variable tells of a launcher.
 NO_LAUNCHER: Final = "no launcher"
 #: The source of a :class:`Launch` where the program itself has joined the ranks.
@@ -80,46 +78,43 @@ class Launch:
         expected_size: The number of ranks the launcher says it started; None when it does not say.
         rank: This process's rank by the launcher.
         source: The variable that told of it, ``GROUP_SOURCE`` or ``NO_LAUNCHER``.
-        backend: The backend of torch.distributed, where that is the transport; the torch transport checks it.
     """
 
     transport: Literal["mpi", "torch", "local"]
     expected_size: int | None
     rank: int
     source: str
-    backend: str = TORCH_BACKEND
 
 
-def split_transport(name: str, *, what: str = "transport", allowed: Sequence[str] = _TRANSPORTS) -> tuple[str, str]:
-    """Split a transport as users name it into its name and torch's backend, as in ``"torch:gloo"``.
+def check_transport(name: str, *, what: str = "transport", allowed: Sequence[str] = _TRANSPORTS) -> None:
+    """Refuse a name that is not a transport.
 
     Args:
-        name: what the user wrote.
-        what: what named it, for the error.
-        allowed: the names without a backend.
+        name: The user's value.
+        what: The option or variable that holds it, for the error.
+        allowed: The names of transports that are allowed there.
 
     Raises:
-        ValueError: there is no such transport.
+        ValueError: ``name`` is not in ``allowed``.
     """
-    transport, colon, backend = str(name).partition(":")
-    if transport not in allowed or (colon and not (transport == "torch" and backend)):
-        raise ValueError(
-            f"{what} is {name!r}; allowed are {', '.join(map(repr, allowed))}, "
-            f"and 'torch:BACKEND', where 'torch' means 'torch:{TORCH_BACKEND}'"
-        )
-    return transport, backend or TORCH_BACKEND
+    if name in allowed:
+        return
+    hint = ""
+    if str(name).startswith("torch:"):
+        hint = ". 'torch' always sends over gloo, in groups of its own; the program's own groups may use any backend"
+    raise ValueError(f"{what} is {name!r}; allowed are {', '.join(map(repr, allowed))}{hint}")
 
 
-def choose_transport(named: str | None, environ: Mapping[str, str]) -> tuple[str, str, dict[str, str]]:
-    """Return the transport for which ``asyncdist run`` starts ranks, and the environment that tells them of it.
+def choose_transport(named: str | None, environ: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+    """Return the transport for which ``asyncdist run`` starts ranks, and the ranks' environment.
 
     Args:
         named: the option ``--transport``, which overrides the variable ASYNCDIST_TRANSPORT.
         environ: the environment to start from.
 
     Returns:
-        ``"mpi"`` or ``"torch"``, torch's backend, and the environment. The ranks see their launcher's variables, so
-        ASYNCDIST_TRANSPORT is left in it only where it says more.
+        ``"mpi"`` or ``"torch"``, and the environment without ASYNCDIST_TRANSPORT: the ranks see the variables of their
+        launcher.
 
     Raises:
         ValueError: there is no such transport between processes.
@@ -128,9 +123,8 @@ def choose_transport(named: str | None, environ: Mapping[str, str]) -> tuple[str
     if name is None:
         what, name = TRANSPORT_VARIABLE, environ.get(TRANSPORT_VARIABLE) or "auto"
         name = "mpi" if name == "auto" else name
-    transport, backend = split_transport(name, what=what, allowed=("mpi", "torch"))
-    rest = {variable: text for variable, text in environ.items() if variable != TRANSPORT_VARIABLE}
-    return transport, backend, rest if backend == TORCH_BACKEND else {**rest, TRANSPORT_VARIABLE: name}
+    check_transport(name, what=what, allowed=("mpi", "torch"))
+    return name, {variable: text for variable, text in environ.items() if variable != TRANSPORT_VARIABLE}
 
 
 def detect(
@@ -154,9 +148,10 @@ def detect(
         ValueError: variables are no numbers, or missing, or contradict each other; one error names all of them.
     """
     if wanted == "auto":
-        wanted, backend = split_transport(environ.get(TRANSPORT_VARIABLE) or "auto", what=TRANSPORT_VARIABLE)
+        wanted = environ.get(TRANSPORT_VARIABLE) or "auto"
+        check_transport(wanted, what=TRANSPORT_VARIABLE)
     else:
-        wanted, backend = split_transport(wanted)
+        check_transport(wanted)
     variables = Variables(environ)
     if wanted == "local":
         return Launch("local", 1, 0, NO_LAUNCHER)
@@ -170,7 +165,7 @@ def detect(
     else:
         launch = _detect_any(variables, group)
     variables.check()
-    return dataclasses.replace(launch, backend=backend)
+    return launch
 
 
 def _detect_any(variables: Variables, group: tuple[int, int] | None) -> Launch:
@@ -318,11 +313,6 @@ def names_lost_ranks(environ: Mapping[str, str] = os.environ) -> bool:
     """
     name = "TORCHELASTIC_RUN_ID"
     return bool(environ.get(name)) or name in _hidden or multiprocessing.parent_process() is not None
-
-
-def names_torch_rendezvous(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether any of the variables that say where torch's ranks meet is set."""
-    return any(environ.get(name) for name in TORCH_NAMES)
 
 
 def _detect_slurm(variables: Variables) -> Launch | None:

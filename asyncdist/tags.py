@@ -15,7 +15,6 @@ TAG_MAX: Final = 32767
 METRIC: Final = 7001
 CONTROL: Final = 7002
 REPLAY: Final = 7003
-BULK_ENTRIES: Final = 7010  # what a bulk plane without messages of its own says on control
 COLLECTIVE_FIRST: Final = 7100  # one tag per group without a native communicator, agreed when the group is made
 COLLECTIVE_LAST: Final = 7999
 PARAM: Final = 8000
@@ -28,7 +27,6 @@ _RESERVED: Final = (
     (METRIC, METRIC, "metric reports"),
     (CONTROL, CONTROL, "control messages"),
     (REPLAY, REPLAY, "replay buffers"),
-    (BULK_ENTRIES, BULK_ENTRIES, "the agreements of a bulk plane"),
     (COLLECTIVE_FIRST, COLLECTIVE_LAST, "collectives"),
     (PARAM, PARAM, "parameter-stream control"),
     (BULK_FIRST, BULK_LAST, "bulk streams"),

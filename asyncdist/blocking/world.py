@@ -26,7 +26,7 @@ from asyncdist.collectives.groups import Group
 from asyncdist.recording.writer import LIMIT_NBYTES
 from asyncdist.runtime import run as runtime
 from asyncdist.runtime.hosting import GRACE_S
-from asyncdist.runtime.run import WATCHDOG_S, BulkName, MetricsName, TransportName, WorldOptions
+from asyncdist.runtime.run import WATCHDOG_S, MetricsName, TransportName, WorldOptions
 from asyncdist.runtime.world import (
     GROUP_TIMEOUT_S,
     PROGRESS_BUDGET_S,
@@ -182,7 +182,6 @@ def current_world() -> World:
 def open_world(
     *,
     transport: TransportName = "auto",
-    bulk: BulkName | None = None,
     grace_s: float = GRACE_S,
     strict: bool = False,
     watchdog_s: float = WATCHDOG_S,
@@ -228,7 +227,7 @@ def open_world(
     )
     user = sys._getframe(2)  # outside of contextlib
     with aside():
-        host = runtime.prepare_rank(user, transport=transport, bulk=bulk, options=options)
+        host = runtime.prepare_rank(user, transport=transport, options=options)
     caller = LoopCaller(host)
     caller.open()
     tokens = _current.set(caller), _current_world.set(caller.world)

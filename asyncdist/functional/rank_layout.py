@@ -20,7 +20,6 @@ from asyncdist.collectives.agreed_start import Start, start_together
 from asyncdist.collectives.groups import Group, free_all
 from asyncdist.functional.main_process import compute_and_broadcast, gather_from_all_ranks
 from asyncdist.runtime.world import World, current_world
-from asyncdist.transports.select import check_torch_backend
 
 Placement: TypeAlias = Literal["arithmetic", "host"]
 _TIMEOUT_S: Final = 60.0
@@ -359,16 +358,10 @@ def _check_dist_backend(world: World, dist_backend: str | None) -> None:
     carriers = (world.transport_name, "gloo") if world.transport_name == "torch" else (world.transport_name,)
     if dist_backend is None or dist_backend in carriers:
         return
-    why = ""
-    if world.transport_name == "torch":
-        try:
-            check_torch_backend(str(dist_backend))
-        except ValueError as error:
-            why = f". With it the {error}"
     raise ValueError(
         f"dist_backend is {dist_backend!r}, and this world runs on {' over '.join(carriers)}; allowed: None, "
         f"{', '.join(map(repr, carriers))}. It is chosen where the world is started: run(main, transport=...), "
-        f"mpirun, torchrun{why}"
+        "mpirun, torchrun"
     )
 
 

@@ -94,10 +94,10 @@ class Facts:
         own_cores: the cores that this process may use.
         local_size: ranks on this host; None when the launcher does not say.
         omp_threads: OMP_NUM_THREADS, as it is set.
-        backends: what torch.distributed offers, and what each is used for.
+        backends: The backends of torch.distributed; messages go over gloo.
         gpus: the names of the GPUs that torch sees.
         gpu_error: why torch sees no GPU where there are some.
-        torch_error: why the torch transport cannot start, by its backend or its variables.
+        torch_error: why the torch transport cannot start, by its variables.
         secret_error: why the secret that the user has given cannot be used.
         notes: what else is wrong, each with its cure in the text.
     """
@@ -121,7 +121,7 @@ class Facts:
     own_cores: int = 1
     local_size: int | None = None
     omp_threads: str | None = None
-    backends: Mapping[str, str] = field(default_factory=dict)
+    backends: Sequence[str] = ()
     gpus: Sequence[str] = ()
     gpu_error: str | None = None
     torch_error: str | None = None
@@ -257,7 +257,7 @@ def describe(facts: Facts) -> list[tuple[str, str]]:
         ("a rank's death", _describe_death(facts)),
         ("cores", f"{facts.host_cores}{own}"),
         ("threads per rank", f"{threads}; OMP_NUM_THREADS is {facts.omp_threads or 'not set'}"),
-        ("torch backends", "; ".join(f"{name} ({use})" for name, use in facts.backends.items()) or "none"),
+        ("torch backends", ", ".join(facts.backends) or "none"),
         ("streams", _describe_streams(facts)),
         ("GPUs", f"{len(facts.gpus)}: {', '.join(facts.gpus)}" if facts.gpus else "none that torch sees"),
     ]
@@ -395,7 +395,7 @@ def gather(environ: Mapping[str, str]) -> Facts:
         backends=backends,
         gpus=gpus,
         gpu_error=None if gpus else _explain_no_gpu(),
-        torch_error=_check_torch(started, environ) if started.transport == "torch" and backends else None,
+        torch_error=_check_torch(environ) if started.transport == "torch" and backends else None,
         secret_error=_check_secret(environ),
         notes=[hint for hint in hints if hint is not None],
         starter=_find_starter(installation) if started.transport == "mpi" else None,
@@ -427,20 +427,18 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _ask_torch() -> tuple[dict[str, str], list[str], str | None]:
+def _ask_torch() -> tuple[list[str], list[str], str | None]:
     try:
         import torch
     except ImportError:
-        return {}, [], None
+        return [], [], None
     if validation.torch_problem(torch.__version__) is not None:
-        return {}, [], str(torch.__version__)
+        return [], [], str(torch.__version__)
     from asyncdist.launch import process_groups
-    from asyncdist.transports import select
 
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for CPUs"
-    backends = {name: select.describe_torch_backend(name) for name in process_groups.available_backends()}
-    return backends, names, f"{torch.__version__} ({built})"
+    return process_groups.available_backends(), names, f"{torch.__version__} ({built})"
 
 
 def missing_bytecode(spec: ModuleSpec | None) -> str | None:
@@ -533,12 +531,9 @@ def _explain_no_gpu() -> str | None:
     return f"nvidia-smi lists {count} {_plural('GPU', count)}, but this torch sees no GPU" if count else None
 
 
-def _check_torch(started: Launch, environ: Mapping[str, str]) -> str | None:
-    """Return why a run on torch would be refused; None where it would not."""
-    from asyncdist.transports import select
-
+def _check_torch(environ: Mapping[str, str]) -> str | None:
+    """Return why a run on torch would be refused; None if it would not."""
     try:
-        select.check_torch_backend(started.backend)
         environment.torch_rendezvous(environ)
     except ValueError as error:
         return str(error)

@@ -44,10 +44,8 @@ from asyncdist.transports.local import LocalHub
 logger = logging.getLogger("asyncdist.runtime.run")
 
 T = TypeVar("T")
-#: ``"auto"``, ``"local"``, ``"mpi"``, ``"torch"``, or ``"torch:BACKEND"``, for which there is no type.
+#: ``"auto"``, ``"local"``, ``"mpi"`` or ``"torch"``.
 TransportName: TypeAlias = str
-#: What may carry the streams of tensors beside another transport: ``"mpi"``, ``"torch"`` or ``"torch:BACKEND"``.
-BulkName: TypeAlias = str
 LoopName: TypeAlias = Literal["uvloop", "asyncio"]
 #: Where counters go: see ``metrics`` of :func:`run`.
 MetricsName: TypeAlias = int | str | Sequence[int | str] | None
@@ -56,7 +54,6 @@ MetricsName: TypeAlias = int | str | Sequence[int | str] | None
 class WorldOptions(TypedDict, total=False):
     """Names the options that :func:`run` and :func:`open_world` share, for callables that pass them on."""
 
-    bulk: BulkName | None
     grace_s: float
     strict: bool
     watchdog_s: float
@@ -89,7 +86,6 @@ def run(
     main: Callable[..., Coroutine[Any, Any, T]],
     *args: Any,
     transport: TransportName = "auto",
-    bulk: BulkName | None = None,
     ranks: int | None = None,
     loop: LoopName | None = None,
     grace_s: float = GRACE_S,
@@ -113,11 +109,8 @@ def run(
         main: a coroutine function; its first argument is the :class:`World`.
         transport: ``"mpi"``, ``"torch"``, ``"local"``, or ``"auto"``: MPI under an MPI launcher, torch under torchrun
             or where RANK, WORLD_SIZE and MASTER_ADDR say so, or where the program has made a process group of several
-            ranks, else local. ``"torch:BACKEND"`` names a backend of torch.distributed, which is polled if its works
-            pass a test at the start; ``"torch"`` means gloo, for whose works threads wait.
-        bulk: the transport for streams of tensors, ``"mpi"``, ``"torch"`` or ``"torch:BACKEND"``, where it is to be
-            another one than for messages. Both number the ranks alike; started by mpirun, torch's ranks meet through
-            MPI. ``"torch:nccl"``, which cannot carry messages, belongs here; it has never been run.
+            ranks, else local. ``"torch"`` sends over gloo, in groups of its own; the program's own groups may use any
+            backend.
         ranks: with ``"local"``, how many ranks to host on one loop of this process; rank 0's value is returned.
         loop: ``"uvloop"`` (the default where it is installed) or ``"asyncio"``.
         grace_s: seconds that the peers of a failed rank get to stop by themselves before they are aborted.
@@ -146,11 +139,10 @@ def run(
 
     Raises:
         TypeError: main is not a coroutine function, or cannot be called with a world and ``args``.
-        ValueError: there is no such transport or backend, or it cannot carry what it is to carry.
+        ValueError: there is no such transport.
         RankLostError: another rank failed; it has printed its traceback.
         StallError: main waited for its peers for too long (``stall_aborts``).
-        TransportError: the transport cannot be used, the backend's works cannot be polled, or launcher and MPI library
-            do not match.
+        TransportError: the transport cannot be used, or launcher and MPI library do not match.
         LocalProtocolError: called inside a world; a rank has one.
         RuntimeError: a loop is running already, under a launcher; use :func:`open_world` there.
         KeyboardInterrupt: after SIGINT, when everything has ended.
@@ -168,10 +160,10 @@ def run(
             limit_nbytes=record_limit_nbytes,
             metrics=metrics,
         )
-        _check_options(transport, ranks, loop, grace_s, bulk)
+        _check_options(transport, ranks, loop, grace_s)
         elsewhere = run_elsewhere.get()
         with StoryRequests():
-            opened = _open_here(transport, bulk, ranks) if elsewhere is None else None
+            opened = _open_here(transport, ranks) if elsewhere is None else None
     except LateError as late:
         end_late(late)
     except (ValueError, AsyncdistError) as refusal:
@@ -212,13 +204,13 @@ def _warn_if_alone(words: Sequence[str]) -> None:
         )
 
 
-def _open_here(transport: TransportName, bulk: BulkName | None, ranks: int | None) -> Transport | None:
+def _open_here(transport: TransportName, ranks: int | None) -> Transport | None:
     """Open the transport of this process; None where all ranks are in it."""
     with environment.ranks_shown():
-        return _open_launched(transport, bulk, ranks)
+        return _open_launched(transport, ranks)
 
 
-def _open_launched(transport: TransportName, bulk: BulkName | None, ranks: int | None) -> Transport | None:
+def _open_launched(transport: TransportName, ranks: int | None) -> Transport | None:
     started = select.detect(transport)
     if started.transport == "local" or ranks is not None:
         return None
@@ -229,7 +221,7 @@ def _open_launched(transport: TransportName, bulk: BulkName | None, ranks: int |
         )
     limit_threads()
     spare_collections()
-    return select.open_transport(started.transport, bulk, started)
+    return select.open_transport(started.transport, started)
 
 
 def run_local(
@@ -333,7 +325,6 @@ def _host_locally(
 async def open_world(
     *,
     transport: TransportName = "auto",
-    bulk: BulkName | None = None,
     ranks: int = 1,
     grace_s: float = GRACE_S,
     strict: bool = False,
@@ -369,10 +360,9 @@ async def open_world(
         limit_nbytes=record_limit_nbytes,
         metrics=metrics,
     )
-    select.check_bulk(bulk, transport)
     started = select.detect(transport)
     chosen = started.transport
-    opened = LocalHub(1).transport(0) if chosen == "local" else select.open_transport(chosen, bulk, started)
+    opened = LocalHub(1).transport(0) if chosen == "local" else select.open_transport(chosen, started)
     async with hosted(opened, Interrupts(), options) as world:
         yield world
 
@@ -381,21 +371,20 @@ def prepare_rank(
     caller: FrameType,
     *,
     transport: TransportName,
-    bulk: BulkName | None,
     options: RankOptions,
 ) -> Callable[[Interrupts], AbstractAsyncContextManager[World]]:
     """Open the transport for a rank whose main is the body of a context, as :func:`run` does.
 
     Args:
         caller: the frame of the user's call, for errors.
-        transport, bulk, options: as there.
+        transport, options: as there.
 
     Returns:
         What makes that context, to be entered on a loop.
     """
     try:
-        _check_options(transport, None, None, options.grace_s, bulk)
-        opened = _open_here(transport, bulk, None) or LocalHub(1).transport(0)
+        _check_options(transport, None, None, options.grace_s)
+        opened = _open_here(transport, None) or LocalHub(1).transport(0)
     except LateError as late:
         end_late(late)
     except (ValueError, AsyncdistError) as refusal:
@@ -458,11 +447,8 @@ def rank_options(
     )
 
 
-def _check_options(
-    transport: str, ranks: int | None, loop: str | None, grace_s: float, bulk: str | None = None
-) -> None:
-    select.check_bulk(bulk, transport)
-    transport, _ = environment.split_transport(transport)
+def _check_options(transport: str, ranks: int | None, loop: str | None, grace_s: float) -> None:
+    environment.check_transport(transport)
     if ranks is not None:
         validation.count("ranks", ranks)
     if ranks is not None and transport != "local":

@@ -224,22 +224,6 @@ class MpiMessages(Transport):
         request = self._comm.Recv_init(buffer, mpi.ANY_SOURCE, tag)
         return ReceiveRequest(request, buffer, mpi.Status(), self._fail, ANY_SOURCE)
 
-    def said_by_rank_0(self, text: str) -> str:
-        """Return what rank 0 passed, at most 256 bytes. Blocks; all ranks enter it together, before the world."""
-        message = bytearray(text.encode().ljust(256))
-        with _meeting(self._mpi, "to receive the address of rank 0"):
-            self._comm.Bcast(message, 0)
-        return message.decode().rstrip()
-
-    def own_address(self) -> str:
-        """Return the address at which other ranks reach this host. Blocks, as :meth:`said_by_rank_0`."""
-        mpi = self._mpi
-        with _meeting(mpi, "to compare their hosts"):
-            neighbours = self._comm.Split_type(mpi.COMM_TYPE_SHARED)
-        is_one_host = neighbours.size == self.size
-        neighbours.Free()
-        return "127.0.0.1" if is_one_host else mpi.Get_processor_name()
-
     def abort(self, exit_code: int) -> None:
         self._comm.Abort(exit_code)
 

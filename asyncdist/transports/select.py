@@ -1,19 +1,18 @@
-"""Chooses and opens the transport of a rank: MPI, torch.distributed, or one for messages and one for streams."""
+"""Chooses and opens the transport of a rank: MPI or torch.distributed."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import multiprocessing
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
-from asyncdist import environment, local_host, tags
+from asyncdist import environment, tags
 from asyncdist.errors import TransportError
 from asyncdist.transports import mpi_launchers
 from asyncdist.transports.base import Transport
-from asyncdist.trust import job_secret
 
 if TYPE_CHECKING:
     from asyncdist.transports.mpi import MpiMessages
@@ -52,40 +51,18 @@ def _refuse_child_of_rank() -> None:
         )
 
 
-def open_transport(name: str, bulk: str | None, started: environment.Launch) -> Transport:
+def open_transport(name: str, started: environment.Launch) -> Transport:
     """Open the rank's transport.
 
     Args:
         name: ``"mpi"`` or ``"torch"``.
-        bulk: the one for streams of tensors, where that is another; :func:`check_bulk` has let it pass.
-        started: what started this process.
+        started: What started this process.
 
     Raises:
-        TransportError: the rank was started in a way that it cannot be used with.
-        ValueError: a backend of torch.distributed that cannot carry this.
+        TransportError: The transport cannot be used in a rank that was started this way.
     """
     environment.hide_secret()
-    own = name, started.backend
-    other = own if bulk is None else environment.split_transport(bulk)
-    if name == "torch":
-        check_torch_backend(started.backend)
-    if other[0] == "torch":
-        check_torch_backend(other[1], what="transport" if other == own else "bulk")
-    mpi = _open_mpi(started) if "mpi" in (name, other[0]) else None
-    if mpi is not None and other != own and mpi.size == 1 and (started.expected_size or 1) > 1:
-        mpi.close()
-        raise TransportError(
-            f"transport={name!r} and bulk={bulk!r} need MPI as well, but {started.source} says that this is one of "
-            f"{started.expected_size} ranks, and MPI knows of none but itself: start with mpirun (or asyncdist run -n "
-            f"{started.expected_size} script.py), under which torch's ranks meet through MPI"
-        )
-    control = mpi if name == "mpi" and mpi is not None else _open_torch(mpi, started.backend)
-    if other == own:
-        return control
-    from asyncdist.transports.split_plane import TwoPlaneTransport
-
-    bulk_plane = mpi if other[0] == "mpi" and mpi is not None else _open_torch(mpi, other[1], control)
-    return TwoPlaneTransport(control, bulk_plane, tags.BULK)
+    return _open_mpi(started) if name == "mpi" else _open_torch()
 
 
 def _open_mpi(started: environment.Launch) -> MpiMessages:
@@ -115,55 +92,10 @@ def _open_mpi(started: environment.Launch) -> MpiMessages:
     return transport
 
 
-def _open_torch(mpi: MpiMessages | None, backend: str, control: Transport | None = None) -> Transport:
-    """Open torch.distributed, alone or as the bulk plane beside ``control``.
-
-    Its ranks meet where the user's process group did, or its variables say, or through MPI.
-    """
+def _open_torch() -> Transport:
+    """Open torch.distributed. Its ranks meet in the user's process group, or at the address in the variables."""
     from asyncdist.transports.torch_distributed.meeting.rendezvous import is_group_initialised
-    from asyncdist.transports.torch_distributed.transport import open_bulk, open_transport
+    from asyncdist.transports.torch_distributed.transport import TorchTransport
 
-    place = None if is_group_initialised() else _torch_rendezvous(mpi)
-    local_rank = environment.local_rank()
-    if control is None or backend == environment.TORCH_BACKEND:
-        return open_transport(place, granted_tags=tags.BULK, backend=backend, local_rank=local_rank)
-    return open_bulk(control, tags.BULK_ENTRIES, place, backend=backend, local_rank=local_rank)
-
-
-def _torch_rendezvous(mpi: MpiMessages | None) -> environment.TorchRendezvous:
-    if mpi is None or environment.names_torch_rendezvous():
-        return environment.torch_rendezvous()
-    own = f"{mpi.own_address()} {local_host.find_free_port()} {job_secret.draw()}"
-    address, port, secret = mpi.said_by_rank_0(own).split()
-    return environment.TorchRendezvous(
-        mpi.rank,
-        mpi.size,
-        address,
-        int(port),
-        is_store_served=False,
-        secret=job_secret.JobSecret(secret.encode()),
-        is_loopback=local_host.is_loopback(address),
-    )
-
-
-def check_torch_backend(backend: str, *, what: Literal["transport", "bulk"] = "transport") -> None:
-    """Raise ValueError, which says why, for a backend of torch.distributed that cannot be the transport, or bulk."""
-    from asyncdist.transports.torch_distributed.backends import check_backend
-
-    check_backend(backend, what=what)
-
-
-def describe_torch_backend(backend: str) -> str:
-    """Say what an available backend of torch.distributed is used for."""
-    from asyncdist.transports.torch_distributed.backends import describe_use
-
-    return describe_use(backend)
-
-
-def check_bulk(bulk: str | None, transport: str) -> None:
-    """Raise ValueError for a ``bulk`` that names no transport, or has none beside it."""
-    if bulk is None:
-        return
-    environment.split_transport(bulk, what="bulk", allowed=("mpi", "torch"))
-    if transport == "local":
-        raise ValueError(f"bulk={bulk!r} needs a transport between processes, not 'local'")
+    place = None if is_group_initialised() else environment.torch_rendezvous()
+    return TorchTransport(place, granted_tags=tags.BULK)

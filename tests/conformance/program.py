@@ -1,9 +1,6 @@
 """The program that mpirun starts: every case in turn, and each rank's outcome of each as JSON.
 
-    program.py [--on BACKEND BULK_BACKEND] [CASE ...]
-
-With ``--on`` these backends of torch.distributed, those of ``support.stand_in`` among them, carry everything, or the
-streams unless BULK_BACKEND is empty.
+program.py [CASE ...]
 """
 
 from __future__ import annotations
@@ -13,7 +10,6 @@ import sys
 import traceback
 
 import pytest
-from support import stand_in
 from support.mpi import report
 
 import asyncdist as ad
@@ -38,9 +34,4 @@ async def main(world: ad.World, names: list[str]) -> None:
 if __name__ == "__main__":
     logging.getLogger("protocols.misuse").setLevel(logging.ERROR)  # the cases begin with different weights on purpose
     pytest.MonkeyPatch().setattr(streams, "USER_CHUNK_NBYTES", CHUNK_NBYTES)
-    names, options = sys.argv[1:], {}
-    if names[:1] == ["--on"]:
-        stand_in.register()
-        options = {"transport": f"torch:{names[1]}", "bulk": f"torch:{names[2]}" if names[2] else None}
-        del names[:3]
-    ad.run(main, names or list(all_cases()), strict=True, **options)  # type: ignore[arg-type]
+    ad.run(main, sys.argv[1:] or list(all_cases()), strict=True)

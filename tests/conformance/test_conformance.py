@@ -1,19 +1,11 @@
-"""Every case in one process: local, on two planes, on polled backends, and simulated."""
+"""Every case in one process: local and simulated."""
 
 from __future__ import annotations
-
-import asyncio
 
 import pytest
 
 import asyncdist as ad
 from asyncdist.messaging import streams
-from asyncdist.runtime.hosting import RankOptions, RankResult, host_rank
-from asyncdist.tags import TAG_MAX
-from asyncdist.transports.local import LocalHub
-from asyncdist.transports.split_plane import TwoPlaneTransport
-from asyncdist.transports.torch_distributed import pollable_backends
-from conformance import local_polled
 from conformance.cases_streams import CHUNK_NBYTES
 from conformance.endpoint import all_cases, run_case
 
@@ -40,8 +32,6 @@ SLOW = HEAVY | {
 }
 CASES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in NAMES]
 
-STRICT = RankOptions(strict=True)
-
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,39 +49,6 @@ def test_local(name: str, ranks: int) -> None:
 def test_local_on_uvloop(name: str) -> None:
     pytest.importorskip("uvloop")
     ad.run_local(run_case, name, ranks=3, loop="uvloop", strict=True)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_two_planes(name: str) -> None:
-    """Odd tags on one hub, even ones on another: neighbours that every case uses together."""
-    control, bulk = LocalHub(3), LocalHub(3)
-
-    async def job() -> list[RankResult]:
-        ranks = (TwoPlaneTransport(control.transport(r), bulk.transport(r), range(1, TAG_MAX + 1, 2)) for r in range(3))
-        return await asyncio.gather(*(host_rank(run_case, (name,), transport, options=STRICT) for transport in ranks))
-
-    for outcome in asyncio.run(job()):
-        if outcome.error is not None:
-            raise outcome.error
-
-
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(
-    ("how", "kind"), [pytest.param("whole", "orderly", marks=[pytest.mark.slow, pytest.mark.long]), ("bulk", "orderly")]
-)
-def test_polled(how: str, kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a backend that ignores tags and does one thing after the other, alone and as what NCCL would be used for."""
-    monkeypatch.setattr(pollable_backends, "GOODBYE_S", 0.0)  # nobody else is of this process when a rank closes
-
-    async def job() -> list[RankResult]:
-        transports = local_polled.MAKERS[how](kind, 3)
-        return await asyncio.gather(
-            *(host_rank(run_case, (name,), transport, options=STRICT) for transport in transports)
-        )
-
-    for outcome in asyncio.run(job()):
-        if outcome.error is not None:
-            raise outcome.error
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("collectives.")])

@@ -1,4 +1,4 @@
-"""Every case between processes, on MPI, torch and polled backends: one job for each number of ranks."""
+"""Every case between processes, on MPI and torch: one job for each number of ranks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,6 @@ from conformance.endpoint import all_cases
 pytestmark = pytest.mark.timeout(300)  # one job runs all cases, on any number of cores
 
 NAMES = list(all_cases())
-#: What polled backends do between processes too. In one process they run all cases (test_conformance.py); between
-#: processes a backend that is written in Python takes minutes for these, and half a minute for thousands of messages.
-BETWEEN_PROCESSES = [
-    name
-    for name in NAMES
-    if name.startswith(("channels.", "streams.")) and name != "channels.cancelled_receives_lose_nothing"
-]
 #: What is between the transport and the rest.
 OF_MESSAGES = [name for name in NAMES if name.startswith(("transport.", "channels.", "streams."))]
 PROGRAM = Path(__file__).with_name("program.py")
@@ -93,23 +86,6 @@ def torch_job() -> tuple[int, torchrun.Result]:
 @pytest.mark.parametrize("name", NAMES)
 def test_torch(torch_job: tuple[int, torchrun.Result], name: str) -> None:
     check(name, *torch_job)
-
-
-@pytest.fixture(scope="session", params=[pytest.param("truthful", marks=pytest.mark.long), "gloo and orderly"])
-def polled_job(request: pytest.FixtureRequest) -> tuple[int, torchrun.Result]:
-    """The same for polled backends: everything on one that keeps tags; streams alone on one that does not."""
-    transport, _, bulk = request.param.partition(" and ")
-    return 3, torchrun.run_ranks(3, PROGRAM, "--on", transport, bulk, *BETWEEN_PROCESSES, timeout_s=280)
-
-
-@pytest.mark.parametrize("name", BETWEEN_PROCESSES)
-def test_polled_between_processes(polled_job: tuple[int, torchrun.Result], name: str) -> None:
-    check(name, *polled_job)
-
-
-def test_polled_ends_cleanly(polled_job: tuple[int, torchrun.Result]) -> None:
-    _, result = polled_job
-    assert result.check().stderr == ""
 
 
 def test_torch_ends_cleanly(torch_job: tuple[int, torchrun.Result]) -> None:

@@ -52,7 +52,7 @@ def test_a_healthy_machine() -> None:
     rows = dict(line.split("  ", 1) for line in ended.stdout.splitlines() if "  " in line)
     assert rows["transport"].strip() == "local, no launcher's variables are set"
     assert rows["asyncdist"].strip() == ad.__version__
-    assert "gloo (" in rows["torch backends"]
+    assert "gloo" in rows["torch backends"].split(", ")
 
 
 @pytest.mark.mpi
@@ -147,11 +147,6 @@ def test_started_for_torch() -> None:
     ("environ", "words"),
     [
         ({"ASYNCDIST_TRANSPORT": "torch"}, "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
-        (
-            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-            | {"ASYNCDIST_TRANSPORT": "torch:nccl"},
-            "'torch:nccl'",
-        ),
     ],
 )
 def test_what_a_run_refuses_is_an_illness_in_the_same_words(

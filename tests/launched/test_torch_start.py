@@ -5,24 +5,24 @@ from __future__ import annotations
 import concurrent.futures
 import re
 import socket
-import subprocess
-import sys
+import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from support.torchrun import rank_environment, run_ranks, run_source, run_torchrun, run_torchruns
 from torch import distributed as dist
 
 import asyncdist as ad
-from asyncdist import environment, local_host
+from asyncdist import cli, environment, local_host
 from asyncdist.errors import TransportError
 from asyncdist.transports.torch_distributed.meeting import rendezvous
 from asyncdist.transports.torch_distributed.meeting.rendezvous import _Gathering as Gathering
 from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
+from asyncdist.transports.torch_distributed.transport import TorchTransport
 from asyncdist.trust.job_secret import JobSecret
 
 # ------------------------------------------------------------------------------------------------------------ the start
@@ -463,46 +463,64 @@ def test_a_stray_that_is_no_more_holds_nobody_up() -> None:
 # ------------------------------------------------------------------------------------------------------------ backends
 
 
-NOT_THESE = [
-    ("nccl", "NCCL ignores tags"),
-    ("tcp", "gloo, nccl"),
-    ("mpi", "this torch was built without"),
-]
-
-
-@pytest.mark.parametrize(("backend", "words"), NOT_THESE)
-def test_a_backend_that_carries_no_messages_is_refused(
-    backend: str, words: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_a_transport_with_a_backend_is_refused(
+    backend: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def main(world: ad.World) -> None:
         raise AssertionError
 
-    with pytest.raises(ValueError, match=f"'torch:{backend}'.*{words}.*gloo") as caught:
-        ad.run(main, transport=cast("Any", f"torch:{backend}"))
-    monkeypatch.setenv("ASYNCDIST_TRANSPORT", f"torch:{backend}")
-    with pytest.raises(ValueError, match=words) as by_variable:
+    name = f"torch:{backend}"
+    with pytest.raises(ValueError, match=f"transport is '{name}'; allowed are .*'torch'.* over gloo"):
+        ad.run(main, transport=name)
+    monkeypatch.setenv("ASYNCDIST_TRANSPORT", name)
+    with pytest.raises(ValueError, match=f"ASYNCDIST_TRANSPORT is '{name}'"):
         ad.run(main)
-    assert str(by_variable.value) == str(caught.value)
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["run", "--transport", name, "-n", "2", __file__])
+    printed = capsys.readouterr().err
+    assert f"--transport is '{name}'; allowed are 'mpi', 'torch'" in printed and len(printed.splitlines()) == 1
 
 
-@pytest.mark.parametrize(("backend", "words"), NOT_THESE)
-@pytest.mark.long
-def test_the_command_refuses_it_before_anything_starts(backend: str, words: str) -> None:
-    command = [sys.executable, "-m", "asyncdist", "run", "--transport", f"torch:{backend}", "-n", "2", "missing.py"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert words in result.stderr and len(result.stderr.splitlines()) == 1
+def test_streams_have_no_transport_of_their_own() -> None:
+    async def main(world: ad.World) -> None:
+        raise AssertionError
+
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bulk'"):
+        ad.run(main, bulk="torch")  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize(
-    ("name", "launched"), [("torch", "torch"), ("torch:gloo", "torch"), ("mpi", "mpi"), ("local", "local")]
-)
-def test_torch_means_gloo(name: str, launched: str) -> None:
-    for found in (environment.detect({}, wanted=name), environment.detect({environment.TRANSPORT_VARIABLE: name})):
-        assert (found.transport, found.backend) == (launched, "gloo")
+def test_the_users_group_may_have_any_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank takes its number and the store from the default group, and makes gloo groups of its own."""
+
+    class NcclGroup:
+        """The default group of a program that called ``init_process_group("nccl")``; nothing is sent over it."""
+
+    store = dist.HashStore()
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", NcclGroup)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(dist, "get_backend", lambda *_: "nccl")
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    places = threading.local()
+    monkeypatch.setattr(dist, "get_rank", lambda: places.rank)
+
+    def talk(rank: int) -> str:
+        places.rank = rank
+        transport = TorchTransport(None)
+        buffer = bytearray(1)
+        requests = [transport.irecv(buffer, 1 - rank, 5), transport.isend(bytes([rank]), 1 - rank, 5)]
+        while requests:
+            requests = [request for request in requests if not request.test()]
+        transport.close()
+        return f"{buffer[0]} by {transport.describe().partition(' of')[0]}"
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(talk, range(2))) == ["1 by torch: gloo", "0 by torch: gloo"]
 
 
-@pytest.mark.parametrize("name", ["torch:", "mpi:gloo", "local:gloo", ":gloo"])
-def test_a_backend_of_nothing_is_refused(name: str) -> None:
+@pytest.mark.parametrize("name", ["torch:", "mpi:gloo", "local:gloo", ":gloo", "Torch", ""])
+def test_a_name_that_is_not_a_transport_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"transport is '{name}'; allowed are"):
         environment.detect({}, wanted=name)

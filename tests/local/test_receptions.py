@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 
 from asyncdist.errors import TransportError
 from asyncdist.transports.matching import CallbackQueue
-from asyncdist.transports.torch_distributed import backends
+from asyncdist.transports.torch_distributed import gloo_groups
 from asyncdist.transports.torch_distributed.meeting import newcomers
 from asyncdist.transports.torch_distributed.meeting.newcomers import Reception
 from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
@@ -64,7 +64,7 @@ def pair(common: SealedStore) -> Iterator[list[Process]]:
         process.reception.close()
         for _, _, groups in process.met:
             for group in groups:
-                backends.close_connections(group)
+                gloo_groups.close_connections(group)
 
 
 def test_a_value_that_an_outsider_deletes_ends_no_admissions(
@@ -142,7 +142,7 @@ def test_leaving_the_world_ends_the_leavers_pending_meetings(common: SealedStore
 
 
 def test_what_fails_on_one_side_is_tried_again_by_both(pair: list[Process], monkeypatch: pytest.MonkeyPatch) -> None:
-    make, calls = backends.make_gloo_groups, []
+    make, calls = gloo_groups.make_gloo_groups, []
 
     def fail_first(store: Any, rank: int, size: int, timeout: timedelta, **options: Any) -> list[Any]:
         calls.append(rank)
@@ -150,7 +150,7 @@ def test_what_fails_on_one_side_is_tried_again_by_both(pair: list[Process], monk
             raise TransportError("the first attempt fails")
         return make(store, rank, size, timeout, **options)
 
-    monkeypatch.setattr(backends, "make_gloo_groups", fail_first)
+    monkeypatch.setattr(gloo_groups, "make_gloo_groups", fail_first)
     pair[0].reception.want(1, 1, welcomes=True)
     pair[1].reception.want(0, 0, welcomes=False)
     for process in pair:

@@ -26,7 +26,7 @@ from support.mpi import report
 from torch import nn
 
 import asyncdist as ad
-from asyncdist.transports.torch_distributed import backends
+from asyncdist.transports.torch_distributed import gloo_groups
 from asyncdist.transports.torch_distributed.meeting import newcomers
 from protocols import AsyncSelectiveAveragingPolicy, PolicyEvent, SnapshotTaken
 
@@ -128,7 +128,7 @@ if __name__ == "__main__":
     logging.basicConfig(level=os.environ.get("LEVEL", "WARNING"))
     newcomers._CONNECT_S, newcomers._CONNECT_PER_RANK_S = 1.0, 0.0  # the others do not wait for long
     if PROCESS == "1.0":
-        backends.make_gloo_groups = die
+        gloo_groups.make_gloo_groups = die
     if PROCESS == "1.2":
         Path(sys.argv[1]).touch()
     ad.run(main)

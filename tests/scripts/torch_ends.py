@@ -1,7 +1,4 @@
-"""Ways in which a torch job can end; ``test_torch.py`` runs them: ``torch_ends.py WAY``.
-
-``test_polled.py`` does too, on a backend of ``support.stand_in``: ``torch_ends.py WAY BACKEND``.
-"""
+"""Ways in which a torch job can end; ``test_torch.py`` runs them: ``torch_ends.py WAY``."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ import time
 from typing import Any
 
 import torch
-from support import stand_in
 from support.mpi import report
 
 import asyncdist as ad
@@ -220,8 +216,7 @@ def main() -> None:
     if way in ("closes", "caught"):
         globals()[way]()
     else:
-        stand_in.register()
-        ad.run(globals()[way], transport=":".join(["torch", *sys.argv[2:]]), grace_s=1.0 if "blocked" in way else 20.0)
+        ad.run(globals()[way], transport="torch", grace_s=1.0 if "blocked" in way else 20.0)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ WELL = Facts(
     mpi=Mpi(level=1),
     host_cores=8,
     own_cores=8,
-    backends={"gloo": "messages"},
+    backends=["gloo"],
 )
 UNDER_MPIRUN = replace(WELL, started=Launch("mpi", 4, 0, "OMPI_COMM_WORLD_SIZE"), local_size=4)
 UNDER_TORCHRUN = replace(WELL, started=Launch("torch", 4, 0, "TORCHELASTIC_RUN_ID"), local_size=4)
@@ -70,7 +70,7 @@ def test_all_is_well(facts: Facts) -> None:
     [
         (replace(WELL, detection_error="RANK='5' is set but"), "RANK='5'", "transport="),
         (replace(WELL, versions=WELL.versions | {"torch": None}), "torch is not installed", "pip install torch"),
-        (replace(WELL, backends={"mpi": "unused here"}), "without gloo", "another build"),
+        (replace(WELL, backends=["mpi"]), "without gloo", "another build"),
         (
             replace(UNDER_MPIRUN, versions=WELL.versions | {"mpi4py": None}),
             "mpi4py is not installed",
@@ -145,7 +145,7 @@ def test_a_secret_that_cannot_be_used_is_found(tmp_path: Path) -> None:
 
 
 def test_problems_are_told_together() -> None:
-    facts = replace(UNDER_MPIRUN, omp_threads="8", backends={}, mpi=Mpi(error="a world of 1"))
+    facts = replace(UNDER_MPIRUN, omp_threads="8", backends=[], mpi=Mpi(error="a world of 1"))
     assert len(doctor.find_problems(facts)) == 3
 
 
@@ -238,7 +238,7 @@ def test_a_torch_that_is_too_old_is_refused_in_words(version: str, is_refused: b
     """Regression: with torch 2.4 each policy failed with an AttributeError, though 2.4 was declared to work."""
     said = validation.torch_problem(version)
     assert (said is not None) == is_refused
-    facts = replace(WELL, versions=WELL.versions | {"torch": version}, backends={})
+    facts = replace(WELL, versions=WELL.versions | {"torch": version}, backends=[])
     if is_refused:
         assert said == f"torch {version} is older than 2.8, which asyncdist needs: pip install 'torch>=2.8'"
         assert doctor.find_problems(facts)[0].cure == "pip install 'torch>=2.8'"

@@ -210,7 +210,7 @@ def test_torch_distributed_is_imported_only_by_meeting_modules() -> None:
     """Plain functions of ``launch_subprocesses`` bring collectives of their own and need a process group of torch."""
     users = {name for name, tree in ASYNCDIST.items() if uses(tree, "torch.distributed")}
     meeting = {f"meeting.{name}" for name in ("connecting", "rendezvous", "sealed_store", "serving")}
-    transport = {f"transports.torch_distributed.{name}" for name in ("backends", "transport", *meeting)}
+    transport = {f"transports.torch_distributed.{name}" for name in ("gloo_groups", "transport", *meeting)}
     others = {
         "launch.process_groups",
         "launch.place_claims",

@@ -23,7 +23,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from asyncdist import environment
 from asyncdist.errors import TransportError
-from asyncdist.transports.torch_distributed import backends, transport
+from asyncdist.transports.torch_distributed import gloo_groups, transport
 from asyncdist.transports.torch_distributed.meeting import rendezvous, sealed_store, serving
 from asyncdist.transports.torch_distributed.meeting.sealed_store import Refusals, SealedStore
 from asyncdist.trust import job_secret, private_folders, secret_files
@@ -160,13 +160,13 @@ def connect(first: SealedStore, second: SealedStore) -> list[Any]:
     timeout = timedelta(seconds=20)
 
     def run(rank: int, store: SealedStore) -> None:
-        groups = [backends.make_gloo_group(PrefixStore("g", meeting), "g", rank, 2, timeout, is_loopback=True)]
+        groups = [gloo_groups.make_gloo_group(PrefixStore("g", meeting), "g", rank, 2, timeout, is_loopback=True)]
         try:
-            backends.prove_connections(groups, rank, 2, timeout, store)
+            gloo_groups.prove_connections(groups, rank, 2, timeout, store)
         except TransportError as error:
             ended[rank] = str(error)
         finally:
-            backends.close_connections(groups[0])
+            gloo_groups.close_connections(groups[0])
 
     meeting = HashStore()
     threads = [threading.Thread(target=run, args=(rank, store)) for rank, store in enumerate((first, second))]

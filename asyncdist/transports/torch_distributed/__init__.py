@@ -1,1 +1,1 @@
-"""The transport over torch.distributed: gloo, and backends whose work can be polled."""
+"""The transport over torch.distributed, on gloo."""

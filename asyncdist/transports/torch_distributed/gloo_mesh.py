@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 
 from asyncdist.errors import RankLostError
 from asyncdist.transports.matching import Matcher, Receive, Send
-from asyncdist.transports.torch_distributed import backends
+from asyncdist.transports.torch_distributed import gloo_groups
 from asyncdist.transports.torch_distributed.gloo import Link
 from asyncdist.transports.torch_distributed.meeting.newcomers import Reception
 
@@ -131,7 +131,7 @@ class Mesh:
         rank, incarnation, groups = meeting
         if self._reception is None or self._announced.get(rank) != incarnation:
             for group in groups:
-                backends.close_connections(group)
+                gloo_groups.close_connections(group)
             return
         self._met[rank] = incarnation, groups
         self.missed -= {rank}
@@ -197,7 +197,7 @@ class Mesh:
             self._callbacks.empty()
         pairs = [*self._pairs.values(), *(groups for _, groups in self._met.values())]
         for group in itertools.chain(self._groups, *pairs, *(groups for _, groups in self._replaced)):
-            backends.close_connections(group)
+            gloo_groups.close_connections(group)
         sys.setswitchinterval(self._switch_interval_s)
         closed_at = time.monotonic()
         alive = []

@@ -1,18 +1,13 @@
 """Serves ranks that torchrun started, or anything else that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
 They find each other in :mod:`asyncdist.transports.torch_distributed.meeting.rendezvous`. Messages go through gloo
-(:mod:`asyncdist.transports.torch_distributed.gloo`), or through a backend that
-:mod:`asyncdist.transports.torch_distributed.backend_self_test` has found can be polled
-(:mod:`asyncdist.transports.torch_distributed.pollable_backends`); they are matched with receives in
-:mod:`asyncdist.transports.matching`. What each backend may carry is said in
-:mod:`asyncdist.transports.torch_distributed.backends`.
+(:mod:`asyncdist.transports.torch_distributed.gloo`) and are matched with receives in
+:mod:`asyncdist.transports.matching`.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
-import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Final
@@ -22,70 +17,16 @@ from torch import distributed as dist
 
 from asyncdist import environment
 from asyncdist.errors import TransportError
-from asyncdist.transports.base import Buffer, Capabilities, Request, Transport
+from asyncdist.transports.base import Buffer, Capabilities, Request
 from asyncdist.transports.matching import CallbackQueue, MatchedTransport, Receive, Send
-from asyncdist.transports.torch_distributed import backend_self_test, backends, gloo_mesh
+from asyncdist.transports.torch_distributed import gloo_groups, gloo_mesh
 from asyncdist.transports.torch_distributed.meeting.newcomers import Entrance, Reception
 from asyncdist.transports.torch_distributed.meeting.rendezvous import Rendezvous, join_store
-from asyncdist.transports.torch_distributed.pollable_backends import PolledBulk, PolledTransport
-from asyncdist.transports.torch_distributed.pollable_pairs import Pairs
 from asyncdist.trust.living_ranks import LivingRank
 
 #: How long the ranks wait for each other at the start.
 START_TIMEOUT_S = 300.0
 _GROUP_TIMEOUT: Final = timedelta(seconds=60)
-#: For closing the groups of a backend that was refused.
-_CLOSE_S: Final = 5.0
-
-
-def open_transport(
-    rendezvous: Rendezvous | None,
-    *,
-    granted_tags: range = range(0),
-    backend: str = backends.GLOO,
-    local_rank: int | None = None,
-) -> Transport:
-    """Open a rank of a torch.distributed job.
-
-    Args:
-        rendezvous: where the ranks meet; None where the user's process group says who there is.
-        granted_tags: see :class:`TorchTransport`.
-        backend: of torch.distributed; ``backends.check_backend`` has let it pass.
-        local_rank: this rank's number on its host, where that is known.
-
-    Raises:
-        TransportError: the ranks do not find each other, or the backend's works cannot be polled; says what was seen.
-    """
-    if backend == backends.GLOO:
-        return TorchTransport(rendezvous, granted_tags=granted_tags)
-    rank, size = _place(rendezvous)
-    if size == 1:
-        return PolledTransport(rank, size, backend, None)
-    (frames, large), trusts_network = _make_pairs(("frames", "large"), rendezvous, backend, local_rank)
-    transport = PolledTransport(rank, size, backend, (frames, large))
-    transport.trusts_network = trusts_network
-    return transport
-
-
-def open_bulk(
-    control: Transport, tag: int, rendezvous: Rendezvous | None, *, backend: str, local_rank: int | None
-) -> Transport:
-    """Open a rank of the same job that carries streams of tensors alone; its other messages go over ``control``.
-
-    Args:
-        control: the ranks' other transport.
-        tag: for what is said there.
-        rendezvous, backend, local_rank: as for :func:`open_transport`; not gloo, which needs no control.
-
-    Raises:
-        TransportError: as :func:`open_transport`.
-    """
-    if control.size == 1:
-        return PolledBulk(control, tag, backend, None)
-    (large,), trusts_network = _make_pairs(("large",), rendezvous, backend, local_rank)
-    bulk = PolledBulk(control, tag, backend, large)
-    bulk.trusts_network = trusts_network
-    return bulk
 
 
 def _place(rendezvous: Rendezvous | None) -> tuple[int, int]:
@@ -113,30 +54,6 @@ def _claim(rendezvous: Rendezvous | None) -> LivingRank | None:
             rank=rendezvous.rank,
         )
     return claim
-
-
-def _make_pairs(
-    names: Sequence[str], rendezvous: Rendezvous | None, backend: str, local_rank: int | None
-) -> tuple[list[Pairs], bool]:
-    """Make pairs on groups of their own, each found to tell the truth; return also whether the job has no secret."""
-    rank, size = _place(rendezvous)
-    store = join_store(rendezvous, rank, size, START_TIMEOUT_S)
-    device = backends.device_of(backend, local_rank)
-    made: list[Pairs] = []
-    for name in names:
-        place = store.part(name)
-        make_group = functools.partial(
-            backends.make_group, backend, store=place, rank=rank, size=size, timeout=_GROUP_TIMEOUT
-        )
-        made.append(Pairs(make_group, rank, device))
-        try:
-            backend_self_test.examine(made[-1], backend, place.part("self-test"), rank, size)
-        except TransportError:
-            for pairs in made:
-                with contextlib.suppress(TimeoutError):  # what has blocked a message may block this too
-                    backend_self_test.in_time(pairs.close, _CLOSE_S)
-            raise
-    return made, store.secret.is_missing
 
 
 class TorchTransport(MatchedTransport):
@@ -186,8 +103,8 @@ class TorchTransport(MatchedTransport):
         elif size > 1:
             store = join_store(rendezvous, rank, size, timeout_s)
             is_loopback = rendezvous is not None and rendezvous.is_loopback
-            groups = backends.make_gloo_groups(store, rank, size, _GROUP_TIMEOUT, is_loopback=is_loopback)
-            backends.prove_connections(groups, rank, size, _GROUP_TIMEOUT, store)
+            groups = gloo_groups.make_gloo_groups(store, rank, size, _GROUP_TIMEOUT, is_loopback=is_loopback)
+            gloo_groups.prove_connections(groups, rank, size, _GROUP_TIMEOUT, store)
             trusts_network = store.secret.is_missing
         capabilities = Capabilities(
             native_collectives=False,

@@ -16,7 +16,7 @@ from typing import Any, Final
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from asyncdist.errors import TransportError
-from asyncdist.transports.torch_distributed import backends
+from asyncdist.transports.torch_distributed import gloo_groups
 from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
 
 #: The pause between two looks, and what is added for each rank.
@@ -39,7 +39,7 @@ def make_gloo_groups(
 
     Args:
         store: a part of it for this attempt alone.
-        rank, size: as of :func:`backends.make_gloo_groups`.
+        rank, size: as of :func:`gloo_groups.make_gloo_groups`.
         connect_s: gloo's timeout for the connecting, once all are there.
         timeout_s: for all of it, the connecting aside.
         is_loopback: whether all ranks are on this host.
@@ -62,8 +62,8 @@ def make_gloo_groups(
     groups: list[Any] = []
     try:
         connecting = timedelta(seconds=connect_s)
-        groups = backends.make_gloo_groups(watched, rank, size, connecting, is_loopback=is_loopback)
-        backends.prove_connections(groups, rank, size, connecting, store)
+        groups = gloo_groups.make_gloo_groups(watched, rank, size, connecting, is_loopback=is_loopback)
+        gloo_groups.prove_connections(groups, rank, size, connecting, store)
         store.set(f"connected/{rank}", "")
         watched.wait([f"connected/{peer}" for peer in range(size)])
         if _decide(store, _ALL) != _ALL:
@@ -72,7 +72,7 @@ def make_gloo_groups(
         if _decide(store, _SOME) == _ALL:  # by another rank, just now
             return groups
         for group in groups:
-            backends.close_connections(group)
+            gloo_groups.close_connections(group)
         if watched.error is not None and watched.error is not error:
             raise watched.error from None
         raise

@@ -1,0 +1,114 @@
+"""Makes private gloo groups alongside torch's default group, proves who is connected, and closes their connections.
+
+gloo is the only backend that carries asyncdist's messages, whatever backend the user's own groups have. NCCL was
+rejected: it ignores tags and matches messages by the order of issue (pytorch#94819, #125079).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+from torch import distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from asyncdist.errors import TransportError
+from asyncdist.transports.torch_distributed.failures import reason
+from asyncdist.transports.torch_distributed.keepalive import probed_connections
+from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
+
+_POISON_TAG: Final = 0x7FFFFFFE
+_PROOF_TAG: Final = 0x7FFFFFFC
+_LOOPBACK: Final = "127.0.0.1"
+
+
+def close_connections(group: Any) -> None:
+    """Close every connection of the group, as a wait that times out does (pytorch wraps gloo's own behaviour)."""
+    with contextlib.suppress(RuntimeError):
+        group.recv_anysource([torch.zeros(1, dtype=torch.uint8, device="cpu")], _POISON_TAG).wait(
+            timedelta(milliseconds=1)
+        )
+
+
+def prove_connections(groups: Sequence[Any], rank: int, size: int, timeout: timedelta, store: SealedStore) -> None:
+    """Let each process of new gloo groups prove to each other one, over their connection, that it knows the secret.
+
+    gloo takes whoever reaches its port, and names the number of a connection, for that rank. Where the processes
+    connect is sealed in the store, so an outsider can only come before a rank to the port of another one: it has no
+    proof, and the groups are given up.
+
+    Args:
+        groups: The groups.
+        rank: This process's place in them.
+        size: How many processes there are.
+        timeout: For all proofs.
+        store: The part of the store by which the processes have met: its name is that of their connections.
+
+    Raises:
+        TransportError: A process did not prove it; names it.
+    """
+    if store.secret.is_missing:
+        return
+    peers = [peer for peer in range(size) if peer != rank]
+    for number, group in enumerate(groups):
+        name = f"{store.prefix}{number}"
+        own = [_as_tensor(store.secret.proof(name, rank, peer)) for peer in peers]
+        theirs = [torch.zeros_like(tensor) for tensor in own]
+        receives = [group.recv([tensor], peer, _PROOF_TAG) for tensor, peer in zip(theirs, peers, strict=True)]
+        sends = [group.send([tensor], peer, _PROOF_TAG) for tensor, peer in zip(own, peers, strict=True)]
+        for peer, receive, tensor in zip(peers, receives, theirs, strict=True):
+            try:
+                receive.wait(timeout)
+            except RuntimeError as error:
+                raise TransportError(
+                    f"place {peer} of {size} did not prove that it knows the job's secret: {reason(error)}"
+                ) from error
+            if not torch.equal(tensor, _as_tensor(store.secret.proof(name, peer, rank))):
+                raise TransportError(f"what is connected as place {peer} of {size} does not know the job's secret")
+        for send in sends:
+            send.wait(timeout)
+
+
+def _as_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def make_gloo_groups(store: Any, rank: int, size: int, timeout: timedelta, *, is_loopback: bool = False) -> list[Any]:
+    """Make the groups for frames and for tensors; ``rank`` is this process's place in them.
+
+    Where all ranks are on this host, ``is_loopback``, gloo listens at the loopback interface alone.
+
+    Raises:
+        TransportError: as :func:`make_gloo_group`.
+    """
+    with probed_connections():
+        return [
+            make_gloo_group(store, name, rank, size, timeout, is_loopback=is_loopback) for name in ("control", "bulk")
+        ]
+
+
+def make_gloo_group(
+    store: Any, name: str, rank: int, size: int, timeout: timedelta, *, is_loopback: bool = False
+) -> Any:
+    """Make a private gloo group.
+
+    Raises:
+        TransportError: this torch has no gloo, or the ranks do not reach each other.
+    """
+    if not (dist.is_available() and dist.is_gloo_available()):
+        raise TransportError(f"torch {torch.__version__} was built without gloo, which the torch transport needs")
+    try:
+        if not is_loopback:
+            return dist.ProcessGroupGloo(PrefixStore(name, store), rank, size, timeout)
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
+        options._timeout = timeout
+        return dist.ProcessGroupGloo(PrefixStore(name, store), rank, size, options)
+    except RuntimeError as error:
+        raise TransportError(
+            f"gloo found no way between the {size} ranks ({reason(error)}); it uses the interface of this host's name, "
+            "or the one in GLOO_SOCKET_IFNAME"
+        ) from error
