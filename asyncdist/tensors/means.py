@@ -42,36 +42,35 @@ _WEIGHT_MIN: Final = 2.0**-100
 
 
 class WeightedMean:
-    """Computes the weighted mean of tensors that arrive one after the other, each in chunks.
+    """Computes the weighted mean of tensors that arrive in turn, each in chunks.
+
+    All weighted means of asyncdist are computed here. The caller brings the tensors in rank order.
 
     Call :meth:`begin` for each tensor and then :meth:`add` for each of its chunks; a tensor may be spread over several
     flat tensors. Once a chunk of the last tensor has been added, the accumulator holds the mean of that stretch. Only
     one piece is allocated, unless sums overflow.
 
     Args:
-        keeps_equal: whether the mean of equal values is that value.
+        count: The number of tensors.
+        keeps_equal: Whether the mean of equal values is that value.
 
     Attributes:
         is_agreed: whether every value so far that was not finite was the same infinity in all tensors.
     """
 
-    def __init__(self, *, keeps_equal: bool = True) -> None:
+    def __init__(self, count: int, *, keeps_equal: bool = True) -> None:
+        self._count = count
         self._keeps_equal = keeps_equal
         self.is_agreed = True
         self._weights: list[float] = []  # scaled by 2^-exponent
         self._exponent = 0
         self._shrinking = 1.0  # of the sums so far, before the current tensor is added
-        self._is_last = False
         self._is_careful = False
         self._scaled: dict[int, Tensor] = {}  # by accumulator, where it lies: which of its sums are scaled
 
-    def begin(self, weight: float, *, is_last: bool) -> None:
-        """Begin the next tensor.
-
-        Args:
-            weight: its weight, finite and above 0.
-            is_last: whether this tensor completes the mean.
-        """
+    def begin(self, weight: float) -> None:
+        """Begin the next tensor, whose weight is finite and above 0."""
+        assert len(self._weights) < self._count, f"a mean of {self._count} tensors has all of them"
         exponent = math.frexp(weight)[1] - 1
         self._shrinking = 1.0
         if not self._weights:
@@ -81,7 +80,6 @@ class WeightedMean:
             self._weights = [max(_WEIGHT_MIN, each * self._shrinking) for each in self._weights]
             self._exponent = exponent
         self._weights.append(max(_WEIGHT_MIN, math.ldexp(weight, -self._exponent)))
-        self._is_last = is_last
 
     def add(self, into: Tensor, chunk: Tensor | None = None) -> None:
         """Add a chunk of the current tensor to the same stretch of an accumulator.
@@ -107,8 +105,9 @@ class WeightedMean:
             self._add_piece(piece, its_values)
 
     def _add_piece(self, into: Tensor, values: Tensor) -> None:
-        weight, is_first = self._weights[-1], len(self._weights) == 1
-        if is_first and self._is_last:  # the mean of one tensor is that tensor, with any weight
+        weight, place = self._weights[-1], len(self._weights)
+        is_first, is_last = place == 1, place == self._count
+        if is_first and is_last:  # the mean of one tensor is that tensor, with any weight
             if values is not into:
                 into.copy_(values)
             return
@@ -124,7 +123,7 @@ class WeightedMean:
             into.add_(product)
         elif product is not into:
             into.copy_(product)
-        if self._is_last:
+        if is_last:
             self._divide(into)
             if self._keeps_equal:
                 _prefer_last(into, wide, self._weights, is_careful=self._is_careful)
@@ -178,6 +177,27 @@ class WeightedMean:
         return found[into.storage_offset() : into.storage_offset() + len(into)]
 
 
+def weighted_mean_into(
+    result: Tensor, parts: Sequence[Tensor], weights: Sequence[float], *, keeps_equal: bool = True
+) -> bool:
+    """Write the weighted mean of tensors that are all available.
+
+    Args:
+        result: A contiguous 1-D tensor of float32, complex64 or wider, which is not among the parts.
+        parts: One or more tensors of its length, in rank order.
+        weights: The weight of each part, finite and above 0.
+        keeps_equal: Whether the mean of equal values is that value.
+
+    Returns:
+        Whether the parts agree in their infinite values; see :attr:`WeightedMean.is_agreed`.
+    """
+    mean = WeightedMean(len(parts), keeps_equal=keeps_equal)
+    for part, weight in zip(parts, weights, strict=True):
+        mean.begin(weight)
+        mean.add(result, part)
+    return mean.is_agreed
+
+
 def mean_into(result: Tensor, parts: Sequence[Tensor]) -> None:
     """Write the unweighted mean of tensors that are all available; equal to :class:`WeightedMean` to the bit.
 
@@ -192,7 +212,7 @@ def mean_into(result: Tensor, parts: Sequence[Tensor]) -> None:
     for part in parts[2:]:
         result += part
     if not mean_of_sum(result, parts[-1], len(parts)):
-        _mean_one_by_one(result, parts, [1.0] * len(parts), WeightedMean())
+        weighted_mean_into(result, parts, [1.0] * len(parts))
 
 
 def mean_of_sum(total: Tensor, last: Tensor, count: int) -> bool:
@@ -222,12 +242,6 @@ def divide(total: Tensor, divisor: float) -> None:
         total.div_(torch.tensor(divisor, dtype=total.dtype, device=total.device) if on_device else divisor)
 
 
-def _mean_one_by_one(result: Tensor, parts: Sequence[Tensor], weights: Sequence[float], mean: WeightedMean) -> None:
-    for place, (part, weight) in enumerate(zip(parts, weights, strict=True)):
-        mean.begin(weight, is_last=place == len(parts) - 1)
-        mean.add(result, part)
-
-
 def _prefer_last(mean: Tensor, last: Tensor, weights: Sequence[float], *, is_careful: bool) -> None:
     """Write the last tensor's value wherever the mean equals that of equal tensors.
 
@@ -242,7 +256,7 @@ def _prefer_last(mean: Tensor, last: Tensor, weights: Sequence[float], *, is_car
 def _prefer_last_here(mean: Tensor, last: Tensor, weights: Sequence[float], *, is_careful: bool) -> None:
     if is_careful:
         of_equal = torch.empty_like(last)
-        _mean_one_by_one(of_equal, [last] * len(weights), weights, WeightedMean(keeps_equal=False))
+        weighted_mean_into(of_equal, [last] * len(weights), weights, keeps_equal=False)
     else:
         of_equal = _mean_of_equal(last, weights)
     bits, last_bits = mean.view(_INTEGERS[mean.dtype]), last.view(_INTEGERS[mean.dtype])

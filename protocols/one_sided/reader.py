@@ -109,7 +109,7 @@ class DonorReader:
         replacement.best = choice.best
         for values in (replacement.donors, replacement.weights, replacement.versions, replacement.iterations):
             values.clear()
-        mean = WeightedMean()
+        mean = WeightedMean(len(choice.donors))
         for donor in choice.donors:
             await self._read_donor(replacement, choice, donor, mean, deadline)
         return mean
@@ -135,7 +135,7 @@ class DonorReader:
             raise UnreadableError(f"the metric of rank {donor} is {record.metric} by now")
         if replacement.average is None:
             replacement.average = self.accumulators.acquire()
-        mean.begin(weight, is_last=donor == choice.donors[-1])
+        mean.begin(weight)
         try:
             await self._add(replacement, donor, record, mean, deadline, exact=donor == choice.best)
         except OutdatedError as error:

@@ -163,7 +163,7 @@ class SnapshotReceiver:
         self._under_way: deque[Landing] = deque()  # posted, and not taken
         self.donor = donors[0]
         self.received_nbytes = self.read_nbytes = 0
-        self.mean = WeightedMean()
+        self.mean = WeightedMean(len(donors))
 
     @property
     def is_agreed(self) -> bool:
@@ -223,7 +223,7 @@ class SnapshotReceiver:
         try:
             self.ask()
             for place, donor in enumerate(self.donors):
-                self.mean.begin(weights[place], is_last=place == len(self.donors) - 1)
+                self.mean.begin(weights[place])
                 stream, landings = self._asked.popleft()
                 if isinstance(stream, Reading):
                     self.donor = donor

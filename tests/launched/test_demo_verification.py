@@ -53,9 +53,9 @@ def test_two_ways_to_the_same_bits(case: tuple[list[float], int], dtype: str) ->
         array[:11] = arrays[0][:11]  # frozen
         array[11:15] = np.clip(array[11:15], -1, 1) * np.finfo(dtype).max  # their sum overflows
     wide = torch.float64 if dtype == "float64" else torch.float32
-    total, mean = torch.zeros(33, dtype=wide), WeightedMean()
-    for index, (array, weight) in enumerate(zip(arrays, weights, strict=True)):
-        mean.begin(weight, is_last=index == len(arrays) - 1)
+    total, mean = torch.zeros(33, dtype=wide), WeightedMean(len(arrays))
+    for array, weight in zip(arrays, weights, strict=True):
+        mean.begin(weight)
         mean.add(total, torch.from_numpy(array))
     theirs = total.to(torch.from_numpy(arrays[0]).dtype).numpy()
     assert verify.average(arrays, weights).tobytes() == theirs.tobytes()

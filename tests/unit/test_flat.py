@@ -64,9 +64,9 @@ def module_of(**tensors: Any) -> nn.Module:
 
 def average(states: list[FlatState], weights: list[float], *, chunk: int = 1 << 20) -> FlatBuffers:
     """Average as a replacer does: donors in order, each cut into chunks."""
-    into, mean = states[0].new_buffers(accumulate=True), WeightedMean()
-    for index, (state, weight) in enumerate(zip(states, weights, strict=True)):
-        mean.begin(weight, is_last=index == len(states) - 1)
+    into, mean = states[0].new_buffers(accumulate=True), WeightedMean(len(states))
+    for state, weight in zip(states, weights, strict=True):
+        mean.begin(weight)
         sent = state.new_buffers()
         state.snapshot(sent)
         for dtype, accumulator in into.averaged().items():

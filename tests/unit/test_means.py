@@ -26,9 +26,9 @@ FLOATS = (torch.float16, torch.bfloat16, *WIDE)
 def mean_of(parts: Sequence[Tensor], weights: Sequence[float], edges: Sequence[int] = ()) -> Tensor:
     """One part after the other, each cut at the edges."""
     wide = torch.promote_types(parts[0].dtype, torch.float32)
-    total, mean = torch.full(parts[0].shape, math.nan, dtype=wide), WeightedMean()
-    for place, (part, weight) in enumerate(zip(parts, weights, strict=True)):
-        mean.begin(weight, is_last=place == len(parts) - 1)
+    total, mean = torch.full(parts[0].shape, math.nan, dtype=wide), WeightedMean(len(parts))
+    for part, weight in zip(parts, weights, strict=True):
+        mean.begin(weight)
         for start, stop in pairwise(sorted({0, len(part), *edges})):
             mean.add(total[start:stop], part[start:stop])
     return total
@@ -190,9 +190,9 @@ def test_what_is_not_finite_stays_so_and_spoils_no_other_element() -> None:
 def test_infinities_that_all_tensors_hold_stay_for_any_weights(weights: list[float]) -> None:
     """Regression: a weight that rounds to zero in float32 made NaN of an infinity."""
     mask = torch.tensor([-math.inf, math.inf, 1.0])
-    total, mean = torch.empty(3), WeightedMean()
-    for place, weight in enumerate(weights):
-        mean.begin(weight, is_last=place == len(weights) - 1)
+    total, mean = torch.empty(3), WeightedMean(len(weights))
+    for weight in weights:
+        mean.begin(weight)
         mean.add(total, mask)
     assert torch.equal(total, mask) and mean.is_agreed
 
@@ -216,11 +216,11 @@ def test_the_first_tensor_may_lie_in_the_accumulator() -> None:
     parts[0][:3] = torch.finfo(torch.float32).max
     parts[2][:3] = torch.finfo(torch.float32).max
     for weights in ([1.0, 1.0, 1.0], [0.3, 7.0, 2.0]):
-        total, mean = parts[0].clone(), WeightedMean()
-        mean.begin(weights[0], is_last=False)
+        total, mean = parts[0].clone(), WeightedMean(3)
+        mean.begin(weights[0])
         mean.add(total)
         for part, weight in zip(parts[1:], weights[1:], strict=True):
-            mean.begin(weight, is_last=part is parts[2])
+            mean.begin(weight)
             mean.add(total, part)
         assert bits(total) == bits(mean_of(parts, weights))
 

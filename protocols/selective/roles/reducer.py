@@ -31,7 +31,7 @@ from asyncdist.protocols.parameter_stream.server import Offer, SnapshotServer
 from asyncdist.protocols.selective.messages import Assign, Frozen
 from asyncdist.protocols.selective.roles.donor import Donor
 from asyncdist.tensors.flat_state import FlatBuffers
-from asyncdist.tensors.means import WeightedMean
+from asyncdist.tensors.means import weighted_mean_into
 
 logger = logging.getLogger("protocols.selective.roles.reducer")
 
@@ -153,12 +153,11 @@ class Reducer:
         for dtype, tensor in into.averaged().items():
             count = chunk_nbytes // tensor.itemsize
             for stretch in (slice(first, first + count) for first in range(0, len(tensor), count)):
-                mean, nbytes = WeightedMean(), nbytes + len(tensor[stretch]) * dtype.itemsize
-                for donor, weight in zip(frozen.donors, frozen.weights, strict=True):
+                nbytes += len(tensor[stretch]) * dtype.itemsize
+                for donor in frozen.donors:
                     await _arrival(state, donor, nbytes)
-                    mean.begin(weight, is_last=donor == frozen.donors[-1])
-                    mean.add(tensor[stretch], given[donor].tensors[dtype][stretch])
-                if not mean.is_agreed:
+                parts = [given[donor].tensors[dtype][stretch] for donor in frozen.donors]
+                if not weighted_mean_into(tensor[stretch], parts, frozen.weights):
                     return False
                 self._server.grow(offer, (offer.ready_count or 0) + 1)
         exact = into.exact()
