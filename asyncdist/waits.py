@@ -73,8 +73,6 @@ class WaitKind(enum.StrEnum):
     GATHERED_MEMBERS = "gathered_members", "the members that join {name}"
     TURN = "turn", "the turn of {name}"
     TURN_TIMEOUT = "turn_timeout", "the timeout of {name}"
-    VERSION_RECORDS = "version_records", "the version records of rank {number}"
-    VERSION_READ = "version_read", "the read of a version of rank {number}"
     VERSION_ANSWERS = "version_answers", "the newest versions of other members"
     VERSION_IN_USE = "version_in_use", "the reads of the version before the last one, window {number}"
     LAST_READS = "last_reads", "the last reads of the exposed state of this rank"

@@ -4,9 +4,9 @@ A window holds two slots. Version k is written into slot k mod 2 while readers u
 record describes each version and its quality. A reader first reads the newest records, and then one version by its
 number: it gets that version whole, or :class:`OutdatedError`.
 
-- If the transport has one-sided reads, slots and records are in its memory window. The owner writes the number of the
-  version that it is *writing* before it changes a slot, and publishes the record when the slot is complete, with memory
-  barriers in between. A reader copies the slot and then reads the owner's number again: if version k + 2 was not begun,
+- If the transport has one-sided reads and all members are on one host, slots and records are in memory that all members
+  map (:mod:`asyncdist.host_memory.shared_memory`). The owner writes the number of the version that it is *writing*
+  before it changes a slot, and publishes the record when the slot is complete, with memory barriers in between. A reader copies the slot and then reads the owner's number again: if version k + 2 was not begun,
   slot k mod 2 has not changed. (This is a sequence lock, after Lameter 2005, over two buffers.) The owner takes no
   part, and may be computing or have left.
 - Otherwise the owner answers at its safe points. A read is a grant of :mod:`asyncdist.messaging.streams`, answered by
@@ -20,10 +20,12 @@ The meaning of the exposed bytes belongs to the caller.
 from __future__ import annotations
 
 import abc
+import contextlib
 import logging
 import math
 import struct
 import zlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
@@ -31,18 +33,19 @@ from typing import Final, TypeAlias
 import torch
 
 from asyncdist import tags
-from asyncdist.collectives.agreed_start import Start, assemble, start_together
+from asyncdist.collectives.agreed_start import Start, start_together
 from asyncdist.collectives.agreement.agreements import Agreements
+from asyncdist.collectives.algorithms.shared_memory_reduce import map_shared_buffers
 from asyncdist.collectives.groups import Group
-from asyncdist.collectives.start_turns import Turns
 from asyncdist.collectives.version_desk import VersionDesk, VersionRecord as VersionRecord
 from asyncdist.errors import AsyncdistError, BusyError, RankLostError
+from asyncdist.host_memory.shared_memory import SharedMemory, order_memory
 from asyncdist.messaging.channels import Channel, Envelope
+from asyncdist.messaging.engine import yield_to_loop
 from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import CHUNK_NBYTES, Cancel, Grant, StreamAborted
 from asyncdist.tensors.byte_views import byte_view, split
-from asyncdist.transports.base import ReadWindow
 from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("asyncdist.collectives.one_sided")
@@ -54,12 +57,18 @@ Take: TypeAlias = Callable[[int], None]
 TOLD_COUNT_MAX: Final = 32
 
 _SUBJECT: Final = "new window"
-_BLOCKING_PART: Final = "new window, all are here"
 
 
 @dataclass(frozen=True, slots=True)
 class Retired:
     """Owner to the others: the sender no longer exposes any version."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Card:
+    """Member to the others: one part of an all-gather, as the window is opened."""
+
+    data: bytes
 
 
 class OutdatedError(AsyncdistError):
@@ -136,7 +145,6 @@ class VersionedWindow(abc.ABC):
 async def open_versioned_window(
     services: Services,
     agreements: Agreements,
-    turns: Turns,
     group: Group,
     nbytes: int,
     *,
@@ -149,40 +157,64 @@ async def open_versioned_window(
     Args:
         services: Services of this rank.
         agreements: Agreements of this rank.
-        turns: Turns of this rank.
         group: Ranks that expose and read.
         nbytes: Size of one version in bytes; each rank keeps two versions.
         scope: Scope that only these members use.
         chunk_nbytes: Size of the chunks of a read, in bytes.
-        timeout_s: Seconds to wait for the other members, and for other starts of the members.
+        timeout_s: Seconds to wait for the other members.
 
     Raises:
-        StartTimeoutError: A member, or another start of a member, took longer. If all members had joined, the others
-            may have opened the window.
+        StartTimeoutError: A member took longer. If all members had joined, the others may have opened the window.
     """
-    native = group.native
-    if native is not None and services.engine.transport.capabilities.one_sided_reads:
-        transport = services.engine.transport
+    if group.size > 1 and services.engine.transport.capabilities.one_sided_reads:
 
-        async def make(start: Start[ReadWindow | None]) -> ReadWindow | None:
-            async with turns.turn(start, timeout_s):
-                await assemble(agreements, group.ranks, _BLOCKING_PART)
-                return transport.new_window(native, _OneSidedWindow.window_nbytes(nbytes))
+        async def make(start: Start[list[torch.Tensor] | None]) -> list[torch.Tensor] | None:
+            await start.agree({}, timeout_s=timeout_s)
+            return await _map_memories(services, group, _SharedWindow.window_nbytes(nbytes), scope)
 
         # A subject per window: concurrent tasks may open windows of the same ranks in a different order on each rank.
         subject = f"{_SUBJECT} {scope:x}"
         try:
-            window = await start_together(services, agreements, group.ranks, subject, make, _retire, name=_SUBJECT)
+            memories = await start_together(services, agreements, group.ranks, subject, make, _drop, name=_SUBJECT)
         finally:
             agreements.forget(group.ranks, subject)
-        if window is not None:
-            return _OneSidedWindow(services, group, window, nbytes)
+        if memories is not None:
+            return _SharedWindow(services, group, memories, nbytes)
     return _StreamedWindow(services, group, nbytes, scope=scope, chunk_nbytes=chunk_nbytes)
 
 
-async def _retire(window: ReadWindow | None) -> None:
-    if window is not None:
-        window.retire()
+async def _drop(memories: list[torch.Tensor] | None) -> None:
+    """Do nothing: memory is given back when the last rank that maps it has dropped it."""
+
+
+async def _map_memories(services: Services, group: Group, nbytes: int, scope: int) -> list[torch.Tensor] | None:
+    """Make memory of this rank and map that of all members, in the group's order; all members await this.
+
+    Returns:
+        None on all members if one of them has no such memory, or is on another host.
+    """
+    memory = None
+    with contextlib.suppress(OSError):  # this system has no such memory, or not as much
+        memory = SharedMemory(nbytes)
+    received: dict[int, deque[bytes]] = {rank: deque() for rank in group.ranks if rank != services.rank}
+    channel: Channel[_Card] = services.open_channel(
+        _Card, tag=tags.CONTROL, scope=scope, name="addresses of exposed state"
+    )
+
+    async def all_gather(card: torch.Tensor) -> list[torch.Tensor]:
+        own = bytes(byte_view(card))
+        for rank in received:
+            channel.send_nowait(_Card(own), rank)
+        while not all(received.values()):
+            envelope = await channel.receive()
+            received[envelope.source].append(envelope.message.data)
+        cards = (own if rank == services.rank else received[rank].popleft() for rank in group.ranks)
+        return [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in cards]
+
+    try:
+        return await map_shared_buffers(memory, group, all_gather)
+    finally:
+        channel.close()
 
 
 # -- one-sided --------------------------------------------------------------------------------------------------------
@@ -198,19 +230,16 @@ _HEAD_NBYTES: Final = 3 * _LINE_NBYTES
 _RETIRED: Final = 1 << 62
 
 
-class _OneSidedWindow(VersionedWindow):
-    """Keeps versions in a memory window of the transport; see the module's docstring for the order of accesses."""
+class _SharedWindow(VersionedWindow):
+    """Keeps versions in memory that all members map; see the module's docstring for the order of accesses."""
 
-    def __init__(self, services: Services, group: Group, window: ReadWindow, nbytes: int) -> None:
+    def __init__(self, services: Services, group: Group, memories: Sequence[torch.Tensor], nbytes: int) -> None:
         self._services = services
-        self._engine = services.engine
-        self._positions = {rank: position for position, rank in enumerate(group.ranks)}
-        self._window = window
-        self._writing = window.memory[:8].cast("Q")
+        self._memories = {rank: byte_view(memory) for rank, memory in zip(group.ranks, memories, strict=True)}
+        self._writing = self._memories[services.rank][:8].cast("Q")
         stride = _aligned(nbytes)
         self._offsets = (_HEAD_NBYTES, _HEAD_NBYTES + stride)
-        whole = torch.frombuffer(window.memory, dtype=torch.uint8)
-        self._slots = [whole[start : start + nbytes] for start in self._offsets]
+        self._slots = [memories[group.index][start : start + nbytes] for start in self._offsets]
         self._closed = False
 
     @staticmethod
@@ -221,42 +250,43 @@ class _OneSidedWindow(VersionedWindow):
     def begin(self) -> torch.Tensor | None:
         version = self.version + 1
         self._writing[0] = version
-        self._window.sync()
+        order_memory()
         return self._slots[version % 2]
 
     def publish(self, iteration: int, metric: float) -> VersionRecord:
         record = VersionRecord(self.version + 1, iteration, metric)
         packed = _RECORD.pack(record.version, iteration, metric)
         start = _RECORD_OFFSETS[record.version % 2]
-        self._window.sync()
-        self._window.memory[start : start + _RECORD.size + _CRC.size] = packed + _CRC.pack(zlib.crc32(packed))
-        self._window.sync()
+        order_memory()
+        own = self._memories[self._services.rank]
+        own[start : start + _RECORD.size + _CRC.size] = packed + _CRC.pack(zlib.crc32(packed))
+        order_memory()
         self.version = record.version
         return record
 
     async def published_by_each(self, ranks: Sequence[int], *, deadline: float = math.inf) -> dict[int, VersionRecord]:
         del deadline  # a memory copy never waits
-        found = {rank: await self._newest_of(rank) for rank in ranks}
+        found = {rank: self._newest_of(rank) for rank in ranks}
         return {rank: record for rank, record in found.items() if record is not None}
 
-    async def _newest_of(self, rank: int) -> VersionRecord | None:
+    def _newest_of(self, rank: int) -> VersionRecord | None:
         if rank in self._services.gone:
             return None
-        writing, records = await self._look(rank)
+        writing, records = self._look(rank)
         if writing >= _RETIRED or not records:
             return None
         return max(records, key=lambda record: record.version)
 
     async def read(self, rank: int, record: VersionRecord, targets: Targets, take: Take, *, deadline: float) -> None:
         del deadline  # a memory copy never waits
-        position, offset = self._positions[rank], self._offsets[record.version % 2]
+        memory, offset = self._memories[rank], self._offsets[record.version % 2]
         for index, target in enumerate(targets):
-            what = WaitId(WaitKind.VERSION_READ, number=rank)
-            await self._engine.wait(self._window.start_read(target, position, offset), what)
+            target[:] = memory[offset : offset + len(target)]
             self._services.read_nbytes += len(target)
             offset += len(target)
             take(index)
-        writing, records = await self._look(rank)
+            await yield_to_loop()
+        writing, records = self._look(rank)
         if writing >= record.version + 2 or not any(_same(record, other) for other in records):
             raise OutdatedError(
                 f"rank {rank} was writing version {min(writing, _RETIRED)} while this rank read its slot",
@@ -264,14 +294,14 @@ class _OneSidedWindow(VersionedWindow):
                 version=record.version,
             )
 
-    async def _look(self, rank: int) -> tuple[int, list[VersionRecord]]:
+    def _look(self, rank: int) -> tuple[int, list[VersionRecord]]:
         """Return the number of the version that ``rank`` is writing, and its complete records."""
-        head = bytearray(_HEAD_NBYTES)
-        what = WaitId(WaitKind.VERSION_RECORDS, number=rank)
-        await self._engine.wait(self._window.start_read(head, self._positions[rank], 0), what)
+        order_memory()
+        head = bytes(self._memories[rank][:_HEAD_NBYTES])
+        order_memory()
         records = []
         for start in _RECORD_OFFSETS:
-            packed = bytes(head[start : start + _RECORD.size])
+            packed = head[start : start + _RECORD.size]
             if _CRC.unpack_from(head, start + _RECORD.size)[0] == zlib.crc32(packed):
                 records.append(VersionRecord(*_RECORD.unpack(packed)))
         return int.from_bytes(head[:8], "little"), records
@@ -281,10 +311,10 @@ class _OneSidedWindow(VersionedWindow):
         if not self._closed:
             self._closed = True
             self._writing[0] = _RETIRED
-            self._window.sync()
+            order_memory()
             self._writing.release()
             self._slots.clear()
-            self._window.retire()
+            self._memories.clear()
 
 
 def _aligned(nbytes: int) -> int:

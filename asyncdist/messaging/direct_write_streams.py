@@ -2,7 +2,7 @@
 
 Both ends use a plain stream (:mod:`asyncdist.messaging.streams`) on one slot. Its messages are the chunks of the first
 part, then the number of tail bytes that the sender has written (eight bytes; see
-:mod:`asyncdist.transports.cross_memory_attach`), then the rest of the tail in chunks. The sender decides how much it
+:mod:`asyncdist.host_memory.cross_memory_attach`), then the rest of the tail in chunks. The sender decides how much it
 writes; the receiver posts the receives for the rest when it knows that number.
 """
 
@@ -14,12 +14,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from asyncdist.host_memory.cross_memory_attach import DirectWrite
 from asyncdist.messaging import streams
 from asyncdist.messaging.engine import Engine
 from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.polling import Pollable
 from asyncdist.tensors.byte_views import split
-from asyncdist.transports.cross_memory_attach import DirectWrite
 from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("asyncdist.messaging.streams")

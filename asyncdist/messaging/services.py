@@ -145,6 +145,11 @@ class Services:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._shared: dict[Callable[[Services], Any], Any] = {}
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether ranks are processes, which may use each other's memory if they are on one host."""
+        return self.engine.transport.capabilities.shares_memory
+
     # -- channels ---------------------------------------------------------------------------------------------------
 
     def open_channel(

@@ -4,7 +4,7 @@ The receiver sends a grant over a channel of the runtime; the sender answers wit
 matched by order: the n-th tensor sent to a rank goes to its n-th receive.
 
 If both ranks share a host, the sender of a large tensor writes a part of it, or all, directly into the receiver's
-memory (:mod:`asyncdist.transports.cross_memory_attach`). Before the first such tensor, the receiver offers access to
+memory (:mod:`asyncdist.host_memory.cross_memory_attach`). Before the first such tensor, the receiver offers access to
 its process, and the sender confirms it; until then all bytes are sent.
 """
 
@@ -19,13 +19,13 @@ import torch
 
 from asyncdist import tags
 from asyncdist.errors import ClosedError, LocalProtocolError, RankLostError, RemoteProtocolError
+from asyncdist.host_memory.cross_memory_attach import AttachToken, DirectWrite, PeerProcess
 from asyncdist.messaging import streams
 from asyncdist.messaging.channels import Channel, Envelope
 from asyncdist.messaging.direct_write_streams import DirectWriteReceiver, DirectWriteSender, Writer
 from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.services import Services
 from asyncdist.tensors.byte_views import byte_view, check_dense, split
-from asyncdist.transports.cross_memory_attach import AttachToken, DirectWrite, PeerProcess
 from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("asyncdist.messaging.streams")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors  # as DDP does: 200 views in one call, half the time of a loop
 
-from asyncdist.tensors.shared_memory import SharedMemory
+from asyncdist.host_memory.shared_memory import SharedMemory
 
 
 class Bucket:

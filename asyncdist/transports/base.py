@@ -88,11 +88,11 @@ class Capabilities:
         misses_wakes: whether the doorbell may fail to ring, so that a slow look is needed all the same.
         rings_from_threads: whether the doorbell may be rung by a thread that does not run the event loop.
         shares_process: whether all ranks are of this process, so their host ends them together.
-        one_sided_reads: whether ``new_window`` may give memory that peers read while its owner computes.
+        one_sided_reads: Whether the ranks of a host read each other's versioned windows while the owner computes.
         shares_memory: whether ranks are processes that, on one host, may map each other's memory
-            (:mod:`asyncdist.tensors.shared_memory`).
+            (:mod:`asyncdist.host_memory.shared_memory`).
         written_share: how much of a large tensor its sender is to write straight into the receiver's memory, where both
-            are on one host (:mod:`asyncdist.transports.cross_memory_attach`): from 0, nothing, over a half, where the
+            are on one host (:mod:`asyncdist.host_memory.cross_memory_attach`): from 0, nothing, over a half, where the
             receiver copies the other half meanwhile, to 1, where that is shorter than the backend's own way.
     """
 
@@ -124,35 +124,6 @@ class GroupHandle(Protocol):
         self, send: Buffer, send_counts: Sequence[int], receive: Buffer, receive_counts: Sequence[int]
     ) -> Request: ...
     def free(self) -> None: ...
-
-
-class ReadWindow(Protocol):
-    """Memory of this rank that the other members of a group read by themselves, and access to theirs.
-
-    Reads and the owner's writes are not ordered against each other: a read may see half of a write. What makes it whole
-    is the caller's, as in :mod:`asyncdist.collectives.one_sided`.
-
-    Attributes:
-        memory: this rank's own, writable, zeros at first.
-    """
-
-    memory: memoryview
-
-    def sync(self) -> None:
-        """Order memory: what was written before this call is seen before what is written after it."""
-
-    def start_read(self, buffer: Buffer, source: int, offset: int) -> Request:
-        """Start copying bytes from ``offset`` on of the memory of ``source``, a position in the group, to ``buffer``.
-
-        The owner takes no part: it may be computing, or have finished with the window.
-        """
-
-    def retire(self) -> None:
-        """End this rank's use of the window; the others may go on, and its own memory keeps its content.
-
-        Giving memory back is collective, and nobody is to wait for that: it happens when all members have retired the
-        window and next make one, of this group or of another one of the same ranks, or when the transport closes.
-        """
 
 
 class CollectiveCheckerProtocol(Protocol):
@@ -249,14 +220,6 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def new_group(self, ranks: Sequence[int], tag: int) -> GroupHandle | None:
         """Make the backend's communicator over ``ranks``, which all call this; None where it has none."""
-
-    def new_window(self, group: GroupHandle, nbytes: int) -> ReadWindow | None:
-        """Make memory for one-sided reads: ``nbytes`` on each member of ``group``; all call this at the same time.
-
-        None, on all of them, where the backend cannot promise that a read completes without its target's help.
-        """
-        del group, nbytes
-        return None
 
     @abc.abstractmethod
     def lost_ranks(self) -> frozenset[int]:

@@ -9,7 +9,6 @@ from asyncdist.transports.base import (
     Buffer,
     GroupHandle,
     PersistentReceive,
-    ReadWindow,
     Request,
     Transport,
     as_bytes,
@@ -78,9 +77,6 @@ class RecordedTransport(Transport):
 
     def new_group(self, ranks: Sequence[int], tag: int) -> GroupHandle | None:
         return self._inner.new_group(ranks, tag)
-
-    def new_window(self, group: GroupHandle, nbytes: int) -> ReadWindow | None:
-        return self._inner.new_window(group, nbytes)
 
     def lost_ranks(self) -> frozenset[int]:
         return self._inner.lost_ranks()

@@ -247,7 +247,6 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
         self._exposure = await open_versioned_window(
             world.services,
             world.agreements,
-            world.peers.turns,
             self._group,
             self._packing.nbytes,
             scope=scope,

@@ -74,7 +74,7 @@ class Location:
 
     Attributes:
         slot: that of the request.
-        pid, address, token: of an :class:`~asyncdist.transports.cross_memory_attach.AttachToken`, which is revoked
+        pid, address, token: of an :class:`~asyncdist.host_memory.cross_memory_attach.AttachToken`, which is revoked
             before the snapshot's memory is used for anything else.
         tensors: where each tensor of :func:`parts_of` begins, the exact ones included; empty where this rank gives no
             snapshot in that round.

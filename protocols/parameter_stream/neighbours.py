@@ -4,7 +4,7 @@ A receiver asks where the round's snapshot of a donor lies (:class:`LocateReques
 answers once, when it has the snapshot, and may compute from then on. Whether a donor can be read is found out in the
 first round with it, in which its snapshot is streamed and the answer is only tried.
 
-A piece that was read counts if the donor's token still lies where it was (:mod:`asyncdist.transports
+A piece that was read counts if the donor's token still lies where it was (:mod:`asyncdist.host_memory
 .cross_memory_attach`): the donor takes it back before it uses the memory for anything else. So what is read is the
 snapshot of that round, or nothing.
 """
@@ -19,9 +19,9 @@ from typing import Final
 import torch
 
 from asyncdist import AsyncdistError, RankLostError
+from asyncdist.host_memory.cross_memory_attach import PeerProcess
 from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.engine import yield_to_loop
-from asyncdist.messaging.neighbour_memory import PeerProcess, has_neighbours
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import StreamAborted
 from asyncdist.protocols.parameter_stream.messages import LocateRequest, Location, StreamMessage
@@ -47,7 +47,7 @@ class Neighbours:
     def __init__(self, services: Services, channel: Channel[StreamMessage]) -> None:
         self._services = services
         self._channel = channel
-        self._is_possible = has_neighbours(services)
+        self._is_possible = services.shares_memory
         self._readable: set[int] = set()
         self._failures: Counter[int] = Counter()
         self._asked: dict[int, Reading] = {}  # by slot

@@ -10,8 +10,8 @@ from typing import Final
 from weakref import WeakKeyDictionary
 
 from asyncdist import AsyncdistError, Envelope, RankLostError, tags
+from asyncdist.host_memory.cross_memory_attach import AttachToken
 from asyncdist.messaging.channels import Channel
-from asyncdist.messaging.neighbour_memory import AttachToken
 from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.messaging.services import Services
 from asyncdist.messaging.streams import Cancel, Grant

@@ -27,7 +27,6 @@ async def exposed(end: Endpoint, *, nbytes: int = NBYTES, group: Group | None = 
     exposure = await open_versioned_window(
         end.world.services,
         end.world.agreements,
-        end.world.peers.turns,
         group,
         nbytes,
         scope=scope,

@@ -26,7 +26,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from asyncdist.collectives.agreement.messages import AgreementKey
 from asyncdist.collectives.error_exchange import Call, LocalResult, _pack_header, _read_header
 from asyncdist.collectives.groups import Group
-from asyncdist.collectives.one_sided import OutdatedError, _OneSidedWindow
+from asyncdist.collectives.one_sided import OutdatedError, _SharedWindow
 from asyncdist.errors import RemoteProtocolError, TransportError
 from asyncdist.functional import checkpoint_files
 from asyncdist.messaging import wire
@@ -35,7 +35,6 @@ from asyncdist.tensors.flat_state import Fingerprint
 from asyncdist.transports.torch_distributed.meeting.rendezvous import _Gathering
 from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
 from asyncdist.trust.job_secret import JobSecret
-from asyncdist.waits import WaitId
 from fuzzing.mutations import mutate
 from protocols.replay_buffer.layouts import declare, declared
 from protocols.replay_buffer.messages import Declare
@@ -119,30 +118,12 @@ def _read_manifest(data: bytes) -> object:
     return [checkpoint_files.plan(manifest["files"], size) for size in (1, 2, 3)]
 
 
-class _Window:
-    """A window whose head has any bytes."""
-
-    def __init__(self, head: bytes) -> None:
-        self.memory = memoryview(bytearray(_OneSidedWindow.window_nbytes(8)))
-        self.memory[: len(head)] = head[: len(self.memory)]
-
-    def start_read(self, target: bytearray | memoryview, position: int, offset: int) -> None:
-        target[:] = self.memory[offset : offset + len(target)]
-
-    def sync(self) -> None:
-        """Nothing is cached."""
-
-
-class _Engine:
-    async def wait(self, request: object, what: WaitId) -> None:
-        """The read is done already."""
-
-
 def _read_window(data: bytes) -> object:
-    services: Any = types.SimpleNamespace(engine=_Engine(), gone=set(), read_nbytes=0)
-    group = Group((0, 1), 0, 7100, None)
-    window: Any = _Window(data)
-    exposed = _OneSidedWindow(services, group, window, 8)
+    memories = [torch.zeros(_SharedWindow.window_nbytes(8), dtype=torch.uint8) for _ in range(2)]
+    head = torch.frombuffer(bytearray(data[: len(memories[1])] or b"\0"), dtype=torch.uint8)
+    memories[1][: len(head)] = head
+    services: Any = types.SimpleNamespace(rank=0, gone=set(), read_nbytes=0)
+    exposed = _SharedWindow(services, Group((0, 1), 0, 7100, None), memories, 8)
     record = _run(exposed.published_by(1))
     if record is not None:
         target = memoryview(bytearray(8))
@@ -152,9 +133,10 @@ def _read_window(data: bytes) -> object:
 
 
 def _run(coroutine: Any) -> Any:
-    """Run a coroutine that waits for nothing."""
+    """Run a coroutine that waits for nothing but its next turn."""
     try:
-        coroutine.send(None)
+        for _ in range(3):
+            coroutine.send(None)
     except StopIteration as end:
         return end.value
     raise AssertionError("it waits")
@@ -203,7 +185,7 @@ def _manifests() -> tuple[bytes, ...]:
 def _window_heads() -> tuple[bytes, ...]:
     heads = []
     for version in (1, 2, 2**62):
-        head = bytearray(_OneSidedWindow.window_nbytes(0))
+        head = bytearray(_SharedWindow.window_nbytes(0))
         head[:8] = struct.pack("<Q", version)
         record = struct.pack("<Qqd", version, 10, float("nan"))
         head[64 : 64 + 28] = record + struct.pack("<I", zlib.crc32(record))

@@ -12,11 +12,11 @@ import torch
 from support import torchrun
 from support.mpi import run_source
 
-from asyncdist.transports.cross_memory_attach import PeerProcess, obstacle
+from asyncdist.host_memory.cross_memory_attach import PeerProcess, obstacle
 
 CHILD = """
 import ctypes, os, sys
-from asyncdist.transports.cross_memory_attach import AttachToken
+from asyncdist.host_memory.cross_memory_attach import AttachToken
 licence, room = AttachToken(), ctypes.create_string_buffer(8)
 print(licence.pid, licence.address, licence.token.hex(), ctypes.addressof(room), flush=True)
 sys.stdin.readline()

@@ -15,7 +15,7 @@ import torch
 from scripts.population import Mixed, Story, flat_state
 from support import mpi, torchrun
 
-from asyncdist.transports import cross_memory_attach
+from asyncdist.host_memory import cross_memory_attach
 from protocols import AverageApplied
 
 SIZES = (2, 4)

@@ -18,12 +18,12 @@ from support.local import NONCE, engines, eventually, yields
 from asyncdist import tags
 from asyncdist.collectives.groups import Group
 from asyncdist.errors import ClosedError, RankLostError
+from asyncdist.host_memory import cross_memory_attach
+from asyncdist.host_memory.cross_memory_attach import AttachToken, PeerProcess
 from asyncdist.messaging import direct_write_streams, streams, user_streams
 from asyncdist.messaging.channels import Envelope
 from asyncdist.messaging.services import Services
 from asyncdist.runtime.world import World
-from asyncdist.transports import cross_memory_attach
-from asyncdist.transports.cross_memory_attach import AttachToken, PeerProcess
 
 PIECE = 4096
 MIN = 1000

@@ -31,11 +31,11 @@ from asyncdist.collectives.algorithms.left_folds import MEAN
 from asyncdist.collectives.algorithms.ordered_reduce import BufferPool, fold_in_shares
 from asyncdist.collectives.algorithms.shared_memory_reduce import SharedFlatBuffers
 from asyncdist.collectives.groups import Group
-from asyncdist.tensors import shared_memory
+from asyncdist.host_memory import shared_memory
+from asyncdist.host_memory.shared_memory import SharedMemory, find
 from asyncdist.tensors.bucket import Bucket
 from asyncdist.tensors.flat_state import accumulate_dtype
 from asyncdist.tensors.means import mean_into
-from asyncdist.tensors.shared_memory import SharedMemory, find
 from protocols import AverageAllPolicy
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)

@@ -14,8 +14,8 @@ from support.local import eventually, worlds, yields
 from support.snapshot_exchange import DONORS, ROUND, WEIGHTS, Party
 
 from asyncdist.errors import RankLostError
+from asyncdist.host_memory.cross_memory_attach import AttachToken, PeerProcess
 from asyncdist.messaging.streams import StreamAborted
-from asyncdist.transports.cross_memory_attach import AttachToken, PeerProcess
 from protocols.parameter_stream import messages, neighbours, receiver
 from protocols.parameter_stream.messages import LocateRequest, Location
 from protocols.parameter_stream.neighbours import TRIAL_COUNT

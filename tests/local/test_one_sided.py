@@ -502,7 +502,6 @@ def test_a_hostile_grant_is_answered_by_an_abort() -> None:
         mine: Any = await one_sided.open_versioned_window(
             world.services,
             world.agreements,
-            world.peers.turns,
             world.group,
             100,
             scope=scope,

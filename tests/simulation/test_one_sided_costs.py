@@ -103,9 +103,7 @@ def test_who_is_gone_or_has_closed_its_window_is_not_waited_for(monkeypatch: pyt
     monkeypatch.setattr(one_sided, "TOLD_COUNT_MAX", 0)
 
     async def main(world: ad.World) -> tuple[dict[int, VersionRecord], dict[int, VersionRecord], float]:
-        window = await one_sided.open_versioned_window(
-            *(world.services, world.agreements, world.peers.turns, world.group), 8, scope=5
-        )
+        window = await one_sided.open_versioned_window(*(world.services, world.agreements, world.group), 8, scope=5)
         if world.rank != 2:
             assert window.begin() is not None
             window.publish(7, float(world.rank))

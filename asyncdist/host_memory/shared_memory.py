@@ -20,6 +20,7 @@ import fcntl
 import os
 import secrets
 import struct
+import threading
 import weakref
 from dataclasses import dataclass
 from typing import ClassVar, Final
@@ -96,6 +97,17 @@ class SharedMemory:
         self.address = Address(os.getpid(), descriptor, nbytes, token)
         self.tensor = _map(descriptor, nbytes)
         self.views: weakref.WeakKeyDictionary[object, tuple[bytes, list[Tensor] | None]] = weakref.WeakKeyDictionary()
+
+
+def order_memory() -> None:
+    """Let all ranks see the writes before this call before the writes after it, and do the same for this rank's reads.
+
+    x86 keeps such orders anyway; Arm does not. The release of a lock is ordered before the next time it is acquired.
+    """
+    lock = threading.Lock()
+    for _ in range(2):
+        lock.acquire()
+        lock.release()
 
 
 def find(address: Address) -> Tensor:
