@@ -16,8 +16,16 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Literal
 
-from asyncdist import local_host, slurm
-from asyncdist.launch_variables import TORCH_NAMES, Variables, number
+from asyncdist import local_host
+from asyncdist.launchers import slurm
+from asyncdist.launchers.variables import (
+    NO_LAUNCHER as NO_LAUNCHER,
+    TORCH_NAMES,
+    Launch as Launch,
+    TorchRendezvous as TorchRendezvous,
+    Variables,
+    number,
+)
 from asyncdist.trust import job_secret, secret_files
 from asyncdist.trust.job_secret import JobSecret
 
@@ -29,8 +37,6 @@ VARIABLES: Final[Mapping[str, str]] = os.environ
 #: Names the transport where the program says ``transport="auto"``.
 TRANSPORT_VARIABLE: Final = "ASYNCDIST_TRANSPORT"
 _TRANSPORTS: Final = ("auto", "local", "mpi", "torch")
-#: The source of a :class:`Launch` where no variable tells of a launcher.
-NO_LAUNCHER: Final = "no launcher"
 #: The source of a :class:`Launch` where the program itself has joined the ranks.
 GROUP_SOURCE: Final = "torch.distributed.init_process_group"
 #: The variables for size and rank, and for both on this host, by launcher.
@@ -67,23 +73,6 @@ _RANK_VARIABLE: Final = "ASYNCDIST_RANK"
 
 
 # --------------------------------------------------------------------------------------------------------- detection
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Launch:
-    """How this process was started.
-
-    Attributes:
-        transport: The transport that belongs to the launcher.
-        expected_size: The number of ranks the launcher says it started; None when it does not say.
-        rank: This process's rank by the launcher.
-        source: The variable that told of it, ``GROUP_SOURCE`` or ``NO_LAUNCHER``.
-    """
-
-    transport: Literal["mpi", "torch", "local"]
-    expected_size: int | None
-    rank: int
-    source: str
 
 
 def check_transport(name: str, *, what: str = "transport", allowed: Sequence[str] = _TRANSPORTS) -> None:
@@ -205,39 +194,6 @@ def _detect_torch(variables: Variables, source: str) -> Launch | None:
     if port is not None and not 0 < port < 65536:
         variables.problems.append(f"MASTER_PORT={port} is no port; 1..65535 are")
     return dataclasses.replace(launch, transport="torch", source=source) if launch is not None else None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TorchRendezvous:
-    """Describes where the ranks of a torch.distributed job meet.
-
-    Attributes:
-        rank: This process's rank.
-        size: The number of ranks.
-        address: The address of the host with the store.
-        port: The port of the store.
-        is_store_served: Whether the launcher serves the store, as torchrun's agent does; else rank 0 does.
-        incarnation: How often the launcher had started this rank again before.
-        admits_restarted: Whether ranks may join the world later: those that are killed and started again, or new ones.
-        job: What the launcher calls the job.
-        empty_count: How many places, the highest, have no process when the world begins.
-        why_missing: Why rank 0 may be at another address, for errors; empty where nothing is known of that.
-        secret: The secret of the job.
-        is_loopback: Whether all ranks, those that come later included, are on this host.
-    """
-
-    rank: int
-    size: int
-    address: str
-    port: int
-    is_store_served: bool
-    incarnation: int = 0
-    admits_restarted: bool = False
-    job: str = ""
-    empty_count: int = 0
-    why_missing: str = ""
-    secret: JobSecret = dataclasses.field(default=JobSecret(), repr=False, compare=False)
-    is_loopback: bool = False
 
 
 def check_alone(environ: Mapping[str, str] = os.environ) -> None:

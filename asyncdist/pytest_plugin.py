@@ -38,6 +38,7 @@ import pytest
 from asyncdist import rank_program, validation
 from asyncdist.errors import AsyncdistError, LocalProtocolError, RankLostError
 from asyncdist.tags import CONTROL
+from asyncdist.wording import plural, ranks_in_words
 
 if TYPE_CHECKING:
     from asyncdist.runtime.world import World
@@ -448,7 +449,7 @@ def pytest_runtest_makereport(
 
 def _lines(item: pytest.Item, record: _Record) -> Iterator[str]:
     report = record.report
-    facts = [f"seed {record.seed}", f"{record.ranks} rank{'s' if record.ranks != 1 else ''}"]
+    facts = [f"seed {record.seed}", plural(record.ranks, "rank")]
     if report is not None:
         facts += [f"{report.message_count} messages", f"{report.virtual_time_s:.9f} s of virtual time"]
     yield ", ".join(facts)
@@ -479,7 +480,7 @@ def _ends(errors: dict[int, BaseException]) -> list[str]:
             line = f"rank {rank}: {type(error).__name__}{': ' if text else ''}{text}"
             lines.append(line if len(line) <= _LINE_LENGTH else f"{line[:_LINE_LENGTH]}...")
     if bereft:
-        lines.append(f"rank{'s' if len(bereft) > 1 else ''} {', '.join(map(str, bereft))}: RankLostError")
+        lines.append(f"{ranks_in_words(bereft)}: RankLostError")
     return lines
 
 

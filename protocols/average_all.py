@@ -27,13 +27,14 @@ from torch import nn
 from asyncdist import Group, World, validation
 from asyncdist.collectives.agreed_start import Start, start_together
 from asyncdist.functional.averaging import average_state
-from asyncdist.protocols.journal import format_table, size_text
+from asyncdist.protocols.journal import format_table
 from asyncdist.protocols.metrics import MetricSource
 from asyncdist.protocols.options import AveragingOptions, MemberOptions, OptimizerState, Parameters
 from asyncdist.protocols.ported import Ported
 from asyncdist.protocols.step_info import NOTHING, AverageApplied, PolicyEvent, StepInfo
 from asyncdist.tensors.flat_state import SnapshotPool
 from asyncdist.tensors.optimizers.reset import reset_optimizer_state
+from asyncdist.wording import size_in_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class AverageAllStatistics:
             ("iteration", self.iteration),
             ("averages applied", self.average_count),
             ("spent in them", f"{self.seconds:.2f} s"),
-            ("averaged", size_text(self.nbytes)),
+            ("averaged", size_in_words(self.nbytes)),
         ]
         return format_table(self.title, rows)
 

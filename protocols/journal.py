@@ -14,6 +14,7 @@ from asyncdist.messaging.services import Services
 from asyncdist.protocols.step_info import NOTHING, StepInfo
 from asyncdist.recording.events import EventLog, Field
 from asyncdist.tensors.model_tensors import local_part
+from asyncdist.wording import aligned
 
 #: Of larger weights no checksum is made: a gigabyte takes about a second.
 _CHECKED_NBYTES_MAX: Final = 1 << 30
@@ -35,17 +36,7 @@ def checksum_of(model: nn.Module) -> int | None:
 
 def format_table(title: str, rows: Sequence[tuple[str, object]]) -> str:
     """Return a table of two columns, below its title if it has one."""
-    width = max((len(name) for name, _ in rows), default=0)
-    return "\n".join([*([title] if title else []), *(f"{name:<{width}}  {value}" for name, value in rows)])
-
-
-def size_text(nbytes: int) -> str:
-    """Return a number of bytes in the largest unit of which there is one."""
-    size, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size /= 1024
-        del units[0]
-    return f"{nbytes} B" if units[0] == "B" else f"{size:.1f} {units[0]}"
+    return "\n".join([*([title] if title else []), *([aligned(rows)] if rows else [])])
 
 
 class Journal:

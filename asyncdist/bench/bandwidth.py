@@ -29,7 +29,7 @@ async def measure(world: ad.World, options: argparse.Namespace) -> Table | None:
         ours_s, rival_s = [], []
         for _ in range(1 + options.repeat):  # the first one warms up
             rival.align(world.rank, peer)
-            ours_s.append(await _our_trip(world, outgoing, incoming))
+            ours_s.append(await our_trip(world, outgoing, incoming))
             rival.align(world.rank, peer)
             began_at = time.perf_counter()
             rival.round_trips(outgoing, incoming, 1, world.rank, peer)
@@ -40,8 +40,8 @@ async def measure(world: ad.World, options: argparse.Namespace) -> Table | None:
     return Table(title, ("MiB", "stream", rival.name, "ratio"), rows) if world.rank == 0 else None
 
 
-async def _our_trip(world: ad.World, outgoing: torch.Tensor, incoming: torch.Tensor) -> float:
-    """Return seconds."""
+async def our_trip(world: ad.World, outgoing: torch.Tensor, incoming: torch.Tensor) -> float:
+    """Stream a tensor from rank 0 to rank 1 and one back; return seconds."""
     peer = 1 - world.rank
     began_at = time.perf_counter()
     if world.rank == 0:

@@ -6,6 +6,7 @@ import argparse
 import statistics
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -36,7 +37,8 @@ async def measure(world: ad.World, options: argparse.Namespace) -> Table | None:
         frame_nbytes = wire.HEADER_NBYTES + len(wire.Codec(Ping).encode(message)[1])
         ours_us, rival_us = [], []
         for _ in range(1 + options.repeat):  # the first one warms up
-            ours_us.append(await _our_trips(world, rival, channel, message, options.loop))
+            rival.align(world.rank, 1 - world.rank)
+            ours_us.append(await our_trips(world, channel, message, options.loop))
             rival_us.append(_rival_trips(world, rival, frame_nbytes, options.loop))
         rows.append(compared_us(f"{nbytes}", statistics.median(ours_us[1:]), statistics.median(rival_us[1:])))
     times = f"median of {options.repeat} blocks of {options.loop} round trips"
@@ -44,16 +46,16 @@ async def measure(world: ad.World, options: argparse.Namespace) -> Table | None:
     return Table(title, ("bytes", "awaited channel", rival.name, "ratio"), rows) if world.rank == 0 else None
 
 
-async def _our_trips(world: ad.World, rival: Rival, channel: ad.Channel[Ping], message: Ping, count: int) -> float:
-    """Return microseconds one way."""
+async def our_trips(world: ad.World, channel: ad.Channel[Any], message: Any, count: int) -> float:
+    """Send a message to and fro between ranks 0 and 1; return microseconds one way."""
     peer = 1 - world.rank
-    rival.align(world.rank, peer)
     began_at = time.perf_counter()
-    for _ in range(count):
-        if world.rank == 0:
+    if world.rank == 0:
+        for _ in range(count):
             await channel.send(message, peer)
             await channel.receive()
-        else:
+    else:
+        for _ in range(count):
             await channel.receive()
             await channel.send(message, peer)
     return 1e6 * (time.perf_counter() - began_at) / (2 * count)

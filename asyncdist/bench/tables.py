@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from asyncdist.wording import aligned
+
 
 @dataclass(frozen=True, slots=True)
 class Table:
@@ -21,15 +23,7 @@ class Table:
     rows: Sequence[tuple[str, str, str, str]]
 
     def __str__(self) -> str:
-        lines = [self.headings, *self.rows]
-        widths = [max(len(line[column]) for line in lines) for column in range(4)]
-        return "\n".join(
-            [self.title]
-            + [
-                "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-                for line in lines
-            ]
-        )
+        return f"{self.title}\n{aligned([self.headings, *self.rows])}"
 
 
 def compared_us(what: str, ours_us: float, rival_us: float) -> tuple[str, str, str, str]:

@@ -6,9 +6,10 @@ number: it gets that version whole, or :class:`OutdatedError`.
 
 - If the transport has one-sided reads and all members are on one host, slots and records are in memory that all members
   map (:mod:`asyncdist.host_memory.shared_memory`). The owner writes the number of the version that it is *writing*
-  before it changes a slot, and publishes the record when the slot is complete, with memory barriers in between. A reader copies the slot and then reads the owner's number again: if version k + 2 was not begun,
-  slot k mod 2 has not changed. (This is a sequence lock, after Lameter 2005, over two buffers.) The owner takes no
-  part, and may be computing or have left.
+  before it changes a slot, and publishes the record when the slot is complete, with memory barriers in between. A
+  reader copies the slot and then reads the owner's number again: if version k + 2 was not begun, slot k mod 2 has not
+  changed. (This is a sequence lock, after Lameter 2005, over two buffers.) The owner takes no part, and may be
+  computing or have left.
 - Otherwise the owner answers at its safe points. A read is a grant of :mod:`asyncdist.messaging.streams`, answered by
   the stream of that version or by the abort. A slot is not written while it is being streamed; the new version is
   skipped then. With up to :data:`TOLD_COUNT_MAX` other members, an owner sends its records to all. With more, a reader

@@ -17,6 +17,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from asyncdist.wording import aligned, ranks_in_words
+
 #: The times of one rank: step name to seconds, one number for each iteration or one in all.
 Timing: TypeAlias = Mapping[str, Sequence[float] | float]
 
@@ -53,7 +55,7 @@ class StepBalance:
     @property
     def remark(self) -> str:
         """Return a text on the ranks and iterations that are left out; empty where none are."""
-        remarks = [f"not on {_name(self.missing)}"] if self.missing else []
+        remarks = [f"not on {ranks_in_words(self.missing)}"] if self.missing else []
         if self.iteration_count < self.iteration_count_max:
             remarks.append(f"first {self.iteration_count} of up to {self.iteration_count_max} iterations")
         return "; ".join(remarks)
@@ -124,7 +126,12 @@ class TimeInfo:
             for row in self.times
         ]
         by_step = [
-            (row.step, f"{row.max_s:.4f}", f"{row.mean_s:.4f}", f"not on {_name(row.missing)}" if row.missing else "")
+            (
+                row.step,
+                f"{row.max_s:.4f}",
+                f"{row.mean_s:.4f}",
+                f"not on {ranks_in_words(row.missing)}" if row.missing else "",
+            )
             for row in self.steps
         ]
         return "\n\n".join(
@@ -224,17 +231,5 @@ def _seconds(rank: int, step: str, value: Any) -> list[float]:
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Format a table: text left, numbers right, two spaces between."""
-    lines = [heads, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(heads))]
-    numeric = [head.endswith((", s", "iterations", "rank", "waiting")) for head in heads]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if is_number else cell.ljust(width)
-            for cell, width, is_number in zip(line, widths, numeric, strict=True)
-        ).rstrip()
-        for line in lines
-    )
-
-
-def _name(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    right = [number for number, head in enumerate(heads) if head.endswith((", s", "iterations", "rank", "waiting"))]
+    return aligned([heads, *rows], right=right)

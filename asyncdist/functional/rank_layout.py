@@ -20,6 +20,7 @@ from asyncdist.collectives.agreed_start import Start, start_together
 from asyncdist.collectives.groups import Group, free_all
 from asyncdist.functional.main_process import compute_and_broadcast, gather_from_all_ranks
 from asyncdist.runtime.world import World, current_world
+from asyncdist.wording import ranks_in_words
 
 Placement: TypeAlias = Literal["arithmetic", "host"]
 _TIMEOUT_S: Final = 60.0
@@ -76,10 +77,10 @@ class RankLayout:
         counts = Counter(named)
         twice = sorted(rank for rank, count in counts.items() if count > 1)
         if twice:
-            raise ValueError(f"{_name(twice)} would have several roles; allowed: one role for each rank")
+            raise ValueError(f"{ranks_in_words(twice)} would have several roles; allowed: one role for each rank")
         idle = [rank for rank in range(self.world_size) if rank not in counts]
         if idle:
-            raise ValueError(f"{_name(idle)} would have no role; allowed: one role for each rank")
+            raise ValueError(f"{ranks_in_words(idle)} would have no role; allowed: one role for each rank")
 
     def _check_clients(self) -> None:
         training = set(self.training_ranks)
@@ -92,11 +93,12 @@ class RankLayout:
                 raise ValueError(f"buffer rank {buffer} has no clients; allowed: one training rank or more")
             strangers = [rank for rank in ranks if rank not in training]
             if strangers:
-                raise ValueError(f"buffer rank {buffer} serves {_name(strangers)}; allowed: training ranks only")
+                served = ranks_in_words(strangers)
+                raise ValueError(f"buffer rank {buffer} serves {served}; allowed: training ranks only")
         counts = Counter(rank for ranks in self.clients.values() for rank in ranks)
         wrong = [rank for rank in sorted(training) if self.clients and counts[rank] != 1]
         if wrong:
-            raise ValueError(f"{_name(wrong)} would have {counts[wrong[0]]} buffers; allowed: one for each")
+            raise ValueError(f"{ranks_in_words(wrong)} would have {counts[wrong[0]]} buffers; allowed: one for each")
 
     @classmethod
     def arithmetic(
@@ -178,8 +180,8 @@ class RankLayout:
 
     def __str__(self) -> str:
         lines = [f"{self.world_size} ranks: {len(self.training_ranks)} train, {len(self.clients)} buffer"]
-        lines += [f"agent group {index}: {_name(group)}" for index, group in enumerate(self.agent_groups)]
-        lines += [f"buffer rank {buffer}: serves {_name(self.clients[buffer])}" for buffer in self.buffer_ranks]
+        lines += [f"agent group {index}: {ranks_in_words(group)}" for index, group in enumerate(self.agent_groups)]
+        lines += [f"buffer rank {rank}: serves {ranks_in_words(self.clients[rank])}" for rank in self.buffer_ranks]
         if self.coordinator is not None:
             lines.append(f"coordinator: rank {self.coordinator}")
         return "\n".join(lines)
@@ -450,7 +452,3 @@ def _assign(training: Mapping[str, Sequence[int]], buffers: Mapping[str, Sequenc
             busiest = max(clients, key=lambda other: len(clients[other]))
             clients[buffer].append(clients[busiest].pop())
     return {buffer: tuple(sorted(served)) for buffer, served in sorted(clients.items())}
-
-
-def _name(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -23,13 +23,16 @@ from dataclasses import asdict, dataclass, field
 from importlib.machinery import ModuleSpec
 from typing import Final
 
-from asyncdist import compiled, environment, local_host, rank_program, slurm, validation
+from asyncdist import compiled, environment, local_host, rank_program, validation
 from asyncdist._version import __version__
 from asyncdist.environment import Launch
 from asyncdist.errors import TransportError
+from asyncdist.host_memory import cross_memory_attach
 from asyncdist.launch import mpirun
 from asyncdist.launch.mpirun import Installation
-from asyncdist.transports import cross_memory_attach, mpi_launchers
+from asyncdist.launchers import slurm
+from asyncdist.transports import mpi_launchers
+from asyncdist.wording import aligned, plural
 
 _STARTERS: Final[Mapping[str, str]] = {
     "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
@@ -223,7 +226,7 @@ def _thread_problems(facts: Facts) -> list[Problem]:
     place = f"{facts.host_cores} cores" if count * ranks > facts.host_cores else f"a rank bound to {facts.own_cores}"
     return [
         Problem(
-            f"OMP_NUM_THREADS={count} with {ranks} {_plural('rank', ranks)} on this host is too much for {place}",
+            f"OMP_NUM_THREADS={count} with {plural(ranks, 'rank')} on this host is too much for {place}",
             f"set OMP_NUM_THREADS={facts.threads}, or unset it",
         )
     ]
@@ -242,9 +245,7 @@ def describe(facts: Facts) -> list[tuple[str, str]]:
     level = facts.mpi.level
     granted = "unknown" if level is None else _LEVELS[level] if level < len(_LEVELS) else str(level)
     ranks = facts.local_size
-    threads = (
-        f"{facts.threads} for {ranks} {_plural('rank', ranks)} on this host" if ranks else f"{facts.threads} alone"
-    )
+    threads = f"{facts.threads} for {plural(ranks, 'rank')} on this host" if ranks else f"{facts.threads} alone"
     own = "" if facts.own_cores == facts.host_cores else f"; this process may use {facts.own_cores}"
     return [
         ("started by", how),
@@ -308,24 +309,17 @@ def _describe_mpirun(facts: Facts) -> str:
 
 def format_report(facts: Facts, problems: Sequence[Problem]) -> str:
     """Format the facts and the problems for a terminal."""
-    rows = describe(facts)
-    width = max(len(name) for name, _ in rows)
-    lines = [f"{name:<{width}}  {text}" for name, text in rows]
-    return "\n".join([*lines, "", *format_problems(problems)])
+    return "\n".join([aligned(describe(facts)), "", *format_problems(problems)])
 
 
 def format_problems(problems: Sequence[Problem]) -> list[str]:
     """Format the problems as lines."""
     if not problems:
         return ["all is well"]
-    lines = [f"{len(problems)} {_plural('thing', len(problems))} to mend:"]
+    lines = [f"{plural(len(problems), 'thing')} to mend:"]
     for number, problem in enumerate(problems, 1):
         lines += [f"  {number}. {problem.what}", f"     -> {problem.cure}"]
     return lines
-
-
-def _plural(word: str, count: int) -> str:
-    return word if count == 1 else f"{word}s"
 
 
 # -- gathering them ---------------------------------------------------------------------------------------------------
@@ -528,7 +522,7 @@ def _explain_no_gpu() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     count = listing.count("GPU ")
-    return f"nvidia-smi lists {count} {_plural('GPU', count)}, but this torch sees no GPU" if count else None
+    return f"nvidia-smi lists {plural(count, 'GPU')}, but this torch sees no GPU" if count else None
 
 
 def _check_torch(environ: Mapping[str, str]) -> str | None:

@@ -40,6 +40,7 @@ from asyncdist._version import __version__
 from asyncdist.launch import guardians, place_claims, store_server
 from asyncdist.launch.supervision import endings
 from asyncdist.trust import job_secret, secret_files
+from asyncdist.wording import ranks_in_words
 
 #: How long ranks that were asked to stop may take.
 STOP_S: Final = 10.0
@@ -513,7 +514,7 @@ def _next_event(events: queue.SimpleQueue[Event], deadline: float | None) -> Eve
 def _explain(ranks: Sequence[int], returncode: int, *, others: bool, was_passed_on: bool = False) -> int:
     """Report which ranks failed, and how. Returns the job's exit code."""
     stopping = "; stopping the others" if others else ""
-    Restarts.say(f"{endings.name_ranks(ranks)} {endings.how_ended(returncode, was_passed_on=was_passed_on)}{stopping}")
+    Restarts.say(f"{ranks_in_words(ranks)} {endings.how_ended(returncode, was_passed_on=was_passed_on)}{stopping}")
     return endings.exit_code(returncode)
 
 

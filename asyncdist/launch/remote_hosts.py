@@ -26,6 +26,7 @@ from typing import IO, Any, Final
 
 from asyncdist import local_host
 from asyncdist.launch import host_agent
+from asyncdist.wording import ranks_in_words
 
 #: A login that would ask for a password, or whether a host is known, fails instead: nobody could answer in time.
 SSH: Final = "ssh -o BatchMode=yes -o ConnectTimeout=10"
@@ -322,11 +323,10 @@ class Agent:
         if self._ranks:
             code = self._process.wait()
             self._readers[1].join(_CLOSE_S)
-            ranks = ", ".join(map(str, sorted(self._ranks)))
             why = f"; {self._last_words}" * bool(self._last_words)
             print(
                 f"asyncdist run: the connection to {self.host.name} has ended (exit code {code}{why}), and with it "
-                f"rank{'s' * (len(self._ranks) > 1)} {ranks}",
+                f"{ranks_in_words(self._ranks)}",
                 file=sys.stderr,
                 flush=True,
             )

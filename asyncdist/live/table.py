@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from asyncdist.live.counters import PolicyCounters, RankCounters, per_second
-from asyncdist.story.happenings import ranks_in_words
 from asyncdist.validation import printable
+from asyncdist.wording import ranks_in_words
 
 if TYPE_CHECKING:
     from rich.table import Table

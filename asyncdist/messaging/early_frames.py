@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Final
 
 from asyncdist.messaging import wire
+from asyncdist.wording import ranks_in_words
 
 logger = logging.getLogger("asyncdist.messaging.early_frames")
 
@@ -85,7 +86,7 @@ class EarlyFrames:
         if not count:
             return ""
         noun, verb = ("message", "waits") if count == 1 else ("messages", "wait")
-        who = f"rank{'s'[: len(ranks) > 1]} {', '.join(map(str, ranks))}"
+        who = ranks_in_words(ranks)
         return (
             f"{count} {noun} on tag {self._tag} {verb} for a channel that this rank has not opened, from {who} "
             "(ranks share a channel if tag, message type or name, and group are equal, and it was opened equally often)"

@@ -13,6 +13,7 @@ from asyncdist.recording.command_output import print_to, refuse
 from asyncdist.recording.file_errors import why_not_written
 from asyncdist.report.whole_files import whole_file
 from asyncdist.validation import printable
+from asyncdist.wording import plural
 
 
 class _WriteError(Exception):
@@ -137,9 +138,7 @@ def run_export(folder: str, job: str | None, out: str | None, kind: str) -> int:
         return refuse("export", f"--format parquet needs pyarrow (pip install 'asyncdist[parquet]'): {error}")
     except (RecordingError, _WriteError, OSError) as error:
         return refuse("export", error)
-    return _say(
-        "export", f"wrote {len(files)} table{'s' * (len(files) != 1)} to {to}: {', '.join(file.name for file in files)}"
-    )
+    return _say("export", f"wrote {plural(len(files), 'table')} to {to}: {', '.join(file.name for file in files)}")
 
 
 def run_query(folder: str, job: str | None, statement: str) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from asyncdist.report.summary import Round, Summary
+from asyncdist.wording import plural, ranks_in_words, seconds_in_words
 
 #: A rank is slow where its median step takes that many times as long as that of the others.
 SLOW_FACTOR: Final = 1.25
@@ -40,14 +41,14 @@ def _ends(summary: Summary) -> Iterator[str]:
         if error:
             failed.setdefault(error.partition("\n")[0].rstrip(": "), []).append(rank)
     for error, ranks in list(failed.items())[:_REASON_COUNT_MAX]:
-        yield f"{_named(ranks)} ended with {error}."
+        yield f"{_at_start(ranks)} ended with {error}."
     open_ended = [rank for rank, error in summary.ends.items() if error is None]
     if open_ended:
         have = "has" if len(open_ended) == 1 else "have"
-        yield f"{_named(open_ended)} {have} no end of main in the recording: killed, stopped, or still running."
+        yield f"{_at_start(open_ended)} {have} no end of main in the recording: killed, stopped, or still running."
     without = sorted(set(range(summary.size)) - summary.ends.keys())
     if without:
-        yield f"{_named(without)} left no recording."
+        yield f"{_at_start(without)} left no recording."
 
 
 def _steps(summary: Summary) -> Iterator[str]:
@@ -56,19 +57,20 @@ def _steps(summary: Summary) -> Iterator[str]:
         yield "No policy made two steps."
         return
     typical_s = statistics.median_low(medians.values())
+    typical = seconds_in_words(typical_s)
     slow = {rank: median / typical_s for rank, median in medians.items() if median > SLOW_FACTOR * typical_s > 0}
     if slow:
         least, most = min(slow.values()), max(slow.values())
         factor = f"{most:.1f}" if most - least < 0.05 else f"{least:.1f} to {most:.1f}"
-        yield f"{_named(sorted(slow))} took {factor} times as long per step as the others, {_time(typical_s)} each."
+        yield f"{_at_start(sorted(slow))} took {factor} times as long per step as the others, {typical} each."
     elif len(medians) > 1:
-        yield f"No rank was slow: a step took {_time(typical_s)} in the median{_slowest(medians, typical_s)}."
+        yield f"No rank was slow: a step took {typical} in the median{_slowest(medians, typical_s)}."
     else:
-        yield f"A step took {_time(typical_s)} in the median."
+        yield f"A step took {typical} in the median."
     if summary.first_step_s > max(_LATE_START_STEPS * typical_s, 1.0) and math.isfinite(summary.first_step_s):
         yield (
-            f"The first step ended {_time(summary.first_step_s)} after the first rank began: before it, the ranks meet,"
-            " the program prepares its data and its model, and the policy starts."
+            f"The first step ended {seconds_in_words(summary.first_step_s)} after the first rank began: before it, the "
+            "ranks meet, the program prepares its data and its model, and the policy starts."
         )
 
 
@@ -87,7 +89,8 @@ def _metrics(summary: Summary) -> Iterator[str]:
         finite = {rank: value for rank, (_, value) in last.items() if math.isfinite(value)}
         lacking = sorted(set(last) - set(finite))
         if lacking:
-            yield f"The last metric{whose} of {_named(lacking, at_start=False)} was not a finite number."
+            named = ranks_in_words(lacking, span_count_max=_COUNT_MAX)
+            yield f"The last metric{whose} of {named} was not a finite number."
         if finite:
             low, high = min(finite, key=finite.__getitem__), max(finite, key=finite.__getitem__)
             text = f"{finite[low]:.4g} (rank {low})"
@@ -105,7 +108,7 @@ def _rounds(summary: Summary) -> Iterator[str]:
     count = len(summary.rounds)
     whole = [each for each in summary.rounds if each.replacers and each.applied_count >= len(each.replacers)]
     idle = sum(not each.replacers for each in summary.rounds)
-    rounds = f"{count:,} round{'s' * (count != 1)}"
+    rounds = plural(count, "round")
     text = f"{len(whole):,} of {rounds} {'was' if count == 1 else 'were'} applied by all ranks that they replaced"
     text += f", with {len(summary.applied):,} replacements in all"
     text += f"; {idle:,} replaced no rank" if idle else ""
@@ -145,19 +148,10 @@ def _messages(summary: Summary) -> Iterator[str]:
         f"{count:,} from rank {source} to rank {dest} on tag {tag}"
         for (source, dest, tag), count in sorted(lost.items(), key=lambda item: -item[1])[:_COUNT_MAX]
     ]
-    yield f"{total:,} message{'s' * (total != 1)} of the program's channels never arrived: {', '.join(named)}."
+    yield f"{plural(total, 'message')} of the program's channels never arrived: {', '.join(named)}."
 
 
-def _named(ranks: Sequence[int], *, at_start: bool = True) -> str:
-    word = "Rank" if at_start else "rank"
-    names = ", ".join(map(str, ranks[:_COUNT_MAX]))
-    more = f" and {len(ranks) - _COUNT_MAX} more" if len(ranks) > _COUNT_MAX else ""
-    return f"{word}{'s' * (len(ranks) != 1)} {names}{more}"
-
-
-def _time(seconds: float) -> str:
-    """Return a duration in a unit that fits, with three digits."""
-    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= factor:
-            return f"{seconds / factor:.3g} {unit}" if seconds < 1000 else f"{seconds:,.0f} s"
-    return f"{seconds * 1e6:.3g} us"
+def _at_start(ranks: Sequence[int]) -> str:
+    """Name ranks at the start of a sentence."""
+    named = ranks_in_words(ranks, span_count_max=_COUNT_MAX)
+    return named[0].upper() + named[1:]

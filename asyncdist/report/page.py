@@ -16,6 +16,7 @@ from plotly.offline import get_plotlyjs
 from asyncdist.recording.reader import Recording
 from asyncdist.report.conclusions import conclusions
 from asyncdist.report.summary import Round, Summary, summarise
+from asyncdist.wording import ranks_in_words, size_in_words
 
 #: Ranks that have a line of their own; of more, quantiles are drawn.
 LINE_COUNT_MAX: Final = 64
@@ -102,10 +103,10 @@ def _facts(recording: Recording, summary: Summary) -> str:
         ("transport", header.transport),
         ("steps", f"{steps:,} of all ranks"),
         ("rounds", f"{len(summary.rounds):,}, with {len(summary.applied):,} replacements"),
-        ("messages", f"{_size(summary.nbytes.sum())}; what hosts share in memory is not among them"),
+        ("messages", f"{size_in_words(summary.nbytes.sum())}; what hosts share in memory is not among them"),
     ]
     if recording.missing:
-        facts.append(("without a recording", f"ranks {', '.join(map(str, recording.missing))}"))
+        facts.append(("without a recording", ranks_in_words(recording.missing)))
     facts += [("damaged", f"{each.path.name}: {each.damage}") for each in recording.ranks if each.damage]
     rows = "\n".join(f"<tr><th>{html.escape(name)}</th><td>{html.escape(text)}</td></tr>" for name, text in facts)
     return f"<table>{rows}</table>"
@@ -204,7 +205,7 @@ def _metric(summary: Summary, place: int) -> tuple[str, go.Figure | None]:
     finite = np.concatenate([rows[:, 1] for rows in series])
     finite = finite[np.isfinite(finite)]
     heights[~np.isfinite(heights)] = finite.min() if len(finite) else 0.0
-    texts = [f"rank {each.rank}, round {each.round}: {_names(each.donors)}" for each in marks]
+    texts = [f"rank {each.rank}, round {each.round}: {_named(each.donors)}" for each in marks]
     figure.add_scattergl(
         x=_times(np.array([each.time_s for each in marks])),
         y=heights.astype(np.float32),
@@ -266,9 +267,8 @@ def _times(times: Any) -> Any:
     return np.round(np.asarray(times, dtype=np.float64), 4).astype(np.float32)
 
 
-def _names(ranks: Sequence[int]) -> str:
-    names = ", ".join(map(str, ranks[:8]))
-    return f"{names} and {len(ranks) - 8} more" if len(ranks) > 8 else names or "nobody"
+def _named(ranks: Sequence[int]) -> str:
+    return ranks_in_words(ranks, span_count_max=8) if ranks else "no rank"
 
 
 def _lineage(summary: Summary, place: int) -> tuple[str, go.Figure | None]:
@@ -296,7 +296,7 @@ def _rounds(summary: Summary) -> tuple[str, go.Figure | None]:
     figure = _figure(420, "seconds since the job began", "milliseconds since the decision")
     shown: list[Round] = _evenly(summary.rounds, ROUND_COUNT_MAX)
     texts = [
-        f"round {each.number[-1]}: {_names(each.donors)} gave to {_names(each.replacers)}, {each.route}; {each.reason}"
+        f"round {each.number[-1]}: {_named(each.donors)} gave to {_named(each.replacers)}, {each.route}; {each.reason}"
         for each in shown
     ]
     began = np.array([each.began_s for each in shown])
@@ -368,17 +368,19 @@ def _bytes(summary: Summary) -> tuple[str, go.Figure | None]:
         return "There were none.", None
     figure = _figure(460, "to rank", "from rank")
     with np.errstate(divide="ignore"):
-        exponents = np.log10(summary.nbytes)
+        exponents = np.log2(summary.nbytes)
     exponents[~np.isfinite(exponents)] = np.nan
     least, most = np.nanmin(exponents), np.nanmax(exponents)
     apart = 0.05 * (most - least)  # or the one's text lies on the other's
-    powers = [least, *(n for n in np.arange(math.ceil(least), most) if least + apart < n < most - apart), most]
+    inner = (power for power in np.arange(math.ceil(least), most) if power % 5 == 0)  # 32 bytes, 1 KiB, 32 KiB, ...
+    powers = [least, *(power for power in inner if least + apart < power < most - apart), most]
+    are_named = summary.size <= LINE_COUNT_MAX
     figure.add_heatmap(
         z=exponents.astype(np.float32),
-        text=[[_size(nbytes) for nbytes in row] for row in summary.nbytes] if summary.size <= LINE_COUNT_MAX else None,
-        hovertemplate="from %{y} to %{x}: %{text}<extra></extra>" if summary.size <= LINE_COUNT_MAX else None,
+        text=[[size_in_words(nbytes) for nbytes in row] for row in summary.nbytes] if are_named else None,
+        hovertemplate="from %{y} to %{x}: %{text}<extra></extra>" if are_named else None,
         colorscale="Viridis",
-        colorbar=_scale("bytes", tickvals=powers, ticktext=[_size(10.0**power) for power in powers]),
+        colorbar=_scale("bytes", tickvals=powers, ticktext=[size_in_words(2.0**power) for power in powers]),
     )
     figure.update_yaxes(autorange="reversed")
     _name_ranks(figure, summary.size, "xy")
@@ -387,14 +389,6 @@ def _bytes(summary: Summary) -> tuple[str, go.Figure | None]:
         " much more than the others, as the coordinator of a large population does."
     )
     return note, figure
-
-
-def _size(nbytes: float) -> str:
-    """Return a number of bytes with three digits, such as ``"1.25 MB"``."""
-    for unit, count in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= count:
-            return f"{nbytes / count:.3g} {unit}"
-    return f"{nbytes:.0f} B"
 
 
 def _news(summary: Summary) -> str:

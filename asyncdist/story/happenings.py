@@ -6,26 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from asyncdist.recording.events import Event
+from asyncdist.wording import ranks_in_words, seconds_in_words
 
 #: A story that is told before an abort begins with this, where it is written down.
 ABORT: Final = "the job is aborted"
-
-
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Return ``"rank 3"``, or ``"ranks 0, 1, 5-9"``."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1][1:] = [rank]
-        else:
-            spans.append([rank])
-    texts = [", ".join(map(str, s)) if len(s) == 1 or s[1] == s[0] + 1 else f"{s[0]}-{s[1]}" for s in spans]
-    return f"rank{'s'[: len(ranks) > 1]} {', '.join(texts)}"
-
-
-def seconds_in_words(seconds: float) -> str:
-    """Return an age in words."""
-    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.0f} min"
 
 
 _WORDS: Final[Mapping[str, Callable[[Event], str]]] = {

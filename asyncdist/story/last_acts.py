@@ -9,8 +9,9 @@ from typing import Final
 from asyncdist import tags
 from asyncdist.recording.events import Event
 from asyncdist.recording.reader import RankRecording, Recording, read_recording
-from asyncdist.story.happenings import ABORT, events_in_words, ranks_in_words, seconds_in_words
+from asyncdist.story.happenings import ABORT, events_in_words
 from asyncdist.validation import printable
+from asyncdist.wording import plural, ranks_in_words, seconds_in_words
 
 #: Events of a rank that are told, ranks of which each is told, and pairs of ranks with messages on the way.
 EVENT_COUNT_MAX: Final = 3
@@ -86,7 +87,7 @@ def _have(ranks: tuple[int, ...] | list[int]) -> str:
 def _title(recording: Recording, end_s: float) -> str:
     script = recording.ranks[0].header.script or "no script"
     length = seconds_in_words(max(0.0, end_s - recording.began_at))
-    return f"job {recording.job}: {script}, {recording.size} rank{'s' * (recording.size != 1)}, recorded for {length}"
+    return f"job {recording.job}: {script}, {plural(recording.size, 'rank')}, recorded for {length}"
 
 
 def _last_of(file: RankRecording) -> _LastOf:
@@ -165,6 +166,6 @@ def _on_the_way(ranks: dict[int, _LastOf]) -> list[str]:
     ]
     missing.sort(reverse=True)
     return [
-        f"  {count} message{'s'[: count > 1]} of rank {source} on tag {tag} never came to rank {dest}"
+        f"  {plural(count, 'message')} of rank {source} on tag {tag} never came to rank {dest}"
         for count, source, dest, tag in missing[:PAIR_COUNT_MAX]
     ]

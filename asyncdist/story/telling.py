@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from asyncdist.story.facts import RankStory, Wait
-from asyncdist.story.happenings import ranks_in_words, seconds_in_words
 from asyncdist.story.waiting import awaited_ranks, by_root, circle, stuck_ranks
 from asyncdist.validation import printable
+from asyncdist.wording import ordinal, plural, ranks_in_words, seconds_in_words
 
 #: Up to so many ranks, what each has to say beside its waits is told of all; of more, of those that hold others up.
 DETAIL_COUNT_MAX: Final = 8
@@ -66,7 +66,7 @@ def tell_job(stories: Mapping[int, RankStory], silent: Sequence[Silent] = ()) ->
         return "\n".join(printable(_tell_silent(each, stories)) for each in silent)
     count = len(stories) + len(silent)
     here = f", {count} of them" if count < some.size else ""
-    lines = [f"job {some.job}: {some.program}, {some.size} rank{'s'[: some.size > 1]}{here} on {some.hostname}"]
+    lines = [f"job {some.job}: {some.program}, {plural(some.size, 'rank')}{here} on {some.hostname}"]
     lines += [f"  {_tell_silent(each, stories)}" for each in silent]
     stuck = stuck_ranks(stories)
     ring = circle(stuck, stories)
@@ -76,7 +76,7 @@ def tell_job(stories: Mapping[int, RankStory], silent: Sequence[Silent] = ()) ->
     lines += _messages_on_other_tags(stories)
     groups = _groups(stories)
     for text, ranks in groups[:GROUP_COUNT_MAX]:
-        lines.append(f"  {ranks_in_words(ranks)} {text if len(ranks) == 1 else _plural(text)}")
+        lines.append(f"  {ranks_in_words(ranks)} {text if len(ranks) == 1 else _of_many(text)}")
         if len(stories) <= DETAIL_COUNT_MAX or stories[ranks[0]].state in ("computes", "blocks"):
             lines += [f"    {line}" for line in _details_of_all(ranks, stories)]
     if len(groups) > GROUP_COUNT_MAX:
@@ -99,7 +99,7 @@ def _groups(stories: Mapping[int, RankStory]) -> list[tuple[str, list[int]]]:
     return [(_what_main_does(stories[ranks[0]], stories), ranks) for ranks in groups.values()]
 
 
-def _plural(text: str) -> str:
+def _of_many(text: str) -> str:
     verb, rest = re.split(r"(?!\w)", text, maxsplit=1)
     plural = {
         "waits": "wait",
@@ -141,7 +141,7 @@ def _tell_wait(wait: Wait, story: RankStory, stories: Mapping[int, RankStory]) -
     if wait.tag is not None and wait.collective is None and f"tag {wait.tag}" not in what:
         what = f"{what}, tag {wait.tag}"
     if wait.collective is not None:
-        what = f"{what}, the {_ordinal(wait.collective.number)} collective of {len(wait.collective.ranks)} ranks"
+        what = f"{what}, the {ordinal(wait.collective.number)} collective of {len(wait.collective.ranks)} ranks"
         whom = f" for {ranks_in_words(needs)}, not there yet" if needs else ", in which all ranks told of here are"
         if len(stories) == 1 < len(wait.collective.ranks):
             whom = " for others"
@@ -150,11 +150,6 @@ def _tell_wait(wait: Wait, story: RankStory, stories: Mapping[int, RankStory]) -
     else:
         whom = ""
     return f"waits{f' {seconds_in_words(seconds)}' if seconds else ''}{whom}: {what}{line}"
-
-
-def _ordinal(number: int) -> str:
-    ending = "th" if 10 <= number % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    return f"{number}{ending}"
 
 
 def _details(story: RankStory, stories: Mapping[int, RankStory]) -> list[str]:

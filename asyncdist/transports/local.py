@@ -14,6 +14,7 @@ from collections.abc import Callable
 from asyncdist.errors import RankLostError
 from asyncdist.transports.base import Buffer, Capabilities, Request, as_bytes
 from asyncdist.transports.matching import CallbackQueue, LocalMessage, MatchedTransport, Matcher, Message, Send
+from asyncdist.wording import plural
 
 
 class LocalHub:
@@ -111,7 +112,7 @@ class LocalTransport(MatchedTransport):
         self._hub.set_loss_listener(self.rank, listen)
 
     def describe(self) -> str:
-        return f"local: {self.size} rank{'s' if self.size > 1 else ''} in this process"
+        return f"local: {plural(self.size, 'rank')} in this process"
 
 
 def _fail_sends(messages: list[Message], error: RankLostError) -> None:

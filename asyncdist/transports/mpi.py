@@ -1,7 +1,7 @@
 """Sends messages by MPI, through mpi4py: polled nonblocking requests on a private communicator.
 
-Messages are in :class:`MpiMessages`. :class:`MpiTransport` adds communicators and memory windows, and its job ends when
-a rank dies; :mod:`asyncdist.transports.mpi_survival` has the transport of jobs that go on.
+Messages are in :class:`MpiMessages`. :class:`MpiTransport` adds communicators, and its job ends when a rank dies;
+:mod:`asyncdist.transports.mpi_survival` has the transport of jobs that continue.
 
 The only module that imports mpi4py besides the launcher's detection. What it keeps to, with the reason for each:
 
@@ -13,10 +13,9 @@ The only module that imports mpi4py besides the launcher's detection. What it ke
 - No message may be larger than its receive. Open MPI 5.0.11 reports it as an error, but from 4 KiB on it has by then
   written the whole message past the end of the buffer (shared memory, single copy through CMA; without CMA 64 MiB take
   15 times as long). So sizes are known beforehand everywhere: a frame has a limit, a stream has a grant.
-- One-sided reads go to memory of ``Win.Allocate`` alone, within one host, by ``Rget``: 64 MiB of a target that never
-  calls MPI take 3.5 ms. A window of ``Win.Create`` waits until the target does, and between hosts any may.
-- Nothing blocks, with exceptions that every member enters at the same time: creating and freeing a communicator or a
-  window.
+- Windows of MPI are not used: they are collective, creating them blocks, and memory that ranks map is read at least as
+  fast (:mod:`asyncdist.host_memory`).
+- Nothing blocks, except for creating and freeing a communicator, which every member enters at the same time.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ from asyncdist.transports.base import (
     Capabilities,
     GroupHandle,
     PersistentReceive,
-    ReadWindow,
     Request,
     Transport,
 )
-from asyncdist.transports.mpi_groups import MpiGroup, MpiWindow, Windows
+from asyncdist.transports.mpi_groups import MpiGroup
 from asyncdist.transports.mpi_requests import ReceiveRequest, SendRequest
 from asyncdist.transports.persistent_send import PersistentSend
 from asyncdist.transports.torch_distributed.keepalive import probe_all
+from asyncdist.wording import plural
 
 logger = logging.getLogger("asyncdist.transports.mpi")
 
@@ -253,7 +252,7 @@ class MpiMessages(Transport):
 
     def describe(self) -> str:
         library = self._mpi.Get_library_version().split(",")[0].split("\n")[0].strip("\x00 ")
-        return f"mpi: {library}, {self.size} rank{'s' if self.size > 1 else ''}"
+        return f"mpi: {library}, {plural(self.size, 'rank')}"
 
     def _fail(self, error: BaseException, status: Any, buffer: Any, peer: int) -> NoReturn:
         """Translate an MPI error, once, here."""
@@ -288,12 +287,10 @@ class MpiTransport(MpiMessages):
             survives_rank_loss=False,
             wakes=False,
             tag_max=self._tag_max,
-            one_sided_reads=True,  # within a host: a group that spans several gets no window
+            one_sided_reads=True,
             shares_memory=True,
             written_share=WRITTEN_SHARE,
         )
-        self._windows: list[MpiWindow] = []
-        self._windows_of: dict[tuple[int, ...], Windows] = {}
         self._world_group = self._group(self._comm, range(self.size))
         self._end_group = self._group(self._end_comm, range(self.size))
 
@@ -312,27 +309,11 @@ class MpiTransport(MpiMessages):
         comm.Set_errhandler(self._mpi.ERRORS_RETURN)
         return self._group(comm, ranks)
 
-    def new_window(self, group: GroupHandle, nbytes: int) -> ReadWindow | None:
-        assert isinstance(group, MpiGroup), f"{group!r} is no group of this transport"
-        if not group.is_on_one_host():
-            return None
-        windows = self._windows_of.setdefault(tuple(sorted(group.ranks)), Windows())
-        windows.give_retired_back(self._mpi, group.comm)
-        window = MpiWindow(self._mpi, group.comm, nbytes, self._fail)
-        windows.append(window)
-        self._windows = [*(kept for kept in self._windows if not kept.is_freed), window]
-        return window
-
     def _group(self, comm: Any, ranks: Sequence[int]) -> MpiGroup:
         return MpiGroup(self._mpi, comm, ranks, self._fail_collective)
 
     def lost_ranks(self) -> frozenset[int]:
         return frozenset()
-
-    def close(self) -> None:
-        for window in self._windows:  # in the order in which all of their members made them
-            window.free()
-        super().close()
 
     def _fail_collective(self, error: BaseException, what: str) -> NoReturn:
         """Translate the error of a collective, which may fail because the members disagree about it."""

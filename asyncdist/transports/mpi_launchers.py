@@ -8,9 +8,10 @@ import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 
-from asyncdist import environment, rank_program, slurm
+from asyncdist import environment, rank_program
 from asyncdist.environment import Flavour, Launch
 from asyncdist.errors import TransportError
+from asyncdist.launchers import slurm
 
 
 def check_world_size(

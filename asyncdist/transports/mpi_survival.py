@@ -3,9 +3,9 @@
 Fault tolerance of MPI (ULFM, User-Level Failure Mitigation) makes a death an error of the requests that involve the
 dead rank. What this transport keeps to, each found by experiment with Open MPI 5.0.11:
 
-- Only messages of one communicator are used. Collectives, communicators and memory windows block, or are left half
-  done, when a member dies in them; so groups have none of them, collectives are made of messages, and one-sided reads
-  are answered by their owner. No communicator is shrunk or revoked: the dead are left out.
+- Only messages of one communicator are used. Collectives and communicators block, or are left half done, when a
+  member dies in them; so groups have neither, collectives are made of messages, and one-sided reads are answered by
+  their owner. No communicator is shrunk or revoked: the dead are left out.
 - Receives from any source are persistent (:class:`asyncdist.transports.mpi_requests.WildcardReceive`), since plain ones
   fail for ever. A death is acknowledged inside the ``except``, before anything else is tested: otherwise they starve.
 - What a dead rank had sent may arrive after the news of its death. It is dropped then, so a lost rank stays silent.
@@ -36,6 +36,7 @@ from asyncdist.transports.base import (
 )
 from asyncdist.transports.mpi import WRITTEN_SHARE, MpiMessages
 from asyncdist.transports.mpi_requests import SendRequest, WildcardReceive
+from asyncdist.wording import ranks_in_words
 
 logger = logging.getLogger("asyncdist.transports.mpi_survival")
 
@@ -185,9 +186,8 @@ class SurvivingMpiTransport(MpiMessages):
         if live[0] == self.rank:
             lost = sorted(self._lost)
             logger.warning(
-                "rank%s %s %s lost; the job goes on with %d of %d ranks",
-                "s" * (len(lost) > 1),
-                ", ".join(map(str, lost)),
+                "%s %s lost; the job goes on with %d of %d ranks",
+                ranks_in_words(lost),
                 "are" if len(lost) > 1 else "is",
                 len(live),
                 self.size,

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from asyncdist.protocols.journal import format_table, size_text
+from asyncdist.protocols.journal import format_table
+from asyncdist.wording import size_in_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class OneSidedStatistics:
         ]
         rows += [(f"abandoned: {reason}", count) for reason, count in sorted(self.abandoned.items())]
         rows += [(f"not published: {reason}", count) for reason, count in sorted(self.unpublished.items())]
-        rows += [("received", size_text(self.received_nbytes))]
+        rows += [("received", size_in_words(self.received_nbytes))]
         return format_table("", rows)
 
     def format_times(self) -> str:

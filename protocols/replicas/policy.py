@@ -35,6 +35,7 @@ from asyncdist.protocols.starting.differences import LEFT_OUT
 from asyncdist.protocols.step_info import NOTHING, StepInfo
 from asyncdist.protocols.wrappers import check_replica_group
 from asyncdist.tensors.optimizers.reset import reset_optimizer_state
+from asyncdist.wording import ranks_in_words
 
 logger = logging.getLogger("protocols.replicas.policy")
 
@@ -278,12 +279,11 @@ class ReplicaAveragingPolicy(Ported):
     def _warn_of_leaving_alone(self) -> None:
         others = [rank for rank in self._replica.ranks if rank != self._world.rank]
         logger.warning(
-            "rank %d has left its policy after %d steps, and waits for rank%s %s of its replica; if they wait for its "
+            "rank %d has left its policy after %d steps, and waits for %s of its replica; if they wait for its "
             "gradients, in DDP for example, they wait forever: all ranks of a replica must do equally many steps",
             self._world.rank,
             self.iteration,
-            "s" * (len(others) > 1),
-            ", ".join(map(str, others)),
+            ranks_in_words(others),
         )
 
     async def _free_groups(self) -> None:

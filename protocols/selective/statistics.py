@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from asyncdist.protocols.journal import format_table, size_text
+from asyncdist.protocols.journal import format_table
 from asyncdist.protocols.selective.messages import count_reason
+from asyncdist.wording import size_in_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +209,7 @@ class SelectiveStatistics:
         value = getattr(self, name)
         if name == "island":
             return None if value is None else str(value)
-        return size_text(value) if name.endswith("_nbytes") and value else value
+        return size_in_words(value) if name.endswith("_nbytes") and value else value
 
 
 _ALWAYS: Final = ("iteration", "report_count", "snapshot_count", "replacement_count")

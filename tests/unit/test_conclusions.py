@@ -61,7 +61,7 @@ def test_a_job_that_went_well() -> None:
         ((0.5, 0.5), "No rank was slow: a step took 500 ms in the median on each rank."),
         ((0.5, 0.6), "No rank was slow: a step took 500 ms in the median, 1.20 times as long on rank 1."),
         ((0.01, 0.03, 0.01, 0.05), "Ranks 1, 3 took 3.0 to 5.0 times as long per step as the others, 10 ms each."),
-        ((2.0,), "A step took 2 s in the median."),
+        ((2.0,), "A step took 2.0 s in the median."),
     ],
 )
 def test_slow_ranks_are_named_with_a_factor(step_s: tuple[float, ...], told: str) -> None:
@@ -69,7 +69,7 @@ def test_slow_ranks_are_named_with_a_factor(step_s: tuple[float, ...], told: str
 
 
 def test_a_late_start_is_explained() -> None:
-    told = "The first step ended 12.5 s after the first rank began: before it, the ranks meet, the program prepares its"
+    told = "The first step ended 12 s after the first rank began: before it, the ranks meet, the program prepares its"
     assert any(line.startswith(told) for line in conclusions(job(0.5, 0.5, first_step_s=12.5)))
     assert not any("first step" in line for line in conclusions(job(0.5, 0.5, first_step_s=0.9)))
 

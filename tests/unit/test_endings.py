@@ -7,7 +7,7 @@ import signal
 import pytest
 from support.facts import names
 
-from asyncdist.launch.supervision.endings import JobEnds, exit_code, how_ended, name_ranks
+from asyncdist.launch.supervision.endings import JobEnds, exit_code, how_ended
 
 KILLED = "was killed by SIGKILL (the kernel does that where memory is short: see dmesg)"
 
@@ -15,7 +15,6 @@ KILLED = "was killed by SIGKILL (the kernel does that where memory is short: see
 def test_an_end_is_named_by_its_code_or_signal() -> None:
     assert [how_ended(code) for code in (7, -9)] == ["ended with exit code 7", KILLED]
     assert how_ended(-63) == f"was killed by signal {63}" and exit_code(-9) == 137 and exit_code(3) == 3
-    assert name_ranks([2, 0]) == "ranks 0, 2" and name_ranks([1]) == "rank 1"
 
 
 def test_first_informative_end_is_the_cause_and_is_told_at_once() -> None:
@@ -42,7 +41,7 @@ def test_ranks_that_fail_by_an_exception_are_named_together() -> None:
     """Regression: mpirun blamed the rank that ended first, which had stopped because of another one."""
     ends = JobEnds(3)
     assert [ends.note(rank, 1) for rank in (1, 0, 2)] == [None] * 3
-    assert ends.conclude(1) == (1, [f"ranks 0, 1, 2 {how_ended(1)}"])
+    assert ends.conclude(1) == (1, [f"ranks 0-2 {how_ended(1)}"])
 
 
 def test_an_exit_code_after_the_victims_is_the_cause() -> None:

@@ -7,9 +7,10 @@ import os
 import pytest
 from support.launchers import BY_HAND, HYDRA, OPENMPI, TORCHRUN
 
-from asyncdist import environment as launch, slurm
+from asyncdist import environment as launch
 from asyncdist.environment import Launch
 from asyncdist.errors import TransportError
+from asyncdist.launchers import slurm
 from asyncdist.transports import mpi_launchers
 
 # What each launcher really sets, of the variables that say something about ranks and places.

@@ -38,11 +38,11 @@ FOLDERS: dict[str, set[str]] = {
 }
 #: Modules of ``asyncdist/`` itself that everybody may import; the others there are the face that users see.
 GROUND = {
-    *("_version", "compiled", "environment", "errors", "launch_variables", "local_host", "rank_program", "slurm"),
-    *("tags", "validation", "waits"),
+    *("_version", "compiled", "environment", "errors", "local_host", "rank_program"),
+    *("tags", "validation", "waits", "wording"),
 }
 #: Folders whose modules belong to the ground: every module may import them.
-GROUND_FOLDERS = {"trust"}
+GROUND_FOLDERS = {"host_memory", "launchers", "trust"}
 FACE = {"__init__", "__main__", "cli", "pytest_plugin"}
 #: Modules that decide and do nothing else: no event loop, no clock, no randomness that is not an argument.
 PURE = {

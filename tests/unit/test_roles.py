@@ -89,7 +89,7 @@ def test_it_can_be_read() -> None:
         "6 ranks: 4 train, 1 buffer",
         "agent group 0: ranks 0, 1",
         "agent group 1: ranks 2, 3",
-        "buffer rank 4: serves ranks 0, 1, 2, 3",
+        "buffer rank 4: serves ranks 0-3",
         "coordinator: rank 5",
     ]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from support.facts import naming
 
-from asyncdist import environment, slurm
+from asyncdist import environment
+from asyncdist.launchers import slurm
 
 STEP = {
     "SLURM_JOB_ID": "7",

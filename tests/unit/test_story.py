@@ -20,7 +20,7 @@ from asyncdist.recording.events import Event
 from asyncdist.runtime.story import answering
 from asyncdist.story import command, finding, sockets
 from asyncdist.story.facts import ChannelState, Collective, PolicyState, RankStory, Wait, from_bytes, to_bytes
-from asyncdist.story.happenings import events_in_words, ranks_in_words, seconds_in_words
+from asyncdist.story.happenings import events_in_words
 from asyncdist.story.telling import Silent, in_short, tell_job, tell_rank
 from asyncdist.story.waiting import awaited_ranks, by_root, circle, stuck_ranks
 from asyncdist.trust import private_folders
@@ -109,11 +109,6 @@ class TestWhoWaitsForWhom:
 
 
 class TestWords:
-    def test_ranks_and_ages(self) -> None:
-        assert ranks_in_words([3]) == "rank 3"
-        assert ranks_in_words([9, 0, 1, 5, 6, 7]) == "ranks 0, 1, 5-7, 9"
-        assert [seconds_in_words(each) for each in (1.25, 61.2, 700)] == ["1.2 s", "61 s", "12 min"]
-
     def test_a_job(self) -> None:
         channel = ChannelState("Note", 101, 1, 0, 0, False)
         stories = of(

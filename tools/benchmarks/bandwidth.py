@@ -19,6 +19,7 @@ from harness import MIB, Results, Row, main, ratio_of_medians
 from rivals import Rival, rival_of
 
 import asyncdist as ad
+from asyncdist.bench.bandwidth import our_trip
 
 RANKS: Final = (2,)
 TARGET_RATIO: Final = {"mpi": 0.95, "torch": 0.9}
@@ -50,7 +51,7 @@ async def measure(world: ad.World, settings: Settings) -> Results | None:
         trip_count = max(3, min(settings.trip_count_max, settings.moved_mib // size_mib))
         for _ in range(1 + trip_count):
             await rival.align()
-            ours_s.append(await _our_trip(world, outgoing, incoming))
+            ours_s.append(await our_trip(world, outgoing, incoming))
             await rival.align()
             raw_s.append(_raw_trip(rival, outgoing, incoming))
         assert bool((incoming == 1 - world.rank).all()), f"{size_mib} MiB did not arrive as they were sent"
@@ -64,18 +65,6 @@ async def measure(world: ad.World, settings: Settings) -> Results | None:
 
 def _rate_gb_s(size_mib: int, trips_s: list[float]) -> float:
     return 2 * size_mib * MIB / statistics.median(trips_s) / 1e9
-
-
-async def _our_trip(world: ad.World, outgoing: torch.Tensor, incoming: torch.Tensor) -> float:
-    peer = 1 - world.rank
-    began_at = time.perf_counter()
-    if world.rank == 0:
-        await world.send_stream(outgoing, peer)
-        await world.receive_stream(incoming, peer)
-    else:
-        await world.receive_stream(incoming, peer)
-        await world.send_stream(outgoing, peer)
-    return time.perf_counter() - began_at
 
 
 def _raw_trip(rival: Rival, outgoing: torch.Tensor, incoming: torch.Tensor) -> float:

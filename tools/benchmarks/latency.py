@@ -20,6 +20,7 @@ from harness import Results, Row, elapsed_us, main
 from rivals import Rival, rival_of
 
 import asyncdist as ad
+from asyncdist.bench.latency import our_trips
 from asyncdist.messaging import wire
 
 RANKS: Final = (2,)
@@ -55,7 +56,7 @@ async def measure(world: ad.World, settings: Settings) -> Results | None:
     raw_us: list[float] = []
     for _ in range(1 + settings.block_count):
         await rival.align()
-        ours_us.append(await _our_trips(world, channel, settings.trip_count))
+        ours_us.append(await our_trips(world, channel, Ping(1000, 0.5), settings.trip_count))
         await rival.align()
         raw_us.append(_raw_trips(rival, settings.trip_count, frame_nbytes))
     if world.rank != 0:
@@ -63,22 +64,6 @@ async def measure(world: ad.World, settings: Settings) -> Results | None:
     ours, raw = statistics.median(ours_us[1:]), statistics.median(raw_us[1:])
     figures = {"ours_us": ours, "raw_us": raw, "ratio": ours / raw, "frame_nbytes": frame_nbytes}
     return {"transport": world.transport_name, **figures}
-
-
-async def _our_trips(world: ad.World, channel: ad.Channel[Ping], count: int) -> float:
-    """Microseconds one way."""
-    peer = 1 - world.rank
-    message = Ping(1000, 0.5)
-    began_at = time.perf_counter_ns()
-    if world.rank == 0:
-        for _ in range(count):
-            await channel.send(message, peer)
-            await channel.receive()
-    else:
-        for _ in range(count):
-            await channel.receive()
-            await channel.send(message, peer)
-    return elapsed_us(began_at) / (2 * count)
 
 
 def _raw_trips(rival: Rival, count: int, nbytes: int) -> float:

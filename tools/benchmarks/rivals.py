@@ -13,6 +13,7 @@ from typing import Any, Final, Protocol
 import torch
 
 import asyncdist as ad
+from asyncdist.bench import blocking_messages
 
 _TAG: Final = 99
 _PERIOD_S: Final = 0.001
@@ -106,29 +107,24 @@ class TorchRival:
     def __init__(self, world: ad.World) -> None:
         from torch import distributed as dist
 
-        self._dist: Any = dist
-        self._rank = world.rank
+        self._rank, self._peer = world.rank, 1 - world.rank
         if not dist.is_initialized():
             dist.init_process_group("gloo")
+        self._barrier = dist.barrier
+        self._messages = blocking_messages.TorchRival(dist)
 
     async def align(self) -> None:
         await ad.barrier()
-        self._dist.barrier()
+        self._barrier()
 
     def send(self, tensor: torch.Tensor) -> None:
-        self._dist.send(tensor, 1 - self._rank, tag=_TAG)
+        self._messages.send(tensor, self._peer)
 
     def round_trip(self, outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
-        if self._rank == 0:
-            self.send(outgoing)
-            self.await_message(incoming)
-        else:
-            self.await_message(incoming)
-            self.send(outgoing)
+        self.round_trips(outgoing, incoming, 1)
 
     def round_trips(self, outgoing: torch.Tensor, incoming: torch.Tensor, count: int) -> None:
-        for _ in range(count):
-            self.round_trip(outgoing, incoming)
+        self._messages.round_trips(outgoing, incoming, count, self._rank, self._peer)
 
     def await_message(self, incoming: torch.Tensor) -> None:
-        self._dist.recv(incoming, 1 - self._rank, tag=_TAG)
+        self._messages.receive(incoming, self._peer)

@@ -97,11 +97,6 @@ def _in_words(runs: Runs) -> str:
     return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Return ``rank 3``, or ``ranks 0,2,4-9``."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {_in_words(runs_of(tuple(ranks)))}"
-
-
 @functools.lru_cache(64)
 def _parse(text: str) -> AgreementKey:
     first = text.removesuffix(_SECOND)

@@ -20,10 +20,10 @@ from asyncdist.collectives.agreement.messages import (
     Reminder,
     Runs,
     is_in,
-    ranks_in_words,
     runs_of,
 )
 from asyncdist.waits import WaitId, WaitKind
+from asyncdist.wording import ranks_in_words
 
 if TYPE_CHECKING:
     from asyncdist.messaging.engine import Engine, Timer

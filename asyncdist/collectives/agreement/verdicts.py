@@ -18,6 +18,7 @@ from asyncdist.errors import (
     remote_error,
 )
 from asyncdist.transports.rank_sets import RankSet
+from asyncdist.wording import ranks_in_words
 
 #: The kind of a postponing rank's objection, and of the verdict that answers it.
 POSTPONED: Final = "(postponed)"
@@ -236,9 +237,9 @@ def raise_refusal(verdict: Verdict, rank: int) -> None:
         raise remote_error(verdict.objector, verdict.difference, verdict.refusal)
     if verdict.lost:
         are = "are" if len(verdict.lost) > 1 else "is"
-        raise RankLostError(f"{verdict.key}: {_name(verdict.lost)} {are} lost", rank=verdict.lost[0])
+        raise RankLostError(f"{verdict.key}: {ranks_in_words(verdict.lost)} {are} lost", rank=verdict.lost[0])
     if verdict.gone:
-        raise ClosedError(f"{verdict.key}: {_name(verdict.gone)} left", ranks=verdict.gone)
+        raise ClosedError(f"{verdict.key}: {ranks_in_words(verdict.gone)} left", ranks=verdict.gone)
     if verdict.missing:
         raise _too_late_error(verdict, rank) if rank in verdict.missing else start_timeout_error(verdict)
     if verdict.refusal:
@@ -254,7 +255,7 @@ def start_timeout_error(verdict: Verdict) -> StartTimeoutError:
     """Make the error that names the missing ranks, and in ``difference`` the value in which the other ranks differ."""
     difference = {"difference": verdict.difference} if verdict.difference else {}
     return StartTimeoutError(
-        f"{verdict.key}: {_name(verdict.missing)} did not join within {verdict.waited_s:g} s",
+        f"{verdict.key}: {ranks_in_words(verdict.missing)} did not join within {verdict.waited_s:g} s",
         missing=verdict.missing,
         **difference,
     )
@@ -267,7 +268,3 @@ def _too_late_error(verdict: Verdict, rank: int) -> StartTimeoutError:
         "start again on all ranks",
         missing=verdict.missing,
     )
-
-
-def _name(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

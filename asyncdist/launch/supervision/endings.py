@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Final
 
 from asyncdist import local_host
+from asyncdist.wording import ranks_in_words
 
 #: How ranks end that another one, or mpirun, has stopped: none of these ends is a cause.
 _STOPPED: Final = frozenset({-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGKILL})
 #: The exit code of a rank that Open MPI ends since a connection is lost: the number of MPI_ERR_UNKNOWN.
 _CONNECTION_LOST: Final = 14
-
-
-def name_ranks(ranks: Collection[int]) -> str:
-    """Return ``rank 1``, or ``ranks 0, 2``."""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
 
 
 def exit_code(returncode: int) -> int:
@@ -98,7 +93,7 @@ class JobEnds:
         if not first:
             return code, []
         alike = [rank for rank, theirs in self.codes.items() if theirs == first]
-        return code or exit_code(first), [f"{name_ranks(alike)} {how_ended(first)}"]
+        return code or exit_code(first), [f"{ranks_in_words(alike)} {how_ended(first)}"]
 
     def _is_of_connection(self, code: int) -> bool:
         return self.is_across_hosts and code == _CONNECTION_LOST

@@ -24,8 +24,9 @@ from asyncdist.runtime.story.signs import Signs
 from asyncdist.runtime.world import World
 from asyncdist.story import sockets
 from asyncdist.story.facts import RankStory, to_bytes
-from asyncdist.story.happenings import ABORT, seconds_in_words
+from asyncdist.story.happenings import ABORT
 from asyncdist.story.telling import Silent, tell_job, tell_rank
+from asyncdist.wording import seconds_in_words
 
 logger = logging.getLogger("asyncdist.runtime.story.answering")
 

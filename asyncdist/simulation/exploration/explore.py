@@ -33,6 +33,7 @@ from asyncdist.simulation.faults import Fault
 from asyncdist.simulation.report import SimReport
 from asyncdist.simulation.simulate import observer
 from asyncdist.simulation.trace import Trace
+from asyncdist.wording import plural
 
 #: Number of trace events that a failure shows.
 TAIL_EVENT_COUNT: Final = 20
@@ -141,8 +142,8 @@ class ExploreReport:
     def __str__(self) -> str:
         fired = ", ".join(f"{kind} {count}" for kind, count in sorted(self.faults_fired.items()))
         return (
-            f"{self.seed_count} seed{'s' * (self.seed_count != 1)} in {self.seconds:.1f} s ({self.seeds_per_s:.1f}/s), "
-            f"{len(self.digests)} different trace{'s' * (len(self.digests) != 1)}"
+            f"{plural(self.seed_count, 'seed')} in {self.seconds:.1f} s ({self.seeds_per_s:.1f}/s), "
+            f"{plural(len(self.digests), 'different trace')}"
             + (f", faults fired: {fired}" if fired else "")
             + (f", covered: {covered}" if (covered := _covered(self.events)) else "")
         )

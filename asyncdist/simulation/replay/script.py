@@ -31,6 +31,7 @@ from asyncdist.simulation.replay.replay import Replayed, check_replayable, repla
 from asyncdist.simulation.report import SimReport
 from asyncdist.simulation.run_script import Script, execute, print_failures, print_out, results_of
 from asyncdist.validation import printable
+from asyncdist.wording import ranks_in_words
 
 logger = logging.getLogger("asyncdist.simulation.replay")
 
@@ -247,7 +248,7 @@ def _replay_once(recording: Recording, ran: _ReplayedScript) -> int:
 def _summary(replayed: Replayed) -> list[str]:
     lines = [f"{replayed.decision_count} decisions, metrics and checksums of weights are those that were recorded"]
     if replayed.cut_ranks:
-        ranks = f"rank{'s'[: len(replayed.cut_ranks) > 1]} {', '.join(map(str, replayed.cut_ranks))}"
+        ranks = ranks_in_words(replayed.cut_ranks)
         lines.append(f"the record ends before main did on {ranks} (killed, stopped by a signal, or its file is full)")
     if replayed.left_count:
         why = "need something of these" if replayed.cut_ranks else "came as the job had failed"

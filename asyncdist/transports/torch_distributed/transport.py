@@ -23,6 +23,7 @@ from asyncdist.transports.torch_distributed import gloo_groups, gloo_mesh
 from asyncdist.transports.torch_distributed.meeting.newcomers import Entrance, Reception
 from asyncdist.transports.torch_distributed.meeting.rendezvous import Rendezvous, join_store
 from asyncdist.trust.living_ranks import LivingRank
+from asyncdist.wording import plural
 
 #: How long the ranks wait for each other at the start.
 START_TIMEOUT_S = 300.0
@@ -179,4 +180,4 @@ class TorchTransport(MatchedTransport):
         return self._mesh.accept(rank, incarnation)
 
     def describe(self) -> str:
-        return f"torch: gloo of torch {torch.__version__}, {self.size} rank{'s' if self.size > 1 else ''}"
+        return f"torch: gloo of torch {torch.__version__}, {plural(self.size, 'rank')}"

@@ -14,7 +14,7 @@ import subprocess
 from collections.abc import Mapping
 from typing import Final
 
-from asyncdist.launch_variables import Variables, number
+from asyncdist.launchers.variables import Variables, number
 
 #: The variable that has the number of tasks of a step.
 SIZE_VARIABLE: Final = "SLURM_STEP_NUM_TASKS"

@@ -1,16 +1,21 @@
-"""Reads numbers from variables that launchers set, and collects what is wrong with them.
+"""Reads numbers from variables that launchers set, and describes the launch and where the ranks meet.
 
-Only the standard library is imported, as in :mod:`asyncdist.environment`.
+No library but the standard one is imported, as in :mod:`asyncdist.environment`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Final, Literal
+
+from asyncdist.trust.job_secret import JobSecret
 
 #: The variables that torch.distributed needs, and torchrun sets.
 TORCH_NAMES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+#: The source of a :class:`Launch` where no variable tells of a launcher.
+NO_LAUNCHER: Final = "no launcher"
 
 
 def number(environ: Mapping[str, str], name: str) -> int:
@@ -69,3 +74,53 @@ class Variables:
         """Raise a ValueError that has all problems, if there are any."""
         if self.problems:
             raise ValueError("the launcher's variables do not fit together: " + "; ".join(self.problems))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Launch:
+    """How this process was started.
+
+    Attributes:
+        transport: The transport that belongs to the launcher.
+        expected_size: The number of ranks the launcher says it started; None when it does not say.
+        rank: This process's rank by the launcher.
+        source: The variable that told of it, ``GROUP_SOURCE`` or ``NO_LAUNCHER``.
+    """
+
+    transport: Literal["mpi", "torch", "local"]
+    expected_size: int | None
+    rank: int
+    source: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TorchRendezvous:
+    """Describes where the ranks of a torch.distributed job meet.
+
+    Attributes:
+        rank: This process's rank.
+        size: The number of ranks.
+        address: The address of the host with the store.
+        port: The port of the store.
+        is_store_served: Whether the launcher serves the store, as torchrun's agent does; else rank 0 does.
+        incarnation: How often the launcher had started this rank again before.
+        admits_restarted: Whether ranks may join the world later: those that are killed and started again, or new ones.
+        job: What the launcher calls the job.
+        empty_count: How many places, the highest, have no process when the world begins.
+        why_missing: Why rank 0 may be at another address, for errors; empty where nothing is known of that.
+        secret: The secret of the job.
+        is_loopback: Whether all ranks, those that come later included, are on this host.
+    """
+
+    rank: int
+    size: int
+    address: str
+    port: int
+    is_store_served: bool
+    incarnation: int = 0
+    admits_restarted: bool = False
+    job: str = ""
+    empty_count: int = 0
+    why_missing: str = ""
+    secret: JobSecret = dataclasses.field(default=JobSecret(), repr=False, compare=False)
+    is_loopback: bool = False

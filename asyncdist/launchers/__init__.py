@@ -1,0 +1,1 @@
+"""Reads the variables with which launchers describe their ranks; part of the ground."""
