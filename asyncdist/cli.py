@@ -9,7 +9,6 @@ import argparse
 import functools
 import importlib.util
 import itertools
-import math
 import os
 import re
 import sys
@@ -21,6 +20,7 @@ from typing import Final, NoReturn
 
 from asyncdist import environment, local_host, rank_program, validation
 from asyncdist._version import __version__
+from asyncdist.argument_types import count, folder, seconds, whole
 from asyncdist.launch import joining_ranks, local_ranks, mpirun, remote_hosts, remote_ranks
 from asyncdist.live.destinations import destinations, missing
 from asyncdist.report import commands as report
@@ -41,35 +41,6 @@ _STARTERS: Final = ("plain", "lightning", "transformers", "protocol")
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and int(text) >= 1):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return int(text)
-
-
-def _whole(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-
-
-def _seconds(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return number
-
-
-def _folder(text: str) -> str:
-    if not text:
-        raise argparse.ArgumentTypeError("'' names no folder; allowed: a folder, which is made if it is not there")
-    return text
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -156,7 +127,7 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 def _add_places(run: _Parser) -> None:
     """Add the options of where ranks run, and over what they talk."""
-    run.add_argument("-n", "--ranks", type=_count, metavar="RANKS", help="the number of processes")
+    run.add_argument("-n", "--ranks", type=count, metavar="RANKS", help="the number of processes")
     run.add_argument(
         "--hosts",
         metavar="HOST:RANKS,...",
@@ -171,7 +142,7 @@ def _add_places(run: _Parser) -> None:
     run.add_argument("--mpi", choices=environment.FLAVOURS, help="which MPI, where two are installed")
     run.add_argument(
         "--threads-per-rank",
-        type=_count,
+        type=count,
         metavar="N",
         help="OMP_NUM_THREADS of each rank (default: its share of the cores)",
     )
@@ -186,13 +157,13 @@ def _add_lives(run: _Parser) -> None:
     )
     run.add_argument(
         "--restarts",
-        type=_count,
+        type=count,
         metavar="N",
         help="with --transport torch: start a rank that is killed again, up to N times; it joins the others, who go on",
     )
     run.add_argument(
         "--places",
-        type=_count,
+        type=count,
         metavar="N",
         help="with --transport torch: the world has places for N ranks, to which others may come later, see --join",
     )
@@ -215,7 +186,7 @@ def _add_watching(run: _Parser) -> None:
     )
     run.add_argument(
         "--record",
-        type=_folder,
+        type=folder,
         metavar="DIR",
         help="write down there what each rank does; see record in asyncdist.run",
     )
@@ -244,29 +215,34 @@ def _add_sim(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     sim.add_argument("script", help="a Python script that calls asyncdist.run once")
     sim.add_argument(
-        "-n", "--ranks", type=_count, required=True, metavar="RANKS", help="the number of ranks to simulate"
+        "-n",
+        "--ranks",
+        type=count,
+        required=True,
+        metavar="RANKS",
+        help="the number of ranks to simulate",
     )
-    sim.add_argument("--seed", type=_whole, default=0, help="the seed of everything that is drawn (default: 0)")
+    sim.add_argument("--seed", type=whole, default=0, help="the seed of everything that is drawn (default: 0)")
     sim.add_argument(
         "--faults", metavar="FILE", help='a JSON list of faults, as in [{"kind": "Kill", "rank": 1, "at_s": 0.5}]'
     )
     sim.add_argument(
         "--until-s",
-        type=_seconds,
+        type=seconds,
         metavar="SECONDS",
         help="a limit of virtual time: a run that reaches it fails and says where each rank is (default: none)",
     )
     sim.add_argument(
         "--record",
-        type=_folder,
+        type=folder,
         metavar="DIR",
         help="write down there what each rank does, for asyncdist report; with --explore what it does in the seed that "
         "fails",
     )
-    sim.add_argument("--explore", type=_count, metavar="COUNT", help="run COUNT seeds, from --seed on, until one fails")
+    sim.add_argument("--explore", type=count, metavar="COUNT", help="run COUNT seeds, from --seed on, until one fails")
     sim.add_argument(
         "--processes",
-        type=_count,
+        type=count,
         metavar="P",
         help="the number of processes that explore (default: one for each core)",
     )
@@ -283,7 +259,7 @@ def _add_replay(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     replay.add_argument("folder", metavar="DIR", help="what --record was given")
     replay.add_argument("--job", help="which job, where the folder has recordings of several")
-    replay.add_argument("--rank", type=_whole, help="the rank in which --pdb stops (default: 0)")
+    replay.add_argument("--rank", type=whole, help="the rank in which --pdb stops (default: 0)")
     replay.add_argument("--pdb", action="store_true", help="stop in a debugger, on the first line of the rank's main")
     replay.add_argument("--to-test", metavar="FILE", help="write a pytest file that replays a copy of the recording")
     replay.add_argument("script", nargs="?", help="the script that was recorded")

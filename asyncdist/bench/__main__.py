@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import asyncdist as ad
+from asyncdist.argument_types import count
 
 #: What is timed, what ``--sizes`` are, and the defaults of ``--sizes``, ``--repeat`` and ``--loop``, if it has that.
 _NAMES: Final[dict[str, tuple[str, str, str, int, int | None]]] = {
@@ -39,23 +40,17 @@ def _parser() -> argparse.ArgumentParser:
             metavar="N,...",
             help=f"{unit} (default: {sizes})",
         )
-        one.add_argument("--repeat", type=_count, default=repeat, metavar="N", help=f"blocks (default: {repeat})")
+        one.add_argument("--repeat", type=count, default=repeat, metavar="N", help=f"blocks (default: {repeat})")
         if loop is not None:
-            one.add_argument("--loop", type=_count, default=loop, metavar="N", help=f"of a block (default: {loop})")
+            one.add_argument("--loop", type=count, default=loop, metavar="N", help=f"of a block (default: {loop})")
     return parser
 
 
 def _sizes(text: str, largest: int) -> list[int]:
-    sizes = [_count(word) for word in text.split(",")]
+    sizes = [count(word) for word in text.split(",")]
     if max(sizes) > largest:
         raise argparse.ArgumentTypeError(f"{max(sizes)} is too large; at most {largest} is allowed")
     return sizes
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) <= 12 and int(text) >= 1):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return int(text)
 
 
 async def _main(world: ad.World, options: argparse.Namespace) -> int:

@@ -310,42 +310,55 @@ async def load_population(
     async def work(own: Group, chosen: tuple[str, str]) -> LoadedPopulation:
         if not chosen[0]:
             raise FileNotFoundError(chosen[1])
-        folder, facts = Path(chosen[0]), json.loads(chosen[1])
-        source, entry = facts["plan"][group.index], facts["files"][group.index]
-        is_copy = source in facts["plan"][: group.index]
-        loaded: dict[str, Any] = {}
-
-        async def read() -> None:
-            loading.check()
-            with loading.held():
-                read_rank = functools.partial(checkpoint_files.read_rank, folder, source, entry)
-                loaded.update(await world.do_file_work(read_rank))
-            checkpoint_state.compare(model, optimizer, loaded)
-            if policy is not None and not isinstance(loaded["policy"], Mapping):
-                raise ValueError(f"{folder} was saved without a policy")
-            loading.check()
-
-        def go_on() -> None:
-            loading.check()
-            loading.hold()  # from here on this rank counts on the others, and they on it
-            if policy is not None:
-                policy.load_state_dict(checkpoint_state.policy_state(loaded["policy"], is_copy=is_copy))
-
-        def apply() -> None:
-            model.load_state_dict(loaded["model"])
-            world.services.shared(TrainedModels).models.add(model)
-            if optimizer is not None:
-                optimizer.load_state_dict(loaded["optimizer"])
-
-        await gather_from_all_ranks(read, group=own, world=world)
-        await gather_from_all_ranks(go_on, group=own, world=world)  # the policy may be of another class
-        await gather_from_all_ranks(apply, group=own, world=world)
-        if not is_copy:
-            checkpoint_state.set_random_states(loaded["random"])
-        return LoadedPopulation(folder, source, is_copy, entry["metric"], loaded["extra"])
+        return await _load(world, own, loading, chosen, model, optimizer, policy)
 
     await loading.begin(prepare, work)
     return await loading.result_or_give_up()
+
+
+async def _load(
+    world: World,
+    group: Group,
+    loading: JointWork[LoadedPopulation],
+    chosen: tuple[str, str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    policy: Stateful | None,
+) -> LoadedPopulation:
+    """Read this rank's file, compare it, and apply it; every member finishes each of the three before the next."""
+    folder, facts = Path(chosen[0]), json.loads(chosen[1])
+    source, entry = facts["plan"][group.index], facts["files"][group.index]
+    is_copy = source in facts["plan"][: group.index]
+    loaded: dict[str, Any] = {}
+
+    async def read() -> None:
+        loading.check()
+        with loading.held():
+            read_rank = functools.partial(checkpoint_files.read_rank, folder, source, entry)
+            loaded.update(await world.do_file_work(read_rank))
+        checkpoint_state.compare(model, optimizer, loaded)
+        if policy is not None and not isinstance(loaded["policy"], Mapping):
+            raise ValueError(f"{folder} was saved without a policy")
+        loading.check()
+
+    def go_on() -> None:
+        loading.check()
+        loading.hold()  # from here on this rank counts on the others, and they on it
+        if policy is not None:
+            policy.load_state_dict(checkpoint_state.policy_state(loaded["policy"], is_copy=is_copy))
+
+    def apply() -> None:
+        model.load_state_dict(loaded["model"])
+        world.services.shared(TrainedModels).models.add(model)
+        if optimizer is not None:
+            optimizer.load_state_dict(loaded["optimizer"])
+
+    await gather_from_all_ranks(read, group=group, world=world)
+    await gather_from_all_ranks(go_on, group=group, world=world)  # the policy may be of another class
+    await gather_from_all_ranks(apply, group=group, world=world)
+    if not is_copy:
+        checkpoint_state.set_random_states(loaded["random"])
+    return LoadedPopulation(folder, source, is_copy, entry["metric"], loaded["extra"])
 
 
 def _choose(path: Path, size: int) -> tuple[str, str]:

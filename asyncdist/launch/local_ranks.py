@@ -98,19 +98,14 @@ def run(
     """Run ``ranks`` ranks of a script on this host, and return the job's exit code when the last one has ended.
 
     Args:
-        script: path of a Python script.
-        arguments: the script's own arguments.
-        ranks: the number of processes.
-        threads: OMP_NUM_THREADS of each rank; None keeps the user's, else gives each rank its share of the cores.
-        restarts: how often each rank is started again when a signal kills it.
-        places: the size of the world, to which others may come; None where nobody may.
-        environ: the environment to start from.
+        threads: OMP_NUM_THREADS of each rank. None keeps the user's value, or gives each rank its share of the cores.
+        restarts: The number of times that each rank is started again after a signal has killed it.
+        places: The size of a world that other ranks may join; None if no rank may join.
 
     Returns:
-        0 if all ranks ended with it, the last process of each where they are started again, and where others may come
-        but for those that were killed while others went on; else the code of the
-        first that did not, 1 only if none ended with another soon after, and 128 and the signal's number if it was
-        killed; or 128 and the number of the signal that the launcher was given.
+        0 if the last process of each rank ended with 0; with ``places``, killed ranks that others outlived do not
+        count. Otherwise the code of the first rank that failed: 1 only if no rank ended with another code soon after,
+        and 128 plus the signal's number for a killed rank or a signal to the launcher.
 
     Raises:
         local_host.LaunchError: the script is no file, or a process cannot be started.
@@ -121,19 +116,11 @@ def run(
     command = rank_program.rank_command(script, arguments)
     given = given_secret(environ)
     is_open = places is not None and given is not None
-    environments = dict(
-        enumerate(
-            build_environments(
-                environ,
-                ranks=ranks,
-                threads=threads,
-                restarts=restarts,
-                places=places,
-                secret=given or job_secret.draw(),
-                is_open=is_open,
-            )
-        )
+    secret = given or job_secret.draw()
+    of_ranks = build_environments(
+        environ, ranks=ranks, threads=threads, restarts=restarts, places=places, secret=secret, is_open=is_open
     )
+    environments = dict(enumerate(of_ranks))
     kept: secret_files.KeptSecret | None = None
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()  # the one queue whose put may interrupt its own get
     processes: dict[int, RankProcess] = {}

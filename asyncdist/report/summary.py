@@ -335,71 +335,87 @@ def _add(
     event: Event,
 ) -> None:
     """Add one event."""
-    of_rank = summary.ranks[rank]
     match event.kind:
-        case "policy":
-            name = str(event.get("name") or event.get("class_name"))
-            place = policies.begin(int(event.get("policy")), name, time_s)
-            _population(summary, place, name)
-            if policies.is_again and policies.place(int(event.get("policy"))) == (place, 0):
-                summary.begun.append(Begun(time_s, rank, place, rank))
-        case "joined":
-            of = policies.population(int(event.get("policy")))
-            summary.begun.append(Begun(time_s, rank, of, int(event.get("donor"))))
-        case "closed":
-            policies.end(int(event.get("policy")), time_s)
+        case "policy" | "joined" | "closed":
+            _add_life_of_policy(summary, policies, rank, time_s, event)
         case "step":
-            policy = int(event.get("policy"))
-            if policy in last_step_s:
-                interval_s = time_s - last_step_s[policy]
-                of_rank.intervals.add(interval_s)
-                of_rank.interval_bins.add(time_s, interval_s)
-            last_step_s[policy] = time_s
-            summary.first_step_s = min(summary.first_step_s, time_s)
-            of_rank.step_seconds.add(float(event.get("seconds")))
+            _add_step(summary, last_step_s, rank, time_s, event)
         case "metric":
             population = _population(summary, policies.population(int(event.get("policy"))))
             if population is not None:
                 population.metrics[rank].add(time_s, float(event.get("value")))
-        case "sent":
-            dest, tag, nbytes = (int(event.get(name)) for name in ("dest", "tag", "nbytes"))
-            summary.nbytes[rank, dest] += nbytes
-            summary.message_count += 1
-            if tags.is_for_users(tag):
-                summary.sent_counts[rank, dest, tag] += 1
-        case "received":
-            source, tag = int(event.get("source")), int(event.get("tag"))
-            if tags.is_for_users(tag):
-                summary.received_counts[source, rank, tag] += 1
+        case "sent" | "received":
+            _add_message(summary, rank, event)
         case "safe_point" | "clock" | "heard" | "timer" | "deadline" | "waited":
             pass
         case "applied":
             policy, number, iteration = (int(event.get(name)) for name in ("policy", "round", "iteration"))
             donors, weights = tuple(event.get("donors") or ()), tuple(event.get("weights") or ())
-            seconds = float(event.get("seconds"))
             of, by = policies.population(policy), event.get("coordinator")
             summary.applied.append(
                 Applied(
                     *(time_s, rank, of, policy, number, iteration),
-                    *(donors, weights, seconds, -1 if by is None else int(by)),
+                    *(donors, weights, float(event.get("seconds")), -1 if by is None else int(by)),
                 )
             )
-        case "decided":
-            round_of = rank, int(event.get("policy")), int(event.get("round"))
-            donors, replacers = tuple(event.get("donors")), tuple(event.get("replacers"))
-            rounds.setdefault(round_of, Round(round_of, time_s, donors, replacers, str(event.get("route"))))
-        case "frozen" | "ended":
-            found = rounds.get((rank, int(event.get("policy")), int(event.get("round"))))
-            if found is not None and event.kind == "frozen":
-                found.frozen_s = time_s
-            elif found is not None:
-                found.ended_s, found.reason = time_s, str(event.get("reason"))
+        case "decided" | "frozen" | "ended":
+            _add_to_round(rounds, rank, time_s, event)
         case _:
             text = _news_of(event)
             if text and not (event.kind == "told" and text in summary.told):  # it is written down on several ranks
                 summary.news.append((time_s, rank, text))
             if event.kind == "told":
                 summary.told.add(text)
+
+
+def _add_life_of_policy(summary: Summary, policies: _Policies, rank: int, time_s: float, event: Event) -> None:
+    policy = int(event.get("policy"))
+    if event.kind == "closed":
+        policies.end(policy, time_s)
+    elif event.kind == "joined":
+        summary.begun.append(Begun(time_s, rank, policies.population(policy), int(event.get("donor"))))
+    else:
+        name = str(event.get("name") or event.get("class_name"))
+        place = policies.begin(policy, name, time_s)
+        _population(summary, place, name)
+        if policies.is_again and policies.place(policy) == (place, 0):
+            summary.begun.append(Begun(time_s, rank, place, rank))
+
+
+def _add_step(summary: Summary, last_step_s: dict[int, float], rank: int, time_s: float, event: Event) -> None:
+    policy, of_rank = int(event.get("policy")), summary.ranks[rank]
+    if policy in last_step_s:
+        interval_s = time_s - last_step_s[policy]
+        of_rank.intervals.add(interval_s)
+        of_rank.interval_bins.add(time_s, interval_s)
+    last_step_s[policy] = time_s
+    summary.first_step_s = min(summary.first_step_s, time_s)
+    of_rank.step_seconds.add(float(event.get("seconds")))
+
+
+def _add_message(summary: Summary, rank: int, event: Event) -> None:
+    tag = int(event.get("tag"))
+    if event.kind == "sent":
+        dest = int(event.get("dest"))
+        summary.nbytes[rank, dest] += int(event.get("nbytes"))
+        summary.message_count += 1
+        if tags.is_for_users(tag):
+            summary.sent_counts[rank, dest, tag] += 1
+    elif tags.is_for_users(tag):
+        summary.received_counts[int(event.get("source")), rank, tag] += 1
+
+
+def _add_to_round(rounds: dict[RoundNumber, Round], rank: int, time_s: float, event: Event) -> None:
+    number = rank, int(event.get("policy")), int(event.get("round"))
+    if event.kind == "decided":
+        donors, replacers = tuple(event.get("donors")), tuple(event.get("replacers"))
+        rounds.setdefault(number, Round(number, time_s, donors, replacers, str(event.get("route"))))
+        return
+    found = rounds.get(number)
+    if found is not None and event.kind == "frozen":
+        found.frozen_s = time_s
+    elif found is not None:
+        found.ended_s, found.reason = time_s, str(event.get("reason"))
 
 
 def _news_of(event: Event) -> str:

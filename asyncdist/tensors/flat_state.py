@@ -525,7 +525,6 @@ class SnapshotPool:
     """
 
     def __init__(self, state: FlatState, *, accumulate: bool = False) -> None:
-        """Start empty; the first `acquire` allocates."""
         self._state = state
         self._accumulate = accumulate
         self._free: list[FlatBuffers] = []

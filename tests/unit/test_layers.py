@@ -38,7 +38,7 @@ FOLDERS: dict[str, set[str]] = {
 }
 #: Modules of ``asyncdist/`` itself that everybody may import; the others there are the face that users see.
 GROUND = {
-    *("_version", "compiled", "environment", "errors", "local_host", "rank_program"),
+    *("_version", "argument_types", "compiled", "environment", "errors", "local_host", "rank_program"),
     *("tags", "validation", "waits", "wording"),
 }
 #: Folders whose modules belong to the ground: every module may import them.

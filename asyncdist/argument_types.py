@@ -1,0 +1,39 @@
+"""Reads the values of command-line options, for ``type=`` of argparse."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+
+def count(text: str) -> int:
+    """Return an integer of 1 or more."""
+    if not (text.isascii() and text.isdecimal() and len(text) <= 12 and int(text) >= 1):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
+
+
+def whole(text: str) -> int:
+    """Return an integer."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def seconds(text: str) -> float:
+    """Return a finite number of seconds of 0 or more."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return number
+
+
+def folder(text: str) -> str:
+    """Return the name of a folder, which need not exist."""
+    if not text:
+        raise argparse.ArgumentTypeError("'' names no folder; allowed: a folder, which is made if it is not there")
+    return text
