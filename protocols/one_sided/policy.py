@@ -284,6 +284,7 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
                 deadline = self._world.time() + self._averaging.drain_timeout_s
                 await self._services.engine.until(self._is_quiet, WaitId(WaitKind.OWN_READS), deadline=deadline)
         finally:
+            self._task = None  # its error would keep a donor's memory
             self._states.clear()
             if not self._leftovers():  # it would keep model and buffers for the life of the world
                 self._services.leftover_probes.remove(self._leftovers)
