@@ -246,7 +246,7 @@ def test_a_policy_of_all_ranks_beside_a_buffer_rank_is_refused() -> None:
             return
         policy = torchgfn.AverageAllPolicy(average_every=3)
         told = (
-            r"rank 2 serves a replay buffer until ranks 0-1 have left it, .* group=await asyncdist.new_group\(\[0, 1\]"
+            r"rank 2 serves a replay buffer until ranks 0, 1 have left it, .* group=await asyncdist.new_group\(\[0, 1\]"
         )
         with pytest.raises(ad.DisagreementError, match=told):
             policy(0, *made(0))

@@ -44,7 +44,7 @@ def test_a_report_is_one_page_whose_numbers_are_those_of_the_run(recording: Reco
     assert f"{kinds['decided']} of {kinds['decided']} rounds" in page
     assert f"{kinds['decided']}, with {kinds['applied']} replacements" in page
     assert 1e3 <= summary.nbytes.sum() < 1e6
-    assert f"{summary.nbytes.sum() / 1e3:.3g} kB;" in page, "it was 0.0 MB"
+    assert f"{summary.nbytes.sum() / 1024:.1f} KiB;" in page, "it was 0.0 MB"
     assert page.count("<h2>") == 8
     assert [figure.keys() for figure in figures(page)] == [{"data": 0, "layout": 0}.keys()] * 7
     assert page.count("Plotly.newPlot(place") == 1, "each is drawn when the reader comes to it"
@@ -87,7 +87,7 @@ def test_a_report_explains_a_late_start_and_misses_no_message(tmp_path: Path) ->
     ad.simulate(train_late, ranks=2, seed=1, record=tmp_path)
     page = render(read_recording(tmp_path))
     assert "messages were sent; no message of the program&#x27;s channels was lost." in page
-    assert "The first step ended 5 s after the first rank began" in page
+    assert "The first step ended 5.0 s after the first rank began" in page
     (grey,) = figures(page)[0]["layout"]["shapes"]
     assert grey["x0"] == 0 and grey["x1"] == pytest.approx(5.0, abs=0.05)
     assert "The grey part, 5 s, is before the first step of any rank." in page
