@@ -1,6 +1,6 @@
-"""Runs a user's function beside the rank's loop: in a worker thread or, simulated, at a drawn moment of virtual time.
+"""Runs a user's function alongside the rank's loop: in a worker thread or, simulated, at a drawn virtual time.
 
-One function runs at a time. It may be changing weights, so a policy asks before it changes them.
+One function runs at a time. It may change weights, so a policy checks for it before it changes them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _AUTOCAST_DEVICE_KINDS: Final = ("cpu", "cuda")
 
 
 class TorchModes(NamedTuple):
-    """Holds the modes that torch keeps per thread.
+    """The modes that torch keeps per thread.
 
     Attributes:
-        grad: whether gradients are recorded.
-        inference: whether it is inference mode.
-        autocast: kind of device, whether autocast is enabled for it, and the dtype that it casts to.
-        default_device: where new tensors lie.
-        cuda_device: the index of the GPU that "cuda" means; None where this process uses none.
+        grad: Whether gradients are recorded.
+        inference: Whether inference mode is on.
+        autocast: For each kind of device: its name, whether autocast is enabled, and the dtype that it casts to.
+        default_device: Device of new tensors.
+        cuda_device: Index of the GPU that "cuda" means; None if this process uses no GPU.
     """
 
     grad: bool
@@ -44,18 +44,18 @@ class TorchModes(NamedTuple):
 
 
 class VirtualClock(Protocol):
-    """Says how much time user code takes, where time is not real."""
+    """Charges the computing time of user code, if time is virtual."""
 
     def before_safe_point(self) -> Awaitable[None]:
-        """Let the time pass that the rank has computed since its last safe point; nothing else of it runs meanwhile.
+        """Charge the rank's computing time since its last safe point, during which nothing else of the rank runs.
 
-        To be awaited at once.
+        The result must be awaited at once.
         """
 
     def run_beside(self, call: Callable[[], T]) -> asyncio.Future[T]:
-        """Call ``call`` at some moment of the time that one ``World.compute`` takes; the rank's loop runs meanwhile.
+        """Call ``call`` at some moment during one ``World.compute``, while the rank's loop keeps running.
 
-        The future has what it returns when that time is over.
+        The future is settled with the result at the end of the computing time.
         """
 
 
@@ -63,12 +63,12 @@ class Computing:
     """Runs the functions of one rank.
 
     Args:
-        rank: this rank.
-        loop: of the rank; it goes on meanwhile.
-        wake: calls what it is given, which lets the task go on after a function that has ended.
+        rank: This rank.
+        loop: Loop of the rank, which keeps running.
+        wake: Calls its argument, which resumes a task after its function has ended.
 
     Attributes:
-        is_under_way: whether a function is being run.
+        is_under_way: Whether a function is running.
     """
 
     def __init__(self, rank: int, loop: asyncio.AbstractEventLoop, wake: Callable[[Callable[[], None]], None]) -> None:
@@ -83,17 +83,17 @@ class Computing:
         self._thread: int | None = None
 
     def settles(self, future: object) -> bool:
-        """Whether ``future`` is awaited by the ``run`` that is under way, which ends when its function does."""
+        """Return whether the current :meth:`run` awaits ``future``, so that it ends with its function."""
         return any(future is each for each in self._awaited)
 
     def frame(self) -> types.FrameType | None:
-        """Return where the function that is run in a thread stands; None where none is."""
+        """Return the current frame of the function that runs in a thread; None if none runs."""
         return sys._current_frames().get(self._thread) if self.is_under_way and self._thread is not None else None
 
     async def run(self, clock: VirtualClock | None, fn: Callable[[], T]) -> T:
         """See :meth:`World.compute`; ``clock`` is the simulation's."""
         if self.is_under_way:
-            raise BusyError("one compute at a time: another one is under way on this rank", rank=self._rank)
+            raise BusyError("only one compute at a time is allowed, and another one is running", rank=self._rank)
         self.is_under_way = True
         try:
             return await self._call(clock, fn)
@@ -106,13 +106,13 @@ class Computing:
             self._awaited = ()
 
     async def run_in_turn(self, clock: VirtualClock | None, fn: Callable[[], T]) -> T:
-        """Do as :meth:`run`, after the functions that were given before."""
+        """Call :meth:`run` after all functions that were passed earlier have ended."""
         async with self._turn:
             return await self.run(clock, fn)
 
     async def _call(self, clock: VirtualClock | None, fn: Callable[[], T]) -> T:
-        # What fn raises is carried as a value: a future cannot hold StopIteration, and asyncio's would turn the
-        # CancelledError of concurrent.futures, an error like any other, into the cancellation of this task.
+        # Exceptions of fn are passed as values: a future cannot hold StopIteration, and asyncio's would turn the
+        # CancelledError of concurrent.futures, an error like any other, into a cancellation of this task.
         call = functools.partial(caught, functools.partial(call_in_modes, torch_modes(), fn))
         future = self._in_thread(call) if clock is None else clock.run_beside(call)
         has_ended = False
@@ -130,7 +130,7 @@ class Computing:
         except asyncio.CancelledError:
             while not has_ended:
                 self._wait_anew(future)
-                with contextlib.suppress(asyncio.CancelledError):  # cancelled again; it is raised below in any case
+                with contextlib.suppress(asyncio.CancelledError):  # cancelled again; raised below in any case
                     await self._waiter
             raise
         returned, error = future.result()
@@ -138,7 +138,7 @@ class Computing:
             try:
                 raise error
             finally:
-                del error  # its traceback holds this frame
+                del error  # its traceback refers to this frame
         return cast(T, returned)
 
     def _wait_anew(self, future: object) -> None:
@@ -156,13 +156,13 @@ class Computing:
         return self._loop.run_in_executor(self._executor, call_here)
 
     def close(self) -> None:
-        """Start no thread any more; a function that still runs is abandoned."""
+        """Start no further threads; a function that still runs is abandoned."""
         if self._executor is not None:
             self._executor.shutdown(wait=False)
 
 
 def caught(fn: Callable[[], T]) -> tuple[T | None, BaseException | None]:
-    """Call ``fn``; return its result, or what it raises, as values."""
+    """Call ``fn``; return its result and its exception, one of which is None."""
     try:
         return fn(), None
     except BaseException as error:
@@ -170,7 +170,7 @@ def caught(fn: Callable[[], T]) -> tuple[T | None, BaseException | None]:
 
 
 def default_device() -> torch.device:
-    """Return the device of new tensors: torch 2.8 fails to, after ``torch.set_default_device(None)``."""
+    """Return the device of new tensors; torch 2.8's own function fails after ``torch.set_default_device(None)``."""
     try:
         return torch.get_default_device()
     except AttributeError:
@@ -178,7 +178,7 @@ def default_device() -> torch.device:
 
 
 def torch_modes() -> TorchModes:
-    """Return the caller's modes that torch keeps per thread."""
+    """Return the modes that torch keeps for the calling thread."""
     return TorchModes(
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -191,12 +191,12 @@ def torch_modes() -> TorchModes:
 
 
 def call_in_modes(modes: TorchModes, fn: Callable[[], T]) -> T:
-    """Call ``fn`` in the modes that ``torch_modes`` has found in another thread."""
+    """Call ``fn`` in modes that :func:`torch_modes` returned in another thread."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(modes.inference))
         stack.enter_context(torch.set_grad_enabled(modes.grad and not modes.inference))
         for kind, is_enabled, dtype in modes.autocast:
-            if kind == "cpu" or is_enabled or torch.is_autocast_enabled(kind):  # torch may warn where no GPU is
+            if kind == "cpu" or is_enabled or torch.is_autocast_enabled(kind):  # torch may warn if there is no GPU
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=is_enabled))
         if modes.default_device != default_device():  # a device's context slows every operator down
             stack.enter_context(modes.default_device)

@@ -1,8 +1,8 @@
 """Makes and frees groups of ranks, for ``World.new_group`` and ``Group.free``.
 
-All members agree first, so that either each of them makes the group or none does. A rank makes one group after the
-other (:mod:`asyncdist.collectives.start_turns`): two at once would be given one tag.
-:mod:`asyncdist.collectives.group_ledger` has the groups that were made.
+All members agree first, so that either all of them make the group or none does. A rank makes groups in turn
+(:mod:`asyncdist.collectives.start_turns`), since two at once would get the same tag.
+:mod:`asyncdist.collectives.group_ledger` tracks the existing groups.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
 from asyncdist.waits import WaitId, WaitKind
 
-#: How much later than another rank this one may hear of a loss before it asks again.
+#: Seconds by which this rank may learn of a loss later than another rank before it asks again.
 _HEARD_AFTER_S: Final = 0.05
 _SUBJECT: Final = "new group"
 _OF_SURVIVORS: Final = "group of the survivors"
@@ -36,15 +36,15 @@ class GroupCreation:
     """Makes and frees the groups of one rank.
 
     Attributes:
-        ledger: the groups that were made, and what peers say of them.
+        ledger: The existing groups.
 
     Args:
-        services: of this rank.
-        agreements: of this rank.
-        collectives: of this rank; a group is freed when none of the group's is under way.
-        attendance: counts the collectives that each rank takes part in.
-        system: the channel on which the others are told that a group was freed.
-        turns: of this rank.
+        services: Services of this rank.
+        agreements: Agreements of this rank.
+        collectives: Collectives of this rank; a group is freed when none of its collectives is in progress.
+        attendance: Counts the collectives that each rank takes part in.
+        system: System channel, on which the others are notified of freed groups.
+        turns: Turns of this rank.
     """
 
     def __init__(
@@ -76,19 +76,17 @@ class GroupCreation:
             for ranks in wanted:
                 left_s = max(round(give_up_at - now(), 3), 0.001)
                 made += [await self.new_group(ranks, left_s, part_of=part_of)]
-        except BaseException as error:  # a cancellation too, and a list that is refused
+        except BaseException as error:  # including a cancellation, and an invalid list
             self._stay_away(wanted[len(made) + 1 :], error, part_of)
             await free_all(made)
             raise
         return made
 
     def _stay_away(self, lists: Iterable[Sequence[int]], error: BaseException, part_of: Start[Any] | None) -> None:
-        """Tell the members of some groups that this rank does not come: they would wait until their time is up."""
+        """Notify the members of some groups that this rank stays away, so that they do not wait until their timeout."""
         subject = _SUBJECT if part_of is None else _subject_for(part_of)
         for ranks in lists:
-            with contextlib.suppress(
-                LocalProtocolError, TypeError
-            ):  # it is no group, and none waits in it for this rank
+            with contextlib.suppress(LocalProtocolError, TypeError):  # not a valid group, so no member waits
                 members = check_ranks(ranks, rank=self._services.rank, size=self._services.size)
                 meeting = self._agreements.next_meeting(members, subject)
                 self._agreements.stay_away(meeting, error if isinstance(error, Exception) else None)
@@ -96,11 +94,11 @@ class GroupCreation:
     async def surviving_group(self, group: Group, timeout_s: float) -> Group:
         """Make a group of the live members of ``group``; see :func:`asyncdist.surviving_group`.
 
-        Members hear of a loss at different times, and then ask for groups of different ranks. One that has asked for a
-        rank that is lost hears so, and asks again. A list with a lost rank is never asked for again, so all who live
-        have asked equally often for the list of those that do. Tasks that have lost the same rank in groups of their
-        own may come to equal lists at once, so the subject says which group they had: the first one, since a member
-        that dies while it leads may have told some that they have a group of survivors, and others not.
+        Members learn of a loss at different times, and may request groups of different ranks. A member whose request
+        includes a lost rank is notified, and requests again. Lists with a lost rank are never requested again, so all
+        survivors request the final list equally often. Tasks that lost the same rank in different groups may request
+        equal lists at the same time; therefore the subject names the original group. (Not the last one: a leader that
+        dies may have given only some members a group of survivors.)
         """
         services = self._services
         origin = group.lease.origin or group.key
@@ -117,7 +115,7 @@ class GroupCreation:
             except (RankLostError, ClosedError, DisagreementError):
                 if services.engine.failure is not None or services.time() >= give_up_at:
                     raise
-                # What ended it may have been told by another rank, which has heard of the loss earlier.
+                # Another rank, which learned of the loss earlier, may have ended it.
                 hears = functools.partial(services.gone.__ne__, gone)
                 until = min(give_up_at, services.time() + _HEARD_AFTER_S)
                 await services.engine.until(hears, WaitId(WaitKind.LOSSES), deadline=until)
@@ -133,11 +131,10 @@ class GroupCreation:
         """Make a group of ``ranks``; see :meth:`asyncdist.World.new_group`.
 
         Args:
-            ranks, timeout_s: as there.
-            part_of: the start that needs the group, which its members have agreed on. When that asks for the group is
-                not up to the user, and may be before or after a call for a group of the same ranks by another task: the
-                group of each is another one.
-            subject: names what is started; groups of equal ranks and other subjects are other ones.
+            ranks, timeout_s: As for :meth:`asyncdist.World.new_group`.
+            part_of: Start that needs the group, on which its members have agreed. Its order relative to other requests
+                for groups of the same ranks is not fixed, so its groups are counted separately.
+            subject: Name of the operation; groups of different subjects are counted separately.
         """
         if part_of is not None:
             subject = _subject_for(part_of)
@@ -145,7 +142,7 @@ class GroupCreation:
         members = check_ranks(ranks, rank=services.rank, size=services.size)
         validation.seconds("timeout_s", timeout_s)
         transport = services.engine.transport
-        loss_count = self._attendance.loss_count  # a later loss ends the group, also one before all have agreed on it
+        loss_count = self._attendance.loss_count  # a later loss ends the group, even before the agreement
 
         async def make(start: Start[Group]) -> Group:
             async with self._turns.turn(start, timeout_s, self.ledger.taken) as agreed:
@@ -154,7 +151,7 @@ class GroupCreation:
                 if transport.capabilities.native_collectives:
                     await assemble(self._agreements, members, "new communicator")
                     native = transport.new_group(members, tag)
-                # The serial tells apart all groups of these ranks, of all subjects.
+                # The serial number is unique among all groups of these ranks, of all subjects.
                 qualified = start.meeting.key.subject
                 serial = agreed.time if qualified == _SUBJECT else wire.scope_of(members, qualified, agreed.time)
                 group = self.ledger.open(members, services.rank, tag, serial, native, made_after=loss_count)
@@ -169,7 +166,7 @@ class GroupCreation:
         )
 
     async def _free(self, group: Group) -> None:
-        """Free a group, in the background where the caller is cancelled."""
+        """Free a group; in the background if the caller is cancelled."""
         if group.lease.is_freed or self._services.engine.failure is not None:
             return
         group.lease.is_freed = True
@@ -186,7 +183,7 @@ class GroupCreation:
                     self._system.send_nowait(freed, rank)
 
     def _forget(self, group: Group) -> None:
-        """Forget what agreements and checks have kept of a group that is over on all members."""
+        """Remove the state that agreements and checks keep for a group that all members have freed."""
         for subject in group.lease.subjects:
             self._agreements.forget(group.ranks, subject)
         checker = self._services.engine.transport.collective_checker

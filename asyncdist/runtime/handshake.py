@@ -1,7 +1,4 @@
-"""Lets a rank meet all others when its world opens: they agree on versions and on the number of the job.
-
-They also learn who is on which host, for what lies together there.
-"""
+"""The handshake of all ranks when a world opens: they agree on versions and the job's nonce, and learn the hosts."""
 
 from __future__ import annotations
 
@@ -30,16 +27,16 @@ from asyncdist.transports.base import Transport
 
 logger = logging.getLogger("asyncdist.runtime.handshake")
 
-#: The sender's number for the job, its host's digest and its version.
+#: Format of a hello: the sender's nonce for the job, the digest of its host's name, and its version.
 _HELLO: Final = struct.Struct("<I8s52s")
 _HOST_NBYTES: Final = 8
 _VERSION_NBYTES: Final = 52
 
 
 async def meet_all(transport: Transport, engine: Engine, loop: asyncio.AbstractEventLoop) -> World:
-    """Agree on the version and on the job's nonce, unless the transport knows it.
+    """Agree on the version and on the job's nonce, unless the transport knows the nonce.
 
-    A rank may be lost meanwhile, where the job goes on then and the launcher has given all ranks a number.
+    A rank may be lost meanwhile if the job survives that and the launcher has given all ranks a nonce.
     """
     group = Group(_everybody(transport.size), transport.rank, tags.COLLECTIVE_FIRST, transport.world_group)
     nonce, hosts = transport.job_nonce, transport.hosts
@@ -54,8 +51,8 @@ async def meet_all(transport: Transport, engine: Engine, loop: asyncio.AbstractE
         transport.note_met()
     if transport.trusts_network and transport.rank == 0:
         logger.warning(
-            "this job %s, so its ranks believe whoever reaches their ports: set ASYNCDIST_JOB_SECRET_FILE on all hosts "
-            "to a file of mode 0600 (docs/trust.md)",
+            "this job %s, so its ranks trust every process that can reach their ports: set ASYNCDIST_JOB_SECRET_FILE "
+            "on all hosts to a file of mode 0600 (docs/trust.md)",
             "has no secret" if hosts is None else "runs on several hosts without a secret",
         )
     services = Services(engine, loop, nonce)
@@ -64,7 +61,7 @@ async def meet_all(transport: Transport, engine: Engine, loop: asyncio.AbstractE
 
 
 def first_ranks(hosts: Sequence[Hashable]) -> tuple[int, ...] | None:
-    """Return for each rank the first one on its host, of which a name is given; None where all are on one host."""
+    """Return, for each rank, the first rank on its host, given the hosts' names; None if all ranks share one host."""
     firsts: dict[Hashable, int] = {}
     found = tuple(firsts.setdefault(host, rank) for rank, host in enumerate(hosts))
     return found if len(firsts) > 1 else None
@@ -72,14 +69,14 @@ def first_ranks(hosts: Sequence[Hashable]) -> tuple[int, ...] | None:
 
 @functools.lru_cache(8)
 def _everybody(size: int) -> tuple[int, ...]:
-    """Return all ranks, as one tuple for all ranks of a process: a simulation may have thousands."""
+    """Return all ranks as a tuple that the ranks of a process share, since a simulation may have thousands."""
     return tuple(range(size))
 
 
 async def _exchange_hellos(
     transport: Transport, group: Group, collectives: Collectives
 ) -> tuple[int, tuple[int, ...] | None]:
-    """Return rank 0's nonce, and who is on which host. Raises DisagreementError where a rank runs another version."""
+    """Return rank 0's nonce, and the ranks' hosts. Raises DisagreementError if a rank runs another version."""
     version = f"asyncdist {__version__}, frames {wire.VERSION}"
     own = secrets.randbits(32) if transport.launch_nonce is None else transport.launch_nonce
     host = hashlib.sha256(transport.hostname.encode(errors="surrogateescape")).digest()[:_HOST_NBYTES]
@@ -93,7 +90,7 @@ async def _exchange_hellos(
         theirs = text.rstrip(b"\0").decode(errors="replace")
         if theirs != version:
             raise DisagreementError(
-                f"rank {transport.rank} runs {version}, rank {rank} runs {theirs}; allowed: one version on all ranks",
+                f"rank {transport.rank} runs {version}, but rank {rank} runs {theirs}; all ranks must run one version",
                 rank=rank,
             )
     return nonce, first_ranks(hosts)

@@ -1,4 +1,4 @@
-"""Hosts one rank: its main and the tasks that it spawns in one task group, from the handshake to its end."""
+"""Hosts one rank from the handshake to its end: runs main and the tasks that it spawns in one task group."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ from asyncdist.runtime.story.requests import tell_no_more, tell_on_request
 from asyncdist.runtime.world import World, _current_world
 from asyncdist.transports.base import Transport
 
-#: How long a failure waits for the peers to stop by themselves.
+#: Seconds that a failed rank waits for its peers to stop on their own.
 GRACE_S: Final = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class RankOptions:
-    """Says how a rank is hosted: options of :func:`asyncdist.run`.
+    """Options of a hosted rank; see :func:`asyncdist.run`.
 
     Attributes:
-        grace_s, strict: as there.
-        watchdogs: how long the rank may stand still.
-        record: what is written down; None for nothing.
-        metrics: where counters go.
-        tells: whether the rank tells what it does, to SIGUSR1 and on a socket.
-        last_counters: the folder in which the rank leaves its counters when main has ended; None for none.
-        instrument: makes what takes the place of a recording, for replays.
+        grace_s, strict: As for :func:`asyncdist.run`.
+        watchdogs: Limits of waits.
+        record: Options of the recording; None for no recording.
+        metrics: Destination of the counters.
+        tells: Whether the rank reports its waits, on SIGUSR1 and on a socket.
+        last_counters: Folder in which the rank stores its counters after main has ended; or None.
+        instrument: Makes the replacement of a recording, for replays.
     """
 
     grace_s: float = GRACE_S
@@ -68,7 +68,7 @@ DEFAULT_OPTIONS: Final = RankOptions()
 
 @dataclass(frozen=True, slots=True)
 class RankResult:
-    """Says how a rank ended: with a value, or with an error."""
+    """The end of a rank: a value, or an error."""
 
     value: Any = None
     error: BaseException | None = None
@@ -83,27 +83,27 @@ async def host_rank(
     *,
     on_open: Callable[[World], None] | None = None,
 ) -> RankResult:
-    """Host one rank. Never raises: an exit or interrupt that leaves a task would stop the loop under the others.
+    """Host one rank. Never raises, since an exit or interrupt that leaves a task would stop the loop of other ranks.
 
     Args:
-        main: see :func:`asyncdist.run`.
-        args: of main, after the world.
-        transport: the rank's.
-        interrupts: cancels main when a signal comes; by default no signal does.
-        options: of the rank.
-        on_open: is given the world before main.
+        main: See :func:`asyncdist.run`.
+        args: Arguments of main, after the world.
+        transport: Transport of the rank.
+        interrupts: Cancels main after a signal; by default signals are ignored.
+        options: Options of the rank.
+        on_open: Called with the world before main.
     """
     interrupts = interrupts or Interrupts()
     try:
         async with hosted(transport, interrupts, options) as world:
-            interrupts.check()  # a main that blocks the loop would not notice
+            interrupts.check()  # a main that blocks the loop would not notice a signal
             if on_open is not None:
                 on_open(world)
-            if not transport.capabilities.shares_process:  # it has been checked before the ranks began
-                validation.main_function(main, args)  # here, where a mistake that all ranks make is told once
+            if not transport.capabilities.shares_process:  # otherwise checked before the ranks began
+                validation.main_function(main, args)  # here, where a mistake of all ranks is reported once
             with _loop_named():
                 value = await main(world, *args)
-            interrupts.check_pending()  # as asyncio.run does after a main that blocked, and returned
+            interrupts.check_pending()  # as asyncio.run does after a main that blocked and returned
             return RankResult(value=value)
     except BaseException as error:
         return RankResult(error=error)
@@ -111,7 +111,7 @@ async def host_rank(
 
 @contextlib.contextmanager
 def _loop_named() -> Iterator[None]:
-    """Add to an error of nest_asyncio, which patches asyncio's own loops alone, that asyncdist has chosen uvloop."""
+    """Add a note about uvloop to errors of nest_asyncio, which can only patch asyncio's own loops."""
     try:
         yield
     except (ValueError, RuntimeError) as error:
@@ -119,8 +119,8 @@ def _loop_named() -> Iterator[None]:
         is_of_loop = "patch loop" in str(error) or "loop is already running" in str(error)
         if is_patched and is_of_loop and type(asyncio.get_running_loop()).__module__ == "uvloop":
             error.add_note(
-                "asyncdist runs ranks on uvloop where it is installed, and nest_asyncio cannot patch uvloop's loops: "
-                'asyncdist.run(main, loop="asyncio") runs them on a loop of asyncio'
+                "asyncdist runs ranks on uvloop if it is installed, and nest_asyncio cannot patch uvloop's loops: "
+                'use asyncdist.run(main, loop="asyncio")'
             )
         raise
 
@@ -154,12 +154,12 @@ async def hosted(
         recording.begin(world)
         exporter = _exporter(world, transport, options)
         token = _current_world.set(world)
-        engine.start()  # again: messages are handled in this rank's context from now on
+        engine.start()  # again, so that messages are handled in this rank's context
         monitor = FailureMonitor(world)
         world.agreements.is_interrupted = lambda: interrupts.received is not None
         interrupts.ask_before(world.rank, functools.partial(_note_interrupt, asyncio.current_task(), world))
         teller = _teller(world, transport, options, stack)
-        success: SystemExit | None = None  # sys.exit(0) is a way to return
+        success: SystemExit | None = None  # sys.exit(0) counts as a return
         try:
             try:
                 async with _task_group(world, monitor, options.watchdogs, teller):
@@ -181,7 +181,7 @@ async def hosted(
                 raise
             _raise_as_it_is(error)
         transport.close()
-        # Last, since what is left over here is no reason to end the other ranks.
+        # Last, since leftovers of this rank must not end the other ranks.
         report_leftovers(world, leftovers, strict=options.strict and success is None)
         if success is not None:
             raise success
@@ -197,23 +197,23 @@ async def hosted(
 
 
 def _abandon(engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
-    """Keep this process, which the rank has forked, from the rank's messages and from its loop."""
+    """Detach this forked child from the rank's messages and its loop."""
     rank = engine.transport.rank
     engine.abandon(
-        ForkedChildError(f"rank {rank} has forked this process, which cannot use the world of the rank", rank=rank)
+        ForkedChildError(f"this process is a forked child of rank {rank} and cannot use its world", rank=rank)
     )
     end_at_next_turn(loop, rank)
 
 
 def _note_interrupt(task: asyncio.Task[Any] | None, world: World) -> str | None:
-    """Note that a signal cancels main, and return what it waits for, in words."""
+    """Note that a signal cancels main, and return a description of main's wait."""
     waited = describe_wait(task, world)
     world.services.events.add("interrupted", waited or "")
     return waited
 
 
 def _exporter(world: World, transport: Transport, options: RankOptions) -> Exporter | None:
-    """Export the rank's counters, where its user wants that."""
+    """Start the export of the rank's counters, if requested."""
     if not options.metrics:
         return None
     world.services.count_waits()
@@ -223,13 +223,13 @@ def _exporter(world: World, transport: Transport, options: RankOptions) -> Expor
 
 
 def _leave_counters(world: World, options: RankOptions) -> None:
-    """Leave the rank's counters for a table that outlives it, where there is one."""
+    """Store the rank's counters for a table that outlives the rank, if there is one."""
     if options.last_counters is not None:
         last_counters.leave(options.last_counters, counters_of(world.services))
 
 
 def _teller(world: World, transport: Transport, options: RankOptions, stack: contextlib.ExitStack) -> Teller | None:
-    """Let the rank tell what it does, until the stack is closed; between processes on a socket, too."""
+    """Make the rank report its waits until the stack is closed; between processes also on a socket."""
     main = asyncio.current_task()
     if not options.tells or main is None:
         return None
@@ -248,7 +248,7 @@ async def _task_group(
 ) -> AsyncIterator[None]:
     """Run main, which is the body of ``async with``, in one task group with the tasks that it spawns.
 
-    An error of main alone is raised unchanged, errors of tasks as a group.
+    An error of only main is raised unchanged; errors of tasks are raised as a group.
     """
     error_of_main: BaseException | None = None
     watch = EndWatch(world, watchdogs.watchdog_s)
@@ -280,10 +280,10 @@ async def _task_group(
 
 
 def _raise_as_it_is(error: BaseException) -> NoReturn:
-    """Raise ``error`` and keep its context, which would become the exception that is being handled.
+    """Raise ``error`` with its own context, which Python would otherwise replace by the exception being handled.
 
-    That exception may be the ExceptionGroup of a TaskGroup. IPython cannot show such a group, and looks for one in the
-    contexts of an error: the cell of a notebook would never end, or would not be marked as failed.
+    That exception may be the ExceptionGroup of a TaskGroup, which IPython cannot show even as a context: the cell of a
+    notebook would never end, or would not be marked as failed.
     """
     context = error.__context__
     try:

@@ -1,6 +1,6 @@
-"""Ends a rank cleanly: tells its peers that main has returned, and waits until all ranks come to their end.
+"""Ends a rank cleanly: notifies its peers that main has returned, and waits until all ranks have ended.
 
-Services go on meanwhile, since a coordinator serves until its last member has left. A rank that has failed ends by
+Services keep running, since a coordinator serves until its last member has left. A failed rank ends through
 :mod:`asyncdist.runtime.failing.failure` instead.
 """
 
@@ -20,9 +20,9 @@ from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("asyncdist.runtime.leaving")
 
-#: How long a rank waits for its last requests to complete.
+#: Seconds that a rank waits for its last requests.
 _FLUSH_S: Final = 5.0
-#: How long a rank whose main has returned may take to send its finalize message.
+#: Seconds that a rank whose main has returned may take to send its finalize message.
 _FINALIZE_S: Final = 60.0
 
 
@@ -30,13 +30,13 @@ async def leave(world: World, transport: Transport) -> list[str]:
     """End this rank cleanly, together with the others.
 
     Returns:
-        What was left over, in words; nothing where the program has received and ended everything.
+        Descriptions of leftovers; empty if the program has received all messages and ended all tasks.
     """
     world.peers.leave()
     world.refuse_streams()
     await world.services.engine.until(lambda: world.services.task_count == 0, WaitId(WaitKind.OWN_SERVICES))
-    # Before the barrier, while the peers still receive: after it a message may find no receiver. A peer in main takes a
-    # user's messages at any time, and drops the rest when it leaves.
+    # Before the barrier, while the peers still receive. A peer in main receives a user's messages at any time, and
+    # drops the rest when it leaves.
     is_nobody_in_main = _have_all_left(world, transport)
     await world.services.engine.until(
         lambda: not world.services.is_sending or is_nobody_in_main(),
@@ -52,10 +52,10 @@ async def leave(world: World, transport: Transport) -> list[str]:
 
 
 async def _last_barrier(world: World, transport: Transport) -> None:
-    """Return when every rank has come this far, or is lost where losing a rank does not end the job."""
+    """Wait until every rank has reached this point, or is lost if the job survives losses."""
     own_group, announcements = transport.end_group, world.peers.announcements
     if own_group is not None:
-        if announcements is not None:  # no rank sends anything more along the tree then
+        if announcements is not None:  # wait until no rank sends along the tree
             await world.services.engine.until(_have_all_left(world, transport), WaitId(WaitKind.OTHERS_LEFT))
             await _flush(world)
         await world.services.engine.wait(own_group.barrier(), WaitId(WaitKind.OTHERS_ENDED))
@@ -73,7 +73,8 @@ async def _last_barrier(world: World, transport: Transport) -> None:
         Everybody(world, transport, world.peers.answered, world.services.left),
         WaitId(WaitKind.OTHERS_ENDED),
     )
-    # They are close to it. The wait is bounded, since the frame that says so may have been spoiled and dropped.
+    # The others are close to it. The wait is bounded, since their finalize messages may have been corrupted and
+    # dropped.
     await world.services.engine.until(
         Everybody(world, transport, world.peers.answered),
         WaitId(WaitKind.FINALIZE_MESSAGES),
@@ -82,7 +83,7 @@ async def _last_barrier(world: World, transport: Transport) -> None:
 
 
 def _have_all_left(world: World, transport: Transport) -> Callable[[], bool]:
-    """Return a function that tells whether main runs on no other rank."""
+    """Return a function that returns whether main has ended on all other ranks."""
     announcements = world.peers.announcements
     if announcements is not None:
         return lambda: announcements.stage >= Stage.LEFT
@@ -90,7 +91,7 @@ def _have_all_left(world: World, transport: Transport) -> Callable[[], bool]:
 
 
 async def _flush(world: World) -> None:
-    """Wait, for a bounded time, until no request and no service of this rank is under way."""
+    """Wait, for a bounded time, until no request is outstanding and no service of this rank is running."""
     services, deadline = world.services, world.time() + _FLUSH_S
     await services.engine.until(
         lambda: services.engine.is_idle and services.task_count == 0, WaitId(WaitKind.OWN_REQUESTS), deadline=deadline
@@ -98,7 +99,7 @@ async def _flush(world: World) -> None:
 
 
 def report_leftovers(world: World, leftovers: Sequence[str], *, strict: bool) -> None:
-    """Log what was left over, or raise it as LocalProtocolError if ``strict``."""
+    """Log the leftovers, or raise LocalProtocolError with them if ``strict``."""
     if leftovers:
         text = f"rank {world.rank} ended with {'; '.join(leftovers)}"
         if strict:

@@ -1,6 +1,7 @@
-"""Makes calls that run a loop of their own where a loop is running already: in a cell of a notebook.
+"""Makes calls that run a loop of their own while a loop is already running, as in a cell of a notebook.
 
-Such a call gets a thread. The caller waits for it, as for any blocking call, and its loop stands still meanwhile.
+Such a call gets a thread. The caller waits for it, as for any blocking call, and the caller's loop is blocked
+meanwhile.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Final, TypeVar, cast
 from asyncdist.runtime.compute import call_in_modes, caught, torch_modes
 
 T = TypeVar("T")
-#: How long a caller that waits rests between two calls of ``meanwhile``.
+#: Seconds between two calls of ``meanwhile`` by a waiting caller.
 _MEANWHILE_S: Final = 0.25
 
 
@@ -30,15 +31,15 @@ def is_loop_running() -> bool:
 
 
 def call_beside_loop(fn: Callable[[], T], meanwhile: Callable[[], None] | None = None) -> T:
-    """Call ``fn`` here, or, where this thread is inside a loop, in a thread of its own, and wait for it.
+    """Call ``fn`` here or, if this thread is inside a loop, in a thread of its own, and wait for it.
 
-    The thread has the caller's context variables and torch modes. What a signal handler raises in the waiting caller
-    (KeyboardInterrupt, as a rule) is raised in the thread, and the caller waits for its end all the same: nothing goes
-    on computing after the call has returned.
+    The thread has the caller's context variables and torch modes. An exception of a signal handler in the waiting
+    caller, usually KeyboardInterrupt, is raised in the thread. The caller still waits for the thread's end, so nothing
+    keeps computing after the call has returned.
 
     Args:
-        fn: without arguments.
-        meanwhile: called again and again by the caller that waits, where ``fn`` has a thread.
+        fn: A function without arguments.
+        meanwhile: Called repeatedly by the waiting caller, if ``fn`` runs in a thread.
     """
     if not is_loop_running():
         return fn()
@@ -64,13 +65,13 @@ def call_beside_loop(fn: Callable[[], T], meanwhile: Callable[[], None] | None =
             interrupt = error
             _raise_in(thread, type(error))
     returned, failure = outcomes[0] if outcomes else (None, interrupt)
-    failure = failure or interrupt  # an interrupt that came too late for the thread counts
+    failure = failure or interrupt  # an interrupt that was too late for the thread still counts
     if failure is not None:
         raise failure
     return cast(T, returned)
 
 
 def _raise_in(thread: threading.Thread, kind: type[BaseException]) -> None:
-    """Raise an exception in a thread, at its next instruction of Python; a call into C is not interrupted."""
-    assert thread.ident is not None, "it has been started"
+    """Raise an exception in a thread at its next Python instruction; calls into C are not interrupted."""
+    assert thread.ident is not None, "the thread has been started"
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(kind))

@@ -1,12 +1,12 @@
-"""Tracks which peers of a rank have returned, left, failed or are lost, and sends the messages that say so.
+"""Tracks which peers of a rank have returned, left, failed or are lost, and exchanges the messages about this.
 
-The runtimes of all ranks talk on one channel, the system channel. Besides the messages of this module it carries those
-of agreements and of freed groups, which are passed on to :class:`Agreements` and :class:`GroupCreation`. Which
-collectives a peer still takes part in is counted by :class:`asyncdist.collectives.membership.MembershipLog`.
+The runtimes of all ranks talk on one channel, the system channel. It also carries the messages of agreements and freed
+groups, which are passed on to :class:`Agreements` and :class:`GroupCreation`.
+:class:`asyncdist.collectives.membership.MembershipLog` counts the collectives that each peer takes part in.
 
-In a world of few ranks each tells all others by itself that it leaves, ends or has failed. In a larger one it tells
-those with which it has exchanged messages that it leaves, so that they hear it after these; all others hear it along a
-tree (:mod:`asyncdist.runtime.departing.announcements`), and with it all that they need to know of its end.
+In a small world each rank notifies all others directly that it leaves, ends or has failed. In a larger world it
+directly notifies the ranks with which it has exchanged messages, so that the notice arrives after these. All others are
+notified along a tree (:mod:`asyncdist.runtime.departing.announcements`).
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ from asyncdist.transports.rank_sets import RankSet
 
 logger = logging.getLogger("asyncdist.runtime.peers")
 
-#: In a world of more ranks these tell few others by themselves. Where ranks are started again, each tells all others.
+#: Largest world in which each rank notifies all others directly. If ranks are restarted, worlds of any size do so.
 FLAT_SIZE_MAX: Final = DIRECT_COUNT_MAX
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Tells every peer that this rank's main has returned: it starts no collective any more.
+    """To every peer: the sender's main has returned, so it starts no further collectives.
 
     Attributes:
-        started: how many collectives it has started, by the group's tag.
-        lost: ranks that it knows to be lost.
+        started: Number of collectives that it has started, by the group's tag.
+        lost: Ranks that it knows to be lost.
     """
 
     started: tuple[tuple[int, int], ...] = ()
@@ -74,19 +74,19 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Tells every peer that this rank has failed, and with it the job."""
+    """To every peer: the sender has failed, and with it the job."""
 
     summary: str
 
 
 @dataclass(frozen=True, slots=True)
 class Finalize:
-    """Tells every peer that this rank has come to its end, where losing a rank does not end the job.
+    """To every peer: the sender has ended; used if the job survives losses.
 
-    It repeats what :class:`Leave` has said, since that frame may have been spoiled and dropped.
+    It repeats the contents of :class:`Leave`, whose frame may have been corrupted and dropped.
 
     Attributes:
-        started, lost: as in :class:`Leave`.
+        started, lost: As in :class:`Leave`.
     """
 
     started: tuple[tuple[int, int], ...] = ()
@@ -95,9 +95,9 @@ class Finalize:
 
 @dataclass(frozen=True, slots=True)
 class Unheard:
-    """Answers :class:`Leave`: messages for the leaver may be under way on a tag that it has never opened.
+    """Answers :class:`Leave`: messages for the leaver may be on their way on a tag that it has never opened.
 
-    The leaver opens that tag and drops them, since some backends complete a large send only when it is received.
+    The leaver opens that tag and drops them, since some backends complete a large send only after its receive.
     """
 
     tag: int
@@ -105,28 +105,28 @@ class Unheard:
 
 @dataclass(frozen=True, slots=True)
 class FailureAcknowledged:
-    """Answers :class:`Failed`: this rank has stopped because the job has failed."""
+    """Answers :class:`Failed`: the sender has stopped because the job has failed."""
 
 
 LastWords: TypeAlias = Leave | Failed | Finalize | FailureAcknowledged
 
 
 class Peers:
-    """Keeps track of the peers of one rank and talks to their runtimes.
+    """Tracks the peers of one rank, and talks to their runtimes.
 
     Attributes:
-        answered: ranks that have acknowledged a failure, have failed themselves, or have come to their end.
-        attendance: counts the collectives that each rank takes part in.
-        agreements: what the ranks agree on before they do it together.
-        collectives: of this rank.
-        turns: lets this rank make one start at a time among those that block or take a number.
-        groups: makes and frees groups.
-        announcements: what this rank says along the tree; None where it tells all others by itself.
-        warns_of_losses: whether the first rank that is there warns of each that is lost: nobody else tells the user.
+        answered: Ranks that have acknowledged a failure, have failed themselves, or have ended.
+        attendance: Counts the collectives that each rank takes part in.
+        agreements: Agreements of this rank.
+        collectives: Collectives of this rank.
+        turns: Turns of this rank's starts that block or take a number.
+        groups: Makes and frees groups.
+        announcements: Messages along the tree; None if this rank notifies all others directly.
+        warns_of_losses: Whether the lowest present rank logs a warning for each lost rank, if no launcher reports it.
 
     Args:
-        services: of this rank; their ``gone`` and ``left`` are kept up to date here.
-        group: all ranks.
+        services: Services of this rank, whose ``gone`` and ``left`` are updated here.
+        group: All ranks.
     """
 
     def __init__(self, services: Services, group: Group) -> None:
@@ -136,7 +136,7 @@ class Peers:
         self._services = services
         self._lost: set[int] = set()
         self._has_returned = False
-        self._last_words: list[LastWords] = []  # for a rank that is started again after they were said
+        self._last_words: list[LastWords] = []  # repeated to ranks that are restarted later
         self._failure_listeners: list[Callable[[int, str], None]] = []
         self._system: Channel[Any] = services.open_channel(
             Join
@@ -172,9 +172,9 @@ class Peers:
         self.announcements: Announcements | None = None
         if services.size > FLAT_SIZE_MAX and not services.may_return:
             self.announcements = Announcements(services, group.ranks, self._on_departure, self._on_failure)
-        if services.engine.transport.incarnation:  # the group of all ranks has ended with the process before
+        if services.engine.transport.incarnation:  # the group of all ranks ended with the previous process
             self.attendance.on_lost(services.rank)
-        for rank in sorted(services.lost_ranks()):  # main knows it from its first line on
+        for rank in sorted(services.lost_ranks()):  # so that main knows it from its first line on
             self.mark_lost(rank)
         services.engine.transport.set_loss_listener(self.mark_lost)
         services.engine.transport.set_return_listener(self.mark_returned)
@@ -184,12 +184,12 @@ class Peers:
         self._failure_listeners.append(listener)
 
     def mark_gone(self, ranks: RankSet, *, of_a_failure: bool = False, is_lost: bool = False) -> None:
-        """Note that ranks take part in nothing any more.
+        """Note that ranks are gone.
 
         Args:
-            ranks: the peers.
-            of_a_failure: they have stopped because another rank has failed, which all ranks will hear of soon.
-            is_lost: they have died.
+            ranks: Ranks that are gone.
+            of_a_failure: Whether they have stopped because another rank has failed, of which all will be notified soon.
+            is_lost: Whether they are lost.
         """
         services = self._services
         new = ranks - services.gone
@@ -203,9 +203,9 @@ class Peers:
             services.tell_gone(new)
 
     def mark_lost(self, rank: int) -> None:
-        """Note that ``rank`` has died, perhaps after its main had returned: the services it still ran end now."""
+        """Note that ``rank`` is lost, possibly after its main had returned; its services end now."""
         if rank in self._lost:
-            return  # known since the world was opened
+            return  # already known
         self._lost.add(rank)
         if self.warns_of_losses and rank not in self._services.gone:
             self._warn_of_loss(rank)
@@ -221,16 +221,16 @@ class Peers:
         services = self._services
         there = (each for each in range(services.size) if each not in services.gone and each not in self._lost)
         if services.engine.failure is None and min(there) == services.rank:
-            logger.warning("rank %d is lost: its process has ended, or its host; the others go on without it", rank)
+            logger.warning("rank %d is lost: its process or its host has ended; the others continue without it", rank)
 
     def mark_returned(self, rank: int, incarnation: int) -> None:
-        """Connect to the new process in the place of ``rank``, whose loss was noted before.
+        """Connect to the new process of the restarted ``rank``, whose loss was noted before.
 
-        Of what this rank has done with the process before, nothing goes on with the new one: not the collectives of
-        groups made before, nor starts, streams, channels' counts. The new one hears what it has to know of this rank.
+        Groups, starts, streams and sequence numbers of the previous process do not continue. The new process is sent
+        this rank's last announcements.
         """
         services = self._services
-        services.engine.poll()  # what has come of the process before is delivered as that one's
+        services.engine.poll()  # deliver the messages of the previous process first
         if not services.engine.transport.accept(rank, incarnation):
             return
         self._lost.discard(rank)
@@ -297,7 +297,7 @@ class Peers:
         self._services.engine.recheck()
 
     def _on_failure(self, rank: int, summary: str) -> None:
-        """Note that a peer has failed; in a large world it waits for the answer of each rank, and gets it alone."""
+        """Note that a peer has failed, and acknowledge it; in a large world only to the failed rank."""
         is_new = rank not in self.answered
         self.answered.add(rank)
         for listener in self._failure_listeners:
@@ -308,17 +308,17 @@ class Peers:
                     self._send(message, rank)
 
     def _on_departure(self, departure: Departure) -> None:
-        """Take in what came along the tree of ranks that have left, unless these tell this rank themselves.
+        """Handle a departure that arrived along the tree, except for ranks that notify this rank directly.
 
-        A rank with which this one has exchanged messages tells it; but it may have heard of none, where they were
-        spoiled. So the news of its end counts, by which what it has sent before has come. Where main has returned here,
-        and nothing of this rank goes on, nothing waits for them.
+        A rank notifies its contacts directly, but may not know of this rank as a contact if messages were corrupted.
+        Its end notice is therefore authoritative: everything it sent earlier has arrived by then. After main has
+        returned, and if nothing of this rank is running, nothing waits for such ranks.
         """
         services = self._services
         if self._has_returned and not services.task_count and not services.is_sending:
             return
         if is_in(services.rank, departure.told):
-            return  # what it has sent before may be on its way, and comes first
+            return  # its earlier messages may be on their way, and must be delivered first
         ranks = departure.ranks - services.left - services.lost_ranks()
         ranks.discard(services.rank)
         if departure.stage == Stage.LEFT:
@@ -336,7 +336,7 @@ class Peers:
         self.mark_gone(ranks)
 
     def _note_losses(self, losses: Losses) -> None:
-        """Note what a peer knows of lost ranks, of which this rank may hear later: it may have left because of them."""
+        """Note losses reported by a peer, which may have left because of them, and which this rank may not know yet."""
         for rank, incarnation in losses:
             is_peer = 0 <= rank < self._services.size and rank != self._services.rank
             if is_peer and not self.attendance.has_heard_of(rank, incarnation):
@@ -344,9 +344,9 @@ class Peers:
                 self.agreements.on_gone(RankSet((rank,)), is_lost=True)
 
     def leave(self) -> None:
-        """Tell every peer that main has returned here, and before it what else they have to know of this rank.
+        """Notify every peer that main has returned on this rank.
 
-        :class:`Finalize` says it again later: one frame of the two may be spoiled, and dropped.
+        :class:`Finalize` repeats it later, in case the frame is corrupted and dropped.
         """
         self._has_returned = True
         self._services.stop_reading()
@@ -358,13 +358,13 @@ class Peers:
             self.announcements.depart(self._departure(Stage.LEFT))
 
     def finalize(self) -> None:
-        """Tell every peer that this rank has come to its end."""
+        """Notify every peer that this rank has ended."""
         self.announce(Finalize(self.attendance.started(), self.attendance.lost))
         if self.announcements is not None:
             self.announcements.depart(self._departure(Stage.ENDED))
 
     def announce(self, message: LastWords) -> None:
-        """Send ``message`` to every peer that can still receive it, or see that it hears what it has to know."""
+        """Send ``message`` to every peer that can still receive it, directly or along the tree."""
         services = self._services
         self._last_words.append(message)
         peers: Collection[int] = range(services.size)
@@ -379,20 +379,20 @@ class Peers:
                 self._send(message, rank)
 
     def tell_silent(self, message: Failed) -> None:
-        """Send ``message`` to those that have not answered: a rank between, which is to pass it on, may be busy."""
+        """Send ``message`` directly to the ranks that have not answered, since a relaying rank may be busy."""
         for rank in set(range(self._services.size)) - self.answered - {self._services.rank}:
             self._send(message, rank)
 
     @property
     def is_failure_led_elsewhere(self) -> bool:
-        """Whether another rank that has failed sees to it that all stop."""
+        """Whether another failed rank is responsible for stopping all ranks."""
         return (
             self.announcements is not None
             and min(self.announcements.failed, default=self._services.size) < self._services.rank
         )
 
     def close(self) -> None:
-        """Send nothing more by itself."""
+        """Stop sending messages automatically."""
         if self.announcements is not None:
             self.announcements.close()
 
@@ -401,7 +401,7 @@ class Peers:
         return Departure.of(self._services.rank, stage, self.attendance.started(), self.attendance.lost, told)
 
     def _tell_contact(self, rank: int) -> None:
-        """Tell a rank that main has returned here, whose first message has come after that."""
+        """Notify a rank whose first message arrived after main had returned on this rank."""
         for message in self._last_words:
             if isinstance(message, (Leave, Finalize)) and rank != self._services.rank:
                 self._send(message, rank)

@@ -1,4 +1,4 @@
-"""Prepares the process of a rank: limits the threads of torch, and relieves the garbage collector."""
+"""Prepares the process of a rank: limits torch's threads, and reduces the work of the garbage collector."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ import torch
 
 from asyncdist import environment
 
-#: Made with nanobind, which lists its objects that outlive the interpreter. Each GPU build of torch imports the first.
+#: Modules made with nanobind, which prints its objects that outlive the interpreter. GPU builds of torch import the
+#: first.
 _COUNT_AT_THE_END: Final = ("triton", "jaxlib")
 
 
 def limit_threads() -> None:
-    """Let torch use this rank's share of the host's cores: by itself it would use all of them on every rank."""
+    """Limit torch to this rank's share of the host's cores; by default every rank would use all of them."""
     threads = environment.threads_per_rank()
     if threads is not None:
         torch.set_num_threads(threads)
 
 
 def spare_collections() -> None:
-    """Take what was imported, some 170,000 objects of torch, out of garbage collection.
+    """Exclude imported objects, some 170,000 of torch, from garbage collection.
 
-    These objects live as long as the process. Each full collection walked them, and so did the interpreter at its end:
-    a quarter of the time of a rank that does nothing. This is done once in a process, so that what a user drops between
-    two runs is collected.
+    These objects live as long as the process. Each full collection, and the interpreter's exit, walked over them, which
+    took a quarter of the time of an idle rank. This is done once per process, so that objects that a user drops between
+    two runs are collected.
     """
     if gc.get_freeze_count() == 0:
         gc.freeze()
@@ -35,6 +36,6 @@ def spare_collections() -> None:
 
 
 def _end() -> None:
-    """Have the interpreter collect all at its end, where a library prints what of its own is left then."""
+    """Make the interpreter collect everything at exit if a loaded library prints its remaining objects then."""
     if any(name in sys.modules for name in _COUNT_AT_THE_END):
         gc.unfreeze()

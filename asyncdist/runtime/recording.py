@@ -1,4 +1,4 @@
-"""Records what happens on a rank, if its user wants that: messages, waits, and the events of protocols."""
+"""Records the events of a rank, if requested: messages, waits, and events of protocols."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from asyncdist.transports.base import Transport
 from asyncdist.transports.recorded_transport import RecordedTransport
 from asyncdist.waits import WaitId, WaitKind
 
-#: What is there is handed to the kernel so often, also while nothing happens.
+#: Seconds between two flushes of the recording to the kernel, even if nothing happens.
 _FLUSH_PERIOD_S: Final = 1.0
 
-#: Longer results of MPI's reductions are not written down: a recording is to be small beside what is trained.
+#: Largest result of an MPI reduction, in bytes, that is recorded, so that recordings stay small.
 _RESULT_NBYTES_MAX: Final = 1024
 
-#: Of torch as it was imported, or what the program had seeded it with before it imported this.
+#: torch's seed at import, or the seed that the program had set before.
 _FIRST_SEED: Final = torch.initial_seed()
 
 
 class Recording:
-    """Writes down one rank's life.
+    """The recording of one rank.
 
     Args:
-        options: None where nothing is to be written.
-        transport: the rank's.
-        loop: runs the rank.
+        options: Options of the recording; None for no recording.
+        transport: Transport of the rank.
+        loop: Loop of the rank.
 
     Attributes:
-        transport: To be used instead of the one given.
-        engine: The engine of the rank.
+        transport: Transport to use instead of the given one.
+        engine: Engine of the rank.
     """
 
     def __init__(self, options: RecordOptions | None, transport: Transport, loop: asyncio.AbstractEventLoop) -> None:
@@ -55,7 +55,7 @@ class Recording:
         self._timer: asyncio.TimerHandle | None = None
         self._writer: RecordWriter | None = None
         self._recorded: RecordedEngine | None = None
-        self._sent_before_count = 0  # before the world was open
+        self._sent_before_count = 0  # messages sent before the world was open
         self._leave_loop: Callable[[], None] = lambda: None
         if options is not None:
             self._writer = RecordWriter(options, clock_of(loop), transport.rank)
@@ -64,7 +64,7 @@ class Recording:
         self.engine: Engine = self._recorded or Engine(transport, loop)
 
     def begin(self, world: World) -> None:
-        """Begin the file, since the job is known."""
+        """Begin the file, now that the job is known."""
         writer, engine, transport = self._writer, self._recorded, self.transport
         if writer is None or engine is None:
             return
@@ -77,7 +77,7 @@ class Recording:
             hostname=world.hostname,
         )
         is_simulated = hasattr(self._loop, "rank")
-        tells_sleeps = is_simulated or not transport.capabilities.shares_process  # else ranks share the loop
+        tells_sleeps = is_simulated or not transport.capabilities.shares_process  # not if ranks share a loop
         told = {"sent_before_count": self._sent_before_count, "tells_sleeps": tells_sleeps, "tells_collectives": True}
         writer.open({**header, **_conditions(world), **told})
         engine.begin()
@@ -87,7 +87,7 @@ class Recording:
         services.end_recording = functools.partial(self._end, writer)
         if tells_sleeps:
             self._tell_sleeps(engine)
-        if not transport.capabilities.shares_process:  # which cannot be killed without the writer's process
+        if not transport.capabilities.shares_process:  # a rank of its own process can be killed
             self._tick(writer)
 
     def _note_message(self, writer: RecordWriter, kind: str, peer: int, tag: int, nbytes: int) -> None:
@@ -103,7 +103,7 @@ class Recording:
             writer.note(kind, peer, tag, nbytes)
 
     def _tell_sleeps(self, engine: Engine) -> None:
-        """Note when asyncio's timers fire: what sleeps goes on right after that."""
+        """Record when asyncio's timers fire, after which sleeping tasks continue."""
         call_at = self._loop.call_at
 
         def set_timer(
@@ -130,7 +130,7 @@ class Recording:
         writer.close()
 
     def note_end(self, error: BaseException | None) -> None:
-        """Write down how main ended; what follows may end the process."""
+        """Record the end of main; later steps may end the process."""
         self._leave_loop()
         if self._writer is not None:
             self._writer.note("over", "" if error is None else f"{type(error).__name__}: {error}"[:1000])
@@ -146,10 +146,10 @@ class Recording:
 
 
 class ObservedEngine(Engine):
-    """Counts the places at which a rank receives something: a recording holds them, and a replay compares them.
+    """Counts the positions at which a rank receives something: a recording holds them, and a replay compares them.
 
     Attributes:
-        has_begun: Whether the world is open; only then are places of use.
+        has_begun: Whether the world is open; positions are not needed before.
         woken_count: The number of waits for messages of channels and for conditions that have ended since the last safe
             point began, of collectives that have begun, ended without a message or failed since, and of calls of
             :meth:`wake_by`. Waits for requests do not count: no task waits for a request that is done at once.
@@ -167,7 +167,7 @@ class ObservedEngine(Engine):
         )
 
     def begin(self) -> None:
-        """Count from now on: a replay opens the world in another way than the recorded job did."""
+        """Count from now on; before, a replay differs, since it opens the world in another way."""
         self.has_begun = True
         self.woken_count = self.begun_count = 0
 
@@ -188,18 +188,18 @@ class ObservedEngine(Engine):
 
 
 class RecordedEngine(ObservedEngine):
-    """Writes down what the engine of a rank does that a replay must repeat.
+    """An engine that records everything that a replay must repeat.
 
     Args:
-        transport: The transport of the rank.
-        loop: The loop that runs the rank.
-        writer: The writer of its events.
+        transport: Transport of the rank.
+        loop: Loop of the rank.
+        writer: Writer of its events.
     """
 
     def __init__(self, transport: Transport, loop: asyncio.AbstractEventLoop, writer: RecordWriter) -> None:
         super().__init__(transport, loop)
         self._writer = writer
-        self._is_native = transport.capabilities.native_collectives  # MPI reduces in an order of its own
+        self._is_native = transport.capabilities.native_collectives  # MPI chooses the order of reductions
         self._unrecorded_clock, self.clock = self.clock, self._read_clock
 
     def _read_clock(self) -> float:
@@ -211,7 +211,7 @@ class RecordedEngine(ObservedEngine):
     def wake_by(self, what: WaitId, wake: Callable[[], object]) -> None:
         if self.has_begun:
             self._note_timer(what)
-            self.loop.call_soon(self._note_wait_ended, True)  # right before the task's next step
+            self.loop.call_soon(self._note_wait_ended, True)  # just before the task's next step
         wake()
 
     def measured(self, what: WaitId, value: int) -> int:
@@ -253,7 +253,7 @@ class RecordedEngine(ObservedEngine):
 
 
 def _conditions(world: World) -> dict[str, Any]:
-    """Return what a replay needs to know of the rank beside its events, for the header."""
+    """Return the facts about the rank that a replay needs besides its events, for the header."""
     version, numbers, gauss = random.getstate()
     numpy_state: Any = numpy.random.get_state()
     return {

@@ -290,7 +290,7 @@ async def test_a_mistake_that_was_heard_of_is_told_in_a_line(
         teller = await failure._rank_that_tells(world, error)
         assert teller == 0
         failure._print_alike(world.rank, teller, error)
-        assert capsys.readouterr().err == "asyncdist: rank 1 failed as rank 0 did: ValueError: boom-7\n"
+        assert capsys.readouterr().err == "asyncdist: rank 1 failed in the same way as rank 0: ValueError: boom-7\n"
 
 
 @pytest.fixture(autouse=True)

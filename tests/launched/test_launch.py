@@ -354,7 +354,7 @@ def test_a_forked_child_ends_where_it_leaves_a_policy(tmp_path: Path, transport:
     code, output, error = finish(process)
     assert code == 0, error
     assert sorted(output.splitlines()) == ["0 0", "5 5", "raise 1", "return 0", "returned", "returned", "step 1"], error
-    assert error.count("can wait; end such a process with sys.exit() or os._exit()") == 1, error
+    assert error.count("may do; end such a process with sys.exit() or os._exit()") == 1, error
     assert error.count("Traceback") == error.count("ValueError: in a child") == 1, error
 
 
@@ -397,7 +397,7 @@ def test_the_exit_of_a_forked_child_touches_nothing_of_its_rank(tmp_path: Path, 
     assert output.count("exit of a rank") == 2, output
     assert output.count("exit of a child") == 5, "the functions that a child has registered are called"
     assert error.count("ZeroDivisionError: in a child") == 1, error
-    assert error.count("rank 1 has forked this process, which cannot use the world of the rank") == 1, error
+    assert error.count("this process is a forked child of rank 1 and cannot use its world") == 1, error
 
 
 LEAVES_CHILDREN = """

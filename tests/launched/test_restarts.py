@@ -37,7 +37,7 @@ def test_ranks_killed_at_any_time_take_part_again(tmp_path: Path) -> None:
     assert result.stderr.count(how_ended(-signal.SIGKILL)) == 5
     assert result.stderr.count("(1 of 2)") == 4
     assert result.stderr.count("(2 of 2)") == 1
-    assert "asyncdist: rank 1 was started again, and other ranks have ended; nothing is left to do" in result.stderr
+    assert "asyncdist: rank 1 was started again, and other ranks have ended, so nothing is left to do" in result.stderr
     assert result.reports[1]["incarnation"] == 0, "it was there when the world began"
     assert result.reports[1]["coordinator"] == result.reports[0]["coordinator"] == 1
     last = max(max(found["gave"] + found["took"]) for found in result.reports.values())

@@ -72,7 +72,7 @@ def test_a_loss_is_known_long_before_anything_times_out(rank: int) -> None:
 
 
 def test_the_others_end_cleanly() -> None:
-    assert loss().stderr == "rank 2 is lost: its process has ended, or its host; the others go on without it\n"
+    assert loss().stderr == "rank 2 is lost: its process or its host has ended; the others continue without it\n"
 
 
 def test_an_average_that_loses_a_member_on_its_way_holds_nobody() -> None:

@@ -296,7 +296,7 @@ def test_a_rank_that_fails_like_another_one_prints_a_line(
     told = capsys.readouterr().err
     assert told == (
         "asyncdist: rank 2 failed:\nValueError: one\ntwo\n"
-        "asyncdist: rank 0 failed as rank 2 did: ValueError: one\n"
+        "asyncdist: rank 0 failed in the same way as rank 2: ValueError: one\n"
         "asyncdist: rank 1 failed:\nValueError: another\n"
     )
     rank_program._ToldOnce("")(ValueError, ValueError("one"), None)

@@ -1,1 +1,1 @@
-"""Brings what a rank says last to all ranks of a large world: that it leaves, has come to its end, or has failed."""
+"""Distributes the last messages of each rank in a large world: that it leaves, has ended, or has failed."""

@@ -1,9 +1,9 @@
-"""Sends along the tree what a rank of a large world says last, and takes what comes along it.
+"""Exchanges departures and failures of a large world along a tree of its ranks.
 
-:mod:`asyncdist.runtime.departing.departures` decides what to say of ranks that leave and end; this module has its
-messages sent, and its times kept. It also carries failures: a rank that has failed tells its neighbours, and each tells
-its own at once. Where many ranks fail at the same time, as after a mistake that all make, a failure travels on only
-where no failure of a lower rank has come before, so that each rank sends few.
+:mod:`asyncdist.runtime.departing.departures` decides about messages for ranks that leave and end; this module sends
+them and keeps the time. It also relays failures: a failed rank notifies its neighbours, and each of these notifies its
+own at once. If many ranks fail at the same time, for example with the same mistake, a failure is relayed only unless a
+failure of a lower rank has been relayed before, so that each rank sends few messages.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from asyncdist.messaging.services import Services
 from asyncdist.runtime.departing.departures import Departed, Departure, Departures, EndHeard, Stage
 from asyncdist.waits import WaitId, WaitKind
 
-#: How long departures wait for others that may be told in the same message: at the root for a part of the time for
-#: which ranks have been leaving, up to a limit; at each level below it for half as long, but not below the least time.
+#: Seconds that departures wait for others to share a message. At the root this is a share of the time since the first
+#: departure, up to a limit; at each level below it is half as long, down to a minimum.
 _DELAY_PART: Final = 0.5
 _DELAY_MAX_S: Final = 1.0
 _DELAY_MIN_S: Final = 0.05
-#: After how long a message is sent again that has not been answered; doubled each time.
+#: Seconds after which an unanswered message is sent again; doubled each time.
 _REPEAT_S: Final = 2.0
 _REPEAT_COUNT: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Tells a neighbour in the tree that a rank has failed, and with it the job."""
+    """To a neighbour in the tree: a rank has failed, and with it the job."""
 
     rank: int
     summary: str
@@ -45,10 +45,10 @@ class Announcements:
     """Exchanges departures and failures with the neighbours of one rank in the tree.
 
     Args:
-        services: of this rank.
-        everybody: all ranks.
-        on_departure: called with what this rank did not know before.
-        on_failure: called with the rank that has failed, and a summary of its error.
+        services: Services of this rank.
+        everybody: All ranks.
+        on_departure: Called with each new departure.
+        on_failure: Called with the failed rank and a summary of its error.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Announcements:
         on_departure: Callable[[Departure], None],
         on_failure: Callable[[int, str], None],
     ) -> None:
-        self.failed: dict[int, str] = {}  # by rank, in the order in which they were heard of
+        self.failed: dict[int, str] = {}  # summaries by rank, in the order of their arrival
         self._services = services
         self._on_departure = on_departure
         self._on_failure = on_failure
@@ -68,7 +68,7 @@ class Announcements:
         self._later: Timer | None = None
         self._repeat: Timer | None = None
         self._repeat_count = 0
-        self._heard_at: float | None = None  # of the first departure
+        self._heard_at: float | None = None  # time of the first departure
         self._is_closed = False
         self._channel: Channel[Any] = services.open_channel(
             Departed | EndHeard | Failure,
@@ -81,23 +81,23 @@ class Announcements:
 
     @property
     def stage(self) -> Stage:
-        """The stage that all ranks have reached, as far as is known here."""
+        """The stage that all ranks have reached, as far as this rank knows."""
         return self._departures.stage
 
     @property
     def is_over(self) -> bool:
-        """Whether all ranks have heard that all have come to their end, and no rank needs anything of this one."""
+        """Whether all ranks know that all have ended, and no rank needs this one any longer."""
         return self._departures.is_over
 
     def depart(self, departure: Departure) -> None:
-        """Tell all ranks that this one has reached a stage."""
+        """Announce to all ranks that this rank has reached a stage."""
         self._departures.add(departure, self._services.rank)
         self._send_soon()
 
     def fail(self, rank: int, summary: str, source: int) -> None:
-        """Tell the neighbours that a rank has failed: this one, or another one, of which ``source`` has told.
+        """Notify the neighbours of a failed rank: this one, or one that ``source`` has reported.
 
-        Nothing where it is known, or another rank below it is known to have failed.
+        A known failure, or a failure after that of a lower rank, is not relayed.
         """
         if rank in self.failed:
             return
@@ -119,7 +119,7 @@ class Announcements:
         self._send_soon()
 
     def close(self) -> None:
-        """Send nothing more."""
+        """Stop sending."""
         self._is_closed = True
         for timer in (self._soon, self._later, self._repeat):
             if timer is not None:
@@ -139,7 +139,7 @@ class Announcements:
                 self._send_soon()
             case Failure(rank, summary):
                 if not 0 <= rank < self._services.size:
-                    raise RemoteProtocolError(f"rank {source} told of a failure of rank {rank}, which does not exist")
+                    raise RemoteProtocolError(f"rank {source} reported a failure of rank {rank}, which does not exist")
                 if rank not in self.failed and rank != self._services.rank:
                     self.fail(rank, summary, source)
                     self._on_failure(rank, summary)
@@ -148,12 +148,12 @@ class Announcements:
     # -- sending ----------------------------------------------------------------------------------------------------
 
     def _answer(self) -> None:
-        """Tell those who ask for it that all below have heard."""
+        """Answer the neighbours that asked, once this rank's whole subtree knows that all have ended."""
         for rank in self._departures.take_answers():
             self._send(EndHeard(), rank)
 
     def _send_soon(self) -> None:
-        """Send what is urgent in the next turn of the loop, when all has been taken in that came together."""
+        """Send urgent messages in the loop's next iteration, after all messages that arrived together are handled."""
         if self._soon is None and not self._is_closed:
             self._soon = self._loop.call_soon(self._send_urgent)
 
@@ -170,7 +170,7 @@ class Announcements:
         engine.recheck()  # all ranks may have reached the next stage
 
     def _delay_s(self) -> float:
-        """Return how long departures wait here: the limits of all levels add up to twice that of the root."""
+        """Return the seconds that departures wait on this rank; all levels together wait twice as long as the root."""
         now = self._loop.time()
         if self._heard_at is None:
             self._heard_at = now
@@ -194,5 +194,5 @@ class Announcements:
             self._send(message, rank)
 
     def _send(self, message: Departed | EndHeard | Failure, rank: int) -> None:
-        with contextlib.suppress(RankLostError, BusyError):  # of a loss this rank hears, and who is busy is asked again
+        with contextlib.suppress(RankLostError, BusyError):  # losses are noticed elsewhere, busy ranks asked again
             self._channel.send_nowait(message, rank)

@@ -1,23 +1,23 @@
-"""Decides what a rank tells its neighbours in a tree about the ranks whose main has returned, so that all hear of it.
+"""Decides a rank's messages to its neighbours in a tree about departures, so that all ranks learn of them.
 
-In a world of few ranks each rank tells all others that it leaves, and later that it has come to its end. In a larger
-one it tells those with which it has exchanged messages, and this module brings it to all others, along the tree of
-:mod:`asyncdist.runtime.departing.spanning_tree`. A rank stands at one of four stages: its main runs, has returned
-(:data:`LEFT`), the rank has come to its end (:data:`ENDED`), or it has heard that all have (:data:`HEARD`).
+In a small world each rank notifies all others that it leaves, and later that it has ended. In a larger world it
+notifies the ranks with which it has exchanged messages, and this module notifies all others along the tree of
+:mod:`asyncdist.runtime.departing.spanning_tree`. A rank is at one of four stages: its main runs; main has returned
+(:data:`LEFT`); the rank has ended (:data:`ENDED`); it knows that all ranks have ended (:data:`HEARD`).
 
-- A rank that knows that all below it have reached a stage tells its parent at once. So the root finds out when all
-  ranks have, and says so, down the tree. Where all end together, that is one message up and one down for each rank.
-- Where some go on, the others' departures travel along the tree all the same, since a rank may wait for one that has
-  left: up to the root, and from there down to all. The root, and the ranks near it, wait a while for more of them, so
-  the number of messages grows with the time that it takes until all have left, and not with the number of ranks.
-- Ranks of which the same is to be said are said together, as a bitmap, and kept so.
-- A rank answers that all have ended when all below it have heard so. The root, when it has all answers, says that all
-  have heard (:data:`HEARD`), down the tree, and only then ranks may go: until all have heard, those that live are there
-  to tell one whose ranks above are lost, however many these are.
-- A neighbour that comes new, since a rank between is lost, is told everything. So is a parent that has not answered for
-  long, since a frame may be spoiled. Nothing changes where something is told twice.
+- A rank notifies its parent as soon as its whole subtree has reached a stage. The root thus learns when all ranks have
+  reached it, and announces that down the tree. If all end together, each rank sends one message up and one down.
+- If some ranks continue, departures still travel up to the root and down to all, since a rank may wait for one that has
+  left. The root, and ranks near it, wait a while for more departures. The number of messages therefore grows with the
+  time until all have left, not with the number of ranks.
+- Ranks with equal announcements are stored and sent together, as a bitmap.
+- A rank acknowledges that all have ended when its whole subtree knows it. After all acknowledgements, the root
+  announces :data:`HEARD` down the tree, and only then may ranks exit. Until then, all living ranks are present to
+  inform a rank whose ancestors are lost.
+- A new neighbour (after a loss) is sent everything. So is a parent that has not answered for long, since a frame may
+  have been corrupted. Repeated announcements have no effect.
 
-:class:`Departures` is told what happens and returns what to send; it knows no loop and no time.
+:class:`Departures` takes events and returns messages; it knows no loop and no time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from asyncdist.transports.rank_sets import RankSet
 
 
 class Stage(enum.IntEnum):
-    """How far a rank has come, or all ranks have."""
+    """The stage that a rank, or all ranks, have reached."""
 
     IN_MAIN = 0
     LEFT = 1
@@ -42,25 +42,26 @@ class Stage(enum.IntEnum):
     HEARD = 3
 
 
-#: Departures in one message, and bytes of a bitmap in one of them: a frame has to hold them.
+#: Maximum number of departures in one message, and of bytes in a bitmap, so that they fit into a frame.
 _COUNT_MAX: Final = 64
 _BITMAP_NBYTES_MAX: Final = 8192
 
-#: What is said of ranks that leave: how many collectives they have started, the losses they know, whom they tell.
+#: Facts about a leaving rank: its numbers of started collectives, the losses it knows, and the ranks it notifies
+#: itself.
 _Account: TypeAlias = tuple[tuple[tuple[int, int], ...], Losses, Runs]
 
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """Says that some ranks have reached a stage.
+    """Announces that some ranks have reached a stage.
 
     Attributes:
-        first: the rank for which the lowest bit of the first byte of ``bitmap`` stands.
-        bitmap: bits that are set for the ranks that have reached it, in ascending order.
-        stage: the number of a :class:`Stage`.
-        started: how many collectives each of them has started, by the group's tag.
-        lost: ranks that they know to be lost.
-        told: ranks that each of them tells by itself, and that may not know yet that they will hear from it.
+        first: Rank of the lowest bit in the first byte of ``bitmap``.
+        bitmap: Bit set of the ranks that have reached the stage.
+        stage: Number of a :class:`Stage`.
+        started: Number of collectives that each of them has started, by the group's tag.
+        lost: Ranks that they know to be lost.
+        told: Ranks that each of them notifies directly, and that may not expect it yet.
     """
 
     first: int
@@ -72,7 +73,7 @@ class Departure:
 
     @classmethod
     def of(cls, rank: int, stage: Stage, *account: *_Account) -> Departure:
-        """Say it of one rank."""
+        """Make the departure of one rank."""
         return cls(rank, b"\x01", stage, *account)
 
     @property
@@ -83,11 +84,11 @@ class Departure:
 
 @dataclass(frozen=True, slots=True)
 class Departed:
-    """Tells a neighbour in the tree which ranks have left or ended.
+    """To a neighbour in the tree: ranks that have left or ended.
 
     Attributes:
-        departures: what the neighbour may not know yet.
-        stage: the number of the stage that all ranks of the world have reached.
+        departures: Departures that the neighbour may not know yet.
+        stage: Number of the stage that all ranks of the world have reached.
     """
 
     departures: tuple[Departure, ...]
@@ -96,18 +97,18 @@ class Departed:
 
 @dataclass(frozen=True, slots=True)
 class EndHeard:
-    """Answers the message that says that all ranks have come to their end, once all ranks below have heard it too."""
+    """Acknowledges that all ranks have ended, once the sender's whole subtree knows it."""
 
 
 class Departures:
-    """Keeps what one rank knows of departures, and what its neighbours know of that.
+    """Tracks the departures that one rank knows, and which of them its neighbours know.
 
     Args:
-        size: the number of ranks.
-        rank: this one.
+        size: Number of ranks.
+        rank: This rank.
 
     Attributes:
-        stage: the stage that all ranks of the world have reached, as far as is known here.
+        stage: Stage that all ranks of the world have reached, as far as this rank knows.
     """
 
     def __init__(self, size: int, rank: int) -> None:
@@ -115,29 +116,29 @@ class Departures:
         self._rank = rank
         self._tree = SpanningTree(size, rank)
         self._known = _Reached()
-        self._announced = _Reached()  # what the ranks below are to know: the root has said it, or is about to
-        self._accounts: dict[_Account, int] = {}  # the ranks of which each is to be said; all of those in _known
+        self._announced = _Reached()  # departures for the ranks below: announced by the root
+        self._accounts: dict[_Account, int] = {}  # facts, each with its ranks as a bit set; all in _known
         self._lost = 0
         self._told: dict[int, _Reached] = {neighbour: _Reached() for neighbour in self._tree.neighbours}
         self._told_stage: dict[int, int] = dict.fromkeys(self._tree.neighbours, 0)
         self._have_heard: set[int] = set()
-        self._unanswered: set[int] = set()  # those that have said that all have ended
+        self._unanswered: set[int] = set()  # neighbours that wait for an acknowledgement that all have ended
         self.stage = Stage.IN_MAIN
 
     @property
     def neighbours(self) -> tuple[int, ...]:
-        """The ranks to which this one sends."""
+        """The ranks to which this rank sends."""
         return self._tree.neighbours
 
     def add(self, departure: Departure, source: int) -> list[Departure]:
-        """Take in what ``source`` says; return the part of it that was not known before.
+        """Add a departure reported by ``source``; return the new part of it.
 
         Raises:
-            RemoteProtocolError: it names ranks that the world does not have, or no stage.
+            RemoteProtocolError: It names ranks outside of the world, or an invalid stage.
         """
         is_known_stage = departure.stage in (Stage.LEFT, Stage.ENDED)
         if not is_known_stage or not 0 <= departure.first < self._size or not 0 < self._extent(departure) <= self._size:
-            raise RemoteProtocolError(f"{departure!r:.200} is no departure from a world of {self._size} ranks")
+            raise RemoteProtocolError(f"{departure!r:.200} is not a valid departure in a world of {self._size} ranks")
         ranks, stage = departure.ranks.bits, Stage(departure.stage)
         account = departure.started, departure.lost, departure.told
         unknown, unaccounted = ranks & ~self._known.at(stage), ranks & ~self._known.left
@@ -152,17 +153,17 @@ class Departures:
 
     @staticmethod
     def _extent(departure: Departure) -> int:
-        """Return the number after the highest rank; 0 where there is none."""
+        """Return the highest rank plus 1; 0 if there is none."""
         length = int.from_bytes(departure.bitmap, "little").bit_length()
         return length and departure.first + length
 
     def on_departed(self, message: Departed, source: int) -> list[Departure]:
-        """Take in what a neighbour says; return what was not known before. Raises as :meth:`add`."""
+        """Handle a neighbour's message; return the new departures. Raises as :meth:`add`."""
         new = [part for departure in message.departures for part in self.add(departure, source)]
         if message.stage not in tuple(Stage):
-            raise RemoteProtocolError(f"{message.stage} is no stage of a world's ranks")
+            raise RemoteProtocolError(f"{message.stage} is not a valid stage")
         if self.stage >= Stage.ENDED and message.stage < Stage.ENDED and source not in self._have_heard:
-            self._told_stage[source] = 0  # it has sent again what it had told: this rank's answer was spoiled
+            self._told_stage[source] = 0  # a repeated message: this rank's answer was lost
         self.stage = max(self.stage, Stage(message.stage))
         if message.stage == Stage.ENDED:
             self._unanswered.add(source)
@@ -171,27 +172,27 @@ class Departures:
         return new
 
     def on_end_heard(self, source: int) -> None:
-        """Note that a neighbour, and those below it, have heard that all ranks have come to their end."""
+        """Note that a neighbour's whole subtree knows that all ranks have ended."""
         self._have_heard.add(source)
-        if self.stage == Stage.HEARD:  # it has not heard that, or says it to a new parent
+        if self.stage == Stage.HEARD:  # the neighbour does not know that, or has a new parent
             self._told_stage[source] = Stage.ENDED
 
     def take_answers(self) -> set[int]:
-        """Return the ranks that :class:`EndHeard` is to be sent to now, each once."""
+        """Return the ranks to which :class:`EndHeard` must be sent now, each once."""
         ranks: set[int] = set()
         if self._have_all_below_heard:
             ranks, self._unanswered = self._unanswered, ranks
         return ranks
 
     def on_lost(self, rank: int) -> None:
-        """Note that a rank is lost: it is not waited for, and its neighbours become those of others."""
+        """Note that a rank is lost: it is no longer waited for, and other ranks take over its neighbours."""
         self._lost |= 1 << rank
         self._tree.on_lost(rank)
         self._told = {neighbour: self._told.get(neighbour, _Reached()) for neighbour in self.neighbours}
         self._told_stage = {neighbour: self._told_stage.get(neighbour, 0) for neighbour in self.neighbours}
 
     def tell_again(self) -> None:
-        """Have :meth:`urgent` say again what neighbours have not answered."""
+        """Make :meth:`urgent` repeat the messages that neighbours have not answered."""
         parent = self._tree.parent
         if parent is not None and self._told_stage[parent] > self.stage:
             self._told[parent], self._told_stage[parent] = _Reached(), 0
@@ -204,12 +205,12 @@ class Departures:
 
     @property
     def is_answered(self) -> bool:
-        """Whether this rank waits for no answer: all others go on, or all have heard that all have ended."""
+        """Whether this rank waits for no answer: others still run, or all know that all have ended."""
         parent = self._tree.parent
         return self.is_over if self.stage >= Stage.ENDED else parent is None or self._told_stage[parent] <= self.stage
 
     def urgent(self) -> list[tuple[int, Departed]]:
-        """Return what is to be sent at once, with the rank that each message is for."""
+        """Return the messages to send at once, each with its receiver."""
         parent = self._tree.parent
         reached = self._reached()
         if parent is None and reached > self.stage:
@@ -226,7 +227,7 @@ class Departures:
         return messages
 
     def others(self) -> list[tuple[int, Departed]]:
-        """Return what may be sent together with what comes in the next moments."""
+        """Return the messages that may wait to be sent together with later ones, each with its receiver."""
         parent = self._tree.parent
         if parent is not None:
             return [(parent, message) for message in self._tell(parent)]
@@ -235,28 +236,28 @@ class Departures:
 
     @property
     def has_more(self) -> bool:
-        """Whether :meth:`others` may have something to say."""
+        """Whether :meth:`others` may return messages."""
         parent = self._tree.parent
         told = self._announced if parent is None else self._told[parent]
         return self.stage < Stage.ENDED and self._known.has_more_than(told)
 
     @property
     def level(self) -> int:
-        """The number of ranks above this one in a tree that has lost none."""
+        """The depth of this rank in a tree without losses."""
         return self._tree.level
 
     @property
     def is_over(self) -> bool:
-        """Whether all ranks have heard that all have come to their end, and those right below have been told that."""
+        """Whether all ranks know that all have ended, and the children have been notified of that."""
         return self.stage == Stage.HEARD and all(self._told_stage[child] == self.stage for child in self._tree.children)
 
     @property
     def _have_all_below_heard(self) -> bool:
-        """Whether this rank and all those below it have heard that all ranks have come to their end."""
+        """Whether this rank's whole subtree knows that all ranks have ended."""
         return self.stage >= Stage.ENDED and self._have_heard.issuperset(self._tree.children)
 
     def _reached(self) -> Stage:
-        """Return the stage that this rank and all those below it have reached."""
+        """Return the stage that this rank's whole subtree has reached."""
         if self._have_all_below_heard:
             return Stage.HEARD
         everybody = _ranks(self._tree.first, self._tree.last)
@@ -266,9 +267,9 @@ class Departures:
         return Stage.IN_MAIN
 
     def _tell(self, neighbour: int) -> list[Departed]:
-        """Return the messages that tell a neighbour what it has not been told; none where that is nothing.
+        """Return the messages with the departures that a neighbour has not been sent.
 
-        Where all have ended, nobody needs to know more.
+        If all ranks have ended, none are needed.
         """
         known, told = self._known if neighbour == self._tree.parent else self._announced, self._told[neighbour]
         ended = known.ended & ~told.ended
@@ -289,9 +290,9 @@ class Departures:
         ]
 
     def _forget_whom_they_tell(self) -> None:
-        """Forget it of ranks whose end all neighbours have been told: by then what they told has arrived.
+        """Forget whom ended ranks notify, once all neighbours know of their end: those notices have arrived.
 
-        So the same is to be said of most ranks, and little is kept.
+        Most ranks then have equal facts, which keeps the state small.
         """
         settled = self._known.ended
         for told in self._told.values():
@@ -305,13 +306,13 @@ class Departures:
 
 @dataclass(slots=True)
 class _Reached:
-    """The ranks that have left, and those of them that have ended, as sets of bits."""
+    """The ranks that have left, and the ranks that have ended, as bit sets."""
 
     left: int = 0
     ended: int = 0
 
     def at(self, stage: Stage) -> int:
-        """Return those that have reached a stage."""
+        """Return the ranks that have reached a stage."""
         return self.ended if stage == Stage.ENDED else self.left
 
     def add(self, ranks: int, stage: Stage) -> None:
@@ -321,17 +322,17 @@ class _Reached:
             self.ended |= ranks
 
     def add_all(self, other: _Reached) -> None:
-        """Note what is noted there."""
+        """Add all ranks of another object."""
         self.left |= other.left
         self.ended |= other.ended
 
     def has_more_than(self, other: _Reached) -> bool:
-        """Return whether something is noted here that is not noted there."""
+        """Return whether this object has a rank that ``other`` lacks."""
         return bool(self.left & ~other.left | self.ended & ~other.ended)
 
 
 def _departures(ranks: int, stage: Stage, account: _Account) -> Iterator[Departure]:
-    """Yield what says of ranks that they have reached a stage: one departure, or several where it would be large."""
+    """Yield the departures of ranks that have reached a stage: one, or several if one would be too large."""
     while ranks:
         first = (ranks & -ranks).bit_length() - 1
         piece = ranks >> first & (1 << 8 * _BITMAP_NBYTES_MAX) - 1
@@ -340,5 +341,5 @@ def _departures(ranks: int, stage: Stage, account: _Account) -> Iterator[Departu
 
 
 def _ranks(first: int, last: int) -> int:
-    """Return the ranks from ``first`` to ``last`` as a set of bits."""
+    """Return the ranks from ``first`` to ``last`` as a bit set."""
     return (1 << last + 1) - (1 << first)

@@ -1,13 +1,11 @@
-"""Arranges the ranks of a world in a tree, along which news reaches all of them in few hops.
+"""Arranges the ranks of a world in a binary tree, along which messages reach all ranks in few hops.
 
-Each rank has at most two children, and the ranks below it have consecutive numbers: rank 0 stands above all, and a rank
-that stands above the ranks from a to b halves those after a between its children. A tree of N ranks has about log2 N
-levels.
+The root is rank 0, and every subtree is a range of consecutive ranks: the root a of the range a to b divides the ranks
+after a in halves, one for each child. A tree of N ranks has about log2 N levels.
 
-A rank that is lost is left out: its children belong to the first rank above it that lives. Where no rank above them
-lives, they belong to the lowest rank that lives, which then is the root. Ranks that hear of a loss at different times
-see different trees for a while, so what travels along the tree has to bear being sent twice, and is sent again to new
-neighbours.
+Lost ranks are left out: their children belong to the closest living ancestor, or, if there is none, to the lowest
+living rank, which is the root then. Ranks learn of a loss at different times, and temporarily see different trees.
+Messages along the tree must therefore tolerate duplicates, and are sent again to new neighbours.
 """
 
 from __future__ import annotations
@@ -18,18 +16,17 @@ from asyncdist.collectives.agreement.tree_shape import halves, path_to
 
 
 class SpanningTree:
-    """Knows the neighbours of one rank in the tree.
+    """One rank's view of the tree.
 
     Args:
-        size: the number of ranks.
-        rank: this one.
+        size: Number of ranks.
+        rank: This rank.
 
     Attributes:
-        parent: the rank above this one; None for the root.
-        children: the ranks right below this one.
-        level: the number of ranks above this one in a tree that has lost none.
-        first, last: this rank answers for itself and the ranks below it, which are those from ``first`` to ``last``
-            except lost ones.
+        parent: Parent of this rank; None for the root.
+        children: Children of this rank.
+        level: Depth of this rank in a tree without losses.
+        first, last: Range of this rank's subtree, which may include lost ranks.
     """
 
     def __init__(self, size: int, rank: int) -> None:
@@ -41,7 +38,7 @@ class SpanningTree:
         self._arrange()
 
     def on_lost(self, rank: int) -> bool:
-        """Leave a rank out from now on; return whether the neighbours of this rank have changed."""
+        """Remove a rank from the tree; return whether the neighbours of this rank have changed."""
         before = self.neighbours
         self._lost.add(rank)
         if rank in before:
@@ -50,7 +47,7 @@ class SpanningTree:
 
     @property
     def neighbours(self) -> tuple[int, ...]:
-        """The parent, if there is one, and the children."""
+        """The parent, if any, and the children."""
         return self.children if self.parent is None else (self.parent, *self.children)
 
     def _arrange(self) -> None:
@@ -73,7 +70,7 @@ class SpanningTree:
             self.children = tuple(self._living_children(self._rank, self._own_last))
 
     def _living_children(self, rank: int, last: int) -> Iterator[int]:
-        """Yield the living ranks right below ``rank``, whose range ends with ``last``; through lost ones."""
+        """Yield the children of ``rank``, whose range ends with ``last``; lost ones are replaced by their children."""
         for first, end in halves(rank, last):
             yield from self._living_below(first, end)
 

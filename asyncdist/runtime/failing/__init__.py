@@ -1,1 +1,1 @@
-"""Ends a rank that has failed, and says what went wrong."""
+"""Ends a rank that has failed, and reports the failure."""

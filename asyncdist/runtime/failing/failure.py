@@ -1,7 +1,7 @@
-"""Ends a rank that has failed, or whose job has: tells the peers, waits for them to stop, aborts those that do not.
+"""Ends a rank after its own failure or that of the job: notifies the peers, waits for them, and aborts silent ones.
 
-What a rank prints is in :mod:`asyncdist.runtime.failing.failure_report`, what signals do in
-:mod:`asyncdist.runtime.signals`.
+:mod:`asyncdist.runtime.failing.failure_report` prints the failure, and :mod:`asyncdist.runtime.signals` handles
+signals.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from asyncdist.runtime.world import World
 from asyncdist.transports.base import Transport
 from asyncdist.waits import WaitId, WaitKind
 
-#: How long a rank that has failed, or has found a peer gone, waits for the report of another failure before its own.
+#: Seconds that a rank with a failure or a missing peer waits for another rank's report before it prints its own.
 _HEAR_WHY_S: Final = 0.25
-#: How long a rank that was told of a failure may go on before its main is cancelled.
+#: Seconds that main may continue after a failure elsewhere before it is cancelled.
 _CANCEL_AFTER_S: Final = 1.0
-#: After how long a rank that has failed tells those once more that have not answered.
+#: Seconds after which a failed rank notifies silent peers again.
 _TELL_SILENT_S: Final = 1.0
 
-#: The summaries that peers send when a signal has ended them.
+#: Summaries sent by peers that a signal has ended.
 _INTERRUPTS: Final = frozenset(summarise(interrupt_error(number)) for number in SIGNALS)
 
 _report = FailureReport()
 
 
 class FailureMonitor:
-    """Watches for failures elsewhere while main runs, and stops main: first at its safe points, then by cancelling it.
+    """Watches for failures outside of main, and stops main: first at its safe points, then by cancelling it.
 
-    Failures elsewhere are those of a peer, of a service of this rank, which no task awaits, and of its watchdog.
+    These are failures of a peer, of a service of this rank, which no task awaits, and of its watchdog.
     """
 
     def __init__(self, world: World) -> None:
@@ -69,7 +69,7 @@ class FailureMonitor:
         self.stop(error)
 
     def stop(self, error: BaseException) -> None:
-        """Make main end with ``error``, unless another error came first."""
+        """Make main end with ``error``, unless an earlier error already does."""
         if self.error is not None or self._world.services.engine.failure is not None:
             return
         self.error = error
@@ -91,15 +91,15 @@ async def fail(
     grace_s: float,
     tell_story: Callable[[], str] | None = None,
 ) -> None:
-    """End this rank after a failure: tell the peers, wait for them to stop, abort those that do not.
+    """End this rank after a failure: notify the peers, wait for them to stop, and abort those that do not.
 
-    Before an abort it prints what ``tell_story()`` returns of the ranks.
+    Before an abort, print the result of ``tell_story()``, the waits of all ranks.
     """
     loop = asyncio.get_running_loop()
     if is_consequence(error):
         await _hear_why(world, _HEAR_WHY_S)
     from_peer = is_consequence(error) and isinstance(world.services.engine.failure, RankLostError)
-    in_process = transport.capabilities.shares_process  # run_local raises for all of them
+    in_process = transport.capabilities.shares_process  # run_local raises for all ranks
     teller = await _rank_that_tells(world, error) if not in_process or world.services.reports_in_turn else None
     if not in_process and teller is None:
         _print_failure(world.rank, error, world.services.engine.failure if from_peer else None)
@@ -109,7 +109,7 @@ async def fail(
     if world.services.engine.failure is None:
         world.services.engine.fail(peer_failed(world.rank, summarise(error)))
     world.services.cancel_tasks()
-    if is_newcomer:  # nobody counts on it: it ends as a rank that is lost, and the others go on
+    if is_newcomer:  # not admitted yet: it ends like a lost rank, and the others continue
         world.close()
         transport.close_failed()
         return
@@ -133,7 +133,7 @@ async def fail(
         try:
             await asyncio.sleep(pause_s)
             pause_s = min(1.5 * pause_s, 0.05)
-        except asyncio.CancelledError:  # a signal that comes now asks for what is happening already
+        except asyncio.CancelledError:  # a signal asks for the end that is already in progress
             _uncancel()
     if not settled() and not in_process:
         silent = sorted(set(range(world.size)) - world.peers.answered - {world.rank})
@@ -150,9 +150,9 @@ async def fail(
 
 
 async def _rank_that_tells(world: World, error: BaseException) -> int | None:
-    """Return the lower rank that prints the same traceback, as for a mistake in the script; None if there is none.
+    """Return a lower rank that prints the same traceback, for example of a mistake in the script; or None.
 
-    Each rank waits a little longer than the one below; rank 0 does not wait.
+    Each rank waits slightly longer than the previous rank; rank 0 does not wait.
     """
     if not isinstance(error, Exception) or is_consequence(error):
         return None
@@ -164,11 +164,11 @@ async def _rank_that_tells(world: World, error: BaseException) -> int | None:
 
 
 def _print_alike(rank: int, teller: int | None, error: BaseException) -> None:
-    _report.print_line(f"rank {rank} failed as rank {teller} did: {summarise(error)}", error)
+    _report.print_line(f"rank {rank} failed in the same way as rank {teller}: {summarise(error)}", error)
 
 
 async def _hear_why(world: World, seconds: float) -> None:
-    """Wait for the report of a failure that may be on its way: of what stopped a peer, or of the same mistake there."""
+    """Wait for a failure report that may be on its way: the cause of a peer's end, or the same mistake there."""
     engine = world.services.engine
     deadline = engine.loop.time() + seconds
     while engine.failure is None:
@@ -177,7 +177,7 @@ async def _hear_why(world: World, seconds: float) -> None:
                 lambda: engine.failure is not None, WaitId(WaitKind.PEER_FAILURE), deadline=deadline
             ):
                 return
-        except asyncio.CancelledError:  # a signal that comes now asks for what is happening already
+        except asyncio.CancelledError:  # a signal asks for the end that is already in progress
             _uncancel()
         except Exception:
             if engine.failure is None:
@@ -185,11 +185,10 @@ async def _hear_why(world: World, seconds: float) -> None:
 
 
 def refuse(error: BaseException, caller: FrameType) -> None:
-    """Shorten the report of an error that keeps a world from opening, on all ranks of a host but the first.
+    """Shorten the report of an error that keeps a world from opening, on all ranks of a host except the first.
 
-    Each rank finds such an error, in an option or in how it was started, by itself. Where it ends them, the first rank
-    shows a traceback and the others a line, which names the caller's line. So do children of ranks, which do not know
-    one another.
+    Each rank detects such an error, in an option or in its start, on its own. The first rank prints a traceback, and
+    the others print one line with the position of the call. Child processes of ranks also print one line each.
     """
     local_rank = environment.local_rank()
     is_child = multiprocessing.parent_process() is not None or environment.rank_above() is not None
@@ -200,9 +199,9 @@ def refuse(error: BaseException, caller: FrameType) -> None:
 
 
 def fail_alone(transport: Transport, error: BaseException) -> None:
-    """End a rank that has failed during the handshake: the peers, which hear no message yet, would wait for ever.
+    """End a rank that has failed during the handshake, when peers receive no failure messages yet.
 
-    All of them see a disagreement: each prints one line, and the job ends by itself.
+    After a disagreement, which all ranks detect, each prints one line, and the job ends on its own.
     """
     if transport.size == 1 or transport.capabilities.shares_process:
         return
@@ -216,7 +215,7 @@ def fail_alone(transport: Transport, error: BaseException) -> None:
 
 
 def _print_failure(rank: int, error: BaseException, heard: BaseException | None) -> None:
-    """Print what ends this rank: one line where that is a peer's failure, whatever error it causes here."""
+    """Print the error that ends this rank; one line if a peer's failure is the cause."""
     if heard is not None:
         _report.print_line(_with_notes(f"rank {rank} stopped: {heard.args[0]}", heard), error)
     elif isinstance(error, RemoteError):
@@ -230,8 +229,8 @@ def _print_failure(rank: int, error: BaseException, heard: BaseException | None)
 
 
 def end_late(error: LateError) -> NoReturn:
-    """End this process well: it was started again, and the others have ended what it was to join."""
-    print(f"asyncdist: {error.message}; nothing is left to do", file=sys.stderr, flush=True)
+    """End this restarted process successfully, because the other ranks have already ended."""
+    print(f"asyncdist: {error.message}, so nothing is left to do", file=sys.stderr, flush=True)
     raise SystemExit(0) from error
 
 
@@ -242,9 +241,9 @@ def _with_notes(line: str, error: BaseException) -> str:
 def own_error(
     caught: BaseException, monitor: FailureMonitor | None, interrupts: Interrupts, rank: int
 ) -> BaseException:
-    """Return the error that the caller should see: the cause in place of its consequence.
+    """Return the error for the caller: the cause instead of its consequence.
 
-    An error of this rank's own stays, also where a peer fails because of it or at the same time.
+    An error of this rank itself stays, even if a peer fails because of it or at the same time.
     """
     cause = monitor.error if monitor is not None and not has_cause_here(caught) else None
     cause = interrupts.error(rank) or cause
@@ -262,15 +261,15 @@ def _uncancel() -> None:
 
 
 class Everybody:
-    """Tells whether every other rank has ended in one of some ways, or is lost.
+    """Checks whether every other rank is in one of several growing sets, or is lost.
 
-    It is asked at each message, in jobs of thousands of ranks, so it counts. Only where the ways are mixed it goes
-    through the ranks, and once: a rank that was found is not looked for again.
+    The check runs for each message in jobs of thousands of ranks, so it compares counts first. Only if the counts
+    suffice, it scans the ranks, resuming where the last scan stopped.
 
     Args:
-        world: this rank's.
-        transport: knows the lost ranks.
-        groups: the ranks that have ended, by the way in which they did; they grow meanwhile.
+        world: World of this rank.
+        transport: Transport, which knows the lost ranks.
+        groups: Growing sets of ranks that have ended in some way.
     """
 
     def __init__(self, world: World, transport: Transport, *groups: Collection[int]) -> None:
@@ -278,16 +277,16 @@ class Everybody:
         self._own_rank = world.rank
         self._size = world.size
         self._transport = transport
-        self._found_count = 0  # all ranks below this one
+        self._found_count = 0  # all lower ranks have been found
 
     def __call__(self) -> bool:
-        """Return whether every other rank has."""
+        """Return whether every other rank has ended."""
         lost = self._transport.lost_ranks()
         groups = (*self._groups, lost) if lost else self._groups
         counts = [len(group) - (self._own_rank in group) for group in groups]
         if max(counts) == self._size - 1:
             return True
-        if sum(counts) >= self._size - 1:  # else some rank is in none of them
+        if sum(counts) >= self._size - 1:  # else some rank is in none of the sets
             self._go_on(groups)
         return self._found_count == self._size
 

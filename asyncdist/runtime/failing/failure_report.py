@@ -1,9 +1,9 @@
-"""Reports a failure once: a traceback or a line on the rank that failed, one line on its peers.
+"""Prints a failure once: a traceback or one line on the failed rank, and one line on each peer.
 
-A rank that fails prints its traceback, once, tells every peer on the control tag, and waits for their acknowledgements.
-Where a lower rank has failed with the same words, it prints a line in place of the traceback. Peers stop at their next
-safe point, or where they wait, with RankLostError, and print one line too. A rank that has not stopped within the grace
-period is aborted. :mod:`asyncdist.runtime.failing.failure` carries this out.
+A failed rank prints its traceback once, or one line if a lower rank has failed with the same error. It then notifies
+every peer on the control tag, and waits for their acknowledgements. Peers stop at their next safe point, or in their
+wait, with RankLostError, and print one line, too. A rank that has not stopped within the grace period is aborted.
+:mod:`asyncdist.runtime.failing.failure` implements this.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from asyncdist.errors import RankLostError
 from asyncdist.runtime.failing.tracebacks import format_error
 from asyncdist.tensors.serialization import cut_text, words_of
 
-#: What a rank says of its failure: more than :func:`words_of` says of one exception.
+#: Maximum number of characters in a rank's failure summary.
 _SUMMARY_NBYTES_MAX: Final = 1200
 
-#: Takes the exception that ends this rank, in place of standard error: what started the rank reports it to the user.
+#: Called with the exception that ends this rank, instead of printing it, if the starter of the rank reports it.
 told_elsewhere: ContextVar[Callable[[BaseException], None] | None] = ContextVar("told_elsewhere", default=None)
 
 
 class FailureReport:
-    """Prints an exception early, and keeps the interpreter from printing it again when it reaches the top.
+    """Prints an exception early, and keeps the interpreter from printing it again at the top level.
 
-    ``run`` must both show the traceback before the peers (and then the launcher) end this process, and raise the
-    exception for its caller. The exception itself is remembered, not its text: another one is printed as usual.
+    ``run`` must print the traceback before the peers, and then the launcher, end this process, and must also raise the
+    exception for its caller. Only the same exception object is suppressed later; others are printed as usual.
     """
 
     def __init__(self) -> None:
@@ -40,15 +40,15 @@ class FailureReport:
         self._has_hook = False
 
     def print_traceback(self, error: BaseException, rank: int) -> None:
-        """Print the whole traceback on stderr, from the user's first frame on."""
+        """Print the traceback on stderr, beginning with the user's first frame."""
         self._print(f"asyncdist: rank {rank} failed:\n{format_error(error)}", error)
 
     def print_line(self, line: str, error: BaseException) -> None:
-        """Print one line in place of a traceback."""
+        """Print one line instead of a traceback."""
         self._print(f"asyncdist: {line}\n", error)
 
     def shorten(self, error: BaseException, line: str) -> None:
-        """Let the interpreter print that line in place of a traceback, if the error reaches the top."""
+        """Make the interpreter print ``line`` instead of a traceback, if the error reaches the top level."""
         self._set_hook()
         self._lines.append((error, line))
 
@@ -72,11 +72,11 @@ class FailureReport:
     def _hook(
         self, previous: Any, kind: type[BaseException], value: BaseException, trace: TracebackType | None
     ) -> None:
-        if not (sys.flags.interactive or hasattr(sys, "ps1")):  # else the session goes on
+        if not (sys.flags.interactive or hasattr(sys, "ps1")):  # else the session continues
             _let_interrupts_kill()
         told = {id(error): None for error in self._printed} | {id(error): line for error, line in self._lines}
         error: BaseException | None = value
-        if isinstance(value, KeyboardInterrupt):  # a Ctrl-C on the way here, of an error that says what happened
+        if isinstance(value, KeyboardInterrupt):  # Ctrl-C while another error was being raised
             while error is not None and id(error) not in told:
                 error = error.__context__
         if id(error) not in told:
@@ -86,20 +86,20 @@ class FailureReport:
 
 
 def _let_interrupts_kill() -> None:
-    """Let a Ctrl-C that comes while the process ends kill it: a traceback would say nothing.
+    """Let Ctrl-C kill the process while it exits, since a traceback would be useless.
 
-    It has ended the peers too, which have reported it. For the interpreter's end this is registered last, so it is
-    called before other functions of :mod:`atexit`.
+    The peers have ended and have reported the cause. This function is registered last with :mod:`atexit`, so it is
+    called before the others.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def summarise(error: BaseException) -> str:
-    """Return one line that says what happened, for the peers.
+    """Return a one-line summary of an error for the peers.
 
-    It never raises, and is always of a length and in characters that a message can carry: a rank that cannot tell its
-    failure leaves the others waiting.
+    This never raises, and the result always fits into a message, since a rank that cannot report its failure leaves the
+    others waiting.
     """
     return cut_text(_summary(error), _SUMMARY_NBYTES_MAX)
 
@@ -115,10 +115,10 @@ def _summary(error: BaseException) -> str:
 
 
 def is_termination(error: BaseException) -> bool:
-    """Return whether SIGTERM ends this rank, or a ``sys.exit`` with the same code."""
+    """Return whether SIGTERM, or ``sys.exit`` with the same code, ends this rank."""
     return isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM
 
 
 def peer_failed(rank: int, summary: str) -> RankLostError:
-    """Return the error that the other ranks raise."""
+    """Return the error that the other ranks raise after a failure of ``rank``."""
     return RankLostError(f"rank {rank} failed: {summary}", rank=rank)

@@ -1,12 +1,11 @@
-"""Ends this process at once, and ends a process that a rank has forked without touching the rank.
+"""Ends this process immediately, and ends processes that a rank has forked without affecting the rank.
 
-A forked child is not a rank, though it holds a copy of the rank's memory and its descriptors. If it left the world, its
-messages would reach the peers as messages of the rank. If it turned the loop, the loop would lose its sockets. If it
-called MPI_Finalize, or destroyed the connections of gloo, it would hang or crash, since a fork copies no threads.
+A forked child is not a rank, although it has a copy of the rank's memory and descriptors. If it left the world, the
+peers would receive its messages as messages of the rank. If it ran the loop, the rank's loop would lose its sockets. If
+it called MPI_Finalize, or closed the connections of gloo, it would hang or crash, since a fork copies no threads.
 
-So the child ends where it leaves a policy or the world of the rank. An interpreter that exits in a child calls the
-functions of :mod:`atexit` that the child has registered, and no others; children of :mod:`multiprocessing` leave out
-the functions of their parent, too.
+Therefore a child ends as soon as it leaves a policy or the world of the rank. At its exit only those :mod:`atexit`
+functions run that the child itself has registered, as in children of :mod:`multiprocessing`.
 """
 
 from __future__ import annotations
@@ -30,35 +29,35 @@ class ForkedChildError(LocalProtocolError):
 
 
 def exit_immediately(code: int) -> NoReturn:
-    """Leave without MPI_Finalize, which can hang once something has gone wrong."""
-    for file in filter(None, (sys.stdout, sys.stderr)):  # Python has none if the descriptor was closed
-        with contextlib.suppress(OSError, ValueError):  # its reader has gone
+    """Exit without MPI_Finalize, which can hang after a failure."""
+    for file in filter(None, (sys.stdout, sys.stderr)):  # None if the descriptor was closed
+        with contextlib.suppress(OSError, ValueError):  # the reader is gone
             file.flush()
     os._exit(code)
 
 
 class _Forks:
-    """Knows whether this process has hosted a rank, and prepares the children that it forks from then on.
+    """Records whether this process has hosted a rank, and prepares the children that it forks afterwards.
 
     Attributes:
-        abandon: Called in each child, keyed by their owners.
+        abandon: Functions to call in each child, by their owners.
     """
 
     def __init__(self) -> None:
         self.abandon: dict[object, Callable[[], None]] = {}
-        self.has_hosted = False  # for good: MPI stays open after the world is closed
+        self.has_hosted = False  # never reset: MPI stays open after the world is closed
         self._code = 0
         self._error_before: BaseException | None = None
 
     def prepare_child(self) -> None:
-        """Prepare the end of a child that was just forked."""
+        """Prepare a new child for its end."""
         if not self.has_hosted:
             return
         for abandon in self.abandon.values():
             abandon()
         self.abandon.clear()
         self._error_before = _last_error()
-        sys.exit = functools.partial(self._note_exit, sys.exit)  # functions of atexit cannot ask for the exit code
+        sys.exit = functools.partial(self._note_exit, sys.exit)  # atexit functions cannot read the exit code
         atexit.register(self._end_child)
 
     def _note_exit(self, exit_python: Callable[[Any], NoReturn], code: Any = None, /) -> NoReturn:
@@ -71,7 +70,7 @@ class _Forks:
 
 
 def _last_error() -> BaseException | None:
-    """Return the last exception that has ended the program, and was printed."""
+    """Return the printed exception that ends the program; or None."""
     return getattr(sys, "last_value", None)
 
 
@@ -82,7 +81,7 @@ if hasattr(os, "register_at_fork"):
 
 @contextlib.contextmanager
 def abandoned_in_children(abandon: Callable[[], None]) -> Iterator[None]:
-    """Call ``abandon()`` in each process that is forked in the body of ``with``, which is the life of a rank."""
+    """Call ``abandon()`` in each process forked during the body of ``with``, which is the life of a rank."""
     owner = object()
     _forks.has_hosted = True
     _forks.abandon[owner] = abandon
@@ -93,30 +92,30 @@ def abandoned_in_children(abandon: Callable[[], None]) -> Iterator[None]:
 
 
 def end_at_next_turn(loop: asyncio.AbstractEventLoop, rank: int) -> None:
-    """End this child of ``rank`` when it turns the rank's loop, as each ``await`` does that waits."""
+    """End this child of ``rank`` if it runs the rank's loop, as every waiting ``await`` does."""
     with contextlib.suppress(RuntimeError):  # the loop is closed
         loop.call_soon(_end_in_loop, rank)
 
 
 def _end_in_loop(rank: int) -> None:
     sys.stderr.write(
-        f"asyncdist: process {os.getpid()} ends: rank {rank} has forked it, and it has come to an await in the loop of "
-        "the rank, where only the rank can wait; end such a process with sys.exit() or os._exit()\n"
+        f"asyncdist: process {os.getpid()} ends: rank {rank} has forked it, and it awaits in the loop of the rank, "
+        "which only the rank may do; end such a process with sys.exit() or os._exit()\n"
     )
     exit_immediately(1)
 
 
 def end_forked_child(process_id: int, error: BaseException | None) -> None:
-    """Return if this is process ``process_id``; otherwise end this process, which that process has forked.
+    """Return if this is process ``process_id``; otherwise end this process, a forked child of it.
 
     Args:
-        process_id: The process that hosts the rank.
-        error: The exception with which this process leaves a context of the rank; None if there is none.
+        process_id: Process that hosts the rank.
+        error: Exception with which this process leaves a context of the rank; or None.
     """
     if os.getpid() == process_id:
         return
     while isinstance(error, ForkedChildError) and error.__context__ is not None:
-        error = error.__context__  # it was raised in an exit from another context, because of this exception
+        error = error.__context__  # the exception that led to the exit from an inner context
     if error is not None and not isinstance(error, SystemExit):
         traceback.print_exception(error)
         exit_immediately(1)
@@ -128,7 +127,7 @@ def end_forked_child(process_id: int, error: BaseException | None) -> None:
 
 @contextlib.contextmanager
 def ending_forked_children() -> Iterator[None]:
-    """End a process that main has forked where main ends; the body of ``with`` is main."""
+    """End processes that main has forked when they leave main, the body of ``with``."""
     process_id = os.getpid()
     try:
         yield

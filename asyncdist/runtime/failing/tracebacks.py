@@ -1,6 +1,6 @@
-"""Formats an exception for the user: the user's own frames, and the remedy where the cause is known.
+"""Formats an exception for the user: the user's own frames, and a remedy if one is known.
 
-Every way to start uses it, so a mistake reads alike under mpirun and in a simulation.
+Every way to start uses this module, so a mistake looks the same under mpirun and in a simulation.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final
 
 from asyncdist import rank_program
 
-#: Modules between what starts a rank, scenario or script and its first line.
+#: Modules whose frames lie between the start of a rank, scenario or script and its first line.
 _MACHINERY: Final = (
     "asyncdist.runtime.run",
     "asyncdist.runtime.hosting",
@@ -24,25 +24,25 @@ _MACHINERY: Final = (
     "importlib._bootstrap",
     "runpy",
 )
-#: The modules of the frames between a rank's host and the group in which it raises the errors of spawned tasks.
+#: Modules whose frames lie between a rank's host and the exception group of spawned tasks.
 _OF_A_GROUP: Final = (*_MACHINERY, "asyncio.taskgroups", "contextlib")
-#: The functions that call a rank's main, or code without an event loop.
+#: Functions that call a rank's main, or code without an event loop.
 _HOSTS: Final = (("asyncdist.runtime.hosting", "host_rank"), ("asyncdist.blocking.callers", "_serve"))
-#: What may stand between the two.
+#: Functions whose frames may lie in between.
 _WRAPPERS: Final = (("asyncdist.launch.rank_process", "_with_groups"), ("asyncdist.blocking.world", "open_world"))
-#: The function that it calls first; a refusal names the user's line in its text.
+#: The function that is called first; refusals contain the user's line in their message.
 _REFUSAL: Final = ("asyncdist.validation", "main_function")
 
 
 def format_error(error: BaseException) -> str:
-    """Return the traceback without the machinery around it, the exception, and what its text does not say."""
+    """Return the user's part of the traceback, the exception, and a remedy if one is known."""
     rank_program.explain_import(error)
     rank_program.explain_input(error)
     return format_from(error, user_traceback(error))
 
 
 def format_from(error: BaseException, trace: TracebackType | None) -> str:
-    """Return the exception with that part of its traceback, and with Python's suggestion for a misspelt name."""
+    """Return the exception with the given part of its traceback, and Python's suggestion for a misspelt name."""
     text = "".join(traceback.format_exception(type(error), error, trace))
     if sys.version_info < (3, 12):
         shown = _as_the_interpreter_shows(error, trace)
@@ -52,7 +52,7 @@ def format_from(error: BaseException, trace: TracebackType | None) -> str:
 
 
 if sys.version_info < (3, 12):
-    #: The :mod:`traceback` of 3.11 has none; the interpreter's own report does, and shows all else the same.
+    #: The :mod:`traceback` of 3.11 has no suggestions, unlike the interpreter's own report, which is otherwise equal.
     _SUGGESTION: Final = "Did you mean"
 
     def _as_the_interpreter_shows(error: BaseException, trace: TracebackType | None) -> str:
@@ -66,9 +66,9 @@ if sys.version_info < (3, 12):
 
 
 def user_traceback(error: BaseException) -> TracebackType | None:
-    """Return the part from a rank's main on, or from the scenario or script; without these, what the runtime raised.
+    """Return the traceback from a rank's main, a scenario or a script on; without any of these, the whole traceback.
 
-    A group of errors of spawned tasks has none: each of its errors has its own.
+    For an exception group of spawned tasks it is None, since each of its exceptions has a traceback of its own.
     """
     trace = error.__traceback__
     found = raised = None
