@@ -30,7 +30,7 @@ from asyncdist import current_world, validation
 from asyncdist.blocking.callers import is_in_a_rank
 from asyncdist.integrations import pytorch
 from asyncdist.integrations.joining import hide_ranks, join, note_out_of_memory
-from asyncdist.integrations.random_numbers import shuffle_apart
+from asyncdist.integrations.random_numbers import draw_apart, shuffle_apart
 from asyncdist.protocols import StepInfo
 from asyncdist.protocols.options import MetricMode, SelectiveOptions
 from asyncdist.protocols.step_info import NOTHING
@@ -75,6 +75,24 @@ def _shuffle_loaders_apart(kind: Any) -> None:
     kind.prepare_data_loader = prepare_for_rank
 
 
+def _load_states_apart(kind: Any) -> None:
+    """Let ranks that load one state draw other numbers and other orders of rows: the state has one of each."""
+    load = kind.load_state
+
+    @functools.wraps(load)
+    def load_for_rank(self: Any, input_dir: Any = None, *args: Any, **options: Any) -> None:
+        load(self, input_dir, *args, **options)
+        if input_dir is None or self.num_processes > 1:  # without a path it is this rank's own state
+            return
+        world = _world()
+        if world.size > 1 and f"rank{world.rank}" not in Path(input_dir).parts:
+            draw_apart(world.rank)
+            for loader in self._dataloaders:  # which have the state's samplers
+                shuffle_apart(loader, world.rank)
+
+    kind.load_state = load_for_rank
+
+
 def _world() -> Any:
     return current_world() if is_in_a_rank() else join()
 
@@ -102,6 +120,7 @@ def _note_exhausted_memory(memory: Any) -> None:
 _note_exhausted_memory(accelerate.utils.memory)
 _give_ranks_folders(accelerate.Accelerator)
 _shuffle_loaders_apart(accelerate.Accelerator)
+_load_states_apart(accelerate.Accelerator)
 
 
 class SelectiveAveraging(pytorch.SelectiveAveraging):

@@ -18,6 +18,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Unpack
 
 from asyncdist import validation
@@ -25,7 +26,7 @@ from asyncdist.blocking.policies import Policy
 from asyncdist.blocking.world import World
 from asyncdist.integrations.joining import Selective, hide_ranks, join, selective_averaging, warn_of_unlabelled_lines
 from asyncdist.integrations.metrics import RunningLoss
-from asyncdist.integrations.random_numbers import shuffle_apart
+from asyncdist.integrations.random_numbers import draw_apart, shuffle_apart
 from asyncdist.integrations.replicas import Replica, replica_of, show_replica
 from asyncdist.protocols import StepInfo
 from asyncdist.protocols.metrics import NOT_MEASURED
@@ -115,7 +116,10 @@ class SelectiveAveraging(TrainerCallback):
             self._seed = args.seed
         if self._world.size > 1 and not hasattr(args, "asyncdist_rank"):  # a trainer before may have had the same ones
             args.asyncdist_rank = self._world.rank  # type: ignore[attr-defined]
-            args.output_dir = os.path.join(str(args.output_dir), self._folder)
+            output = str(args.output_dir)
+            if (logs := getattr(args, "logging_dir", None)) is not None:  # up to transformers 4
+                args.logging_dir = _logs_of_rank(logs, output, self._folder)  # type: ignore[attr-defined]
+            args.output_dir = os.path.join(output, self._folder)
 
     @contextlib.contextmanager
     def _attached(self, trainer: Trainer) -> Iterator[None]:
@@ -123,12 +127,33 @@ class SelectiveAveraging(TrainerCallback):
         self._prepare(trainer.args)  # a callback that was added later has not been notified of the trainer's creation
         if getattr(trainer, "hp_search_backend", None) is not None and self._seed is not None:
             trainer.args.seed = self._seed  # model_init draws by it, and each rank's trial has chosen another seed
-        with _replaced(trainer, training_step=self._adding_losses, log=self._adding_replacements):
+        makers = {"training_step": self._adding_losses, "log": self._adding_replacements}
+        if self._world.size > 1:
+            self._give_folder_to_reporters(trainer)
+            makers["_load_rng_state"] = self._drawing_apart
+        with _replaced(trainer, **makers):
             try:
                 yield
             except BaseException as error:
                 self._training.end(error)
                 raise
+
+    def _give_folder_to_reporters(self, trainer: Trainer) -> None:
+        """Give this rank a folder of its own below the one that TENSORBOARD_LOGGING_DIR names."""
+        for callback in trainer.callback_handler.callbacks:
+            given = getattr(callback, "logging_dir", None)
+            if isinstance(given, str) and self._folder not in Path(given).parts:
+                callback.logging_dir = os.path.join(given, self._folder)
+
+    def _drawing_apart(self, load: Callable[[str | None], None]) -> Callable[[str | None], None]:
+        """Draw other numbers than the other ranks after the random states of a checkpoint that they share."""
+
+        def load_for_rank(checkpoint: str | None) -> None:
+            load(checkpoint)
+            if checkpoint is not None and self._folder not in Path(checkpoint).parts:
+                draw_apart(self._world.rank)
+
+        return load_for_rank
 
     def _adding_losses(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
         def step(*args: Any, **options: Any) -> Any:
@@ -230,6 +255,12 @@ def _show_replica_once(world: World, size: int) -> Replica:
     if (read.process_index, read.num_processes) != (replica.place, replica.size):
         raise ValueError("with replica_size=, make SelectiveAveraging before TrainingArguments, which read ranks")
     return replica
+
+
+def _logs_of_rank(logs: str, output: str, folder: str) -> str:
+    """Return where one rank writes logs: below its part of ``output`` if all logs are there, else below ``logs``."""
+    inside = os.path.relpath(logs, output)
+    return os.path.join(logs, folder) if inside.startswith(os.pardir) else os.path.join(output, folder, inside)
 
 
 @contextlib.contextmanager

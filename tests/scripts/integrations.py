@@ -163,6 +163,8 @@ def transformers(folder: Path) -> None:
                 control.should_training_stop = True
 
     class Reporter(TrainerCallback):  # stands before the callback, as the trainer's own ones do
+        logging_dir = str(folder / "board")  # as that of TensorBoard, with TENSORBOARD_LOGGING_DIR
+
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
             told.update(logs)
 
@@ -171,14 +173,18 @@ def transformers(folder: Path) -> None:
     arguments = TrainingArguments(
         output_dir=str(folder), max_steps=10**6, learning_rate=0.0, use_cpu=True, report_to=[], save_strategy="no"
     )
-    averaging = SelectiveAveraging(EVERY, **OPTIONS)
+    arguments.logging_dir = str(folder / "runs" / "first")  # type: ignore[attr-defined]  # as transformers 4 does
+    averaging, reporter = SelectiveAveraging(EVERY, **OPTIONS), Reporter()
     trainer = Trainer(
         model,
         arguments,
         train_dataset=[{"inputs": torch.ones(4)}] * 64,
-        callbacks=[Reporter(), averaging, Stop()],
+        callbacks=[reporter, averaging, Stop()],
     )
     trainer.train()
+    if (world := ad.blocking.process_world()).size > 1:
+        assert reporter.logging_dir == str(folder / "board" / f"rank{world.rank}")
+        assert arguments.logging_dir == str(folder / f"rank{world.rank}" / "runs" / "first")  # type: ignore[attr-defined]
     assert averaging.policy is None, "it is left when the training ends"
     assert trainer.state.log_history[-1].get("replacements") == told.get("replacements")
     trainer.save_model()

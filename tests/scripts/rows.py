@@ -8,6 +8,7 @@ rank reports, by library, its first weights, the rows of its first epoch, what i
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -56,6 +57,13 @@ def loader(**options: Any) -> DataLoader[Any]:
     return DataLoader(dataset(), batch_size=BATCH, shuffle=True, **options)
 
 
+def _on_one_rank(save: Callable[[], object]) -> None:
+    """Let rank 0 save what all ranks load after this."""
+    if ad.blocking.process_world().rank == 0:
+        save()
+    ad.blocking.barrier()
+
+
 def plain(_: Path) -> Model:
     from asyncdist.integrations.pytorch import SelectiveAveraging
 
@@ -94,7 +102,7 @@ def fabric(_: Path) -> Model:
     return inner
 
 
-def _accelerate(data: DataLoader[Any], **options: Any) -> Model:
+def _accelerate(data: DataLoader[Any], *, shared: Path | None = None, **options: Any) -> Model:
     from asyncdist.integrations.accelerate import SelectiveAveraging  # isort: skip
     from accelerate import Accelerator, DataLoaderConfiguration
     from accelerate.utils import set_seed
@@ -104,6 +112,9 @@ def _accelerate(data: DataLoader[Any], **options: Any) -> Model:
     inner = Model()
     model, optimizer, data = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=0.1), data)
     averaging = SelectiveAveraging(model, optimizer, NEVER)
+    if shared is not None:
+        _on_one_rank(lambda: accelerator.save_state(str(shared)))
+        accelerator.load_state(str(shared))
     for (row,) in data:
         loss = model(row)["loss"]
         accelerator.backward(loss)
@@ -120,6 +131,10 @@ def accelerate(_: Path) -> Model:
 
 def accelerate_seedable(_: Path) -> Model:
     return _accelerate(loader(), use_seedable_sampler=True, data_seed=7)
+
+
+def accelerate_resumed(folder: Path) -> Model:
+    return _accelerate(loader(), shared=folder / "shared", use_seedable_sampler=True)
 
 
 def accelerate_generator(_: Path) -> Model:
@@ -184,7 +199,15 @@ def lightning_sampler_of_replicas(_: Path) -> Model:
     return _lightning(data, replica_size=2)
 
 
-def _transformers(folder: Path, *, search: bool = False, init: bool = False, size: int = 1, **options: Any) -> Model:
+def _transformers(
+    folder: Path,
+    *,
+    search: bool = False,
+    init: bool = False,
+    size: int = 1,
+    shared: Path | None = None,
+    **options: Any,
+) -> Model:
     from asyncdist.integrations.transformers import SelectiveAveraging  # isort: skip
     from transformers import Trainer, TrainingArguments
 
@@ -209,13 +232,14 @@ def _transformers(folder: Path, *, search: bool = False, init: bool = False, siz
     torch.manual_seed(0)
     model: dict[str, Any] = {"model_init": make} if init or search else {"model": make()}
     rows = [{"row": torch.tensor(row), "input_ids": [0] * (row // 8 + 1)} for row in range(ROWS)]
-    trainer = Trainer(
-        args=arguments,
-        train_dataset=rows,
-        data_collator=lambda batch: {"row": torch.stack([each["row"] for each in batch])},
-        callbacks=[averaging],
-        **model,
-    )
+    data: dict[str, Any] = {
+        "train_dataset": rows,
+        "data_collator": lambda batch: {"row": torch.stack([each["row"] for each in batch])},
+    }
+    if shared is not None:
+        saving: dict[str, Any] = {"output_dir": str(shared), "max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+        _on_one_rank(Trainer(Model(), dataclasses.replace(arguments, **saving), **data).train)
+    trainer = Trainer(args=arguments, callbacks=[averaging], **data, **model)
     if search:
         import optuna
 
@@ -223,7 +247,7 @@ def _transformers(folder: Path, *, search: bool = False, init: bool = False, siz
         trainer.evaluate = lambda *_, **__: {"eval_loss": 0.0}  # type: ignore[method-assign]
         trainer.hyperparameter_search(lambda trial: {"seed": trial.suggest_int("seed", 1, 10**6)}, n_trials=2)
     else:
-        trainer.train()
+        trainer.train(resume_from_checkpoint=None if shared is None else str(shared / "checkpoint-1"))
     return made[-1]
 
 
@@ -233,6 +257,14 @@ def transformers(folder: Path) -> Model:
 
 def transformers_init(folder: Path) -> Model:
     return _transformers(folder, init=True)
+
+
+def transformers_resumed(folder: Path) -> Model:
+    """From the first step of a run of one process, with all rows left to read."""
+    sampler = {"use_seedable_sampler": False}
+    return _transformers(
+        folder, shared=folder / "shared", max_steps=ROWS // BATCH + 1, ignore_data_skip=True, accelerator_config=sampler
+    )
 
 
 def transformers_data_seed(folder: Path) -> Model:
@@ -258,9 +290,10 @@ def transformers_lengths_of_replicas(folder: Path) -> Model:
 LIBRARIES: dict[str, Callable[[Path], Model]] = {
     each.__name__: each
     for each in (
-        *(plain, fabric, accelerate, accelerate_seedable, accelerate_generator),
+        *(plain, fabric, accelerate, accelerate_seedable, accelerate_generator, accelerate_resumed),
         *(lightning, lightning_workers, lightning_generator, lightning_replicas, lightning_sampler_of_replicas),
         *(transformers, transformers_init, transformers_data_seed, transformers_search, transformers_lengths),
+        transformers_resumed,
         *(transformers_replicas, transformers_lengths_of_replicas),
     )
 }
