@@ -108,7 +108,8 @@ TRANSFORMERS_LOSSES = """
         trainer.train()
         logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         assert len(logged) == 2, logged
-        assert torch.allclose(torch.tensor(judged), torch.tensor(logged), rtol=1e-3), (judged, logged)
+        # transformers 4 logs four decimals.
+        assert torch.allclose(torch.tensor(judged), torch.tensor(logged), rtol=1e-3, atol=6e-5), (judged, logged)
         print("agree", name)
 """
 

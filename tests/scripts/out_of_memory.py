@@ -88,7 +88,7 @@ def accelerate_model(_: Path) -> Model:
     first = Model()
     tried: list[Model] = []
 
-    @find_executable_batch_size(starting_batch_size=BATCH, reduce_batch_size_fn=lambda: BATCH // 2)
+    @find_executable_batch_size(starting_batch_size=BATCH)
     def train(batch_size: int) -> None:
         inner = Model()
         if tried:

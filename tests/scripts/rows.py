@@ -275,8 +275,16 @@ def transformers_search(folder: Path) -> Model:
     return _transformers(folder, search=True)
 
 
+def _by_length() -> dict[str, Any]:
+    """Return the option that groups rows by length; transformers 5 has renamed it."""
+    from transformers import TrainingArguments
+
+    names = {each.name for each in dataclasses.fields(TrainingArguments)}
+    return {"group_by_length": True} if "group_by_length" in names else {"train_sampling_strategy": "group_by_length"}
+
+
 def transformers_lengths(folder: Path) -> Model:
-    return _transformers(folder, train_sampling_strategy="group_by_length")
+    return _transformers(folder, **_by_length())
 
 
 def transformers_replicas(folder: Path) -> Model:
@@ -284,7 +292,7 @@ def transformers_replicas(folder: Path) -> Model:
 
 
 def transformers_lengths_of_replicas(folder: Path) -> Model:
-    return _transformers(folder, size=2, train_sampling_strategy="group_by_length")
+    return _transformers(folder, size=2, **_by_length())
 
 
 LIBRARIES: dict[str, Callable[[Path], Model]] = {

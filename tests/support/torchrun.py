@@ -8,6 +8,7 @@
 - ``support.mpi.report(rank, value)`` in a rank brings values back, as under MPI.
 - Ranks start warm, see ``support.warm``, those of torchrun as well.
 - At the timeout everything that was started is killed, and the call raises AssertionError with the output so far.
+- The lines that Gloo prints on standard output are left out of a result: see ``without_gloo``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -166,10 +168,15 @@ def run_jobs(jobs: Sequence[tuple[list[str], Mapping[str, str]]], timeout_s: flo
         values = {int(path.stem): json.loads(path.read_text()) for path in sorted(reports.glob("*.json"))}
         codes = tuple(process.returncode for process in processes)
         stdout, stderr = outputs
-        result = Result(codes, stdout, stderr, seconds=time.monotonic() - began_at, reports=values)
+        result = Result(codes, without_gloo(stdout), stderr, seconds=time.monotonic() - began_at, reports=values)
         if not finished:
             raise AssertionError(f"{jobs[0][0]} did not end in {timeout_s:g} s: {codes}\n{result.output()}")
         return result
+
+
+def without_gloo(stdout: str) -> str:
+    """Return ``stdout`` without the line that Gloo of torch 2.8 prints for each process group, from C++."""
+    return re.sub(r"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\..*\n", "", stdout)
 
 
 def _await_end(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> bool:
