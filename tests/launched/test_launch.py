@@ -432,10 +432,12 @@ def test_no_child_of_a_rank_survives_a_kill_in_the_job(tmp_path: Path, killed: s
 @pytest.mark.mpi
 @pytest.mark.parametrize("by", ["asyncdist run", "mpirun"])
 def test_leftovers_of_a_killed_mpirun_hinder_no_other_job(tmp_path: Path, by: str) -> None:
-    """Process numbers come again. Of mpirun itself it is seen here that it does not start then."""
-    if mpi.flavour() != "openmpi":
-        pytest.skip("the other MPI's mpirun keeps no such files")
+    """Process numbers are reused. The second case shows that mpirun alone does not start if such files are there."""
     installation = mpirun.find_installation(os.environ)
+    if installation.library != "openmpi":
+        pytest.skip("the other MPI's mpirun keeps no such files")
+    if by == "mpirun" and installation.version.endswith("v5.0.8"):
+        pytest.skip("the mpirun of Open MPI 5.0.8 starts although such files are there")
     becomes = {
         "asyncdist run": [sys.executable, "-m", "asyncdist", "run", "-n", "1", str(tmp_path / "main.py")],
         "mpirun": [installation.launchers["openmpi"], "--oversubscribe", "-n", "1", "true"],
