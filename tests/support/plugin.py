@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 import textwrap
+from unittest import mock
 
 import pytest
 
@@ -25,7 +27,9 @@ def run_tests(pytester: pytest.Pytester, source: str, *options: str, ini: str = 
     """Run these tests; the module has what HEAD imports."""
     pytester.makeini(f"[pytest]\naddopts = --strict-markers\nasyncio_default_fixture_loop_scope = function\n{ini}")
     pytester.makepyfile(test_it=HEAD + textwrap.dedent(source))
-    return pytester.runpytest_inprocess(*options)
+    # Bytecode is taken for that of a source of the same second and the same size: the next test's, for example.
+    with mock.patch.object(sys, "dont_write_bytecode", True):
+        return pytester.runpytest_inprocess(*options)
 
 
 def sections(result: pytest.RunResult) -> list[str]:

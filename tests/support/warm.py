@@ -26,7 +26,6 @@ import contextlib
 import ctypes
 import fcntl
 import functools
-import gc
 import importlib
 import json
 import os
@@ -199,10 +198,13 @@ def serve(path: str, libraries: Sequence[str]) -> dict[str, Any]:
 
     import asyncdist as ad
     import protocols  # noqa: F401
+    from asyncdist.runtime.process import spare_collections
 
     assert len({ad.run, ad.barrier}) == 2  # imports what a rank needs
     assert len(os.listdir("/proc/self/task")) == 1, "threads do not survive a fork"
-    gc.freeze()  # else each rank, looking for garbage, writes to all that was imported, and so copies it
+    # Without this each rank that collects garbage writes to all imported objects, and so copies them. As in a rank that
+    # starts cold, all is collected at the end if nanobind looks for leaks: the GPU builds of torch 2.15 import Triton.
+    spare_collections()
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.socket(socket.AF_UNIX))
         listener.bind(path)
