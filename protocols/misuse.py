@@ -83,6 +83,8 @@ class UnawaitedStep(Coroutine[Any, Any, StepInfo]):
         self._step.close()
 
     def __bool__(self) -> bool:
+        if sys._getframe(1).f_code.co_filename.startswith(_BETWEEN):
+            return True  # the repr of a task asks its coroutine, since Python 3.12
         raise self._refusal()
 
     def __getattr__(self, name: str) -> Any:

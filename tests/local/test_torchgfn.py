@@ -12,6 +12,8 @@ from support.facts import naming
 from torch import nn
 
 import asyncdist as ad
+
+pytest.importorskip("gfn", reason="torchgfn is not installed")
 from asyncdist.integrations import torchgfn
 
 
