@@ -493,7 +493,7 @@ def _script(options: argparse.Namespace) -> str:
         if options.script is None:
             raise local_host.LaunchError("the following arguments are required: script")
         return str(options.script)
-    if not sys.flags.safe_path and os.getcwd() not in sys.path:
+    if not environment.has_safe_path() and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         spec = importlib.util.find_spec(options.module)

@@ -447,7 +447,16 @@ def environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+def replace(environ: Mapping[str, str]) -> None:
+    """Give this process another environment."""
+    for name in os.environ.keys() - environ.keys():
+        del os.environ[name]
+    os.environ.update(environ)
+
+
 HASH_SEED_VARIABLE: Final = "PYTHONHASHSEED"
+#: Keeps the working directory, or the script's, out of the folders that Python searches for modules.
+SAFE_PATH_VARIABLE: Final = "PYTHONSAFEPATH"
 #: Python reads the variable when it starts. A program may set it later, as torchgfn's set_seed does: that has no effect
 #: on this process.
 _HASH_SEED_AT_START: Final = os.environ.get(HASH_SEED_VARIABLE, "")
@@ -463,6 +472,11 @@ def fix_hash_seed() -> None:
     """Start this process again, with 0 as its hash seed, if it has none that another process could have."""
     if hash_seed() is None and not sys.flags.ignore_environment:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, HASH_SEED_VARIABLE: "0"})
+
+
+def has_safe_path() -> bool:
+    """Return whether the Python of each rank searches no folder of the script or of this process for modules."""
+    return bool(os.environ.get(SAFE_PATH_VARIABLE))
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import shutil
+import stat
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -174,7 +175,10 @@ def _cause_of(error: BaseException | None) -> OSError | None:
 
 
 def _check_whole(path: Path, entry: Mapping[str, Any]) -> None:
-    nbytes = path.stat().st_size
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):  # a named pipe would be waited for
+        raise ValueError(f"{path} is not a regular file")
+    nbytes = found.st_size
     if nbytes != entry["nbytes"] or _crc_of(path) != entry["crc32"]:
         raise ValueError(f"{path} is torn: {nbytes} bytes, where {entry['nbytes']} were saved, or another content")
 
@@ -207,9 +211,12 @@ def _numbers(place: Path) -> list[int]:
 
 
 def _delete_old(newest: Path, keep: int) -> None:
-    """Delete all but the newest ``keep`` whole checkpoints, and unfinished ones before this one."""
+    """Delete all but the newest ``keep`` whole checkpoints, and unfinished ones before this one.
+
+    A symbolic link is left alone: the checkpoint behind it lies elsewhere, such as one that the user has put aside.
+    """
     older = [newest.parent / _name(number) for number in _numbers(newest.parent)]
-    older = [folder for folder in older if folder.name < newest.name]
+    older = [folder for folder in older if folder.name < newest.name and not folder.is_symlink()]
     whole = [folder for folder in older if (folder / _MANIFEST).is_file()]
     for folder in older:
         if folder not in whole[len(whole) - (keep - 1) :]:

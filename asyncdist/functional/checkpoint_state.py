@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from asyncdist.validation import printable
+
 
 class Stateful(Protocol):
     """What has a state to be saved: a policy, a scheduler, a sampler."""
@@ -157,6 +159,7 @@ def check_parts(state: Any) -> None:
     if optimizer is not None:
         for group in optimizer["param_groups"]:
             len(group["params"])
+        optimizer["state"].items()
     states = state["random"]
     random.Random().setstate(states["python"])
     name, words, position, has_gauss, gauss = states["numpy"]
@@ -175,8 +178,11 @@ def compare(model: nn.Module, optimizer: torch.optim.Optimizer | None, loaded: M
         if name not in saved:
             raise ValueError(f"the checkpoint is of another model: {name!r} exists here and not there")
         other = saved[name]
+        if isinstance(value, torch.Tensor) != isinstance(other, torch.Tensor):
+            mine, theirs = type(value).__name__, type(other).__name__
+            raise ValueError(f"the checkpoint is of another model: {name!r} is a {mine} here and a {theirs} there")
         if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
-            for what in ("shape", "dtype"):
+            for what in ("shape", "dtype", "layout"):
                 mine, theirs = getattr(value, what), getattr(other, what)
                 if mine != theirs:
                     mine, theirs = (tuple(mine), tuple(theirs)) if what == "shape" else (mine, theirs)
@@ -192,7 +198,7 @@ def compare(model: nn.Module, optimizer: torch.optim.Optimizer | None, loaded: M
         raise ValueError("the checkpoint was saved without an optimizer")
     kind, other = type(optimizer).__qualname__, loaded.get("optimizer_class")
     if other not in (kind, None):  # files of the first days do not name it
-        raise ValueError(f"the checkpoint is of another optimizer: {kind} here and {other} there")
+        raise ValueError(f"the checkpoint is of another optimizer: {kind} here and {printable(str(other))} there")
     counts, others = (
         [len(group["params"]) for group in state["param_groups"]]
         for state in (optimizer.state_dict(), loaded["optimizer"])

@@ -458,7 +458,7 @@ def _start_mpi(started: Launch, installation: Installation, environ: Mapping[str
     place = f"under {_STARTERS.get(started.source, started.source)}" if is_rank else "in a single process"
     try:
         probe = subprocess.run(
-            [sys.executable, "-c", _PROBE, json.dumps(asdict(started))],
+            [sys.executable, "-P", "-c", _PROBE, json.dumps(asdict(started))],
             env=dict(environ),
             stdin=subprocess.DEVNULL,
             capture_output=True,

@@ -387,10 +387,10 @@ def _reap() -> tuple[int, int] | None:
 
 
 def _parents() -> dict[int, int]:
-    """Return the parent of every process."""
+    """Return the parent of every process that this user may see: hidepid=1 of proc(5) hides those of other users."""
     found = {}
     for entry in filter(str.isdecimal, os.listdir("/proc")):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        with contextlib.suppress(OSError):
             found[int(entry)] = _parent_of(int(entry))
     return found
 

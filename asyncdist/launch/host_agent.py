@@ -89,9 +89,12 @@ class _Agent:
                 self._reports.close()
 
     def _read(self) -> None:
-        for line in sys.stdin.buffer:
-            self._events.put(("told", json.loads(line)))
-        self._events.put(("over", None))
+        try:
+            for line in sys.stdin.buffer:
+                if line.endswith(b"\n"):  # else the launcher, or the ssh, has ended within the line
+                    self._events.put(("told", json.loads(line)))
+        finally:
+            self._events.put(("over", None))
 
     def _obey(self, told: dict[str, Any]) -> None:
         if "script" in told:
@@ -127,7 +130,7 @@ class _Agent:
         try:
             self._ranks[rank] = local_ranks.start(
                 command,
-                {**environment.environment(), **environ, **self._told},
+                {**environment.without_launchers(environment.environment()), **environ, **self._told},
                 rank=rank,
                 ended=lambda: events.put(("ended", rank)),
             )

@@ -121,7 +121,7 @@ def run(
         environ, ranks=ranks, threads=threads, restarts=restarts, places=places, secret=secret, is_open=is_open
     )
     environments = dict(enumerate(of_ranks))
-    kept: secret_files.KeptSecret | None = None
+    kept: secret_files.RenewedSecret | None = None
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()  # the one queue whose put may interrupt its own get
     processes: dict[int, RankProcess] = {}
     server: RankProcess | None = None
@@ -253,10 +253,10 @@ def given_secret(environ: Mapping[str, str]) -> str | None:
         raise local_host.LaunchError(str(error)) from error
 
 
-def _keep_secret(variables: Mapping[str, str]) -> secret_files.KeptSecret | None:
+def _keep_secret(variables: Mapping[str, str]) -> secret_files.RenewedSecret:
     """Keep the secret where ``asyncdist run --join`` of this user on this host finds it."""
     port = int(variables["MASTER_PORT"])
-    return secret_files.keep(port, variables[environment.SECRET_VARIABLE], environment.secret_directories())
+    return secret_files.RenewedSecret(port, variables[environment.SECRET_VARIABLE], environment.secret_directories)
 
 
 def _start_store(variables: Mapping[str, str], *, is_open: bool) -> RankProcess:

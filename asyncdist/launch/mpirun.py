@@ -141,7 +141,7 @@ def run(
 def find_installation(environ: Mapping[str, str]) -> Installation:
     """Ask mpi4py for its library, in a process of its own (0.1 s), and look for every mpirun."""
     probe = subprocess.run(
-        [sys.executable, "-c", _PROBE], env=dict(environ), capture_output=True, text=True, check=False
+        [sys.executable, "-P", "-c", _PROBE], env=dict(environ), capture_output=True, text=True, check=False
     )
     lines = [line.strip("\x00 ") for line in (probe.stdout + probe.stderr).splitlines() if line.strip("\x00 ")]
     loaded = probe.returncode == 0 and bool(lines)

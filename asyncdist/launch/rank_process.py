@@ -16,7 +16,7 @@ import signal
 import struct
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Final, ParamSpec, cast
 
@@ -169,9 +169,21 @@ def check_process_group(func: Callable[..., Any], cfg: MultiprocessConfig) -> No
 
 
 def be_child(
-    pipe: Connection, func: Callable[..., Any], cfg: MultiprocessConfig, args: Sequence[Any], kwargs: dict[str, Any]
+    pipe: Connection,
+    func: Callable[..., Any],
+    cfg: MultiprocessConfig,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    environ: Mapping[str, str],
 ) -> None:
-    """Run a child of the launcher: it reports that it runs, runs as a rank, and reports why it failed."""
+    """Run a child of the launcher: it reports that it runs, runs as a rank, and reports why it failed.
+
+    Args:
+        pipe: Takes the reports.
+        func, cfg, args, kwargs: See :func:`asyncdist.launch_subprocesses`.
+        environ: The launcher's environment; this process has that of the server which has forked it.
+    """
+    environment.replace(environ)
     os.setpgid(0, 0)
     guardians.adopt_orphans()
     # This runs after multiprocessing has waited for its own children.

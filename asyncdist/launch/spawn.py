@@ -307,13 +307,17 @@ def _start_all(
     # and in 0.3 s the next time. It does not import the script, which may start threads, and threads do not survive a
     # fork.
     context.set_forkserver_preload([rank_process.__name__])
+    environ = environment.environment()
     for cfg in configs:
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(  # type: ignore[attr-defined]
-            target=be_child, args=(theirs, func, cfg, args, kwargs), name=f"rank {cfg.rank}"
+            target=be_child, args=(theirs, func, cfg, args, kwargs, environ), name=f"rank {cfg.rank}"
         )
         try:
-            process.start()
+            # The server, or a spawned rank, would import modules of the working directory, a folder of all users
+            # perhaps, before it has the module path of this process.
+            with environment.variable_set(environment.SAFE_PATH_VARIABLE, "1"):
+                process.start()
         except OSError as error:
             raise RuntimeError(f"rank {cfg.rank} cannot be started: {error}") from error
         except Exception as error:  # pickling fails with any exception of the object, and for the first rank

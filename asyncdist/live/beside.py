@@ -34,7 +34,8 @@ def run(words: Sequence[str]) -> int:
     Args:
         words: of ``asyncdist run``, without ``--live``.
     """
-    command = [sys.executable, "-m", "asyncdist", "run", *words]
+    # Without -P Python would import modules of the working directory, which may be a folder of all users.
+    command = [sys.executable, "-P", "-m", "asyncdist", "run", *words]
     shown = [number for number in (1, 2) if os.isatty(number)]
     if not shown or not top.has_rich():
         why = top.NEEDS_RICH if shown else "no terminal to show it in"

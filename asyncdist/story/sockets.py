@@ -92,14 +92,19 @@ class Place:
 
     @property
     def is_served(self) -> bool:
-        """Whether some process listens there: the rank's number may be that of another process by now."""
+        """Whether the rank listens there.
+
+        Its name may be wrong here: a rank in another container has another number there. A process that the rank has
+        started may hold the socket after the end of the rank, which counts as not served.
+        """
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
             client.setblocking(False)
             try:
                 client.connect(str(self.path))
             except OSError as error:
                 return isinstance(error, BlockingIOError)  # its queue is full
-            return True
+            listener = _process_at(client)
+            return listener == 0 or Place(self.path, self.rank, self.pid if listener is None else listener).is_alive
 
 
 def directories() -> list[Path]:
@@ -166,6 +171,17 @@ def _listen_in(base: Path, job: str, rank: int) -> tuple[socket.socket, Path] | 
     return None
 
 
+def _process_at(connection: socket.socket) -> int | None:
+    """Return the process that has made the other end's socket; 0 if it has no number here, as in another container.
+
+    None if this system does not tell.
+    """
+    if not hasattr(socket, "SO_PEERCRED"):
+        return None
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(data)[0])
+
+
 def is_of_own_user(connection: socket.socket) -> bool:
     """Return whether the process at the other end runs as this user, or as root; on Linux, which alone tells it.
 
@@ -202,7 +218,7 @@ def _clear_job(base: int, path: Path) -> None:
     with contextlib.suppress(OSError), private_folders.opened(path.name, parent=base) as folder:
         names = [name for name in os.listdir(folder) if _NAME.fullmatch(name) and _is_own_socket(name, folder)]
         found = _places(path, names)
-        if any(place.is_alive and place.is_served for place in found):
+        if any(place.is_served for place in found):
             return
         # A rank that begins has made the folder, and is about to make its socket.
         if found or time.time() - os.fstat(folder).st_mtime > _BEGINNING_S:

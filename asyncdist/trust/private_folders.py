@@ -77,7 +77,9 @@ def _refusal(path: str | Path, found: os.stat_result) -> NotPrivateError:
     if found.st_uid != os.getuid():
         why = f"belongs to {_user(found.st_uid)}"
     elif stat.S_ISDIR(found.st_mode):
-        why = f"has mode {stat.S_IMODE(found.st_mode):04o}, with which other users may enter it; allowed: 0700"
+        mode = stat.S_IMODE(found.st_mode)
+        who = "other users may enter it" if mode & 0o077 else "its owner may not enter it"
+        why = f"has mode {mode:04o}, with which {who}; allowed: 0700"
     else:
         why = "is not a folder"
     return NotPrivateError(f"{printable(str(path))} {why}")

@@ -12,7 +12,8 @@ import fcntl
 import os
 import secrets
 import stat
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -24,6 +25,8 @@ SHARED: Final = "secret"
 _NBYTES_MAX: Final = 4096
 #: The second time, an unusable file has been removed.
 _ATTEMPT_COUNT: Final = 2
+#: The pause between two looks whether a kept secret is still there.
+_RENEWAL_S: Final = 5.0
 
 
 def read(path: str) -> str:
@@ -115,6 +118,47 @@ def keep(port: int, text: str, bases: Iterable[str]) -> KeptSecret | None:
                 os.rename(begun, name_of(port), src_dir_fd=parent, dst_dir_fd=parent)
                 return KeptSecret(folder / name_of(port), os.dup(descriptor))
     return None
+
+
+class RenewedSecret:
+    """Keeps the secret of a job until it is removed, even if the folder of its file is removed before.
+
+    ``/run/user/UID`` goes with the last session of its user on this host, and a cleaner removes old files of ``/tmp``.
+    So a thread looks again and again, and writes the file anew if it is missing.
+
+    Args:
+        port: The port at which ranks join the job.
+        text: The secret.
+        bases: Returns the folders to try.
+        renewal_s: Seconds between two looks.
+    """
+
+    def __init__(
+        self, port: int, text: str, bases: Callable[[], Iterable[str]], *, renewal_s: float = _RENEWAL_S
+    ) -> None:
+        self._port = port
+        self._text = text
+        self._bases = bases
+        self._renewal_s = renewal_s
+        self._is_removed = threading.Event()
+        self._kept = keep(port, text, bases())
+        self._thread = threading.Thread(target=self._renew, name="secret", daemon=True)
+        self._thread.start()
+
+    def _renew(self) -> None:
+        while not self._is_removed.wait(self._renewal_s):
+            bases = tuple(self._bases())
+            if find(name_of(self._port), bases) is None:
+                if self._kept is not None:
+                    self._kept.remove()
+                self._kept = keep(self._port, self._text, bases)
+
+    def remove(self) -> None:
+        """Remove the file."""
+        self._is_removed.set()
+        self._thread.join()
+        if self._kept is not None:
+            self._kept.remove()
 
 
 def _remove_left(parent: int) -> None:

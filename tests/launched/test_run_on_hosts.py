@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -261,3 +263,19 @@ def test_a_host_that_does_not_answer_is_named_and_not_waited_for(monkeypatch: py
     ):
         pytest.fail("nobody has answered")
     assert subprocess.run(["pgrep", "-f", silent[2]], capture_output=True, check=False).stdout == b""
+
+
+@pytest.mark.parametrize("last", ['{"start": 1, "command": ["/bin/sl', "no JSON\n"])
+def test_an_agent_ends_its_ranks_if_a_line_is_cut_off(last: str, tmp_path: Path) -> None:
+    """Regression: where the launcher, or the ssh, was killed within a line, the agent and its ranks ran forever."""
+    script = tmp_path / "script.py"
+    script.touch()
+    lines = [
+        {"script": str(script), "count": 1, "needs": [], "reports": ""},
+        {"start": 0, "command": [shutil.which("sleep"), "600"], "environ": {}},
+    ]
+    told = "".join(f"{json.dumps(line)}\n" for line in lines) + last
+    agent = subprocess.run(
+        [sys.executable, host_agent.PROGRAM, "token"], input=told.encode(), capture_output=True, timeout=60, check=False
+    )
+    assert b"hello" in agent.stdout

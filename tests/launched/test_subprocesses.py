@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -436,3 +438,36 @@ def test_an_object_with_an_async_call_is_a_coroutine_function(tmp_path: Path) ->
     """Regression: it was called as a plain function: the coroutine was never awaited, and all seemed well."""
     launch_here(functools.partial(Trainer()), config(), str(tmp_path))
     assert reports(tmp_path) == [[0, "torch"], [1, "torch"]]
+
+
+SEES = """
+import os, sys
+import asyncdist as ad
+
+def tell():
+    with open(sys.argv[1], "a") as file:
+        print(os.environ.get("ASYNCDIST_TEST_WORD"), "PYTHONSAFEPATH" in os.environ, file=file)
+
+if __name__ == "__main__":
+    for word in ("first", "second"):
+        os.environ["ASYNCDIST_TEST_WORD"] = word
+        ad.launch_subprocesses(tell, ad.MultiprocessConfig(world_size=1))
+"""
+
+
+def test_ranks_have_the_environment_and_modules_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a secret that a notebook set after its first launch had no effect.
+
+    Later ranks had the variables of the server that the first launch had started. The server ran modules of the working
+    directory.
+    """
+    planted = tmp_path / "folder of all users"
+    planted.mkdir()
+    for name in ("asyncdist", "torch"):
+        (planted / f"{name}.py").write_text("from pathlib import Path; Path(__file__).with_name('ran').touch()")
+    (tmp_path / "script.py").write_text(SEES)
+    monkeypatch.delenv(environment.SAFE_PATH_VARIABLE, raising=False)
+    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "seen")]
+    subprocess.run(command, cwd=planted, check=True, timeout=TIMEOUT_S)
+    assert (tmp_path / "seen").read_text() == "first False\nsecond False\n"
+    assert not (planted / "ran").exists()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import io
 import json
+import os
 import random
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +209,69 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert kept == {"checkpoint-000009", "checkpoint-000010", *foreign}
     found = ad.simulate(load, tmp_path / "checkpoint-000009", ranks=2, strict=True).results
     assert [source for source, _, _ in found] == [0, 1]
+
+
+def test_a_checkpoint_behind_a_link_is_not_deleted(tmp_path: Path) -> None:
+    """Regression: the manifest of a checkpoint elsewhere was deleted, as of one that its user had put aside."""
+    aside, place = tmp_path / "best", tmp_path / "checkpoints"
+    ad.simulate(save, place, [None], 1, ranks=1).value().rename(aside)
+    place.joinpath("checkpoint-000001").symlink_to(aside)
+    for _ in range(3):
+        ad.simulate(save, place, [None], 1, ranks=1).value()
+    assert sorted(each.name for each in place.iterdir()) == ["checkpoint-000001", "checkpoint-000004"]
+    assert ad.simulate(load, aside, ranks=1).results == ((0, False, 0.0),)
+
+
+def _without_state(state: dict[str, Any]) -> None:
+    state["optimizer"]["state"] = "none"
+
+
+def _with_number(state: dict[str, Any]) -> None:
+    state["model"][next(iter(state["model"]))] = 3
+
+
+def _with_sparse(state: dict[str, Any]) -> None:
+    name, weight = next(iter(state["model"].items()))
+    state["model"][name] = weight.to_sparse()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_without_state, "is not the state of a rank: AttributeError"),
+        (_with_number, "is a Tensor here and a int there"),
+        (_with_sparse, "has layout torch.strided here and torch.sparse_coo there"),
+    ],
+)
+def test_a_whole_checkpoint_of_odd_content_changes_nothing(
+    change: Callable[[dict[str, Any]], None], words: str, tmp_path: Path
+) -> None:
+    """Regression: such a file was found out only after the model, or a part of it, had been loaded."""
+    folder = ad.simulate(save, tmp_path, [None], ranks=1).value()
+    path, manifest = folder / "rank-00000.pt", folder / "manifest.json"
+    state = torch.load(path, weights_only=True)
+    change(state)
+    torch.save(state, path)
+    told = json.loads(manifest.read_text())
+    told["files"][0] |= {"nbytes": path.stat().st_size, "crc32": zlib.crc32(path.read_bytes())}
+    manifest.write_text(json.dumps(told))
+
+    async def main(world: World) -> None:
+        model, optimizer = made(5)
+        before = [parameter.clone() for parameter in model.parameters()]
+        with pytest.raises(ValueError, match=words):
+            await ad.load_population(folder, model, optimizer)
+        assert all(map(torch.equal, before, model.parameters()))
+
+    ad.simulate(main, ranks=1).value()
+
+
+def test_a_named_pipe_in_a_checkpoint_is_not_waited_for(tmp_path: Path) -> None:
+    folder = ad.simulate(save, tmp_path, [None], ranks=1).value()
+    folder.joinpath("rank-00000.pt").unlink()
+    os.mkfifo(folder / "rank-00000.pt")
+    with pytest.raises(ValueError, match=r"rank-00000\.pt is not a regular file"):
+        ad.simulate(load, tmp_path, ranks=1).value()
 
 
 def test_files_open_with_torch_alone(tmp_path: Path) -> None:

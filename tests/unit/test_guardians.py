@@ -42,3 +42,17 @@ def test_a_report_that_is_not_read_holds_no_guardian(monkeypatch: pytest.MonkeyP
     guardians._await_reader(write)
     os.close(write)
     os.close(read)
+
+
+def test_processes_that_a_user_may_not_see_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: on hosts whose /proc has hidepid=1 each job ended with a traceback and exit code 1."""
+    parent_of = guardians._parent_of
+
+    def hide_the_first(pid: int) -> int:
+        if pid == 1:
+            raise PermissionError(1, "Operation not permitted", "/proc/1/stat")
+        return parent_of(pid)
+
+    monkeypatch.setattr(guardians, "_parent_of", hide_the_first)
+    parents = guardians._parents()
+    assert parents[os.getpid()] == os.getppid() and 1 not in parents

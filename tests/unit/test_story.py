@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import selectors
+import shutil
 import socket
 import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from support.facts import names
@@ -364,6 +367,39 @@ class TestSockets:
         os.utime(folder, (0, 0))
         assert "job" not in sockets.jobs()
         assert len(list(folder.iterdir())) == 3
+
+    def test_sockets_of_another_container_are_left_there(self, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Regression: a job's start in one container removed the sockets of a living job in another one."""
+        opened = sockets.listen("job", 0)
+        assert opened is not None
+        listener, path = opened
+        other = path.with_name("0.99999999")  # its number there; it has none here
+        path.rename(other)
+        monkeypatch.setattr(sockets, "_process_at", lambda _: 0)
+        assert [each.path for each in sockets.jobs()["job"]] == [other]
+        monkeypatch.undo()
+        assert base.exists() and other.exists()
+        listener.close()
+        sockets.withdraw(other)
+
+    def test_a_socket_whose_folder_was_removed_is_made_anew(self, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Regression: asyncdist story found no job after the logout of its user, with which the folder is removed."""
+        monkeypatch.setattr(answering, "job_name", lambda _: "job")
+        opened = sockets.listen("job", 0)
+        assert opened is not None
+        teller = object.__new__(answering.Teller)
+        teller._world = cast("Any", SimpleNamespace(rank=0))
+        teller._listener, teller._path = opened
+        with selectors.DefaultSelector() as ready:
+            ready.register(teller._listener, selectors.EVENT_READ)
+            teller._renew_listener(ready)
+            assert teller._listener is opened[0], "it is there"
+            shutil.rmtree(base)
+            teller._renew_listener(ready)
+            assert [key.fileobj for key in ready.get_map().values()] == [teller._listener] != [opened[0]]
+        assert [each.path for each in sockets.jobs()["job"]] == [teller._path]
+        teller._listener.close()
+        sockets.withdraw(teller._path)
 
     def test_process_of_another_user_is_not_asked_or_answered(
         self, base: Path, monkeypatch: pytest.MonkeyPatch

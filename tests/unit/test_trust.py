@@ -456,6 +456,31 @@ def test_secrets_of_killed_launchers_are_removed_by_the_next(tmp_path: Path) -> 
     last.remove()
 
 
+def test_a_kept_secret_outlives_its_folder_until_removed(tmp_path: Path) -> None:
+    """Regression: no rank could join a job after the logout of its user, with which /run/user/UID is removed."""
+    session, common, text = tmp_path / "session", tmp_path / "common", "0123456789abcdef"
+    common.mkdir()
+    session.mkdir()
+
+    def bases() -> list[str]:
+        return [str(folder) for folder in (session, common) if folder.exists()]
+
+    def wait_for(secret: str | None) -> None:
+        until = time.monotonic() + 30
+        while secret_files.find("secret-1", bases()) != secret:
+            assert time.monotonic() < until, f"the secret {secret!r} is not found"
+            time.sleep(0.01)
+
+    kept = secret_files.RenewedSecret(1, text, bases, renewal_s=0.01)
+    assert list(session.glob("*/secret-1"))
+    session.rename(tmp_path / "logout")
+    wait_for(text)
+    assert list(common.glob("*/secret-1"))
+    session.mkdir()
+    kept.remove()
+    assert secret_files.find("secret-1", bases()) is None
+
+
 def test_a_secret_that_cannot_be_kept_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

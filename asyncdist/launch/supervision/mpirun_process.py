@@ -385,7 +385,7 @@ def _clear_remains() -> None:
     Open MPI's keeps its files in a folder named by its process number, and does not start where it finds some there:
     "The PMIx server's listener thread failed to start", exit code 213.
     """
-    folder = Path(tempfile.gettempdir(), f"ompi.{os.getpid()}")
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # there is no such folder, or no folder for temporary files
+        folder = Path(tempfile.gettempdir(), f"ompi.{os.getpid()}")
         if folder.lstat().st_uid == os.getuid():
             shutil.rmtree(folder)

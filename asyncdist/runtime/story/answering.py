@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import os
 import selectors
 import socket
 import sys
@@ -154,9 +155,22 @@ class Teller:
                         self._answer(self._listener)
                     if time.monotonic() >= look_at:  # also where others ask all the time
                         look_at = time.monotonic() + self._period_s
+                        self._renew_listener(ready)
                         self._look()
                 except Exception as error:  # no run is ended by its story, and the rank may end while it is looked at
                     logger.debug("rank %d could not tell its story", self._world.rank, exc_info=error)
+
+    def _renew_listener(self, ready: selectors.BaseSelector) -> None:
+        """Listen anew if the socket's file is gone: the folder of a session is removed with the user's last one."""
+        assert self._listener is not None and self._path is not None, "it has begun"
+        if os.path.lexists(self._path):
+            return
+        opened = sockets.listen(job_name(self._world), self._world.rank)
+        if opened is not None:
+            ready.unregister(self._listener)
+            self._listener.close()
+            self._listener, self._path = opened
+            ready.register(self._listener, selectors.EVENT_READ)
 
     def _answer(self, listener: socket.socket) -> None:
         client, _ = listener.accept()

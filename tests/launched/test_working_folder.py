@@ -1,0 +1,44 @@
+"""A command imports no module of the working directory, which may be a folder of all users, as /tmp is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncdist import environment
+from asyncdist.environment import NO_LAUNCHER, Launch
+from asyncdist.launch import doctor, mpirun
+
+PLANT = "from pathlib import Path; Path(__file__).with_name('ran').touch(); raise ImportError('planted')"
+
+
+@pytest.fixture
+def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with modules of another user, and the file that they make when they run."""
+    for name in ("asyncdist", "mpi4py", "torch", "numpy", "json"):
+        tmp_path.joinpath(f"{name}.py").write_text(PLANT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(environment.SAFE_PATH_VARIABLE, raising=False)
+    return tmp_path / "ran"
+
+
+def test_the_search_for_an_mpi_runs_no_planted_module(planted: Path) -> None:
+    """Regression: asyncdist run and doctor in /tmp ran an mpi4py.py that another user had put there."""
+    assert "planted" not in mpirun.find_installation(environment.environment()).version
+    assert not planted.exists()
+
+
+def test_the_start_of_mpi_by_doctor_runs_no_planted_module(planted: Path) -> None:
+    installation = mpirun.Installation(library="openmpi", version="", wheels=(), launchers={})
+    doctor._start_mpi(Launch("local", 1, 0, NO_LAUNCHER), installation, environment.environment())
+    assert not planted.exists()
+
+
+def test_a_live_job_runs_no_planted_module(planted: Path) -> None:
+    begin = "from asyncdist.live import beside; beside.run(['-n', '1', '--transport', 'torch', 'missing.py'])"
+    ended = subprocess.run([sys.executable, "-P", "-c", begin], capture_output=True, text=True, timeout=60, check=False)
+    assert "the script 'missing.py' does not exist" in ended.stderr
+    assert not planted.exists()
