@@ -179,8 +179,8 @@ def compare(model: nn.Module, optimizer: torch.optim.Optimizer | None, loaded: M
             raise ValueError(f"the checkpoint is of another model: {name!r} exists here and not there")
         other = saved[name]
         if isinstance(value, torch.Tensor) != isinstance(other, torch.Tensor):
-            mine, theirs = type(value).__name__, type(other).__name__
-            raise ValueError(f"the checkpoint is of another model: {name!r} is a {mine} here and a {theirs} there")
+            kinds = f"is a {type(value).__name__} here and a {type(other).__name__} there"
+            raise ValueError(f"the checkpoint is of another model: {name!r} {kinds}")
         if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
             for what in ("shape", "dtype", "layout"):
                 mine, theirs = getattr(value, what), getattr(other, what)
