@@ -19,17 +19,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import nn
 
-from asyncdist import Group, World, validation
+from asyncdist import validation
 from asyncdist.collectives.agreed_start import Start, start_together
 from asyncdist.functional.averaging import average_state
+from asyncdist.protocols.declared import among, with_options
 from asyncdist.protocols.journal import format_table
 from asyncdist.protocols.metrics import MetricSource
-from asyncdist.protocols.options import AveragingOptions, MemberOptions, OptimizerState, Parameters
+from asyncdist.protocols.options import AverageAllOptions, AveragingOptions, CommonOptions, MemberOptions
 from asyncdist.protocols.ported import Ported
 from asyncdist.protocols.step_info import NOTHING, AverageApplied, PolicyEvent, StepInfo
 from asyncdist.tensors.flat_state import SnapshotPool
@@ -66,13 +67,7 @@ class AverageAllStatistics:
         return format_table(self.title, rows)
 
 
-class AverageAllOptions(MemberOptions, total=False):
-    """Names all options of :class:`AverageAllPolicy` but ``average_every``, for callables that pass them on."""
-
-    optimizer_state: OptimizerState
-    on_event: Callable[[PolicyEvent], None] | None
-
-
+@with_options(AverageAllOptions, CommonOptions, AveragingOptions)
 class AverageAllPolicy(Ported):
     """Replace every member's weights by the mean over the group, every ``average_every`` steps.
 
@@ -81,10 +76,8 @@ class AverageAllPolicy(Ported):
     NaN or infinite on one member becomes so on all, without a warning.
 
     Args:
-        model, optimizer, average_every, name, group, world, start_timeout_s: see :class:`SpawnPolicy`.
-        optimizer_state: ``"keep"`` or ``"reset"``: cleared in place at each average.
-        parameters: ``"all"``; or ``"trainable"``, which leaves frozen ones out: see :class:`SpawnPolicy`.
-        on_event: told of each application, inside ``step``.
+        model, optimizer: see :class:`SpawnPolicy`.
+        average_every, options: see below.
 
     Raises:
         TypeError, ValueError: as :class:`SpawnPolicy`. In ``step``, ClosedError: a member has left.
@@ -99,28 +92,13 @@ class AverageAllPolicy(Ported):
         optimizer: torch.optim.Optimizer,
         *,
         average_every: int,
-        optimizer_state: OptimizerState = "keep",
-        parameters: Parameters = "all",
-        on_event: Callable[[PolicyEvent], None] | None = None,
-        name: str = "",
-        group: Group | None = None,
-        world: World | None = None,
-        start_timeout_s: float = 60.0,
+        **options: Unpack[AverageAllOptions],
     ) -> None:
-        options = AveragingOptions(optimizer_state=optimizer_state, on_event=on_event)
-        super().__init__(
-            model,
-            optimizer,
-            average_every=average_every,
-            name=name,
-            group=group,
-            world=world,
-            start_timeout_s=start_timeout_s,
-            parameters=parameters,
-            resets_optimizer=options.resets_optimizer,
-        )
-        self._resets_optimizer = options.resets_optimizer
-        self._on_event = options.on_event
+        averaging = AveragingOptions.of(options)
+        members = among(options, MemberOptions)
+        resets = self._resets_optimizer = averaging.resets_optimizer
+        super().__init__(model, optimizer, average_every=average_every, resets_optimizer=resets, **members)
+        self._on_event = averaging.on_event
         self._snapshots = SnapshotPool(self._flat)
         self._layout = self._flat.new_buffers(accumulate=True, device="meta")
         self._round = 0

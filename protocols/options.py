@@ -1,48 +1,71 @@
-"""Names, holds and checks the options that policies share.
+"""Declares the options that several policies share, and names the options of each policy for type checkers.
 
-The ``TypedDict`` classes name a constructor's options for callables that pass them on as ``**options``.
+A class below :class:`Options` declares options (see :mod:`protocols.declared`); a ``TypedDict`` repeats their names and
+types for callables that take them as ``**options``. :mod:`protocols.selective.rules`, :mod:`protocols.one_sided.rules`
+and :mod:`protocols.selective.islands.layout` declare the options of their decisions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, TypedDict
+from typing import Any, Final, Literal, TypeAlias, TypedDict
 
 import torch
 from torch import nn
 
 from asyncdist import Group, World, validation
+from asyncdist.protocols.declared import Options, function, like, one_of, option, or_none, whole
+from asyncdist.protocols.metrics import Metric
+from asyncdist.protocols.one_sided.rules import ReplacementMode
+from asyncdist.protocols.ranking import AveragingStrategy as AveragingStrategy, JudgingRules, MetricMode as MetricMode
+from asyncdist.protocols.selective.islands.layout import MigrationRoute as MigrationRoute
+from asyncdist.protocols.selective.rules import Route as Route
 from asyncdist.protocols.step_info import PolicyEvent
 
-#: What takes the place of weights that are replaced.
-AveragingStrategy: TypeAlias = Literal["mean", "weighted_mean", "best_only", "reset_weights"]
 #: Which parameters are averaged: all, or those that require a gradient when the policy is made.
 Parameters: TypeAlias = Literal["all", "trainable"]
 #: For ``"reset_weights"``: makes a model of the same layout, or the pair (model, optimizer).
 ModelBuilder: TypeAlias = Callable[[], nn.Module | tuple[nn.Module, torch.optim.Optimizer]]
-#: Whether a larger metric is better, or a smaller one.
-MetricMode: TypeAlias = Literal["max", "min"]
-#: What becomes of an optimizer's state where weights are replaced.
+#: What becomes of an optimizer's state when weights are replaced.
 OptimizerState: TypeAlias = Literal["keep", "reset"]
-#: How the donors' snapshots travel to the replacers.
-Route: TypeAlias = Literal["auto", "direct", "sharded"]
-#: To which island the best rank of another one gives its weights.
-MigrationRoute: TypeAlias = Literal["ring", "random"]
+#: Names of a policy travel in one message, together with everything else on which members agree.
+_NAME_LENGTH_MAX: Final = 200
+
+_MEMBERS: Final = "members and timeouts"
 
 
-class MemberOptions(TypedDict, total=False):
-    """Names the options of all policies that say who takes part; :class:`protocols.SpawnPolicy` documents them."""
+class StartOptions(TypedDict, total=False):
+    """Names the options of all policies, apart from ``group``."""
 
     name: str
-    group: Group | None
     world: World | None
     start_timeout_s: float
     parameters: Parameters
 
 
+class MemberOptions(StartOptions, total=False):
+    """Names the options of all policies."""
+
+    group: Group | None
+
+
+class MeasuredOptions(MemberOptions, total=False):
+    """Names the options of :class:`protocols.SpawnPolicy` apart from ``average_every``."""
+
+    metric: Callable[[], Metric] | None
+    metric_mode: MetricMode
+
+
+class AverageAllOptions(MemberOptions, total=False):
+    """Names the options of :class:`protocols.AverageAllPolicy` apart from ``average_every``."""
+
+    optimizer_state: OptimizerState
+    on_event: Callable[[PolicyEvent], None] | None
+
+
 class ReplacementOptions(TypedDict, total=False):
-    """Names the options that say who is replaced, and by which weights: those that torchgfn's policy has, too."""
+    """Names the options for who is replaced, and by which weights, that torchgfn's policy has, too."""
 
     replacement_ratio: float
     averaging_strategy: AveragingStrategy
@@ -54,7 +77,7 @@ class ReplacementOptions(TypedDict, total=False):
 
 
 class RoundOptions(TypedDict, total=False):
-    """Names the options that say how metrics are read, and how a round is carried out."""
+    """Names the options for how metrics are read, and how a round is carried out."""
 
     metric_mode: MetricMode
     optimizer_state: OptimizerState
@@ -68,7 +91,7 @@ class RoundOptions(TypedDict, total=False):
 
 
 class PopulationOptions(MemberOptions, total=False):
-    """Names the options that say who takes part, how the population is divided, and who coordinates it."""
+    """Names the options for who takes part, how the population is divided, and who coordinates it."""
 
     islands: int | None
     island_size: int | None
@@ -83,41 +106,155 @@ class ReplicaOptions(ReplacementOptions, RoundOptions, total=False):
 
 
 class SelectiveOptions(ReplicaOptions, PopulationOptions, total=False):
-    """Names all options of :class:`protocols.AsyncSelectiveAveragingPolicy` but ``average_every`` and ``metric``."""
+    """Names the options of :class:`protocols.AsyncSelectiveAveragingPolicy`, but ``average_every`` and ``metric``."""
+
+
+class ReadingOptions(TypedDict, total=False):
+    """Names the options of one-sided selective averaging that torchgfn's policies do not have."""
+
+    replacement_mode: ReplacementMode
+    donor_count: int | None
+    donor_ratio: float | None
+    metric: Callable[[], Metric] | None
+    metric_mode: MetricMode
+    optimizer_state: OptimizerState
+    read_timeout_s: float
+    drain_timeout_s: float
+    on_event: Callable[[PolicyEvent], None] | None
+    timing: dict[str, list[float]] | None
+
+
+class OneSidedOptions(ReadingOptions, MemberOptions, total=False):
+    """Names the options of :class:`protocols.OneSidedSelectiveAveragingPolicy` apart from ``average_every``."""
+
+    age_range: tuple[int, int]
+    threshold_metric: float
+    replacement_ratio: float
+    averaging_strategy: AveragingStrategy
+    momentum: float
+    model_builder: ModelBuilder | None
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is {value!r}; allowed: a text")
+    if len(value) > _NAME_LENGTH_MAX:
+        validation.refuse(name, value, f"a text of up to {_NAME_LENGTH_MAX} characters")
+    return value
+
+
+def _instance(kind: type) -> Callable[[str, Any], Any]:
+    def check(name: str, value: Any) -> Any:
+        if value is not None and not isinstance(value, kind):
+            validation.refuse(name, value, f"a {kind.__name__}, or None for the current world's", TypeError)
+        return value
+
+    return check
+
+
+def _dict(name: str, value: Any) -> Any:
+    if not isinstance(value, dict | None):
+        validation.refuse(name, value, "a dict, or None", TypeError)
+    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AveragingOptions:
-    """Says how an average takes the place of a rank's weights, and who is told of it.
+class CommonOptions(Options):
+    """Holds the options of all policies."""
 
-    The constructors of the policies document them. The rules of each policy check ``averaging_strategy``.
+    average_every: int = option(
+        "The cadence in steps: step i (from 0) is due when (i + 1) % average_every == 0. A rank then reports its "
+        "metric, publishes its snapshot, or averages.",
+        whole(1),
+        is_agreed=True,
+    )
+    metric: Callable[[], Metric] | None = option(
+        "A callable without arguments that returns the metric, for calls of `step` without one.",
+        function("a callable without arguments (pass values to step)"),
+        default=None,
+    )
+    metric_mode: MetricMode = like(JudgingRules, "metric_mode")
+    name: str = option(
+        "A name for reports, up to 200 characters, equal on all members. Policies of one class that are open on the "
+        "same ranks each need a name, so that a rank that was started again finds its policy.",
+        _text,
+        default="",
+        group=_MEMBERS,
+    )
+    group: Group | None = option(
+        "The ranks that take part; all ranks by default.", _instance(Group), default=None, group=_MEMBERS
+    )
+    world: World | None = option(
+        "The world of this rank; the current world by default.", _instance(World), default=None, group=_MEMBERS
+    )
+    start_timeout_s: float = option(
+        "Seconds for which the start waits for the last member.", validation.seconds, default=60.0, group=_MEMBERS
+    )
+    parameters: Parameters = option(
+        '`"all"`, or `"trainable"`: only parameters that require a gradient when the policy is made, for example of a '
+        "model under LoRA. The others must be equal on all members, and are neither sent nor written.",
+        one_of(Parameters),
+        default="all",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AveragingOptions(Options):
+    """Holds the options for how an average replaces a rank's weights, and who is notified.
 
     Raises:
-        TypeError, ValueError: an option is of the wrong type or out of range; it and what is allowed are named.
+        TypeError, ValueError: An option is of the wrong type or out of range; it and the allowed values are named.
     """
 
-    averaging_strategy: AveragingStrategy = "mean"
-    momentum: float = 0.0
-    optimizer_state: OptimizerState = "keep"
-    model_builder: ModelBuilder | None = None
-    on_event: Callable[[PolicyEvent], None] | None = None
-    timing: dict[str, list[float]] | None = None
-    drain_timeout_s: float = 10.0
+    averaging_strategy: AveragingStrategy = like(JudgingRules, "averaging_strategy")
+    momentum: float = option(
+        "0 to 1: new weights = momentum * own + (1 - momentum) * average. If the own weights or the optimizer's state "
+        "are not finite, the average is taken whole (`StepInfo.recovered`).",
+        validation.fraction,
+        default=0.0,
+        is_agreed=True,
+    )
+    optimizer_state: OptimizerState = option(
+        '`"keep"`, or `"reset"`: the optimizer\'s state is cleared in place whenever weights are replaced. '
+        '`averaging_strategy="reset_weights"` always clears it.',
+        one_of(OptimizerState),
+        default="keep",
+    )
+    model_builder: ModelBuilder | None = option(
+        'For `"reset_weights"`: returns a model of the same layout, or the pair (model, optimizer). It is also called '
+        "once when the policy is made, to compare the layouts.",
+        function("a callable that returns a model"),
+        default=None,
+        group="donors",
+    )
+    on_event: Callable[[PolicyEvent], None] | None = option(
+        "Is called with each event of this rank (`protocols.PolicyEvent`), inside `step`; with the snapshot of a model "
+        "in CUDA memory when it has been copied, at one of the next safe points.",
+        function("a callable that takes one event"),
+        default=None,
+    )
+    timing: dict[str, list[float]] | None = option(
+        "A dict to which seconds are added, as a list for each kind of work: `snapshot` or `publish`, `read`, `apply`.",
+        _dict,
+        default=None,
+        group=_MEMBERS,
+    )
+    drain_timeout_s: float = option(
+        "Seconds for which leaving waits for ranks that still receive this rank's snapshot.",
+        validation.seconds,
+        default=10.0,
+        group=_MEMBERS,
+    )
 
     def __post_init__(self) -> None:
-        """Refuse bad options when the policy is made, before any member has been met."""
-        validation.fraction("momentum", self.momentum)
-        if self.optimizer_state not in ("keep", "reset"):
-            raise ValueError(f"optimizer_state is {self.optimizer_state!r}; allowed: 'keep', 'reset'")
+        """Refuse wrong options, and `reset_weights` without a builder."""
+        Options.__post_init__(self)
         if self.makes_fresh_weights and self.model_builder is None:
             raise ValueError("averaging_strategy 'reset_weights' needs model_builder, which makes the fresh weights")
-        check_callable("model_builder", self.model_builder, "a callable that returns a model")
-        check_callable("on_event", self.on_event, "a callable that takes one event")
-        validation.seconds("drain_timeout_s", self.drain_timeout_s)
 
     @property
     def makes_fresh_weights(self) -> bool:
-        """Whether ``model_builder`` makes the new weights, in place of an average."""
+        """Whether ``model_builder`` makes the new weights, instead of an average."""
         return self.averaging_strategy == "reset_weights"
 
     @property
@@ -126,30 +263,41 @@ class AveragingOptions:
         return self.optimizer_state == "reset" or self.makes_fresh_weights
 
     def takes_means(self, donor_count: int) -> bool:
-        """Whether new weights are made from several models, where up to so many donate."""
+        """Whether new weights are made from several models, if at most ``donor_count`` ranks donate."""
         is_mean = self.averaging_strategy in ("mean", "weighted_mean")
         return is_mean and (donor_count > 1 or (donor_count == 1 and self.momentum > 0))
 
-    def agreed(self) -> Mapping[str, Any]:
-        """Return those that must be equal on all members, as JSON values."""
-        return {"momentum": float(self.momentum), "resets_optimizer": self.resets_optimizer}
+    def agreed(self) -> dict[str, Any]:
+        """Return the values that must be equal on all members, as JSON values."""
+        return {**Options.agreed(self), "resets_optimizer": self.resets_optimizer}
 
 
-def check_callable(name: str, value: Any, allowed: str) -> None:
-    """Raise TypeError for a value that is neither callable nor None."""
-    if value is not None and not callable(value):
-        raise TypeError(f"{name} is {value!r}; allowed: {allowed}")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorOptions(Options):
+    """Holds the options for which ranks coordinate."""
+
+    coordinator: int | None = option(
+        "The rank that runs `await protocols.coordinate(members)` and trains nothing. By default the group's first "
+        "member coordinates.",
+        or_none(whole(0, ", or None")),
+        default=None,
+        group="coordinator",
+        is_agreed=True,
+    )
+    successors: tuple[int, ...] = option(
+        "Members that take over when the coordinator is lost or stops, in this order, before the other members.",
+        validation.ranks,
+        default=(),
+        group="coordinator",
+        is_agreed=True,
+    )
 
 
 @dataclass(slots=True)
 class Timing:
-    """Collects durations by name, in the form of torchgfn's ``timing`` option: name to a list of seconds."""
+    """Collects durations by name: each name has a list of seconds."""
 
     seconds: dict[str, list[float]] | None = field(default=None)
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.seconds, dict | None):
-            raise TypeError(f"timing is {self.seconds!r:.80}; allowed: a dict, or None")
 
     def add(self, name: str, duration_s: float) -> None:
         """Append one duration, if the user asked for them."""

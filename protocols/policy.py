@@ -10,9 +10,9 @@ import abc
 import asyncio
 import dataclasses
 import json
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from types import TracebackType
-from typing import Any, ClassVar, Final, Literal, Self, TypeAlias
+from typing import Any, ClassVar, Final, Literal, Self, TypeAlias, Unpack
 
 import torch
 from torch import nn
@@ -31,8 +31,9 @@ from asyncdist.collectives.agreed_start import Start, start_together
 from asyncdist.collectives.agreement.messages import Agreed
 from asyncdist.collectives.groups import check_open
 from asyncdist.messaging.services import Services
+from asyncdist.protocols.declared import with_options
 from asyncdist.protocols.journal import Journal
-from asyncdist.protocols.metrics import Metric, MetricSource, due_metric, given_metric, measured, negated
+from asyncdist.protocols.metrics import MetricSource, due_metric, given_metric, measured, negated
 from asyncdist.protocols.misuse import (
     NoPlainContext,
     UnawaitedStep,
@@ -41,7 +42,7 @@ from asyncdist.protocols.misuse import (
     warn_of_no_step,
     warn_of_opposite_metric,
 )
-from asyncdist.protocols.options import MetricMode, Parameters, check_callable
+from asyncdist.protocols.options import CommonOptions, MeasuredOptions
 from asyncdist.protocols.starting.differences import (
     BEGINS_AGAIN,
     LEFT_OUT,
@@ -64,29 +65,18 @@ _Stage: TypeAlias = Literal["new", "starting", "open", "closed"]
 START: Final = "the start of a policy"
 #: Of :meth:`SpawnPolicy.state_dict`.
 _STATE_VERSION: Final = 1
-#: A name travels in one message, with what else members agree on.
-_NAME_LENGTH_MAX: Final = 200
 
 
+@with_options(MeasuredOptions, CommonOptions)
 class SpawnPolicy(NoPlainContext, abc.ABC):
     """Defines what all policies share.
 
     Args:
         model: trained by this rank; its parameters and persistent buffers are the policy's state.
         optimizer: of that model, or of a part of it.
-        average_every: the cadence in steps; step i (0-based) is due when (i + 1) % average_every == 0.
-        metric: called without arguments when a metric is due and ``step`` was given none.
-        metric_mode: ``"max"`` if a larger metric is better, ``"min"`` if a smaller one is.
-        name: for reports, up to 200 characters; must be equal on all members, so that policies started in another
-            order are found out.
-        group: who takes part; all ranks by default.
-        world: the current one by default.
-        start_timeout_s: how long the start waits for the last member.
-        parameters: ``"all"``; or ``"trainable"``, which leaves out the parameters that require no gradient when the
-            policy is made, as those of a model under LoRA. They must be equal on all members, which the start checks by
-            a hash over their values, and no average writes them.
         resets_optimizer: whether the optimizer's state is cleared at each average. Otherwise the weights in it follow:
             see :mod:`asyncdist.tensors.optimizers.weights`.
+        average_every, options: see below.
 
     Attributes:
         optimizer: the present optimizer. Assign another one if that trains the model from now on.
@@ -106,53 +96,39 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
     #: Whether several ranks hold a replica together, as under DDP: then the model may be inside a wrapper, or divided.
     keeps_replicas: ClassVar[bool] = False
 
+    @validation.names_options()
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
         average_every: int,
-        metric: Callable[[], Metric] | None = None,
-        metric_mode: MetricMode = "max",
-        name: str = "",
-        group: Group | None = None,
-        world: World | None = None,
-        start_timeout_s: float = 60.0,
-        parameters: Parameters = "all",
         resets_optimizer: bool = False,
+        **options: Unpack[MeasuredOptions],
     ) -> None:
-        check_callable("metric", metric, "a callable without arguments (pass values to step)")
-        if not isinstance(name, str):
-            raise TypeError(f"name is {name!r}; allowed: a text")
-        if len(name) > _NAME_LENGTH_MAX:
-            validation.refuse("name", name, f"a text of up to {_NAME_LENGTH_MAX} characters")
-        for what, value, kind in (("group", group, Group), ("world", world, World)):
-            if value is not None and not isinstance(value, kind):
-                validation.refuse(what, value, f"a {kind.__name__}, or None for the current world's", TypeError)
-        if parameters not in ("all", "trainable"):
-            raise ValueError(f"parameters is {parameters!r:.80}; allowed: 'all', 'trainable'")
+        own = CommonOptions.of({**options, "average_every": average_every})
         self.model = model
-        self.average_every = validation.count("average_every", average_every)
-        self.name = name
+        self.average_every = own.average_every
+        self.name = own.name
         self.iteration = 0
         self._call_count = 0  # calls of step in this process; `iteration` also counts the steps before a restart
         self._is_due_here: bool | None = None  # if the caller of the present step decides that
         self._is_unawaited = True  # the last call of step, if there was one
         self._first_call: tuple[str, int] | None = None
-        self._journal = Journal(name, type(self).__name__)
-        self._metric = metric
-        self._metric_mode = metric_mode
+        self._journal = Journal(own.name, type(self).__name__)
+        self._metric = own.metric
+        self._metric_mode = own.metric_mode
         self._limit: tuple[str, float | None] = ("threshold", None)  # an option in the units of the metric
         states = AveragedStates(model, None if resets_optimizer else optimizer)
         self._flat = FlatState(  # which refuses what is no module
-            model, takes_shards=self.keeps_replicas, trained_only=parameters == "trainable", states=states
+            model, takes_shards=self.keeps_replicas, trained_only=own.parameters == "trainable", states=states
         )
         check_not_wrapped(model, takes_shards=self.keeps_replicas)
         self._flat.check_optimizer(optimizer)
         self._weights = OptimizerWeights(model, optimizer, states, is_reset=resets_optimizer)
-        self._given_group = group
-        self._given_world = world
-        self._start_timeout_s = validation.seconds("start_timeout_s", start_timeout_s)
+        self._given_group = own.group
+        self._given_world = own.world
+        self._start_timeout_s = own.start_timeout_s
         self._stage: _Stage = "new"
         self._stepping = False
         self._is_beginning = False

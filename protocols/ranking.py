@@ -5,14 +5,45 @@ Pure functions on plain values: no asyncio, no transport, no clock, no torch, no
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from decimal import ROUND_HALF_UP, Decimal
-from typing import Final
+from typing import Final, Literal, TypeAlias, get_args
 
-STRATEGIES: Final = ("mean", "weighted_mean", "best_only", "reset_weights")
-METRIC_MODES: Final = ("max", "min")
+from asyncdist import validation
+from asyncdist.protocols.declared import Options, one_of, option
+
+#: What takes the place of weights that are replaced.
+AveragingStrategy: TypeAlias = Literal["mean", "weighted_mean", "best_only", "reset_weights"]
+STRATEGIES: Final[tuple[AveragingStrategy, ...]] = get_args(AveragingStrategy)
+#: Whether a larger metric is better, or a smaller one.
+MetricMode: TypeAlias = Literal["max", "min"]
 
 #: Weights outside 2^-20..2^20 are rescaled, so that weight * value stays inside float32.
 WEIGHT_EXPONENT_LIMIT: Final = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgingRules(Options):
+    """Holds the options by which both selective policies judge."""
+
+    replacement_ratio: float = option(
+        "0 to 1: round-half-up(ratio * n) of n participants are replaced, at least 1 and at most n - 1; none if it is "
+        "0.",
+        validation.fraction,
+        default=0.2,
+    )
+    averaging_strategy: AveragingStrategy = option(
+        '`"mean"`; `"weighted_mean"`: weights proportional to the metric minus the worst metric; `"best_only"`; '
+        '`"reset_weights"`: fresh weights of `model_builder` instead of an average.',
+        one_of(AveragingStrategy),
+        default="mean",
+    )
+    metric_mode: MetricMode = option(
+        '`"max"` if a larger metric is better, `"min"` if a smaller one is: for a metric that `step` is given without '
+        "`loss=` or `score=`. A rank whose metric is NaN or infinite never donates.",
+        one_of(MetricMode),
+        default="max",
+    )
 
 
 def replacer_count(participant_count: int, replacement_ratio: float) -> int:

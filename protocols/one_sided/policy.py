@@ -18,35 +18,28 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, Final, Literal
+from typing import Any, Final, Unpack
 
 import torch
 from torch import nn
 
-from asyncdist import AsyncdistError, Group, RankLostError, World, validation
+from asyncdist import AsyncdistError, RankLostError, validation
 from asyncdist.collectives.one_sided import VersionedWindow, open_versioned_window
 from asyncdist.messaging import wire
 from asyncdist.messaging.streams import CHUNK_NBYTES
 from asyncdist.protocols.applier import Applier, NewWeights
+from asyncdist.protocols.declared import among, with_options
 from asyncdist.protocols.metric_trend import BlankMetrics, MetricTrend, blank_warning, trend_warning
-from asyncdist.protocols.metrics import Metric, MetricSource
+from asyncdist.protocols.metrics import MetricSource
 from asyncdist.protocols.one_sided.reader import DonorReader, Replacement, UnreadableError
-from asyncdist.protocols.one_sided.rules import OneSidedRules, choose, donor_limit, is_dying, sample_count
+from asyncdist.protocols.one_sided.rules import OneSidedRules, ReadOptions, choose, donor_limit, is_dying, sample_count
 from asyncdist.protocols.one_sided.statistics import Durations, OneSidedStatistics
-from asyncdist.protocols.options import (
-    AveragingOptions,
-    AveragingStrategy,
-    MetricMode,
-    ModelBuilder,
-    OptimizerState,
-    Parameters,
-    Timing,
-)
+from asyncdist.protocols.options import AveragingOptions, CommonOptions, MeasuredOptions, OneSidedOptions, Timing
 from asyncdist.protocols.own_state import OwnState
 from asyncdist.protocols.ported import PortedOneSided
-from asyncdist.protocols.step_info import NOTHING, PolicyEvent, SnapshotTaken, StepInfo, UserEvents
+from asyncdist.protocols.step_info import NOTHING, SnapshotTaken, StepInfo, UserEvents
 from asyncdist.tensors.byte_layout import Packing
 from asyncdist.tensors.flat_state import FlatBuffers, SnapshotPool
 from asyncdist.waits import WaitId, WaitKind
@@ -58,6 +51,7 @@ _ATTEMPT_COUNT: Final = 3
 _NEVER: Final = 1 << 62
 
 
+@with_options(OneSidedOptions, CommonOptions, OneSidedRules, AveragingOptions, ReadOptions)
 class OneSidedSelectiveAveragingPolicy(PortedOneSided):
     """Selective averaging without a coordinator (after torchgfn's one-sided policies; see the module's text).
 
@@ -72,40 +66,9 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
         model: see :class:`SpawnPolicy`. Its floating and complex entries are averaged; integer and bool ones
             (BatchNorm's counter) are taken from the best of the donors.
         optimizer: keeps its state when weights are replaced, unless ``optimizer_state="reset"``.
-        average_every: the cadence, in steps, at which a rank publishes its state and metric, and is judged by it. A
-            step that replaces the weights does neither: its metric is that of the old ones.
-        replacement_mode: when a rank is replaced. ``"age"``: when it has lived for a number of steps, drawn anew for
-            each life. ``"threshold"``: when its metric is worse than ``threshold_metric``. ``"worst_ratio"``: when its
-            metric is among the worst of its own and the newest that the others have published. In a group of more
-            than 33 ranks it looks at 32 others, drawn anew each time, or as many as it draws donors.
-        age_range: the shortest and the longest life, in steps.
-        threshold_metric: see ``replacement_mode``.
-        replacement_ratio: for ``"worst_ratio"``, 0 to 1: round-half-up(ratio * n) of n ranks with a metric, at least 1
-            and at most n - 1; none if the ratio is 0.
-        averaging_strategy: ``"mean"``; ``"weighted_mean"``, weights proportional to the metric published with the
-            snapshot, minus the worst of the donors' and the own one; ``"best_only"``, the best of the drawn;
-            ``"reset_weights"``, fresh weights of ``model_builder`` in place of snapshots.
-        donor_count: how many donors are drawn, at most; as many as there are, if they are fewer. A rank is no donor if
-            its metric is not finite, or would have the rank itself replaced.
-        donor_ratio: the same as a part of the group, this rank included; rounded down, at least one. Counts where
-            ``donor_count`` is None; where both are, half of the group, and at most 8, are drawn.
-        momentum: 0 to 1: new = momentum * own + (1 - momentum) * average, own being the weights at that moment. Where
-            these or the optimizer's state are not finite, nothing of both is kept (``StepInfo.recovered``).
-        model_builder: for ``"reset_weights"``: returns a model of the same layout, or the pair (model, optimizer).
-            Called once when the policy is made, too, to compare the layouts.
-        metric: see :class:`SpawnPolicy`.
-        metric_mode: ``"max"`` if larger is better, ``"min"`` if smaller is.
-        optimizer_state: ``"keep"``, or ``"reset"``: cleared in place whenever weights are replaced. ``reset_weights``
-            always clears it.
-        parameters: ``"all"``; or ``"trainable"``, which leaves frozen ones out: see :class:`SpawnPolicy`.
-        read_timeout_s: bound on reading all donors, where they have to answer.
-        drain_timeout_s: how long leaving waits for readers that are being answered.
-        start_timeout_s: how long the start waits for the last member.
-        on_event: told of each snapshot, whose ``round`` is its version, and of each application, whose ``round`` counts
-            this rank's own replacements and whose ``versions`` are those of the donors' snapshots. Inside ``step``; of
-            the snapshot of a model in CUDA memory when it has been copied, at one of the next safe points.
-        timing: collects seconds by name (``publish``, ``read``, ``apply``), in the form of torchgfn's option.
-        name, group, world: see :class:`SpawnPolicy`.
+        average_every, options: see below. At each due step a rank publishes its state and metric, and is judged by it;
+            a step that replaces the weights does neither, since its metric is that of the old ones. In a group of more
+            than 33 ranks a rank looks at 32 others, drawn anew each time, or as many as it draws donors.
 
     Raises:
         TypeError, ValueError: an option, the model or the optimizer is not what it should be.
@@ -118,76 +81,33 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
         optimizer: torch.optim.Optimizer,
         *,
         average_every: int,
-        replacement_mode: Literal["age", "threshold", "worst_ratio"] = "age",
-        age_range: tuple[int, int] = (50, 150),
-        threshold_metric: float = 0.0,
-        replacement_ratio: float = 0.2,
-        averaging_strategy: AveragingStrategy = "mean",
-        donor_count: int | None = None,
-        donor_ratio: float | None = None,
-        momentum: float = 0.0,
-        model_builder: ModelBuilder | None = None,
-        metric: Callable[[], Metric] | None = None,
-        metric_mode: MetricMode = "max",
-        optimizer_state: OptimizerState = "keep",
-        parameters: Parameters = "all",
-        read_timeout_s: float = 30.0,
-        drain_timeout_s: float = 10.0,
-        start_timeout_s: float = 60.0,
-        on_event: Callable[[PolicyEvent], None] | None = None,
-        timing: dict[str, list[float]] | None = None,
-        name: str = "",
-        group: Group | None = None,
-        world: World | None = None,
+        **options: Unpack[OneSidedOptions],
     ) -> None:
-        self._averaging = AveragingOptions(
-            averaging_strategy=averaging_strategy,
-            momentum=momentum,
-            optimizer_state=optimizer_state,
-            model_builder=model_builder,
-            on_event=on_event,
-            timing=timing,
-            drain_timeout_s=drain_timeout_s,
-        )
+        self._averaging = AveragingOptions.of(options)
         super().__init__(
             model,
             optimizer,
             average_every=average_every,
-            metric=metric,
-            metric_mode=metric_mode,
-            name=name,
-            group=group,
-            world=world,
-            start_timeout_s=start_timeout_s,
-            parameters=parameters,
             resets_optimizer=self._averaging.resets_optimizer,
+            **among(options, MeasuredOptions),
         )
-        self._rules = OneSidedRules(
-            replacement_mode=replacement_mode,
-            age_range=age_range,
-            threshold_metric=threshold_metric,
-            replacement_ratio=replacement_ratio,
-            averaging_strategy=averaging_strategy,
-            metric_mode=metric_mode,
-            donor_count=donor_count,
-            donor_ratio=donor_ratio,
-        )
-        self._limit = "threshold_metric", threshold_metric if replacement_mode == "threshold" else None
+        rules = self._rules = OneSidedRules.of(options)
+        self._limit = "threshold_metric", rules.threshold_metric if rules.replacement_mode == "threshold" else None
         self._own = OwnState(self._flat, self._weights, self._averaging)
-        self._read_timeout_s = validation.seconds("read_timeout_s", read_timeout_s)
-        self._timing = Timing(timing)
+        self._read_timeout_s = ReadOptions.of(options).read_timeout_s
+        self._timing = Timing(self._averaging.timing)
         self._durations: dict[str, Durations] = {}
         self._packing = Packing(self._flat.entries)
         self._states: dict[int, FlatBuffers] = {}
         self._snapshots = SnapshotPool(self._flat)
-        self._events = UserEvents(on_event)
+        self._events = UserEvents(self._averaging.on_event)
         self._applier = Applier(self._flat, self._own, self._snapshots, self._events)
         self._chunk_nbytes = CHUNK_NBYTES
         self._reader: DonorReader
         self._exposure: VersionedWindow | None = None
         self._is_publishing = False
         self._own_metric: float | None = None
-        self._trend = MetricTrend(metric_mode)
+        self._trend = MetricTrend(rules.metric_mode)
         self._blanks = BlankMetrics()
         self._replacement: Replacement | None = None
         self._task: asyncio.Task[None] | None = None

@@ -11,19 +11,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import ROUND_FLOOR, Decimal
 from numbers import Integral
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 from asyncdist import validation
+from asyncdist.protocols.declared import Options, number, one_of, option, or_none, whole
 from asyncdist.protocols.ranking import (
-    METRIC_MODES,
-    STRATEGIES,
     WEIGHT_EXPONENT_LIMIT,
+    JudgingRules,
     is_worse,
     order_worst_first,
     replacer_count,
 )
 
-REPLACEMENT_MODES: Final = ("age", "threshold", "worst_ratio")
+#: When a rank is replaced.
+ReplacementMode: TypeAlias = Literal["age", "threshold", "worst_ratio"]
+REPLACEMENT_MODES: Final[tuple[ReplacementMode, ...]] = get_args(ReplacementMode)
 
 #: Others whose newest metrics a rank looks at when it judges and chooses; more only where it draws more donors.
 SAMPLE_COUNT: Final = 32
@@ -38,68 +40,69 @@ DEFAULT_DONOR_RATIO: Final = 0.5
 Sample = Callable[[Sequence[int], int], list[int]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OneSidedRules:
-    """Holds the options that decide who is replaced and by whom.
-
-    Args:
-        replacement_mode: `"age"`, `"threshold"` or `"worst_ratio"`; see `is_dying`.
-        age_range: The shortest and the longest life, in steps; each life is drawn anew.
-        threshold_metric: For `"threshold"`: what a metric must not be worse than.
-        replacement_ratio: For `"worst_ratio"`: part of those with a metric that is replaced, 0..1, as in
-            `protocols.ranking.replacer_count`.
-        averaging_strategy: One of `protocols.ranking.STRATEGIES`.
-        metric_mode: `"max"` when a larger metric is better, `"min"` when a smaller one is.
-        donor_count: How many are drawn; None for `donor_ratio`.
-        donor_ratio: Part of the members, this rank included, that is drawn: rounded down, and at least one. None for
-            `DEFAULT_DONOR_RATIO`, and no more than `DEFAULT_DONOR_COUNT_MAX`.
-
-    Raises:
-        ValueError: An option is of the wrong type or outside what is allowed; it names option, value and range.
-    """
-
-    replacement_mode: str = "age"
-    age_range: tuple[int, int] = (50, 150)
-    threshold_metric: float = 0.0
-    replacement_ratio: float = 0.2
-    averaging_strategy: str = "mean"
-    metric_mode: str = "max"
-    donor_count: int | None = None
-    donor_ratio: float | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse bad options here, before any rank is judged by them."""
-        for name, allowed in (
-            ("replacement_mode", REPLACEMENT_MODES),
-            ("averaging_strategy", STRATEGIES),
-            ("metric_mode", METRIC_MODES),
-        ):
-            if getattr(self, name) not in allowed:
-                validation.refuse(name, getattr(self, name), ", ".join(map(repr, allowed)))
-        low, least = -validation.LARGEST, validation.SMALLEST
-        threshold_metric = validation.real("threshold_metric", self.threshold_metric, "a finite number", low=low)
-        donor_ratio = self.donor_ratio
-        if donor_ratio is not None:
-            words = "None or a number above 0, up to 1"
-            donor_ratio = validation.real("donor_ratio", donor_ratio, words, low=least, high=1.0)
-        donor_count = self.donor_count
-        if donor_count is not None:
-            donor_count = validation.count("donor_count", donor_count, besides=", or None")
-        # Kept as Python's own numbers, which members compare as text.
-        object.__setattr__(self, "threshold_metric", threshold_metric)
-        object.__setattr__(self, "replacement_ratio", validation.fraction("replacement_ratio", self.replacement_ratio))
-        object.__setattr__(self, "donor_count", donor_count)
-        object.__setattr__(self, "donor_ratio", donor_ratio)
-        ages: Any = self.age_range
-        if not _is_pair_of_ages(ages):
-            validation.refuse("age_range", ages, "two whole numbers of steps, 1 <= shortest <= longest")
-        object.__setattr__(self, "age_range", (int(ages[0]), int(ages[1])))
+def _ages(name: str, value: Any) -> tuple[int, int]:
+    if not _is_pair_of_ages(value):
+        validation.refuse(name, value, "two whole numbers of steps, 1 <= shortest <= longest")
+    return int(value[0]), int(value[1])
 
 
 def _is_pair_of_ages(ages: Any) -> bool:
     if not isinstance(ages, (tuple, list)) or len(ages) != 2:
         return False
     return all(isinstance(age, Integral) and not isinstance(age, bool) for age in ages) and 1 <= ages[0] <= ages[1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneSidedRules(JudgingRules):
+    """Holds the options that decide who is replaced and by whom.
+
+    Raises:
+        ValueError: An option is of the wrong type or outside the allowed range; it names option, value and range.
+    """
+
+    replacement_mode: ReplacementMode = option(
+        'When a rank is replaced. `"age"`: at the end of a life that was drawn from `age_range`. `"threshold"`: if its '
+        'metric is worse than `threshold_metric`. `"worst_ratio"`: if its metric is among the worst '
+        "`replacement_ratio` of the metrics that it knows.",
+        one_of(ReplacementMode),
+        default="age",
+    )
+    age_range: tuple[int, int] = option(
+        'For `"age"`: the shortest and the longest life in steps, both included; drawn anew for each life.',
+        _ages,
+        default=(50, 150),
+    )
+    threshold_metric: float = option(
+        'For `"threshold"`: a finite number in the metric\'s units. Worse is below it, or above it with '
+        '`metric_mode="min"`.',
+        number("a finite number", -validation.LARGEST),
+        default=0.0,
+    )
+    donor_count: int | None = option(
+        "The largest number of donors that are drawn; None: by `donor_ratio`.",
+        or_none(whole(1, ", or None")),
+        default=None,
+        group="donors",
+    )
+    donor_ratio: float | None = option(
+        "The same as a part of the group, this rank included: above 0, up to 1, rounded down, at least one donor. "
+        "None: half of the group, at most 8.",
+        or_none(number("None or a number above 0, up to 1", validation.SMALLEST, 1.0)),
+        default=None,
+        group="donors",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadOptions(Options):
+    """Holds the options for reading donors."""
+
+    read_timeout_s: float = option(
+        "Seconds in which all donors must be read, if they have to answer.",
+        validation.seconds,
+        default=30.0,
+        group="members and timeouts",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,13 +23,22 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from asyncdist import AsyncdistError, Group, World, compute_and_broadcast, reduce_and_broadcast, validation
+from asyncdist import AsyncdistError, Group, compute_and_broadcast, reduce_and_broadcast, validation
 from asyncdist.collectives.groups import free_all
+from asyncdist.protocols.declared import among, with_options
 from asyncdist.protocols.metrics import NOT_MEASURED, Metric, MetricSource
-from asyncdist.protocols.options import Parameters, PopulationOptions, ReplicaOptions
+from asyncdist.protocols.options import (
+    AveragingOptions,
+    CommonOptions,
+    MeasuredOptions,
+    MemberOptions,
+    PopulationOptions,
+    ReplicaOptions,
+)
 from asyncdist.protocols.ported import Ported
 from asyncdist.protocols.replicas.shards import ShardAveraging
 from asyncdist.protocols.selective.policy import AsyncSelectiveAveragingPolicy
+from asyncdist.protocols.selective.rules import SelectiveRules
 from asyncdist.protocols.selective.statistics import SelectiveStatistics
 from asyncdist.protocols.starting.differences import LEFT_OUT
 from asyncdist.protocols.step_info import NOTHING, StepInfo
@@ -42,6 +51,12 @@ logger = logging.getLogger("protocols.replicas.policy")
 #: Ranks of a replica leave within one step of each other, which may take seconds.
 _LEAVING_TOLD_AFTER_S: Final = 20.0
 _NO_POPULATION: Final = "replicas are one population, whose first leader coordinates it"
+
+_NOT_OF_REPLICAS: Final = PopulationOptions.__annotations__.keys() - MemberOptions.__annotations__.keys()
+
+
+class ReplicaPolicyOptions(ReplicaOptions, MemberOptions, total=False):
+    """Names the options of :class:`ReplicaAveragingPolicy`, apart from those that its constructor names."""
 
 
 class _AmongLeaders(AsyncSelectiveAveragingPolicy):
@@ -58,6 +73,7 @@ class _AmongLeaders(AsyncSelectiveAveragingPolicy):
         return self.has_come
 
 
+@with_options(ReplicaPolicyOptions, CommonOptions, SelectiveRules, AveragingOptions)
 class ReplicaAveragingPolicy(Ported):
     """Selective averaging of replicas: the worst ones take the average of the good ones.
 
@@ -84,12 +100,10 @@ class ReplicaAveragingPolicy(Ported):
             others; of a sharded model nothing is copied.
         optimizer: of that model, on each rank.
         replica_size: how many ranks make a replica: the first so many of the group, the next, and so on.
-        average_every: the cadence of reports, in steps. A replica's metric is the mean of its ranks'.
         swap_every: at every so many steps weights may change; a divisor of ``average_every``, by default the largest
             one up to a tenth of it.
-        options: others of :class:`AsyncSelectiveAveragingPolicy`, but those that name ranks or divide the population.
-            A sharded replica takes no fresh weights (``"reset_weights"``).
-        metric, name, group, world, start_timeout_s, parameters: see :class:`SpawnPolicy`.
+        average_every, metric, options: see below. A replica's metric is the mean of its ranks'. A sharded replica
+            takes no fresh weights (``"reset_weights"``).
 
     Attributes:
         is_sharded: whether each rank holds a part of its replica's model.
@@ -101,7 +115,7 @@ class ReplicaAveragingPolicy(Ported):
 
     keeps_replicas: ClassVar[bool] = True
 
-    @validation.names_options(refused=dict.fromkeys(PopulationOptions.__annotations__, _NO_POPULATION))
+    @validation.names_options(refused=dict.fromkeys(_NOT_OF_REPLICAS, _NO_POPULATION))
     def __init__(
         self,
         model: nn.Module,
@@ -111,45 +125,28 @@ class ReplicaAveragingPolicy(Ported):
         average_every: int,
         swap_every: int | None = None,
         metric: Callable[[], Metric] | None = None,
-        name: str = "",
-        group: Group | None = None,
-        world: World | None = None,
-        start_timeout_s: float = 60.0,
-        parameters: Parameters = "all",
-        **options: Unpack[ReplicaOptions],
+        **options: Unpack[ReplicaPolicyOptions],
     ) -> None:
         model = model.module if isinstance(model, DistributedDataParallel) else model
-        resets = options.get("optimizer_state") == "reset" or options.get("averaging_strategy") == "reset_weights"
+        averaging = AveragingOptions.of(options)
         super().__init__(
             model,
             optimizer,
             average_every=average_every,
             metric=metric,
-            metric_mode=options.get("metric_mode", "max"),
-            name=name,
-            group=group,
-            world=world,
-            start_timeout_s=start_timeout_s,
-            parameters=parameters,
-            resets_optimizer=resets,
+            resets_optimizer=averaging.resets_optimizer,
+            **among(options, MeasuredOptions),
         )
         self.replica_size = validation.count("replica_size", replica_size, least=2)
         self.swap_every = _largest_divisor(average_every) if swap_every is None else swap_every
         if swap_every is not None and average_every % validation.count("swap_every", swap_every):
             validation.refuse("swap_every", swap_every, f"a divisor of average_every, which is {average_every}")
         self.is_sharded = self._holds_shards()
-        if self.is_sharded and options.get("averaging_strategy") == "reset_weights":
+        if self.is_sharded and averaging.makes_fresh_weights:
             validation.refuse("averaging_strategy", "reset_weights", "an average, where replicas are sharded")
         kind = ShardAveraging if self.is_sharded else _AmongLeaders
-        self._inner = kind(  # which checks the options
-            model,
-            optimizer,
-            average_every=average_every // self.swap_every,
-            start_timeout_s=start_timeout_s,
-            parameters=parameters,
-            name=f"leaders of {name}"[:200],
-            **options,
-        )
+        inner: dict[str, Any] = {**options, "name": f"leaders of {self.name}"[:200], "group": None, "world": None}
+        self._inner = kind(model, optimizer, average_every=average_every // self.swap_every, **inner)
         self._limit = self._inner._limit
         self._journal.include(self._inner._journal)
         self._replica: Group

@@ -23,23 +23,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, Unpack
 
 import torch
 from torch import nn
 
-from asyncdist import ClosedError, Group, World, current_world, validation
+from asyncdist import ClosedError, current_world, validation
 from asyncdist.messaging import wire
+from asyncdist.protocols.declared import among, with_options
 from asyncdist.protocols.metrics import Metric, MetricSource
 from asyncdist.protocols.options import (
     AveragingOptions,
-    AveragingStrategy,
-    MetricMode,
-    MigrationRoute,
-    ModelBuilder,
-    OptimizerState,
-    Parameters,
-    Route,
+    CommonOptions,
+    CoordinatorOptions,
+    MeasuredOptions,
+    SelectiveOptions,
     Timing,
 )
 from asyncdist.protocols.own_state import OwnState
@@ -63,7 +61,7 @@ from asyncdist.protocols.selective.scopes import PolicyScopes
 from asyncdist.protocols.selective.statistics import SelectiveStatistics
 from asyncdist.protocols.selective.succession import Succession
 from asyncdist.protocols.starting.without_lost import lost_members
-from asyncdist.protocols.step_info import NOTHING, PolicyEvent, StepInfo, UserEvents
+from asyncdist.protocols.step_info import NOTHING, StepInfo, UserEvents
 from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("protocols.selective.policy")
@@ -88,6 +86,7 @@ class Membership:
     reporter: Reporter
 
 
+@with_options(SelectiveOptions, CommonOptions, SelectiveRules, AveragingOptions, IslandOptions, CoordinatorOptions)
 class AsyncSelectiveAveragingPolicy(Ported):
     """Asynchronous selective averaging (after torchgfn's policy of that name; see the module's text).
 
@@ -111,44 +110,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
         model: see :class:`SpawnPolicy`. Its floating and complex entries are averaged; integer and bool ones
             (BatchNorm's counter) are taken from the best donor.
         optimizer: keeps its state when weights are averaged, unless ``optimizer_state="reset"``.
-        average_every: the cadence of reports, in steps.
-        replacement_ratio: how many are replaced, 0 to 1: round-half-up(ratio * n) of n participants, at least 1 and at
-            most n - 1; none if the ratio is 0.
-        averaging_strategy: ``"mean"``; ``"weighted_mean"``, weights proportional to metric minus the worst
-            participant's; ``"best_only"``; ``"reset_weights"``, fresh weights of ``model_builder`` in place of an
-            average.
-        momentum: 0 to 1: new = momentum * own + (1 - momentum) * average, own being the weights at that moment. Where
-            these or the optimizer's state are not finite, nothing of both is kept (``StepInfo.recovered``).
-        threshold: a round acts only if the worst metric is worse than it.
-        cooldown: with a threshold: iterations before the next round may act.
-        model_builder: for ``"reset_weights"``: returns a model of the same layout, or the pair (model, optimizer).
-            Called once when the policy is made, too, to compare the layouts.
-        metric_mode: ``"max"`` if larger is better, ``"min"`` if smaller is. NaN and infinities never donate.
-        optimizer_state: ``"keep"``, or ``"reset"``: cleared in place whenever weights are replaced. ``reset_weights``
-            always clears it.
-        parameters: ``"all"``; or ``"trainable"``, which leaves frozen ones out: see :class:`SpawnPolicy`.
-        quorum: fraction of live members that must have reported before ``grace_s`` begins to run.
-        grace_s: seconds that the others get to report; by default as long as that delays no later round.
-        max_report_age_s: older reports do not count.
-        round_timeout_s: bound on a round's exchange, to which the safe points that it needs are added.
-        route: ``"direct"``, each donor sends its weights to each replacer; ``"sharded"``, donors or replacers, those
-            that are more, each add up a part and send its mean to the replacers, so that no rank sends or receives more
-            than two models, with the same bits; ``"auto"``, sharded, with few of them for a small model, where that
-            spares the busiest rank 64 MiB, or all ranks 128 streams.
-        islands, island_size: divides the ranks, host by host, into so many populations, or those of so many ranks (some
-            dozens are best), with a coordinator each: of equal size always, and 2 ranks or more.
-        migrate_every: after so many decisions in an island its best rank is one more donor of a round in another
-            island, if it is better there than those that are replaced. It stays where it is, and goes on. 10 by
-            default.
-        migration: that is the next island (``"ring"``, the default), or one drawn at random (``"random"``).
-        drain_timeout_s: how long leaving waits for streams under way.
-        start_timeout_s: how long the start waits for the last member.
-        coordinator: the rank that runs :func:`protocols.coordinate`; the group's first member by default.
-        successors: members that take over when the coordinator is lost or stops, in this order; then the other members.
-        on_event: told of each event of a round on this rank (:data:`protocols.PolicyEvent`), inside ``step``; of the
-            snapshot of a model in CUDA memory when it has been copied, at one of the next safe points.
-        timing: collects seconds by name (``snapshot``, ``apply``), in the form of torchgfn's option.
-        metric, name, group, world: see :class:`SpawnPolicy`.
+        average_every, metric, options: see below.
 
     Raises:
         TypeError, ValueError: an option, the model or the optimizer is not what it should be.
@@ -163,80 +125,28 @@ class AsyncSelectiveAveragingPolicy(Ported):
         optimizer: torch.optim.Optimizer,
         *,
         average_every: int,
-        replacement_ratio: float = 0.2,
-        averaging_strategy: AveragingStrategy = "mean",
-        momentum: float = 0.0,
-        threshold: float | None = None,
-        cooldown: int = 200,
-        model_builder: ModelBuilder | None = None,
         metric: Callable[[], Metric] | None = None,
-        metric_mode: MetricMode = "max",
-        optimizer_state: OptimizerState = "keep",
-        parameters: Parameters = "all",
-        quorum: float = 0.5,
-        grace_s: float | None = None,
-        max_report_age_s: float = 600.0,
-        round_timeout_s: float = 30.0,
-        route: Route = "auto",
-        islands: int | None = None,
-        island_size: int | None = None,
-        migrate_every: int | None = None,
-        migration: MigrationRoute | None = None,
-        drain_timeout_s: float = 10.0,
-        start_timeout_s: float = 60.0,
-        coordinator: int | None = None,
-        successors: Sequence[int] = (),
-        on_event: Callable[[PolicyEvent], None] | None = None,
-        timing: dict[str, list[float]] | None = None,
-        name: str = "",
-        group: Group | None = None,
-        world: World | None = None,
+        **options: Unpack[SelectiveOptions],
     ) -> None:
-        self._averaging = AveragingOptions(
-            averaging_strategy=averaging_strategy,
-            momentum=momentum,
-            optimizer_state=optimizer_state,
-            model_builder=model_builder,
-            on_event=on_event,
-            timing=timing,
-            drain_timeout_s=drain_timeout_s,
-        )
+        self._averaging = AveragingOptions.of(options)
         super().__init__(
             model,
             optimizer,
             average_every=average_every,
             metric=metric,
-            metric_mode=metric_mode,
-            name=name,
-            group=group,
-            world=world,
-            start_timeout_s=start_timeout_s,
-            parameters=parameters,
             resets_optimizer=self._averaging.resets_optimizer,
+            **among(options, MeasuredOptions),
         )
-        self._islands = IslandOptions(islands, island_size, migrate_every, migration)
-        self._islands.check_beside(averaging_strategy, coordinator=coordinator, successors=successors)
-        self._rules = SelectiveRules(
-            replacement_ratio=replacement_ratio,
-            averaging_strategy=averaging_strategy,
-            metric_mode=metric_mode,
-            threshold=threshold,
-            cooldown=cooldown,
-            quorum=quorum,
-            grace_s=grace_s,
-            max_report_age_s=max_report_age_s,
-            round_timeout_s=round_timeout_s,
-            route=route,
-            migrate_every=self._islands.migrate_every or 0,
-        )
-        self._limit = "threshold", threshold
+        self._islands = IslandOptions.of(options)
+        self._coordinators = CoordinatorOptions.of(options)
+        given = {name: options.get(name) for name in ("coordinator", "successors")}
+        self._islands.check_beside(self._averaging.averaging_strategy, **given)
+        self._rules = replace(SelectiveRules.of(options), migrate_every=self._islands.migrate_every or 0)
+        self._limit = "threshold", self._rules.threshold
         self._own = OwnState(self._flat, self._weights, self._averaging)
-        self._coordinator_rank = (
-            None if coordinator is None else validation.count("coordinator", coordinator, least=0, besides=", or None")
-        )
-        self._successors = validation.ranks("successors", successors)
-        self._events = UserEvents(on_event)
-        self._resources = RoleResources.of(self._flat, self._own, Timing(timing), self._events, self)
+        self._events = UserEvents(self._averaging.on_event)
+        timing = Timing(self._averaging.timing)
+        self._resources = RoleResources.of(self._flat, self._own, timing, self._events, self)
         self._member = RoundMember()
         self._island: Island | None = None
         self._visits: Visits | None = None  # without islands, and before the policy opens
@@ -295,19 +205,19 @@ class AsyncSelectiveAveragingPolicy(Ported):
             "average_every": self.average_every,
             **self._averaging.agreed(),
             "model_nbytes": self._flat.nbytes,
-            "coordinator": self._coordinator_rank,
-            "successors": self._successors,
+            **self._coordinators.agreed(),
             **self._islands.agreed(),
         }
 
     async def __aenter__(self) -> Self:
         """As :class:`SpawnPolicy`. Raises ValueError, also on one rank, for a coordinator or successor out of range."""
-        world, coordinator = self._given_world or current_world(), self._coordinator_rank
+        world, coordinator = self._given_world or current_world(), self._coordinators.coordinator
         if coordinator is not None and coordinator >= world.size:
             validation.refuse("coordinator", coordinator, f"a rank from 0 to {world.size - 1}")
         members = (self._given_group or world.group).ranks
-        if self._successors and not set(self._successors) <= set(members):
-            validation.refuse("successors", self._successors, f"members of the policy's group, {list(members)}")
+        successors = self._coordinators.successors
+        if successors and not set(successors) <= set(members):
+            validation.refuse("successors", successors, f"members of the policy's group, {list(members)}")
         return await super().__aenter__()
 
     def _choose_members(self) -> tuple[int, ...]:
@@ -318,11 +228,11 @@ class AsyncSelectiveAveragingPolicy(Ported):
 
     def _has_company(self) -> bool:
         """Whether other ranks take part; a reserved coordinator serves a lone member too, until it has left."""
-        return super()._has_company() or self._coordinator_rank not in (None, *self._group.ranks)
+        return super()._has_company() or self._coordinators.coordinator not in (None, *self._group.ranks)
 
     def _choose_leader(self, members: tuple[int, ...]) -> int:
-        first = members[0] if self._coordinator_rank is None else self._coordinator_rank
-        order = (first, *self._successors, *members)
+        first = members[0] if self._coordinators.coordinator is None else self._coordinators.coordinator
+        order = (first, *self._coordinators.successors, *members)
         return next(rank for rank in order if rank in members or rank not in self._group.ranks)
 
     def _takes_means(self) -> bool:
@@ -363,7 +273,8 @@ class AsyncSelectiveAveragingPolicy(Ported):
         channels = MemberChannels(services, scopes)
         if epoch:
             channels.enter_epoch(epoch)
-        order = tuple(dict.fromkeys((*self._successors, *members))) if self._successors else members
+        successors = self._coordinators.successors
+        order = tuple(dict.fromkeys((*successors, *members))) if successors else members
         succession = Succession(services.rank, order, coordinator)
         if epoch is not None:
             succession.begin_in(epoch)

@@ -9,20 +9,21 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 from asyncdist import validation
+from asyncdist.protocols.declared import number, one_of, option, or_none, whole
 from asyncdist.protocols.ranking import (
-    METRIC_MODES,
-    STRATEGIES,
     WEIGHT_EXPONENT_LIMIT,
+    JudgingRules,
     is_worse,
     order_worst_first,
     replacer_count,
 )
 
 #: How the donors' snapshots come to the replacers.
-ROUTES: Final = ("auto", "direct", "sharded")
+Route: TypeAlias = Literal["auto", "direct", "sharded"]
+_ROUNDS: Final = "stragglers and rounds"
 #: `"auto"` takes the sharded route where the busiest rank would else move twice as many models, and so many bytes more:
 #: below that the one step that it takes longer counts more (8 ranks on 2 cores, 4 MiB: 55 ms in place of 13).
 _SHARDED_SAVING_NBYTES: Final = 64 << 20
@@ -40,60 +41,58 @@ _NO_GUESTS: Final[Mapping[int, float]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SelectiveRules:
+class SelectiveRules(JudgingRules):
     """Holds the options of selective averaging that decide about rounds.
 
-    Args:
-        replacement_ratio: Part of the participants that is replaced, 0..1. 0 replaces none; anything above 0 replaces
-            at least one and leaves at least one.
-        averaging_strategy: One of `STRATEGIES`.
-        metric_mode: `"max"` when a larger metric is better, `"min"` when a smaller one is.
-        threshold: A round acts only if the worst metric is worse than this; None to act always.
-        cooldown: Iterations that the largest reported iteration must grow by between two acting rounds. It is for
-            `threshold` alone: without one the reports themselves set the cadence.
-        quorum: Part of the live members, 0..1, whose reports start the wait of `grace_s` for the others.
-        grace_s: How long the others are waited for once the quorum is met, in seconds; None to wait as long as that
-            delays no later round (`protocols.selective.waiting`).
-        max_report_age_s: Reports older than this are not judged, in seconds; may be infinite.
-        round_timeout_s: How long a replacer may take, apart from the training steps in between, in seconds.
-        route: One of `ROUTES`; see `reducers_of`.
-        migrate_every: Decisions from one emigrant to the next; 0 without islands.
-
     Raises:
-        ValueError: An option is of the wrong type or outside what is allowed; it names option, value and range.
+        ValueError: An option is of the wrong type or outside the allowed range; it names option, value and range.
     """
 
-    replacement_ratio: float = 0.25
-    averaging_strategy: str = "mean"
-    metric_mode: str = "max"
-    threshold: float | None = None
-    cooldown: int = 200
-    quorum: float = 0.5
-    grace_s: float | None = None
-    max_report_age_s: float = 600.0
-    round_timeout_s: float = 30.0
-    route: str = "auto"
+    threshold: float | None = option(
+        "A round acts only if the worst metric is worse than this; None: each round acts.",
+        or_none(number("None or a finite number", -validation.LARGEST)),
+        default=None,
+    )
+    cooldown: int = option(
+        "With a `threshold`: iterations by which the largest reported iteration must grow before the next round may "
+        "act.",
+        whole(0),
+        default=200,
+    )
+    quorum: float = option(
+        "0 to 1: part of the live members that must have reported before `grace_s` begins.",
+        validation.fraction,
+        default=0.5,
+        group=_ROUNDS,
+    )
+    grace_s: float | None = option(
+        "Seconds in which the other members may report; None: as long as that delays no later round.",
+        or_none(number("None or a finite number of seconds, 0 or more", 0.0)),
+        default=None,
+        group=_ROUNDS,
+    )
+    max_report_age_s: float = option(
+        "Seconds after which a report no longer counts; may be infinite.",
+        number("a number of seconds above 0", validation.SMALLEST, math.inf),
+        default=600.0,
+        group=_ROUNDS,
+    )
+    round_timeout_s: float = option(
+        "Seconds for a round's exchange, to which the safe points that it needs are added.",
+        validation.seconds,
+        default=30.0,
+        group=_ROUNDS,
+    )
+    route: Route = option(
+        'How snapshots travel. `"direct"`: each donor sends its weights to each replacer. `"sharded"`: the donors, or '
+        "the replacers if these are more, each add up one part and send its mean to the replacers. "
+        '`"auto"`: the one that costs less.',
+        one_of(Route),
+        default="auto",
+        group=_ROUNDS,
+    )
+    #: Decisions from one emigrant to the next; 0 without islands.
     migrate_every: int = 0
-
-    def __post_init__(self) -> None:
-        """Refuse bad options here, so that no report is ever judged by them."""
-        choices = {"averaging_strategy": STRATEGIES, "metric_mode": METRIC_MODES, "route": ROUTES}
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                validation.refuse(name, getattr(self, name), ", ".join(map(repr, allowed)))
-        numbers = {
-            "replacement_ratio": ("a number from 0 to 1", 0.0, 1.0),
-            "quorum": ("a number from 0 to 1", 0.0, 1.0),
-            "round_timeout_s": ("a finite number of seconds above 0", validation.SMALLEST, validation.LARGEST),
-            "max_report_age_s": ("a number of seconds above 0", validation.SMALLEST, math.inf),
-        }
-        if self.grace_s is not None:
-            numbers["grace_s"] = ("None or a finite number of seconds, 0 or more", 0.0, validation.LARGEST)
-        if self.threshold is not None:
-            numbers["threshold"] = ("None or a finite number", -validation.LARGEST, validation.LARGEST)
-        for name, (words, low, high) in numbers.items():  # kept as plain floats
-            object.__setattr__(self, name, validation.real(name, getattr(self, name), words, low=low, high=high))
-        object.__setattr__(self, "cooldown", validation.count("cooldown", self.cooldown, least=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +226,7 @@ def reducers_of(
 
     Args:
         decision: Who gives, and who takes.
-        route: One of `ROUTES`. `"auto"` takes the sharded one where that saves the busiest rank, or the busiest host's
+        route: One of `Route`. `"auto"` takes the sharded one where that saves the busiest rank, or the busiest host's
             network, many bytes, or all ranks together many streams.
         model_nbytes: The bytes of one snapshot.
         turn: The round's number.

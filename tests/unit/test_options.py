@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import inspect
+import re
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -25,11 +27,22 @@ from protocols import (
     ReplicaAveragingPolicy,
     SpawnPolicy,
 )
-from protocols.average_all import AverageAllOptions
-from protocols.options import MemberOptions, ReplicaOptions, SelectiveOptions
+from protocols.declared import GROUPS, Options, by_group, declared, in_markdown
+from protocols.one_sided.rules import OneSidedRules, ReadOptions
+from protocols.options import (
+    AverageAllOptions,
+    AveragingOptions,
+    CommonOptions,
+    CoordinatorOptions,
+    MeasuredOptions,
+    OneSidedOptions,
+    SelectiveOptions,
+)
+from protocols.replicas.policy import ReplicaPolicyOptions
+from protocols.selective.islands.layout import IslandOptions
+from protocols.selective.rules import SelectiveRules
 
 ROOT = Path(__file__).parents[2]
-MODEL = ["model", "optimizer", "average_every"]
 
 
 def model_and_optimizer() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -37,31 +50,85 @@ def model_and_optimizer() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters())
 
 
-def types_of(function: Callable[..., Any], *but: str) -> dict[str, Any]:
-    types = typing.get_type_hints(function)
-    return {name: types[name] for name in inspect.signature(function).parameters if name not in ("self", *but)}
+MEMBERS = [CommonOptions, AveragingOptions]
+#: The policies, each with the TypedDict of its options, the parameters that are options, and the declaring classes.
+DECLARED: list[tuple[type, type, list[str], list[type[Options]]]] = [
+    (SpawnPolicy, MeasuredOptions, ["average_every"], [CommonOptions]),
+    (AverageAllPolicy, AverageAllOptions, ["average_every"], MEMBERS),
+    (
+        AsyncSelectiveAveragingPolicy,
+        SelectiveOptions,
+        ["average_every", "metric"],
+        [*MEMBERS, SelectiveRules, IslandOptions, CoordinatorOptions],
+    ),
+    (ReplicaAveragingPolicy, ReplicaPolicyOptions, ["average_every", "metric"], [*MEMBERS, SelectiveRules]),
+    (OneSidedSelectiveAveragingPolicy, OneSidedOptions, ["average_every"], [*MEMBERS, OneSidedRules, ReadOptions]),
+]
+NAMES = [each[0].__name__ for each in DECLARED]
+SELECTIVE, ONE_SIDED = DECLARED[2], DECLARED[4]
+
+
+def declarations(names: typing.Iterable[str], kinds: list[type[Options]]) -> list[dataclasses.Field[Any]]:
+    """The declarations of these options, in their order."""
+    found = {each.name: each for kind in kinds for each in declared(kind)}
+    return [found[name] for name in names]
 
 
 @pytest.mark.parametrize(
-    ("options", "function", "others"),
-    [
-        (MemberOptions, SpawnPolicy.__init__, [*MODEL, "metric", "metric_mode", "resets_optimizer"]),
-        (AverageAllOptions, AverageAllPolicy.__init__, MODEL),
-        (SelectiveOptions, AsyncSelectiveAveragingPolicy.__init__, [*MODEL, "metric"]),
-        (
-            ReplicaOptions,
-            AsyncSelectiveAveragingPolicy.__init__,
-            [*MODEL, "metric", *(SelectiveOptions.__annotations__.keys() - ReplicaOptions.__annotations__)],
-        ),
-        (WorldOptions, run, ["main", "args", "transport", "ranks", "loop"]),
-        (WorldOptions, inspect.unwrap(open_world), ["transport", "ranks"]),
-    ],
+    ("policy", "options", "others", "kinds"), DECLARED, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_the_names_of_options_are_those_declared(
+    policy: Any, options: type, others: list[str], kinds: list[type[Options]]
+) -> None:
+    types = typing.get_type_hints(options)
+    for kind in kinds:
+        own = typing.get_type_hints(kind)
+        for name in {each.name for each in declared(kind)} & types.keys():
+            given = types[name]
+            assert own[name] == given or (name == "successors" and own[name] == tuple[int, ...]), name
+    parameters = inspect.signature(policy).parameters
+    for each in declarations([*others, *types], kinds):
+        assert parameters[each.name].kind is inspect.Parameter.KEYWORD_ONLY
+        default = inspect.Parameter.empty if each.default is dataclasses.MISSING else each.default
+        assert parameters[each.name].default == default
+        assert f"    {each.name} (" in policy.__doc__, "its docstring lists the option"
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "others", "kinds"), DECLARED[1:], ids=lambda value: getattr(value, "__name__", "")
+)
+def test_at_most_twelve_options_are_read_first(
+    policy: Any, options: type, others: list[str], kinds: list[type[Options]]
+) -> None:
+    groups = by_group(declarations([*others, *options.__annotations__], kinds))
+    assert len(groups[GROUPS[0]]) <= 12, [each.name for each in groups[GROUPS[0]]]
+
+
+def lists_of_the_docs() -> dict[str, str]:
+    """The lists of options in the docs, by their titles."""
+    text = (ROOT / "docs" / "policies.md").read_text()
+    return dict(re.findall(r"<!-- options: (.*?) -->\n(.*?)\n<!-- end of options -->", text, re.DOTALL))
+
+
+def test_the_docs_list_the_options_as_they_are_declared() -> None:
+    selective, own = [
+        declarations([*others, *options.__annotations__], kinds) for _, options, others, kinds in (SELECTIVE, ONE_SIDED)
+    ]
+    known = {each.name for each in selective}
+    wanted = {group: in_markdown(members) for group, members in by_group(selective).items()}
+    wanted["one-sided"] = in_markdown([each for each in own if each.name not in known])
+    assert lists_of_the_docs() == wanted
+
+
+@pytest.mark.parametrize(
+    ("function", "others"),
+    [(run, ["main", "args", "transport", "ranks", "loop"]), (inspect.unwrap(open_world), ["transport", "ranks"])],
     ids=lambda value: getattr(value, "__qualname__", ""),
 )
-def test_options_passed_on_are_those_of_the_function(
-    options: type, function: Callable[..., Any], others: list[str]
-) -> None:
-    assert typing.get_type_hints(options) == types_of(function, *others)
+def test_options_of_worlds_are_those_of_the_function(function: Callable[..., Any], others: list[str]) -> None:
+    types = typing.get_type_hints(function)
+    names = [name for name in inspect.signature(function).parameters if name not in others]
+    assert typing.get_type_hints(WorldOptions) == {name: types[name] for name in names}
 
 
 POLICIES = [AsyncSelectiveAveragingPolicy, AverageAllPolicy, OneSidedSelectiveAveragingPolicy, ReplicaAveragingPolicy]
@@ -111,7 +178,7 @@ def test_every_integration_checks_the_names_of_its_options(path: Path) -> None:
 
 def test_a_constructor_shows_its_own_signature() -> None:
     parameters = inspect.signature(AsyncSelectiveAveragingPolicy).parameters
-    assert list(parameters)[:4] == ["model", "optimizer", "average_every", "replacement_ratio"]
+    assert list(parameters)[:5] == ["model", "optimizer", "average_every", "metric", "replacement_ratio"]
     assert validation.option_names(AverageAllPolicy.__init__)[0] == "average_every"
 
 

@@ -23,7 +23,7 @@ from asyncdist.messaging.demultiplexer import TagDemultiplexer
 from asyncdist.waits import WaitId
 from protocols.selective.coordinator import Coordinator
 from protocols.selective.messages import DONOR, Applied, ControlMessage, PackedAssign, Ready, Report
-from protocols.selective.rules import SelectiveRules
+from protocols.selective.rules import Route, SelectiveRules
 from protocols.selective.scopes import PolicyScopes
 
 _NONCE: Final = 7
@@ -181,7 +181,7 @@ class _Members:
         return int.from_bytes(sent[0][1][20:24], "little"), donors, replacers
 
 
-def coordinator_costs(size: int, round_count: int, route: str = "auto") -> dict[str, float]:
+def coordinator_costs(size: int, round_count: int, route: Route = "auto") -> dict[str, float]:
     """Return what one round takes of each of so many members: CPU time, at best, and bytes and messages sent.
 
     All members report, a quarter of them is replaced, all donors are ready and all replacers apply.

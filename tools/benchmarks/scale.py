@@ -41,10 +41,11 @@ from sim import pass_on
 import asyncdist as ad
 from asyncdist.simulation import Compute, Link, LogNormal, Network
 from protocols import AsyncSelectiveAveragingPolicy
+from protocols.selective.rules import Route
 
 #: It needs no launcher.
 RANKS: Final = ()
-ROUTES: Final = ("direct", "sharded")
+ROUTES: Final[tuple[Route, ...]] = ("direct", "sharded")
 RATIO: Final = 0.25
 TARGET_TOTAL: Final = 1.02
 TARGET_RANK: Final = 2.1
@@ -437,7 +438,7 @@ def main() -> None:
         print(f"{name}: {time.perf_counter() - began_at:.0f} s", file=sys.stderr, flush=True)
 
     measure("population", _population, settings.population)  # first: peak memory is that of the process so far
-    ways = ("auto", *ROUTES)
+    ways: tuple[Route, ...] = ("auto", *ROUTES)
     measure(
         "coordinator", lambda size: {way: coordinator_costs(size, _COORDINATOR_ROUNDS, way) for way in ways},
         settings.population,

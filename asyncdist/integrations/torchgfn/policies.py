@@ -19,12 +19,12 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from typing import Any, Generic, Literal, TypedDict, TypeVar, Unpack
+from typing import Any, Generic, TypeVar, Unpack
 
 import torch
 from torch import nn
 
-from asyncdist import Group, World, validation
+from asyncdist import Group, validation
 from asyncdist.blocking.callers import find_caller
 from asyncdist.blocking.policies import Policy
 from asyncdist.blocking.process_world import end_process_world
@@ -37,17 +37,16 @@ from asyncdist.protocols import (
     OneSidedStatistics,
     SpawnPolicy,
 )
-from asyncdist.protocols.average_all import AverageAllOptions
 from asyncdist.protocols.metrics import Metric
 from asyncdist.protocols.options import (
+    AverageAllOptions,
     AveragingStrategy,
-    MetricMode,
     ModelBuilder,
-    OptimizerState,
     PopulationOptions,
+    ReadingOptions,
     RoundOptions,
+    StartOptions,
 )
-from asyncdist.protocols.step_info import PolicyEvent
 
 PolicyT = TypeVar("PolicyT", bound=SpawnPolicy)
 
@@ -58,22 +57,8 @@ class _SelectiveOptions(RoundOptions, PopulationOptions, total=False):
     metric: Callable[[], Metric] | None
 
 
-class _OneSidedOptions(TypedDict, total=False):
+class _OneSidedOptions(ReadingOptions, StartOptions, total=False):
     """Names the options of one-sided selective averaging that torchgfn's policies do not have."""
-
-    replacement_mode: Literal["age", "threshold", "worst_ratio"]
-    donor_count: int | None
-    donor_ratio: float | None
-    metric: Callable[[], Metric] | None
-    metric_mode: MetricMode
-    optimizer_state: OptimizerState
-    read_timeout_s: float
-    drain_timeout_s: float
-    on_event: Callable[[PolicyEvent], None] | None
-    timing: dict[str, list[float]] | None
-    name: str
-    world: World | None
-    start_timeout_s: float
 
 
 class _Ported(Generic[PolicyT]):

@@ -7,45 +7,53 @@ few hosts as possible: what its members send each other seldom leaves one.
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final, Self
+from typing import Any, Literal, Self, TypeAlias
 
 from asyncdist import StartTimeoutError, validation
+from asyncdist.protocols.declared import Options, one_of, option, or_none, whole
 
 #: How the island is chosen that an emigrant goes to.
-TOPOLOGIES: Final = ("ring", "random")
+MigrationRoute: TypeAlias = Literal["ring", "random"]
 
 
-@dataclass(frozen=True, slots=True)
-class IslandOptions:
-    """Holds what a user says of islands.
-
-    Args:
-        islands: How many; None to tell by `island_size`, or for no islands.
-        island_size: The ranks of each.
-        migrate_every: Decisions of an island's coordinator from one emigrant to the next; 10 by default, and None
-            without islands.
-        migration: One of `TOPOLOGIES`, by default the first of them; None without islands.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IslandOptions(Options):
+    """Holds the options for islands.
 
     Raises:
         ValueError: An option is out of range, both numbers are given, or neither is and something is said of migration.
     """
 
-    islands: int | None = None
-    island_size: int | None = None
-    migrate_every: int | None = None
-    migration: str | None = None
+    islands: int | None = option(
+        "Divides the ranks, host by host, into this number of populations of equal size, with a coordinator each.",
+        or_none(whole(1, ", or None")),
+        default=None,
+        group="islands",
+    )
+    island_size: int | None = option(
+        "Instead of `islands`: the number of ranks in each population, at least 2; some dozens are best.",
+        or_none(whole(2, ", or None")),
+        default=None,
+        group="islands",
+    )
+    migrate_every: int | None = option(
+        "Decisions of an island from one migrant to the next: its best rank becomes one more donor of a round in "
+        "another island. 10 by default, with islands.",
+        or_none(whole(1)),
+        default=None,
+        group="islands",
+    )
+    migration: MigrationRoute | None = option(
+        'Which island that is: the next one (`"ring"`, the default with islands), or one drawn at random (`"random"`).',
+        or_none(one_of(MigrationRoute)),
+        default=None,
+        group="islands",
+    )
 
     def __post_init__(self) -> None:
-        """Refuse what is wrong on any number of ranks."""
-        for name, least in (("islands", 1), ("island_size", 2)):
-            value = getattr(self, name)
-            if value is not None:
-                object.__setattr__(self, name, validation.count(name, value, least=least, besides=", or None"))
-        if self.migrate_every is not None:
-            object.__setattr__(self, "migrate_every", validation.count("migrate_every", self.migrate_every))
-        if self.migration not in (None, *TOPOLOGIES):
-            validation.refuse("migration", self.migration, ", ".join(map(repr, TOPOLOGIES)))
-        for name, default in (("migrate_every", 10), ("migration", TOPOLOGIES[0])):
+        """Refuse wrong values on any number of ranks."""
+        Options.__post_init__(self)
+        for name, default in (("migrate_every", 10), ("migration", "ring")):
             value = getattr(self, name)
             if value is not None and not self.are_on:
                 validation.refuse(name, value, "none without islands or island_size, as there is nowhere to migrate to")

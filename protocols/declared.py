@@ -1,0 +1,179 @@
+"""Declares options once: default, check, documentation, and whether the members of a policy must agree on the value.
+
+A frozen dataclass below :class:`Options` declares each option as a field; the values of an instance have been checked.
+The ``TypedDict`` classes of :mod:`protocols.options` repeat names and types alone, for editors and type checkers. A
+policy's signature and the list of options in its docstring follow from the declarations (:func:`with_options`).
+
+Pure: no asyncio, no transport, no clock, no torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any, Final, Self, TypeAlias, TypeVar, get_args
+
+from asyncdist import validation
+
+T = TypeVar("T")
+#: Takes an option's name and value, and returns the value to keep. Raises TypeError or ValueError for a wrong value.
+Check: TypeAlias = Callable[[str, Any], Any]
+_KEY: Final = "option"
+#: The groups of options, in the order in which a reader needs them.
+GROUPS: Final = ("start here", "donors", "stragglers and rounds", "members and timeouts", "islands", "coordinator")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """Describes one option, apart from its name, type and default."""
+
+    doc: str
+    check: Check
+    group: str
+    is_agreed: bool
+
+
+def option(doc: str, check: Check, *, default: Any = MISSING, group: str = GROUPS[0], is_agreed: bool = False) -> Any:
+    """Declare an option: the value of a field in a class below :class:`Options`.
+
+    Args:
+        doc: One sentence for the docstring of the policies and the table of the docs.
+        check: Checks a value, and returns the value to keep.
+        default: The default; without one the option is required.
+        group: One of :data:`GROUPS`.
+        is_agreed: Whether the value must be equal on all members.
+    """
+    return field(default=default, metadata={_KEY: Option(doc, check, group, is_agreed)})
+
+
+def like(kind: type[Options], name: str) -> Any:
+    """Declare a field that holds an option which ``kind`` declares."""
+    found = kind.__dataclass_fields__[name]
+    return field(default=found.default, metadata=found.metadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Holds checked values of options. A wrong value is refused before any member has been contacted."""
+
+    def __post_init__(self) -> None:
+        """Check each value. Raises TypeError or ValueError, with the name, the value and the allowed values."""
+        for each in declared(type(self)):
+            object.__setattr__(self, each.name, each.metadata[_KEY].check(each.name, getattr(self, each.name)))
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """Return the options of this class among the given ones."""
+        return cls(**{each.name: given[each.name] for each in declared(cls) if each.name in given})
+
+    def agreed(self) -> dict[str, Any]:
+        """Return the values that must be equal on all members, as JSON values."""
+        return {each.name: getattr(self, each.name) for each in declared(type(self)) if each.metadata[_KEY].is_agreed}
+
+
+def among(options: Mapping[str, Any], kind: type) -> dict[str, Any]:
+    """Return the given options that a TypedDict names."""
+    return {name: options[name] for name in kind.__annotations__ if name in options}
+
+
+def declared(kind: type[Options]) -> list[Field[Any]]:
+    """Return the fields of a class that are options."""
+    return [each for each in fields(kind) if _KEY in each.metadata]
+
+
+def with_options(options: type, *kinds: type[Options]) -> Callable[[type[T]], type[T]]:
+    """Decorate a policy: its signature and its docstring show the options.
+
+    Args:
+        options: The TypedDict of the constructor's ``**options``.
+        kinds: The classes that declare the options.
+    """
+
+    def decorate(policy: type[T]) -> type[T]:
+        init: Any = policy.__init__
+        found = {each.name: each for kind in kinds for each in declared(kind)}
+        parameters = [each for each in inspect.signature(init).parameters.values() if each.kind is not each.VAR_KEYWORD]
+        names = [each.name for each in parameters] + list(options.__annotations__)
+        init.__signature__ = inspect.Signature(
+            [*parameters, *(_parameter(found[name]) for name in options.__annotations__)], return_annotation=None
+        )
+        text = listed([found[name] for name in names if name in found])
+        policy.__doc__ = f"{inspect.cleandoc(policy.__doc__ or '')}\n\n{text}"
+        return policy
+
+    return decorate
+
+
+def _parameter(each: Field[Any]) -> inspect.Parameter:
+    return inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
+
+
+def by_group(options: list[Field[Any]]) -> dict[str, list[Field[Any]]]:
+    """Return the options of each group, in the order of the groups."""
+    found = {group: [each for each in options if each.metadata[_KEY].group == group] for group in GROUPS}
+    return {group: members for group, members in found.items() if members}
+
+
+def listed(options: list[Field[Any]]) -> str:
+    """Return the options as text: a heading for each group, and a paragraph for each option."""
+    lines = []
+    for group, members in by_group(options).items():
+        lines.append(f"Options, {group}:")
+        for each in members:
+            default = "required" if each.default is MISSING else f"default {each.default!r}"
+            text = f"{each.name} ({default}): {each.metadata[_KEY].doc}"
+            lines += textwrap.wrap(text, 110, initial_indent="    ", subsequent_indent="        ")
+    return "\n".join(lines)
+
+
+def in_markdown(options: list[Field[Any]]) -> str:
+    """Return the options as a list in Markdown, for the pages of the docs."""
+    lines = []
+    for each in options:
+        default = "required" if each.default is MISSING else f"default `{each.default!r}`".replace("'", '"')
+        text = f"- `{each.name}` ({default}): {each.metadata[_KEY].doc}"
+        lines += textwrap.wrap(text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines)
+
+
+# -- checks -----------------------------------------------------------------------------------------------------------
+
+
+def one_of(literal: Any, kind: type[Exception] = ValueError) -> Check:
+    """Return a check for the values of a Literal type."""
+    allowed = get_args(literal)
+
+    def check(name: str, value: Any) -> Any:
+        if value not in allowed:
+            validation.refuse(name, value, ", ".join(map(repr, allowed)), kind)
+        return value
+
+    return check
+
+
+def number(allowed: str, low: float, high: float = validation.LARGEST) -> Check:
+    """Return a check for a real number between two bounds; ``allowed`` says the same for the error."""
+    return lambda name, value: validation.real(name, value, allowed, low=low, high=high)
+
+
+def whole(least: int, besides: str = "") -> Check:
+    """Return a check for a whole number of at least ``least``; ``besides`` names other values for the error."""
+    return lambda name, value: validation.count(name, value, least=least, besides=besides)
+
+
+def or_none(check: Check) -> Check:
+    """Return a check that accepts None too."""
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def function(allowed: str) -> Check:
+    """Return a check for a callable or None."""
+
+    def check(name: str, value: Any) -> Any:
+        if value is not None and not callable(value):
+            validation.refuse(name, value, allowed, TypeError)
+        return value
+
+    return check
