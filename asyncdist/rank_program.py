@@ -203,7 +203,9 @@ class _ToldOnce:
         teller = told.setdefault(text, _own_name())
         if teller != _own_name():
             first_line = str(error).partition("\n")[0]
-            sys.stderr.write(f"asyncdist: {_own_name()} failed as {teller} did: {kind.__name__}: {first_line}\n")
+            sys.stderr.write(
+                f"asyncdist: {_own_name()} failed in the same way as {teller}: {kind.__name__}: {first_line}\n"
+            )
             return
         sys.stderr.write(f"asyncdist: {teller} failed:\n{text}")
         sys.stderr.flush()
