@@ -365,24 +365,19 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
             self._journal.note_step(self.iteration, info, began_at)
             return info
         finally:
-            self._stepping = False
+            self._stepping, self._is_due_here = False, None
             self.iteration += 1
             self._call_count += 1
 
     _guarded_step.__qualname__ = "SpawnPolicy.step"  # as Python calls it where it is not awaited
 
-    async def step_at(self, iteration: int, local_metric: MetricSource, *, is_due: bool) -> StepInfo:
+    def step_at(self, iteration: int, local_metric: MetricSource, *, is_due: bool) -> Coroutine[Any, Any, StepInfo]:
         """Do the step of this iteration, for a caller that skips iterations and decides which are due.
 
-        Raises:
-            BaseException: As in :meth:`step`.
+        The caller has called :meth:`check_can_step`, and awaits the step at once.
         """
-        self.check_can_step()
         self.iteration, self._is_due_here = iteration, is_due
-        try:
-            return await self._guarded_step(local_metric)
-        finally:
-            self._is_due_here = None
+        return self._guarded_step(local_metric)
 
     def check_can_step(self) -> None:
         """Raise ClosedError or BusyError if a step is not possible now."""

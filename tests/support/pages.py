@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
-_BLOCK = re.compile(r"((?:^<!--[^\n]*?(?:(?!-->).)*-->\n)*)^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r"((?:^<!--(?:(?!-->).)*-->\n)*)^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _COMMENT = re.compile(r"<!--\s*(not run|before|after|files|varies|timing|exit)\b:?\s*?\n?(.*?)\s*-->", re.DOTALL)
 
 

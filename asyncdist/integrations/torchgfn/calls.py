@@ -86,7 +86,6 @@ class PortedCalls:
     ) -> CallResult:
         """Do one step; see :meth:`protocols.ported.Ported.__call__` for the arguments."""
         policy = self._policy
-        policy.check_can_step()
         if model is not policy.model or optimizer is not policy.optimizer:
             raise ValueError(
                 "this policy was made for another model or optimizer; it changes weights in place, pass the same ones"
@@ -95,6 +94,9 @@ class PortedCalls:
             validation.refuse("group", group, "None, or the policy's own, which is given to its constructor")
         if expose_params not in (None, True):
             validation.refuse("expose_params", expose_params, "None, True; average_every says when")
+        if type(iteration) is int and iteration == policy.iteration and self._numbers.epoch_start == 0:
+            return model, optimizer, fields_of(await policy._guarded_step(local_metric))  # as most calls are
+        policy.check_can_step()
         if type(iteration) is not int or iteration < 0:
             iteration = validation.count("iteration", iteration, least=0)
         own_iteration, is_due = self._numbers.place(iteration, policy.iteration)
