@@ -221,7 +221,7 @@ async def test_several_abandoned_receives_keep_their_order(engine: Engine, trans
         buffer[0] = i
         request.arrive(1, 1)
     engine.poll()
-    assert engine.outstanding() == ("message from 1, tag 5, for nobody",) * 4
+    assert engine.outstanding() == ("unreceived message from 1, tag 5",) * 4
     for i in range(4):
         target = bytearray(1)
         assert await engine.receive(target, 1, 5) == (1, 1)

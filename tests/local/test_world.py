@@ -374,7 +374,7 @@ async def leave_a_probe(world: ad.World) -> None:
         (leave_a_message, "1 .* Number, tag 5"),
         (leave_an_early_frame, "1 .* tag 5 "),
         (leave_a_slot, "1 stream slots"),
-        (leave_an_abandoned_message, "message from 0, tag 99, for nobody|stream slots"),
+        (leave_an_abandoned_message, "unreceived message from 0, tag 99|stream slots"),
         (leave_a_probe, "a snapshot of policy p"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
