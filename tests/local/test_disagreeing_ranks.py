@@ -134,7 +134,8 @@ def test_reserved_coordinator_and_missing_group_name_both_lists(size: int) -> No
     """Regression: after a minute it was told that rank 1 had not come, which waited for it."""
 
     async def main(world: ad.World) -> None:
-        lists = rf"rank 0 starts '.*{'1,0' if size == 2 else '1-2,0'}' and rank [12] starts '.* on ranks 0-{size - 1}'.*group="
+        others = "1,0" if size == 2 else "1-2,0"
+        lists = rf"rank 0 starts '.*{others}' and rank [12] starts '.* on ranks 0-{size - 1}'.*group="
         with pytest.raises(ad.DisagreementError, match=lists):
             if world.rank == 0:
                 await protocols.coordinate(range(1, size))
