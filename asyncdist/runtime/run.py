@@ -1,10 +1,10 @@
 """Starts a rank, hosts its main coroutine, and ends it: ``run``, ``run_local`` and ``open_world``.
 
 The life of a rank: make the loop; open the transport; agree with all ranks on versions and on the job's nonce; run
-``main(world)`` and every task it spawned under one task group; then leave: tell the peers, wait for the services of
-protocols (a coordinator serves until its last member has left), a polled barrier, take the receives back, close the
-transport. Leaving is in :mod:`asyncdist.runtime.leaving`; a failure anywhere replaces it by
-:mod:`asyncdist.runtime.failing.failure`.
+``main(world)`` and every task it spawned under one task group; then leave: notify the peers, wait for the services of
+protocols (a coordinator serves until its last member has left), enter a polled barrier, cancel the receives, close the
+transport. :mod:`asyncdist.runtime.leaving` implements the end, and :mod:`asyncdist.runtime.failing.failure` the end
+after a failure.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ T = TypeVar("T")
 #: ``"auto"``, ``"local"``, ``"mpi"`` or ``"torch"``.
 TransportName: TypeAlias = str
 LoopName: TypeAlias = Literal["uvloop", "asyncio"]
-#: Where counters go: see ``metrics`` of :func:`run`.
+#: Destination of counters; see ``metrics`` of :func:`run`.
 MetricsName: TypeAlias = int | str | Sequence[int | str] | None
 
 
 class WorldOptions(TypedDict, total=False):
-    """Names the options that :func:`run` and :func:`open_world` share, for callables that pass them on."""
+    """The common options of :func:`run` and :func:`open_world`, for functions that pass them on."""
 
     grace_s: float
     strict: bool
@@ -64,19 +64,19 @@ class WorldOptions(TypedDict, total=False):
     metrics: MetricsName
 
 
-#: How long spawned tasks may only wait, after main of their rank has returned, before a warning is logged.
+#: Default of ``watchdog_s``, in seconds.
 WATCHDOG_S: Final = 10.0
-#: After how long a job in which nothing moves is told, where ``stall_s`` is not set.
+#: Seconds without progress after which the waits of a job's ranks are printed, if ``stall_s`` is not set.
 STALL_S: Final = 60.0
-#: How long main may wait in one collective, while others go on, before a warning is logged, where it is not set.
+#: Seconds that main may wait in one collective before a warning is logged, if ``stall_s`` is not set.
 COLLECTIVE_STALL_S: Final = 300.0
-#: How launchers are asked for so many ranks.
+#: Options of launchers for the number of ranks.
 _RANKS_ASKED_FOR: Final = re.compile(r"(?<!\S)((?:-n|-np|--ranks|--nproc[-_]per[-_]node)[ =]?(\d+))(?!\S)")
-#: Takes the place of :func:`run` where something else hosts the ranks; is given main, its arguments and ``strict``.
+#: Replaces :func:`run` if the ranks are hosted elsewhere; called with main, its arguments and ``strict``.
 run_elsewhere: ContextVar[Callable[[Callable[..., Any], tuple[Any, ...], bool], Any] | None] = ContextVar(
     "run_elsewhere", default=None
 )
-#: The same for :func:`run_local`, where its ranks are replayed.
+#: Replaces :func:`run_local` if its ranks are replayed.
 run_local_elsewhere: ContextVar[Callable[[Callable[..., Any], tuple[Any, ...], bool], list[Any]] | None] = ContextVar(
     "run_local_elsewhere", default=None
 )
@@ -97,57 +97,56 @@ def run(
     record_limit_nbytes: int = LIMIT_NBYTES,
     metrics: MetricsName = None,
 ) -> T:
-    """Run ``main(world, *args)`` as this process's rank and return what it returns.
+    """Run ``main(world, *args)`` as this process's rank, and return its result.
 
-    Where a loop is running already, in a notebook, local ranks get a thread of their own with the caller's context and
-    torch modes, and this call, and that loop, wait for them. There a second Ctrl-C raises KeyboardInterrupt in main.
+    If a loop is already running, as in a notebook, local ranks get a thread of their own with the caller's context and
+    torch modes; the caller and its loop are blocked meanwhile, and a second Ctrl-C raises KeyboardInterrupt in main.
 
-    Under a launcher the first call takes what exists by then, modules above all, out of garbage collection
-    (:func:`gc.freeze`): cycles among those objects are kept to the end of the process.
+    Under a launcher, the first call excludes the existing objects, mostly modules, from garbage collection
+    (:func:`gc.freeze`), so that cycles among them are kept to the end of the process.
 
     Args:
-        main: a coroutine function; its first argument is the :class:`World`.
-        transport: ``"mpi"``, ``"torch"``, ``"local"``, or ``"auto"``: MPI under an MPI launcher, torch under torchrun
-            or where RANK, WORLD_SIZE and MASTER_ADDR say so, or where the program has made a process group of several
-            ranks, else local. ``"torch"`` sends over gloo, in groups of its own; the program's own groups may use any
-            backend.
-        ranks: with ``"local"``, how many ranks to host on one loop of this process; rank 0's value is returned.
-        loop: ``"uvloop"`` (the default where it is installed) or ``"asyncio"``.
-        grace_s: seconds that the peers of a failed rank get to stop by themselves before they are aborted.
-        strict: raise LocalProtocolError when something is left over at the end: an unread message, a request, a
-            stream slot, a snapshot, a task. Without it they are logged.
-        watchdog_s: when main has returned, and the tasks that it spawned have done nothing but wait for so many
-            seconds, one warning says which of them waits for what; ``math.inf`` for never.
-        stall_s: when no rank on this host has made a step or received a message for so many seconds, the story of all
-            of them is printed, once: who waits for whom, for what and in which line (``docs/hangs.md``). By
-            default what the variable ASYNCDIST_STALL_S says (``asyncdist run --stall-s``), and without it 60 s;
-            ``math.inf`` for never. Where it is set, a main that has waited in one and the same line for so long (up to
-            twice as long), while others go on, is warned of as well: for a message, a stream, a collective, or a future
-            or an event of its own. Where it is not, after 300 s, and in collectives alone: a main that waits for
-            messages may be a server.
-        stall_aborts: raise StallError there, in place of the warning, where main waits for its peers.
-        record: a folder, in which each rank writes down what happens: steps, metrics, rounds, messages, waits. See
-            :mod:`asyncdist.recording.writer` for the files, which
-            :func:`asyncdist.recording.reader.read_recording` reads. By default what the variable
-            ASYNCDIST_RECORD says (``asyncdist run --record``). Where it cannot be written, a warning says so.
-        record_limit_nbytes: the size at which a rank's file ends, in bytes.
-        metrics: where the counters of each rank go: a port, or ``"HOST:PORT"``, at which the first rank of a host
-            serves them to Prometheus, and the others at those that follow, on 127.0.0.1 where no host is named;
-            ``"tensorboard:FOLDER"``, ``"wandb"``, ``"wandb:PROJECT"`` or ``"opentelemetry"``; or several of these. By
-            default what the variable ASYNCDIST_METRICS says (``asyncdist run --metrics``). Where one of them fails, a
-            warning says so.
+        main: Coroutine function whose first argument is the :class:`World`.
+        transport: ``"mpi"``, ``"torch"``, ``"local"`` or ``"auto"``. ``"auto"`` means MPI under an MPI launcher; torch
+            under torchrun, with the variables RANK, WORLD_SIZE and MASTER_ADDR, or if the program has made a process
+            group of several ranks; otherwise local. ``"torch"`` sends over gloo, in groups of its own; the program's
+            own groups may use any backend.
+        ranks: With ``"local"``, the number of ranks to host on one loop of this process; rank 0's value is returned.
+        loop: ``"uvloop"`` (the default if it is installed) or ``"asyncio"``.
+        grace_s: Seconds that the peers of a failed rank have to stop on their own before they are aborted.
+        strict: Whether to raise LocalProtocolError for leftovers at the end: an unread message, a request, a stream
+            slot, a snapshot, a task. Otherwise they are logged.
+        watchdog_s: Seconds after which one warning lists the waits of spawned tasks that only wait although main has
+            returned; ``math.inf`` for never.
+        stall_s: Seconds without a step or a message on any rank of this host after which the waits of all of them are
+            printed once, with their lines (``docs/hangs.md``); ``math.inf`` for never. The default is the variable
+            ASYNCDIST_STALL_S (``asyncdist run --stall-s``), or 60. If it is set, a warning is also logged for a main
+            that has waited in one line for this time (up to twice as long) while other ranks continue: for a message,
+            a stream, a collective, or a future or event of its own. If it is not set, that warning is logged after
+            300 s, and only for collectives, since a main that waits for messages may be a server.
+        stall_aborts: Whether to raise StallError instead of that warning if main waits for its peers.
+        record: Folder in which each rank records its steps, metrics, rounds, messages and waits; see
+            :mod:`asyncdist.recording.writer` for the files, and
+            :func:`asyncdist.recording.reader.read_recording` to read them. The default is the variable
+            ASYNCDIST_RECORD (``asyncdist run --record``). If the folder cannot be written, a warning is logged.
+        record_limit_nbytes: Maximum size of a rank's file, in bytes; recording stops there.
+        metrics: Destination of each rank's counters. A port or ``"HOST:PORT"`` (by default on 127.0.0.1) at which the
+            first rank of a host serves them to Prometheus, and the other ranks at the following ports;
+            ``"tensorboard:FOLDER"``, ``"wandb"``, ``"wandb:PROJECT"`` or ``"opentelemetry"``; or several of these. The
+            default is the variable ASYNCDIST_METRICS (``asyncdist run --metrics``). If a destination fails, a warning
+            is logged.
 
     Raises:
-        TypeError: main is not a coroutine function, or cannot be called with a world and ``args``.
-        ValueError: there is no such transport.
-        RankLostError: another rank failed; it has printed its traceback.
+        TypeError: ``main`` is not a coroutine function, or cannot be called with a world and ``args``.
+        ValueError: There is no such transport.
+        RankLostError: Another rank failed; it has printed its traceback.
         StallError: main waited for its peers for too long (``stall_aborts``).
-        TransportError: the transport cannot be used, or launcher and MPI library do not match.
-        LocalProtocolError: called inside a world; a rank has one.
-        RuntimeError: a loop is running already, under a launcher; use :func:`open_world` there.
-        KeyboardInterrupt: after SIGINT, when everything has ended.
-        SystemExit: this rank was started again, and too late: see :class:`LateError`.
-        BaseException: what ``main`` raised, or an ExceptionGroup with what its spawned tasks raised.
+        TransportError: The transport cannot be used, or launcher and MPI library do not match.
+        LocalProtocolError: Called inside a world; a rank has only one.
+        RuntimeError: A loop is already running, under a launcher; use :func:`open_world` there.
+        KeyboardInterrupt: SIGINT; raised after everything has ended.
+        SystemExit: This restarted rank was too late; see :class:`LateError`.
+        BaseException: The exception of ``main``, or an ExceptionGroup with the exceptions of its spawned tasks.
     """
     try:
         options = rank_options(
@@ -168,7 +167,7 @@ def run(
         end_late(late)
     except (ValueError, AsyncdistError) as refusal:
         refuse(refusal, sys._getframe(1))
-        refusal.__traceback__ = None  # its words say it all
+        refusal.__traceback__ = None  # the message is enough
         raise
     if elsewhere is not None:
         return cast(T, elsewhere(main, args, strict))
@@ -182,7 +181,7 @@ def run(
         outcome = _complete(event_loop, [task])[0]
         if isinstance(outcome.error, LateError):
             end_late(outcome.error)
-        if outcome.error is not None:  # inside: a Ctrl-C from here on has this error as its context
+        if outcome.error is not None:  # inside, so that a later Ctrl-C has this error as its context
             raise outcome.error
     return cast(T, outcome.value)
 
@@ -205,7 +204,7 @@ def _warn_if_alone(words: Sequence[str]) -> None:
 
 
 def _open_here(transport: TransportName, ranks: int | None) -> Transport | None:
-    """Open the transport of this process; None where all ranks are in it."""
+    """Open the transport of this process; return None if the process hosts all ranks."""
     with environment.ranks_shown():
         return _open_launched(transport, ranks)
 
@@ -214,9 +213,9 @@ def _open_launched(transport: TransportName, ranks: int | None) -> Transport | N
     started = select.detect(transport)
     if started.transport == "local" or ranks is not None:
         return None
-    if is_loop_running():  # MPI may be called from the main thread alone
+    if is_loop_running():  # MPI may only be called from the main thread
         raise RuntimeError(
-            f"a loop is running already, and {started.transport} ({started.source}) is for this thread: use "
+            f"a loop is already running, and {started.transport} ({started.source}) must run in this thread: use "
             "async with asyncdist.open_world() as world: await main(world)"
         )
     limit_threads()
@@ -238,16 +237,18 @@ def run_local(
     metrics: MetricsName = None,
     live: bool = False,
 ) -> list[T]:
-    """Host ``ranks`` ranks on one loop of this process; returns the value of each.
+    """Host ``ranks`` ranks on one loop of this process, and return the value of each.
 
-    A rank that computes stops the others, since they share a thread. They also share torch's random state. Grad mode,
-    inference mode and autocast are each rank's own. Where a loop is running already, in a notebook, the ranks get a
-    thread of their own, as :func:`run` says.
+    The ranks share a thread, so a computing rank blocks the others, and they share torch's random state. Grad mode,
+    inference mode and autocast are separate for each rank. If a loop is already running, as in a notebook, the ranks
+    get a thread of their own, as in :func:`run`.
 
-    Options are those of ``run``. With ``live`` a table in the notebook's cell, or the terminal, shows what policies do.
+    The options are those of :func:`run`. With ``live``, a table in the notebook's cell or the terminal shows the
+    progress of policies.
 
     Raises:
-        BaseException: what the first rank to fail raised; AsyncdistError where rich is missing, which draws the table.
+        BaseException: The exception of the first rank to fail; or AsyncdistError if ``live`` is set and rich is
+            missing.
     """
     options = rank_options(
         watchdog_s,
@@ -279,7 +280,7 @@ def _run_local(
     meanwhile: Callable[[], None] | None = None,
 ) -> list[T]:
     validation.main_function(main, args)
-    with Interrupts(spares_process=is_loop_running()) as interrupts:  # here: signals come to the main thread
+    with Interrupts(spares_process=is_loop_running()) as interrupts:  # here, in the main thread, which receives signals
         outcomes = call_beside_loop(
             functools.partial(_host_locally, main, args, ranks, loop, interrupts, options), meanwhile
         )
@@ -290,7 +291,7 @@ def _run_local(
 
 
 def _raise_first(failures: Mapping[int, BaseException], ranks: int, interrupts: Interrupts) -> NoReturn:
-    """Raise what the first rank to fail raised, with a note that names the rank, and the notes of all at a signal."""
+    """Raise the exception of the first rank to fail, with a note that names it; after a signal, with all notes."""
     rank = next((rank for rank, error in failures.items() if not is_consequence(error)), min(failures))
     first = failures[rank]
     if interrupts.received is not None:
@@ -310,7 +311,7 @@ def _host_locally(
     interrupts: Interrupts,
     options: RankOptions,
 ) -> list[RankResult]:
-    """Host all ranks on one new loop in this thread; returns how each ended."""
+    """Host all ranks on one new loop in this thread; return the result of each."""
     hub = LocalHub(ranks)
     with _loop_of(loop) as event_loop, torch_modes.of_ranks(event_loop, ranks) as contexts:
         tasks = [
@@ -337,18 +338,18 @@ async def open_world(
 ) -> AsyncIterator[World]:
     """Open a world inside a running loop, for notebooks and tests: ``async with ad.open_world() as world``.
 
-    Args: as :func:`run`; ``ranks`` is 1, since one rank runs the block.
+    The arguments are those of :func:`run`; ``ranks`` must be 1, since one rank runs the block.
 
     Raises:
-        ValueError: several ``ranks``; the error names the line that hosts them.
-        LocalProtocolError: called inside a world, a simulated or local one included; a rank has one.
-        BaseException: as :func:`run`.
+        ValueError: ``ranks`` is not 1; the error names the call that hosts several.
+        LocalProtocolError: Called inside a world, even a simulated or local one; a rank has only one.
+        BaseException: As :func:`run`.
     """
     refuse_inside_a_world()
     if ranks != 1:
         raise ValueError(
-            f"ranks is {ranks!r}, and the block of open_world is run by one rank: put it into a main, and host several "
-            f"with asyncdist.run(main, transport='local', ranks={ranks!r}), in a notebook too"
+            f"ranks must be 1, since one rank runs the block of open_world, got {ranks!r}; put the block into a main, "
+            f"and call asyncdist.run(main, transport='local', ranks={ranks!r}), which works in notebooks, too"
         )
     options = rank_options(
         watchdog_s,
@@ -373,14 +374,15 @@ def prepare_rank(
     transport: TransportName,
     options: RankOptions,
 ) -> Callable[[Interrupts], AbstractAsyncContextManager[World]]:
-    """Open the transport for a rank whose main is the body of a context, as :func:`run` does.
+    """Open the transport for a rank whose main is the body of a context manager.
 
     Args:
-        caller: the frame of the user's call, for errors.
-        transport, options: as there.
+        caller: Frame of the user's call, for errors.
+        transport: As for :func:`run`.
+        options: Options of the rank.
 
     Returns:
-        What makes that context, to be entered on a loop.
+        A function that makes the context manager, which must be entered on a loop.
     """
     try:
         _check_options(transport, None, None, options.grace_s)
@@ -389,7 +391,7 @@ def prepare_rank(
         end_late(late)
     except (ValueError, AsyncdistError) as refusal:
         refuse(refusal, caller)
-        refusal.__traceback__ = None  # its words say it all
+        refusal.__traceback__ = None  # the message is enough
         raise
     return functools.partial(hosted, opened, options=options)
 
@@ -398,7 +400,7 @@ def prepare_rank(
 
 
 def _complete(loop: asyncio.AbstractEventLoop, tasks: Sequence[asyncio.Task[RankResult]]) -> list[RankResult]:
-    """Run until every task has ended, also past an exit or interrupt that a spawned task raised through the loop."""
+    """Run until every task has ended, even after an exit or interrupt that a spawned task raised through the loop."""
     while pending := [task for task in tasks if not task.done()]:
         with contextlib.suppress(SystemExit, KeyboardInterrupt):
             loop.run_until_complete(asyncio.wait(pending))
@@ -407,7 +409,7 @@ def _complete(loop: asyncio.AbstractEventLoop, tasks: Sequence[asyncio.Task[Rank
 
 @contextmanager
 def _loop_of(name: LoopName | None) -> Iterator[asyncio.AbstractEventLoop]:
-    """Make a loop of that kind, and close it at the end with everything that is still on it."""
+    """Make a loop of the given kind; at the end close it with everything that still runs on it."""
     factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
     if name == "uvloop" or (name is None and importlib.util.find_spec("uvloop") is not None):
         import uvloop
@@ -428,7 +430,7 @@ def rank_options(
     limit_nbytes: int = LIMIT_NBYTES,
     metrics: MetricsName = None,
 ) -> RankOptions:
-    """Return how a rank is hosted, from the options of :func:`run`."""
+    """Return the options of a rank from those of :func:`run`."""
     chosen = environment.stall_s() if stall_s is None else stall_s
     if chosen is None:
         watchdogs = WatchdogOptions(watchdog_s, COLLECTIVE_STALL_S, stall_aborts, True, STALL_S)
@@ -452,8 +454,8 @@ def _check_options(transport: str, ranks: int | None, loop: str | None, grace_s:
     if ranks is not None:
         validation.count("ranks", ranks)
     if ranks is not None and transport != "local":
-        raise ValueError(f"ranks={ranks} needs transport='local'; elsewhere the launcher decides how many there are")
+        raise ValueError(f"ranks={ranks} needs transport='local'; otherwise the launcher sets the number of ranks")
     if loop not in (None, "uvloop", "asyncio"):
-        raise ValueError(f"loop is {loop!r}; allowed are 'uvloop', 'asyncio'")
+        raise ValueError(f"loop must be 'uvloop' or 'asyncio', got {loop!r}")
     validation.seconds("grace_s", grace_s, finite=False)
     refuse_inside_a_world()

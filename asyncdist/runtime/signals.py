@@ -1,7 +1,7 @@
 """Turns Ctrl-C and SIGTERM into the end of a rank.
 
-SIGINT and SIGTERM are plain signal handlers, since a loop's own do not run while torch blocks it. The first one asks
-the rank to stop at its next await, the second one ends the process.
+SIGINT and SIGTERM have plain signal handlers, since a loop's handlers do not run while torch blocks it. The first
+signal asks the rank to stop at its next await, the second one ends the process.
 """
 
 from __future__ import annotations
@@ -22,27 +22,28 @@ SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupts:
-    """Turns the first SIGINT or SIGTERM into the cancellation of some tasks; the second one ends the process at once.
+    """Cancels some tasks at the first SIGINT or SIGTERM, and ends the process at the second one.
 
-    In a process of another owner, such as a notebook's kernel, the second one is raised, as Python would.
+    In a process with another owner, such as a notebook's kernel, the second signal raises instead, as in plain Python.
 
-    A context manager. Does nothing outside the main thread, where Python allows no signal handlers. A process that is
-    forked meanwhile gets the handlers back that were there before, see ``_restore_signals_in_child``.
+    This is a context manager. It does nothing outside the main thread, where Python allows no signal handlers. A forked
+    process gets the previous handlers back; see ``_restore_signals_in_child``.
 
     Args:
-        spares_process: raise KeyboardInterrupt (or SystemExit) at the second signal.
+        spares_process: Whether to raise KeyboardInterrupt (or SystemExit) at the second signal.
 
     Attributes:
-        received: the number of the signal that came, or None.
-        raises_at_once: whether the first signal, too, is raised where the program is: no task of a loop would hear.
+        received: Number of the received signal; or None.
+        raises_at_once: Whether the first signal also raises at the program's current line, because no task would be
+            cancelled.
     """
 
     def __init__(self, *, spares_process: bool = False) -> None:
         self._spares_process = spares_process
         self.received: int | None = None
         self.raises_at_once = False
-        self._is_pending = False  # it has come, and no task has been cancelled for it yet
-        self._stopping: asyncio.Handle | None = None  # which will cancel them
+        self._is_pending = False  # a signal was received, and no task has been cancelled for it yet
+        self._stopping: asyncio.Handle | None = None  # will cancel the tasks
         self._previous: dict[int, Any] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: Sequence[asyncio.Task[Any]] = ()
@@ -51,11 +52,11 @@ class Interrupts:
         self._waited: dict[int, str | None] = {}
 
     def ask_before(self, rank: int, wait: Callable[[], str | None]) -> None:
-        """Ask what ``rank`` waits for before its tasks are cancelled; :meth:`error` adds the answer as a note."""
+        """Call ``wait``, which describes the wait of ``rank``, before its tasks are cancelled, for :meth:`error`."""
         self._waits[rank] = wait
 
     def error(self, rank: int) -> BaseException | None:
-        """Return what ``rank`` is to raise for a signal that has come, with a note on what it was waiting for."""
+        """Return the exception of ``rank`` for a received signal, with a note about its wait."""
         if self.received is None:
             return None
         error = interrupt_error(self.received)
@@ -64,30 +65,27 @@ class Interrupts:
         return error
 
     def cancel_on_first(self, loop: asyncio.AbstractEventLoop, tasks: Sequence[asyncio.Task[Any]]) -> None:
-        """Cancel these tasks when the first signal comes, or at once if it has come already."""
+        """Cancel these tasks at the first signal, or at once if it was already received."""
         self._loop, self._tasks = loop, tasks
         if self.received is not None:
             self._cancel(loop)
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt or SystemExit if a signal has come."""
+        """Raise KeyboardInterrupt or SystemExit if a signal was received."""
         if self.received is not None:
             raise interrupt_error(self.received)
 
     def check_pending(self) -> None:
         """Raise as :meth:`check` does, but only if no task has been cancelled for the signal yet.
 
-        A main that catches the cancellation, and returns, decides that the signal does not end the rank. A main that
-        blocked the loop until it returned has not heard of the signal.
+        A main that catches the cancellation and returns has handled the signal. A main that blocked the loop until it
+        returned was not notified of it.
         """
         if self._is_pending:
             self.check()
 
     def withdraw(self) -> bool:
-        """Cancel no task for the signal that has come; return whether there is one for which none has been cancelled.
-
-        Who withdraws it raises it.
-        """
+        """Cancel no task for the received signal; return whether there is a signal that the caller must now raise."""
         is_pending, self._is_pending = self._is_pending, False
         if is_pending and self._stopping is not None:
             self._stopping.cancel()
@@ -106,7 +104,7 @@ class Interrupts:
             signal.signal(number, handler)
 
     def handler_before(self, number: int) -> Any:
-        """Return the handler of that signal that this one has replaced."""
+        """Return the previous handler of the signal."""
         return self._previous[number]
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
@@ -125,7 +123,7 @@ class Interrupts:
             self._cancel(self._loop)
 
     def _cancel(self, loop: asyncio.AbstractEventLoop) -> None:
-        if loop.is_closed():  # everything has ended already
+        if loop.is_closed():  # everything has ended
             return
         self._stopping = loop.call_soon_threadsafe(self._stop)
 
@@ -139,9 +137,9 @@ class Interrupts:
 def _restore_signals_in_child() -> None:
     """Give a forked process the signal handlers that its parent had before it hosted a rank.
 
-    The child has no loop that could cancel anything: ``Process.terminate()``, and with it the end of a daemon process
-    or of a ``Pool``, would have no effect. It is done at the fork and not when a signal comes, since a handler in
-    Python is not called while the child blocks in C.
+    The child has no loop that could cancel anything, so ``Process.terminate()``, and with it the end of a daemon
+    process or of a ``Pool``, would have no effect. This is done at the fork, since a Python handler is not called while
+    the child blocks in C.
     """
     forget_in_child()
     for number in SIGNALS:
@@ -152,7 +150,7 @@ def _restore_signals_in_child() -> None:
 
 
 class _Held:
-    """Holds back signals while this thread forks: one that came before the child has its handlers would be lost."""
+    """Blocks signals while this thread forks, since a signal before the child has its handlers would be lost."""
 
     def __init__(self) -> None:
         self._masks = threading.local()
@@ -174,15 +172,15 @@ if hasattr(os, "register_at_fork"):
 
 
 def _forget_workers() -> None:
-    """Let the end of a worker of torch's DataLoader raise nothing any more, since this process ends.
+    """Keep the end of torch's DataLoader workers from raising, because this process is ending.
 
-    Launchers, mpirun for one, send SIGTERM to the workers of a rank, too. torch's handler then raises RuntimeError
-    wherever the rank is: in a callback of its loop, or while the interpreter exits.
+    Launchers such as mpirun also send SIGTERM to the workers of a rank. torch's handler would then raise RuntimeError
+    anywhere in the rank: in a callback of its loop, or while the interpreter exits.
     """
     if getattr(signal.getsignal(signal.SIGCHLD), "__module__", "") == "torch.utils.data._utils.signal_handling":
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def interrupt_error(number: int) -> BaseException:
-    """Return what ``run`` raises after that signal, which is what Python by itself would raise."""
+    """Return the exception that ``run`` raises after the signal, which is also Python's default."""
     return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)

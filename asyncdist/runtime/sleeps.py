@@ -1,7 +1,7 @@
-"""Finds the timers that asyncio sets for a rank's tasks: those of ``sleep``, ``timeout``, ``wait_for`` and ``wait``.
+"""Intercepts the timers of asyncio's ``sleep``, ``timeout``, ``wait_for`` and ``wait`` in a rank's tasks.
 
-Recordings tell when each fires, and a replay lets it fire then. Timers that code sets on the loop by itself are not
-among them.
+Recordings hold the time at which each fires, and a replay makes it fire then. Timers that code sets directly on the
+loop are not intercepted.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from typing import Any
 
 from asyncdist.waits import WaitId, WaitKind
 
-#: Sets a timer, given its identity, its time on the loop's clock in seconds, a function, its arguments and its context.
+#: Sets a timer; called with its identity, its time on the loop's clock in seconds, a function, its arguments and
+#: context.
 SetTimer = Callable[[WaitId, float, Callable[..., object], tuple[Any, ...], contextvars.Context | None], Any]
 
 
 def set_sleeps_by(loop: asyncio.AbstractEventLoop, set_timer: SetTimer) -> Callable[[], None]:
-    """Have ``set_timer`` set the timers of asyncio's own functions instead of the loop; their numbers tell them apart.
+    """Let ``set_timer`` set the timers of asyncio's own functions instead of the loop, each with a number.
 
     Args:
-        loop: of one rank alone.
-        set_timer: returns a handle, which can be cancelled.
+        loop: Loop of a single rank.
+        set_timer: Returns a handle that can be cancelled.
 
     Returns:
-        What undoes this.
+        A function that undoes this.
     """
     replaced: Any = loop
     call_at, call_later, numbers = loop.call_at, loop.call_later, itertools.count()

@@ -1,4 +1,4 @@
-"""Warns of ranks that stand still, and describes what tasks wait for, also for reports of simulated deadlocks."""
+"""Warns of ranks that wait for long, and describes the waits of tasks, also for reports of simulated deadlocks."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from asyncdist.runtime.world import World
 
 logger = logging.getLogger("asyncdist.runtime.stall_warnings")
 
-#: Coroutines of asyncio that end by themselves, after a time or when a thread has ended. Nothing else tells their
-#: futures from those that a peer or the user settles.
+#: Coroutines of asyncio that end on their own, after a time or with a thread. Their futures cannot be distinguished
+#: otherwise from futures that a peer or the user settles.
 _TIMED: Final = frozenset({asyncio.sleep.__code__, asyncio.to_thread.__code__})
 _LIBRARIES: Final = frozenset({"asyncdist", "asyncio", "contextlib"})
-#: Coroutines of asyncio that wait for tasks, by what users call.
+#: Coroutines of asyncio that wait for tasks, by the name of the user's call.
 _JOINS: Final = {asyncio.TaskGroup.__aexit__.__code__: "asyncio.TaskGroup", asyncio.wait.__code__: "asyncio.wait"}
-#: Tasks of which it is told what they wait for, where one wait is for several; and how deep.
+#: Maximum number of tasks whose waits are described if a wait is for several; and the maximum depth.
 _PART_COUNT_MAX: Final = 4
 _PART_DEPTH_MAX: Final = 3
-#: Of a main that awaits what code without an event loop calls: returns the frame of that code, or one that it called.
+#: For a main driven by blocking code: maps its task to a function that returns the innermost frame of that code.
 frame_of_caller: Final[WeakKeyDictionary[asyncio.Task[Any], Callable[[], types.FrameType | None]]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
 class WatchdogOptions:
-    """Says how long a rank may stand still before that is reported: options of :func:`asyncdist.run`.
+    """Limits of waits after which they are reported; options of :func:`asyncdist.run`.
 
     Attributes:
-        watchdog_s, stall_s, stall_aborts: as there; infinity for never.
-        collectives_alone: whether ``stall_s`` is for waits in collectives alone. A main that waits in one for minutes
-            most likely waits for ever; one that waits for messages may be a server.
-        job_stall_s: after how many seconds without a step and a message on any rank the story of all is told.
+        watchdog_s, stall_s, stall_aborts: As for :func:`asyncdist.run`; infinity for never.
+        collectives_alone: Whether ``stall_s`` applies only to waits in collectives. A main that waits in one for
+            minutes most likely waits forever; a main that waits for messages may be a server.
+        job_stall_s: Seconds without a step or a message on any rank after which the waits of all ranks are printed.
 
     Raises:
-        ValueError: a time is not a number of seconds above 0.
+        ValueError: A time is not a number of seconds above 0.
     """
 
     watchdog_s: float = math.inf
@@ -60,14 +60,14 @@ ENDLESS: Final = WatchdogOptions()
 
 
 class EndWatch:
-    """Warns once where spawned tasks that only wait keep a rank from ending after its main has returned.
+    """Warns once if spawned tasks that only wait keep a rank from ending after its main has returned.
 
-    It does where all of them have waited for the same thing for a whole period, since a task that moves may end the
-    others. What arrived while something blocked the loop is taken in before that is judged.
+    The condition is that each of them has waited in the same wait for a whole period, since a running task may end the
+    others. Messages that arrived while the loop was blocked are delivered before this is judged.
 
     Args:
-        world: of this rank.
-        period_s: the period in seconds; infinity for never.
+        world: World of this rank.
+        period_s: The period in seconds; infinity for never.
     """
 
     def __init__(self, world: World, period_s: float) -> None:
@@ -96,7 +96,7 @@ class EndWatch:
             return
         told = "; ".join(f"{task.get_name()}: {what_awaits(task, world)}" for task in tasks)
         logger.warning(
-            "main of rank %d has returned, and the rank ends when the tasks that it spawned do; for %g s they have "
+            "main of rank %d has returned, but the rank ends only after the tasks that it spawned; for %g s they have "
             "waited: %s. If nothing ends them, leave their loops, cancel them, or close the channel that they read",
             world.rank,
             self._period_s,
@@ -109,19 +109,19 @@ class EndWatch:
 
 
 class StallWatch:
-    """Warns, once for each wait, when main of a rank has waited for long.
+    """Warns, once per wait, if main of a rank has waited for long.
 
-    It sees what main awaits by itself, in ``asyncio.gather``, in ``asyncio.wait``, in an ``asyncio.TaskGroup``, or
-    through a task: what its peers should bring, or a future, an event or a queue of the user's. A sleep, a thread and
-    what has a timeout of its own end by themselves, and a wait that one of them may end is not reported. A collective
-    inside an asynchronous generator is not seen; whether a wait is inside ``asyncio.timeout`` does not count.
+    The watch covers waits of main directly, in ``asyncio.gather``, in ``asyncio.wait``, in an ``asyncio.TaskGroup``, or
+    through a task: for peers, or for a future, an event or a queue of the user. Sleeps, threads and waits with a
+    timeout of their own end on their own, so a wait that one of them may end is not reported. A collective inside an
+    asynchronous generator is not detected; an enclosing ``asyncio.timeout`` is ignored.
 
     Args:
-        world: of this rank.
-        main: the task that runs main.
-        options: how long is long, and which waits count.
-        end: is given the error that main is to end with, where it waits for its peers and for nothing else. Without it,
-            and elsewhere, a warning is logged.
+        world: World of this rank.
+        main: Task that runs main.
+        options: Limits, and the kinds of waits that count.
+        end: Called with the error that ends main, if main waits only for its peers. Otherwise, and without ``end``, a
+            warning is logged.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class StallWatch:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        """Start a period: main begins, or has not waited for long."""
+        """Start a period."""
         if self._main is not None and self._options.stall_s < math.inf:
             self._seen = self._awaited(self._main)
             self._timer = asyncio.get_running_loop().call_later(self._options.stall_s, self._look)
@@ -152,7 +152,7 @@ class StallWatch:
             self._timer.cancel()
 
     def _awaited(self, main: asyncio.Task[Any]) -> list[Any]:
-        """Return the futures that main waits for, where such a wait counts."""
+        """Return the futures that main waits for, if such a wait counts."""
         if self._options.collectives_alone and waiter_of(main) not in self._world.services.engine.collective_waits:
             return []
         return futures_awaited(main, self._world, set()) or []
@@ -179,19 +179,19 @@ class StallWatch:
 
 
 def describe_wait(main: asyncio.Task[Any] | None, world: World) -> str | None:
-    """Describe what main waits for or, where it has returned, the tasks that it spawned; None where it is to run."""
+    """Describe the wait of main or, after it has returned, of its spawned tasks; None if main is ready to run."""
     if main is None or main is asyncio.current_task():
         return None
     if any(not is_library(frame) for frame in frames_of(main)):
         return None if waiter_of(main) is None else _part_in_words(main, world, _PART_DEPTH_MAX)
     tasks = world.spawned_tasks()
     if not tasks:
-        return "the other ranks, its main having returned"
+        return "the other ranks, since its main has returned"
     return ", and ".join(f"{task.get_name()}: {what_awaits(task, world)}" for task in tasks)
 
 
 def futures_awaited(waiter: Any, world: World, seen: set[int]) -> list[Any] | None:
-    """Return the futures to be settled before ``waiter`` is, without those ``seen``; None if it may end by itself."""
+    """Return the futures on which ``waiter`` depends, without those ``seen``; None if it may end on its own."""
     if id(waiter) in seen:
         return []
     seen.add(id(waiter))
@@ -222,7 +222,7 @@ def futures_awaited(waiter: Any, world: World, seen: set[int]) -> list[Any] | No
 
 
 def _parts_of(task: asyncio.Task[Any]) -> Iterable[Any] | None:
-    """Return the futures and tasks that a task waits for; None where the wait ends by itself."""
+    """Return the futures and tasks that a task waits for; None if the wait ends on its own."""
     frames = {frame.f_code: frame.f_locals for frame in frames_of(task)}
     if not _TIMED.isdisjoint(frames):
         return None
@@ -238,18 +238,18 @@ def _parts_of(task: asyncio.Task[Any]) -> Iterable[Any] | None:
 
 
 def waiter_of(task: asyncio.Task[Any]) -> Any:
-    """Return the future that ``task`` waits for; None while it is ready to run."""
+    """Return the future that ``task`` waits for; None if the task is ready to run."""
     return getattr(task, "_fut_waiter", None)
 
 
 def what_awaits(task: asyncio.Task[Any], world: World | None) -> str:
-    """Describe what a task waits for, and name the line of the user's code, if any, in which it does."""
+    """Describe the wait of a task, with the line of the user's code, if any."""
     what, frame = wait_of(task, world)
     return f"{what}, in {line_of(frame)}" if frame is not None else what
 
 
 def wait_of(task: asyncio.Task[Any], world: World | None) -> tuple[str, types.FrameType | None]:
-    """Describe what a task waits for; beside it the frame of the user's code, if any, in which it does."""
+    """Describe the wait of a task, and return the frame of the user's code, if any."""
     frames = frames_of(task)
     if not frames or frames[0].f_lasti < 0:
         return "has not begun", None
@@ -258,7 +258,7 @@ def wait_of(task: asyncio.Task[Any], world: World | None) -> tuple[str, types.Fr
     if world is not None:
         engine = world.services.engine
         settler = engine.settler(awaited)
-        # Of a collective the name of the user's call says more than the message that it waits for.
+        # For a collective, the name of the user's call is more helpful than the awaited message.
         if settler is not None and (position is None or awaited not in engine.collective_waits):
             awaited = waiter_of(settler)
         known = engine.awaited(awaited)
@@ -276,14 +276,14 @@ def wait_of(task: asyncio.Task[Any], world: World | None) -> tuple[str, types.Fr
 def wait_with_parts(
     task: asyncio.Task[Any], world: World, depth: int = _PART_DEPTH_MAX
 ) -> tuple[str, types.FrameType | None]:
-    """Do as :func:`wait_of`, but go on from a wait for other tasks to what these wait for, each with its line."""
+    """Like :func:`wait_of`, but describe a wait for other tasks by their waits, each with its line."""
     what, frame = wait_of(task, world)
     joined = _joined(task, world) if depth and frame is not None else None
     return what if joined is None else _join_in_words(*joined, world, depth), frame
 
 
 def _joined(task: asyncio.Task[Any], world: World) -> tuple[str, Iterable[Any]] | None:
-    """Return what the user's code has called to wait for tasks, and these; None where it waits for something else."""
+    """Return the user's call that waits for tasks, and these tasks; None if the task waits for something else."""
     frames, waiter = frames_of(task), waiter_of(task)
     position = next(i for i in reversed(range(len(frames))) if not is_library(frames[i]))
     called = frames[position + 1 :]
@@ -299,7 +299,7 @@ def _joined(task: asyncio.Task[Any], world: World) -> tuple[str, Iterable[Any]] 
 
 
 def _join_in_words(join: str, parts: Iterable[Any], world: World, depth: int) -> str:
-    """Say of each part what it waits for, first of those that wait for peers; parts of the same words are one."""
+    """Describe the wait of each part, waits for peers first; parts with equal descriptions are counted."""
     engine = world.services.engine
     counts: dict[tuple[bool, str], int] = {}
     for part in parts:
@@ -320,7 +320,7 @@ def _part_in_words(part: Any, world: World, depth: int) -> str:
 
 
 def line_of(frame: types.FrameType) -> str:
-    """Return where a frame stands, as in ``"main (train.py:12)"``."""
+    """Return the position of a frame, such as ``"main (train.py:12)"``."""
     return f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"
 
 
@@ -332,9 +332,9 @@ def _name(awaited: Any) -> str:
 
 
 def frames_of(task: asyncio.Task[Any]) -> list[types.FrameType]:
-    """Return the frames of a task, from its coroutine to the innermost; ``Task.get_stack`` has the first alone.
+    """Return the frames of a task, from its coroutine to the innermost (``Task.get_stack`` returns only the first).
 
-    Before them, that of the blocking code whose call the task awaits, if there is such code.
+    If blocking code drives the task, its frame comes first.
     """
     of_caller = frame_of_caller.get(task)
     frame = None if of_caller is None else of_caller()
@@ -349,10 +349,10 @@ def frames_of(task: asyncio.Task[Any]) -> list[types.FrameType]:
 
 
 def _awaits_for_blocking_code(frame: types.FrameType) -> bool:
-    """Return whether a frame is of what awaits a call for code without an event loop; its name says nothing."""
+    """Return whether a frame only awaits a call for code without an event loop, so that its name is useless."""
     return str(frame.f_globals.get("__name__")).startswith("asyncdist.blocking.")
 
 
 def is_library(frame: types.FrameType) -> bool:
-    """Return whether a frame is of asyncdist, its protocols or asyncio, and not of what they call."""
+    """Return whether a frame belongs to asyncdist, its protocols or asyncio."""
     return str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARIES

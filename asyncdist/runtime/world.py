@@ -1,8 +1,8 @@
-"""Gives a user's program its view of the job: its rank, channels, tasks, groups, and the passing of time.
+"""The world: a user program's view of the job, with its rank, channels, tasks, groups and clock.
 
-:func:`asyncdist.run` and :func:`asyncdist.open_world` make a world and end it; :mod:`asyncdist.runtime.run` tells how.
-Protocols use ``world.services``, and what ranks do together, ``world.collectives`` and ``world.agreements``; they never
-see the transport. What the runtime knows of the other ranks is in ``world.peers``.
+:func:`asyncdist.run` and :func:`asyncdist.open_world` make a world and end it (:mod:`asyncdist.runtime.run`). Protocols
+use ``world.services``; operations of several ranks use ``world.collectives`` and ``world.agreements``. Neither sees the
+transport. ``world.peers`` tracks the other ranks for the runtime.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ class WorldStatistics:
     """Counts since the world was opened.
 
     Attributes:
-        engine: passes, completions, outstanding requests.
-        sent_count: messages sent on channels.
-        received_count: messages received from channels.
-        dropped: frames not delivered, by reason.
-        drop_examples: what was wrong with the last one of each reason, where there is more to say.
-        stream_sent_nbytes: bytes of bulk streams sent.
-        stream_received_nbytes: bytes of bulk streams received.
-        events: how often each kind of event has happened: those of :mod:`asyncdist.recording.events`, steps and
-            messages apart; of roles each state by itself, as in ``"role giving"``.
+        engine: Numbers of passes, completions and outstanding requests.
+        sent_count: Number of messages sent on channels.
+        received_count: Number of messages received on channels.
+        dropped: Number of undelivered frames by reason.
+        drop_examples: Description of the last undelivered frame by reason, if there is one.
+        stream_sent_nbytes: Bytes sent in bulk streams.
+        stream_received_nbytes: Bytes received in bulk streams.
+        events: Number of events by kind: the kinds of :mod:`asyncdist.recording.events` except steps and messages.
+            Roles are counted by state, such as ``"role giving"``.
     """
 
     engine: EngineStatistics
@@ -79,7 +79,7 @@ def current_world() -> World:
     """Return the world of the rank that runs this task.
 
     Raises:
-        RuntimeError: called outside ``asyncdist.run`` and ``asyncdist.open_world``.
+        RuntimeError: Called outside ``asyncdist.run`` and ``asyncdist.open_world``.
     """
     try:
         return _current_world.get()
@@ -96,44 +96,44 @@ _world_of_process: World | None = None
 
 
 def set_world_of_process(world: World | None) -> None:
-    """Let code in any context find this world, as long as it is open and nothing else is."""
+    """Make this world the current one of code in any context, unless another world is open there."""
     global _world_of_process
     _world_of_process = world
 
 
 def refuse_inside_a_world() -> None:
-    """Raise LocalProtocolError where the code of a rank would open a second world."""
+    """Raise LocalProtocolError if the code of a rank would open a second world."""
     here = _current_world.get(None)
-    if here is not None and here.is_open and here.process_id == os.getpid():  # a forked child is no rank
-        lasting, way_out = "", "use that one, as asyncdist.current_world() returns it"
+    if here is not None and here.is_open and here.process_id == os.getpid():  # a forked child is not a rank
+        lasting, way_out = "", "use it through asyncdist.current_world()"
         if here is _world_of_process:
             lasting = " until the process ends"
-            way_out += ", or, for another one, another process (in a notebook: restart the kernel)"
-        raise LocalProtocolError(f"a world is open here already{lasting}, {here!r}: {way_out}", rank=here.rank)
+            way_out += ", or open another one in another process (in a notebook: restart the kernel)"
+        raise LocalProtocolError(f"a world is already open here{lasting}, {here!r}: {way_out}", rank=here.rank)
 
 
 class World:
-    """Represents one rank of a running job.
+    """One rank of a running job.
 
     Attributes:
-        rank: this rank, from 0.
-        size: the number of ranks.
-        process_id: the process that hosts it.
-        local_rank: this rank's number among those of its host, from 0, as its launcher has it.
-        group: the group of all ranks.
-        time: a function without arguments that returns seconds on the loop's clock, from an arbitrary start.
-        services: what protocols use in place of this class: channels on reserved tags, background tasks, stream slots.
-        collectives: the collectives of this rank, below :mod:`asyncdist.functional`.
-        agreements: what ranks agree on before they do it together.
-        scratch: memory that is kept between collectives on one model.
-        peers: what the runtime knows of the other ranks, and tells them of this one.
-        virtual_clock: in a simulation, what computing costs.
+        rank: This rank, from 0.
+        size: Number of ranks.
+        process_id: Process that hosts this rank.
+        local_rank: Index of this rank among the ranks of its host, from 0, as assigned by the launcher.
+        group: Group of all ranks.
+        time: Returns seconds on the loop's clock, from an arbitrary start.
+        services: Interface for protocols: channels on reserved tags, background tasks, stream slots.
+        collectives: Collectives of this rank, on which :mod:`asyncdist.functional` is built.
+        agreements: Agreements of this rank, which precede every collective operation.
+        scratch: Memory that is kept between collectives on one model.
+        peers: The runtime's state of the other ranks.
+        virtual_clock: In a simulation, charges the time of computations; otherwise None.
 
     Args:
-        services: of this rank.
-        loop: runs this rank.
-        nonce: identifies the job.
-        group: the group of all ranks.
+        services: Services of this rank.
+        loop: Loop of this rank.
+        nonce: Identifies the job.
+        group: Group of all ranks.
     """
 
     def __init__(self, services: Services, loop: asyncio.AbstractEventLoop, *, nonce: int, group: Group) -> None:
@@ -164,108 +164,107 @@ class World:
 
     @property
     def incarnation(self) -> int:
-        """Which process of its place this is: 0 for one of the beginning, 1 or more for one that has come later.
+        """Number of this rank's process: 0 for an initial process, 1 or more for a restarted or late one.
 
-        It counts how often the rank was started again; the first process of a place that was empty at the beginning has
-        1 too.
+        The number counts the restarts of the rank. The first process of a place that was empty at the beginning has 1.
 
-        A process with a higher number joins ranks that go on without it. The group of all ranks has ended with the one
-        before: collectives and groups need a group made since. It is admitted to policies that can do that, see
-        :class:`protocols.AsyncSelectiveAveragingPolicy`. Ranks that it has not met yet are among the lost ones. An
-        error that ends it before a policy or a group has taken it is no failure of the job: it is lost once more.
+        A process with a number above 0 joins running ranks. The group of all ranks ended with the previous process, so
+        collectives need a group made since. Policies that support it admit the process; see
+        :class:`protocols.AsyncSelectiveAveragingPolicy`. Ranks that it is not connected to yet count as lost. An error
+        before a policy or a group has taken the process does not fail the job: the rank is lost again.
         """
         return self._transport.incarnation
 
     @property
     def transport_name(self) -> str:
-        """The name of the transport: ``"local"``, ``"mpi"``, ..."""
+        """Name of the transport: ``"local"``, ``"mpi"``, ..."""
         return self._transport.name
 
     @property
     def hostname(self) -> str:
-        """The name of this rank's host; in a simulation ``"host0"``, ``"host1"``, ... as its network says."""
+        """Name of this rank's host; in a simulation ``"host0"``, ``"host1"``, ... according to its network."""
         return self._transport.hostname
 
     @property
     def device(self) -> torch.device:
-        """The device of this rank: the GPU whose index is ``local_rank``, of those that it sees; the CPU without one.
+        """Device of this rank: the visible GPU with the index ``local_rank``, or the CPU if there is no GPU.
 
-        Where ranks of a host are more than GPUs, they share them; a rank that sees one GPU has that.
+        If a host has more ranks than GPUs, the ranks share them. A rank that sees one GPU uses that one.
         """
         count = torch.cuda.device_count()
         return torch.device("cuda", self.local_rank % count) if count else torch.device("cpu")
 
     @property
     def is_simulated(self) -> bool:
-        """Whether this is a rank of a simulation: what it writes, it writes for real, and beside all others."""
+        """Whether this rank is simulated; files that it writes are real, and shared with all other ranks."""
         return self.virtual_clock is not None
 
     @property
     def shares_memory(self) -> bool:
-        """Whether there are other ranks, which may map this one's memory where they are on its host."""
+        """Whether other ranks of this host, if there are any, can map this rank's memory."""
         return self.size > 1 and self._transport.capabilities.shares_memory
 
     def describe(self) -> str:
-        """Return one line for reports: transport, library, ranks."""
+        """Return a one-line description for reports: transport, library, ranks."""
         return self._transport.describe()
 
     # -- time and progress ------------------------------------------------------------------------------------------
 
     async def sleep(self, seconds: float) -> None:
-        """Let other tasks run for so many seconds."""
+        """Wait for ``seconds``, while other tasks run."""
         self.check()
         await asyncio.sleep(seconds)
         self.check()
 
     def safe_point(self) -> Coroutine[Any, Any, None]:
-        """Make one pass over what is outstanding, and yield once to the rank's other tasks, if there are any.
+        """Make one pass over the outstanding requests, and yield once to the rank's other tasks, if there are any.
 
         Raises:
-            RankLostError: a peer has failed, and with it the job.
+            RankLostError: A peer has failed, and with it the job.
         """
         return self._engine.safe_point()
 
     def progress(self, budget_s: float = PROGRESS_BUDGET_S) -> Coroutine[Any, Any, None]:
-        """Make passes, and yield after each, until one completes nothing or the budget is spent; at least one yield.
+        """Alternate passes and yields until a pass completes nothing or the budget is spent, with at least one yield.
 
         Args:
-            budget_s: seconds; a pass under way is finished first.
+            budget_s: Budget in seconds. A pass that has begun is finished first.
 
         Raises:
-            RankLostError: a peer has failed, and with it the job.
+            RankLostError: A peer has failed, and with it the job.
         """
         return self._engine.safe_point(budget_s)
 
     def check(self) -> None:
-        """Raise what ended the job, if anything did."""
+        """Raise the error that ended the job, if there is one."""
         if self._engine.failure is not None:
             raise self._engine.failure
 
     async def compute(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run ``fn`` in a worker thread while the loop goes on; torch gives up the GIL inside its operators.
+        """Run ``fn`` in a worker thread while the loop keeps running; torch releases the GIL inside its operators.
 
-        The caller's grad, inference and autocast modes, torch's default device and the current GPU hold in the thread.
+        The thread has the caller's grad, inference and autocast modes, torch's default device and the current GPU.
         Meanwhile ``policy.step`` raises BusyError, since ``fn`` may be changing weights. A simulation starts no thread:
-        it calls ``fn`` at a moment that it draws, within the time that this takes there.
+        it calls ``fn`` at a drawn moment during the computing time.
 
-        **Cancellation**: waits for ``fn`` all the same; a thread cannot be stopped, and it may be writing weights.
+        **Cancellation**: waits for ``fn`` anyway, since a thread cannot be stopped and may be writing weights.
 
         Raises:
-            BusyError: another ``compute`` of this rank is under way.
-            RuntimeError: ``fn`` raised StopIteration, the error's cause: no coroutine can raise that. So use
+            BusyError: Another ``compute`` of this rank is running.
+            RuntimeError: ``fn`` raised StopIteration, which no coroutine can raise; it is the error's cause. Use
                 ``await world.compute(next, iterator, None)``, which returns None at the end of the data.
-            BaseException: what else ``fn`` raised.
+            BaseException: Any other exception of ``fn``.
         """
         return await self._computing.run(self.virtual_clock, functools.partial(fn, *args, **kwargs))
 
     async def do_file_work(self, fn: Callable[[], T], *, model: object = None) -> T:
-        """Run ``fn``, which copies a state, reads a file or writes one, in a thread beside that of :meth:`compute`.
+        """Run ``fn``, which copies a state or reads or writes a file, in a second worker thread, calls in turn.
 
-        One after the other. **Cancellation**: as of :meth:`compute`.
+        **Cancellation**: as for :meth:`compute`.
 
         Args:
-            fn: the function.
-            model: the model whose weights it reads; its policies refuse steps meanwhile.
+            fn: The function.
+            model: Model whose weights ``fn`` reads; its policies refuse steps meanwhile.
         """
         self._models_in_use.append(model)
         try:
@@ -275,39 +274,39 @@ class World:
 
     @property
     def is_computing(self) -> bool:
-        """Whether a ``compute``, or work on files, is under way."""
+        """Whether a ``compute`` or file work is running."""
         return self._computing.is_under_way or self._file_work.is_under_way
 
     def is_in_use(self, model: object) -> bool:
-        """Whether a thread may be changing the weights of ``model``, or is reading them."""
+        """Return whether a thread may be changing the weights of ``model``, or is reading them."""
         return self._computing.is_under_way or (bool(self._models_in_use) and self._is_in_file_work(model))
 
     def _is_in_file_work(self, model: object) -> bool:
         return any(each is model for each in self._models_in_use)
 
     def is_computed(self, future: object) -> bool:
-        """Whether ``future`` is what the ``compute`` or the work on files that is under way waits for."""
+        """Return whether the running ``compute`` or file work waits for ``future``."""
         return self._computing.settles(future) or self._file_work.settles(future)
 
     def frame_of(self, future: object) -> types.FrameType | None:
-        """Return where the function stands, in its thread, for whose end ``future`` waits; None where none is known."""
+        """Return the current frame of the function for whose end ``future`` waits; None if unknown."""
         each = self._computing if self._computing.settles(future) else self._file_work
         return each.frame() if each.settles(future) else None
 
     def generator(self, purpose: str) -> random.Random:
-        """Return a generator whose draws follow from the job, the rank and ``purpose`` alone.
+        """Return a generator whose draws depend only on the job, the rank and ``purpose``.
 
-        In a simulation they thus follow from the seed. No other random state is touched.
+        In a simulation they follow from the seed. No other random state is affected.
         """
         return random.Random(f"{self._nonce} {self.rank} {purpose}")
 
     # -- tasks ------------------------------------------------------------------------------------------------------
 
     def spawn(self, coroutine: Coroutine[Any, Any, T], *, name: str | None = None) -> asyncio.Task[T]:
-        """Start a task that belongs to this rank's job: it is awaited at the end, and its failure is the job's.
+        """Start a task of this rank, which is awaited at the end, and whose failure ends the job.
 
         A task that never ends keeps the rank from ending: leave its loop, cancel it, or close the channel that it
-        reads. A warning is logged where such tasks only wait after main has returned (``watchdog_s`` of
+        reads. A warning is logged if such tasks only wait after main has returned (``watchdog_s`` of
         :func:`asyncdist.run`).
         """
         if self._task_group is None:
@@ -332,22 +331,22 @@ class World:
         capacity: int = 1024,
         group: Group | None = None,
     ) -> Channel[T]:
-        """Open a channel. Ranks that open it under the same tag, name and group, equally often, hear each other.
+        """Open a channel, which connects all ranks that open it with equal tag, name and group, equally often.
 
-        A tag belongs to one message type or name until all channels on it are closed here.
+        A tag belongs to one message type or name until all its channels are closed on this rank.
 
         Args:
-            message_type: a frozen dataclass, or a union of them; see :mod:`asyncdist.messaging.wire` for the field
+            message_type: A frozen dataclass, or a union of them; see :mod:`asyncdist.messaging.wire` for the field
                 types.
-            tag: 0 to 7000 or 12097 to 32767.
-            name: the message type's by default.
-            capacity: messages that may wait here before this tag stops taking more.
-            group: the ranks that use it; all by default.
+            tag: Tag from 0 to 7000 or from 12097 to 32767.
+            name: Name of the channel; by default the name of the message type.
+            capacity: Number of unreceived messages at which the tag stops receiving.
+            group: Ranks that use the channel; by default all.
 
         Raises:
-            LocalProtocolError: the tag is not free.
-            TypeError: the message type cannot travel.
-            ValueError: capacity below 1.
+            LocalProtocolError: The tag is not free.
+            TypeError: The message type has a field that cannot be sent.
+            ValueError: ``capacity`` is below 1.
         """
         capacity = validation.count("capacity", capacity)
         name = name or str(getattr(message_type, "__name__", message_type))
@@ -357,32 +356,32 @@ class World:
         return self.services.open_user_channel(message_type, tag=tag, name=name, ranks=ranks, capacity=capacity)
 
     async def send_stream(self, tensor: torch.Tensor, dest: int) -> None:
-        """Send a tensor of any size straight into the buffer of ``dest``'s ``receive_stream``.
+        """Send a tensor of any size directly into the buffer of ``dest``'s ``receive_stream``.
 
         Args:
-            tensor: contiguous, in CPU memory. It must not change until this returns.
-            dest: the receiving rank.
+            tensor: Contiguous CPU tensor, which must not change until the call returns.
+            dest: Rank of the receiver.
 
-        **Ordering**: the n-th stream between two ranks meets the n-th receive.
-        **Cancellation**: before ``dest`` receives, nothing has been sent, and its receive meets the next stream. After
-        that ``dest`` gets an abort; the tensor is in use until what is under way has left.
+        **Ordering**: the n-th stream from one rank to another is received by the n-th receive.
+        **Cancellation**: before ``dest`` receives, nothing is sent, and its receive takes the next stream. Later,
+        ``dest`` gets an abort, and the tensor is in use until outstanding chunks have left.
 
         Raises:
-            LocalProtocolError: the receiver expects another size.
-            ClosedError: the receiver gave up.
-            RankLostError: the receiver is gone: it has returned, or is lost.
+            LocalProtocolError: The receiver expects another size.
+            ClosedError: The receiver has cancelled.
+            RankLostError: The receiver has returned, or is lost.
         """
         await self._streams.send(tensor, dest)
 
     async def receive_stream(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """Receive into ``tensor``, in place; returns it.
+        """Receive into ``tensor`` in place, and return it.
 
-        **Cancellation**: the sender is told to stop; the tensor is in use until it has answered. A stream that
-        it had sent whole by then is lost, and its ``send_stream`` returns as if that had been received.
+        **Cancellation**: the sender is asked to stop, and the tensor is in use until it has answered. If it had already
+        sent the whole stream, the stream is lost, and its ``send_stream`` returns normally.
 
         Raises:
-            RemoteProtocolError: the sender gave up, or sends another size.
-            RankLostError: the sender is gone.
+            RemoteProtocolError: The sender has cancelled, or sends another size.
+            RankLostError: The sender is gone.
         """
         return await self._streams.receive(tensor, source)
 
@@ -393,51 +392,51 @@ class World:
     # -- groups -----------------------------------------------------------------------------------------------------
 
     async def new_group(self, ranks: Sequence[int], *, timeout_s: float = GROUP_TIMEOUT_S) -> Group:
-        """Make a group. Collective among ``ranks``, which all pass the same list; the others take no part.
+        """Make a group. Collective among ``ranks``, which must all pass the same list.
 
-        There is room for some 900 groups at a time, and each takes a communicator where the backend has them:
-        ``await group.free()``, or the group as an asynchronous context manager, gives them back.
+        About 900 groups can exist at a time, and each takes a communicator if the backend has them. ``await
+        group.free()``, or the group as an asynchronous context manager, releases both.
 
-        **Ordering**: tasks of a rank may ask for groups of different ranks at once, in any order. Of groups of equal
-        ranks, in equal order, the first one that a rank asks for is the first one of every rank.
+        **Ordering**: tasks of a rank may request groups of different ranks at the same time, in any order. Groups of
+        equal ranks in equal order are matched in the order of the requests on each rank.
 
         Args:
-            ranks: the members, this rank among them.
-            timeout_s: how long to wait for the last member, and for the turn of this group on all of them; for the turn
+            ranks: Members, including this rank.
+            timeout_s: Seconds to wait for the last member, and for the turn of this group on all members; for the turn
                 at least 5 s.
 
         Raises:
-            LocalProtocolError: the list is not a group, or this rank is not in it.
-            ValueError: the timeout is not a finite number of seconds above 0.
-            DisagreementError: two ranks wait for each other with different lists, or in another order.
-            StartTimeoutError: some members did not come in time. Or all came, and one of them was still making another
-                group, or blocked its loop; then the others may have the group, and this rank has freed it.
+            LocalProtocolError: The list is not a valid group, or this rank is not in it.
+            ValueError: The timeout is not a finite number of seconds above 0.
+            DisagreementError: Two ranks wait for each other with different lists, or in a different order.
+            StartTimeoutError: Some members did not join in time. Or all joined, but one of them was still making
+                another group, or blocked its loop; then the others may have the group, and this rank has freed it.
 
-        **Cancellation**: while members are missing, the others get RemoteError. Once all have come the group is made,
-        and given back, before the cancellation is raised.
+        **Cancellation**: while members are missing, the others get RemoteError. After all have joined, the group is
+        made and freed before the cancellation is raised.
         """
         return await self.peers.groups.new_group(ranks, timeout_s)
 
     async def new_groups(self, lists: Iterable[Sequence[int]], *, timeout_s: float = GROUP_TIMEOUT_S) -> list[Group]:
-        """Make several groups, one after the other. Where one cannot be made, those before it are freed.
+        """Make several groups in turn. If one cannot be made, the earlier ones are freed.
 
-        The members of those after it get RemoteError.
+        The members of later ones get RemoteError.
 
         Args:
-            lists: the members of each, this rank among them.
-            timeout_s: for all of them together.
+            lists: Members of each group, including this rank.
+            timeout_s: Seconds for all groups together.
 
         Raises:
-            AsyncdistError: as :meth:`new_group`.
+            AsyncdistError: As :meth:`new_group`.
 
-        **Cancellation**: as of :meth:`new_group`; the groups that have been made are freed.
+        **Cancellation**: as for :meth:`new_group`; groups that have been made are freed.
         """
         return await self.peers.groups.new_groups(lists, timeout_s)
 
     def counters(self) -> RankCounters:
-        """Return what this rank has done so far: steps, metric, role, messages, bytes; any thread may ask.
+        """Return this rank's counters: steps, metric, role, messages, bytes. Any thread may call this.
 
-        Waits are counted from the first time on that somebody asks.
+        Waits are counted from the first call on.
         """
         self.services.count_waits()
         return counters_of(self.services)
@@ -464,27 +463,27 @@ class World:
         return self._task_group is not None
 
     def attach_tasks(self, task_group: asyncio.TaskGroup | None) -> None:
-        """Make ``spawn`` start its tasks in ``task_group``, or refuse to start any where that is None."""
+        """Make ``spawn`` start its tasks in ``task_group``; with None, make it refuse."""
         self._task_group = task_group
         self._main = asyncio.current_task()
 
     @property
     def is_in_main(self) -> bool:
-        """Whether the rank's main calls, and no task that it has spawned."""
+        """Whether the caller is the rank's main, not a spawned task."""
         return self._main is not None and asyncio.current_task() is self._main
 
     def spawned_tasks(self) -> list[asyncio.Task[Any]]:
-        """Return the tasks that ``spawn`` has started and that have not ended, by name."""
+        """Return the unfinished tasks of ``spawn``, sorted by name."""
         # A TaskGroup has no public way to list them.
         tasks: set[asyncio.Task[Any]] = getattr(self._task_group, "_tasks", set())
         return sorted(tasks, key=lambda task: (len(task.get_name()), task.get_name()))
 
     def refuse_streams(self) -> None:
-        """Send no stream any more; a peer that waits for one gets an abort."""
+        """Stop sending streams; a peer that waits for one gets an abort."""
         self._streams.refuse_all()
 
     def close(self) -> None:
-        """Take back all receives, and start no thread any more."""
+        """Cancel all receives, and start no further threads."""
         if "_streams" in self.__dict__:  # a stream was sent or received
             self._streams.close()
         self.peers.close()

@@ -548,7 +548,7 @@ def test_a_world_inside_a_world_is_refused() -> None:
         async with ad.open_world() as second:  # one after the other is fine
             return second.size
 
-    said = r"a world is open here already, <World rank 0 of 2, local>: use that one, as asyncdist.current_world\(\)"
+    said = r"a world is already open here, <World rank 0 of 2, local>: use it through asyncdist.current_world\(\)"
     with pytest.raises(ad.LocalProtocolError, match=said):
         ad.run_local(inner, ranks=2)
     with pytest.raises(ad.LocalProtocolError, match="<World rank 0 of 3, sim>"):

@@ -58,7 +58,7 @@ def test_a_task_that_reads_a_channel_for_ever_is_named_once(caplog: pytest.LogCa
         ad.run_local(main, ranks=2, watchdog_s=0.05)
     (said,) = warnings(caplog)
     assert said.startswith(
-        "main of rank 0 has returned, and the rank ends when the tasks that it spawned do; for 0.05 s they have "
+        "main of rank 0 has returned, but the rank ends only after the tasks that it spawned; for 0.05 s they have "
         "waited: listener: a message on Note, tag 100, in listen ("
     )
     assert "test_waits.py:" in said and said.endswith("or close the channel that they read")

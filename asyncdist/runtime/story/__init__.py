@@ -1,1 +1,1 @@
-"""Tells what a rank does right now: to a signal, to who asks over its socket, and by itself when nothing moves."""
+"""Reports what a rank is doing: on a signal, on requests over its socket, and automatically if nothing moves."""

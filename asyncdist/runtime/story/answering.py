@@ -1,7 +1,7 @@
-"""Answers who asks what this rank does, from a thread that sleeps otherwise; and tells it where nothing moves.
+"""Answers requests for a rank's story (its current waits) in a thread, and prints the stories if nothing moves.
 
-The thread touches nothing of the rank. Where the loop runs it asks the loop, and where main does not let it run the
-thread looks where main stands, and reads the rest.
+The thread never changes the rank's state. If the loop runs, the loop collects the story. If main blocks the loop, the
+thread reads main's current frame and the rest itself.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from asyncdist.wording import seconds_in_words
 
 logger = logging.getLogger("asyncdist.runtime.story.answering")
 
-#: What the thread is woken for: to end; to tell what all do.
+#: Reasons to wake the thread: to end; to print the stories of all ranks.
 _END: Final = b"!"
 _ASKED: Final = b"?"
 
-#: How long the loop may take to answer before it is said not to run.
+#: Seconds that the loop may take to answer before it counts as blocked.
 _LOOP_S: Final = 0.3
-#: The thread looks whether anything has moved so many times in ``stall_s``, and once in so many seconds at least.
+#: Number of checks for progress during ``stall_s``; and the maximum seconds between two checks.
 _LOOKS_IN_STALL: Final = 4
 _PERIOD_S_MAX: Final = 1.0
-#: So many others write down what a rank has told of a standstill: its own loop may be one that does not run.
+#: Number of other ranks that record a printed standstill, since the printing rank's own loop may be blocked.
 _KEEPER_COUNT: Final = 4
-#: A signal that a launcher sends to all ranks reaches them within so many seconds: one of them tells what all do.
+#: Seconds within which a launcher's signal reaches all ranks, so that only one of them prints the stories.
 _ASKED_TOGETHER_S: Final = 0.3
-#: For so long a rank says that it was asked by a signal.
+#: Seconds during which a rank reports that it was asked by a signal.
 _ASKED_S: Final = 1.0
 
 
 class Teller:
-    """Tells the story of one rank: to who asks on its socket, and to all where the job stands still.
+    """Reports the story of one rank: on requests over its socket, and on the terminal if the job stands still.
 
     Args:
-        world: of this rank.
-        main: the task that runs main.
-        stall_s: after how long a job in which nothing moves is told; infinity for never.
+        world: World of this rank.
+        main: Task that runs main.
+        stall_s: Seconds without progress after which the stories are printed; infinity for never.
     """
 
     def __init__(self, world: World, main: asyncio.Task[object], stall_s: float) -> None:
@@ -65,10 +65,10 @@ class Teller:
         self._thread_of_rank = threading.get_ident()
         self._signs = Signs(world)
         self._stall_s = stall_s
-        self._told_of: float | None = None  # when the rank had moved last, at the standstill that was told
+        self._told_of: float | None = None  # time of the rank's last progress before the printed standstill
         self._look_again_at = 0.0
         self._asking: threading.Thread | None = None
-        self._asked: RankStory | None = None  # what this rank did as a signal asked it
+        self._asked: RankStory | None = None  # story of this rank when a signal asked for it
         self._asked_at = -math.inf
         self._telling: threading.Thread | None = None
         self._period_s = min(_PERIOD_S_MAX, stall_s / _LOOKS_IN_STALL)
@@ -78,7 +78,7 @@ class Teller:
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Listen, where this host has a place for sockets."""
+        """Start to listen, if this host has a folder for sockets."""
         opened = sockets.listen(job_name(self._world), self._world.rank)
         if opened is None:
             return
@@ -88,7 +88,7 @@ class Teller:
         self._thread.start()
 
     def end(self) -> None:
-        """Answer no more."""
+        """Stop answering."""
         if self._thread is None or self._wake is None or self._listener is None or self._path is None:
             return
         self._wake[1].send(_END)
@@ -101,23 +101,23 @@ class Teller:
         self._thread = None
 
     def forget_in_child(self) -> None:
-        """Close this rank's socket in a child that it has forked, which would seem to be the rank after its death."""
+        """Close this rank's socket in a forked child, which would otherwise pose as the rank after its death."""
         if self._listener is not None:
             self._listener.close()
             self._thread = None
 
     def has_told_standstill(self) -> bool:
-        """Whether the story was told, here or by another rank, since this rank moved last."""
+        """Whether this rank or another one has printed the stories since this rank's last progress."""
         return self.told_at >= self._signs.moved_at
 
     # -- in the rank's thread, or in a signal's handler there ---------------------------------------------------------
 
     def tell(self) -> str:
-        """Tell what this rank does, wherever it stands, and what all ranks of this host do: a thread tells that.
+        """Collect this rank's story, and make the thread print the stories of all ranks of this host.
 
         Returns:
-            The story of this rank where no other one can be asked; else "", and the thread tells all in a moment,
-            unless it finds that a lower rank was asked, too.
+            The story of this rank if no other rank can be asked; otherwise "", and the thread prints all stories,
+            unless a lower rank was asked, too.
         """
         self._signs.sample()
         runs = asyncio.current_task(self._loop) is not None or not self._loop.is_running()
@@ -125,11 +125,11 @@ class Teller:
         if self._thread is None or self._wake is None or not self._places():
             return tell_rank(own)
         self._asked, self._asked_at = own, time.monotonic()
-        self._wake[1].send(_ASKED)  # a thread begun here could meet a lock that the interrupted code holds
+        self._wake[1].send(_ASKED)  # starting a thread here could deadlock with the interrupted code
         return ""
 
     def tell_abort(self) -> str:
-        """Return, and write down, the stories of all ranks of this host before an abort, of this one as it is now."""
+        """Return and record the stories of all ranks of this host before an abort."""
         text = tell_job(*self._ask_all(collect(self._world, self._main, self._signs)))
         self._world.services.events.record("told", f"{ABORT}; {text}")
         return text
@@ -153,15 +153,15 @@ class Teller:
                         self._begin_to_tell_all()
                     if self._listener in woken:
                         self._answer(self._listener)
-                    if time.monotonic() >= look_at:  # also where others ask all the time
+                    if time.monotonic() >= look_at:  # even if others ask all the time
                         look_at = time.monotonic() + self._period_s
                         self._renew_listener(ready)
                         self._look()
-                except Exception as error:  # no run is ended by its story, and the rank may end while it is looked at
-                    logger.debug("rank %d could not tell its story", self._world.rank, exc_info=error)
+                except Exception as error:  # a story must never end a run, and the rank may end meanwhile
+                    logger.debug("rank %d could not report its story", self._world.rank, exc_info=error)
 
     def _renew_listener(self, ready: selectors.BaseSelector) -> None:
-        """Listen anew if the socket's file is gone: the folder of a session is removed with the user's last one."""
+        """Listen again if the socket's file is gone, since the session's folder is removed with the last session."""
         assert self._listener is not None and self._path is not None, "it has begun"
         if os.path.lexists(self._path):
             return
@@ -214,7 +214,7 @@ class Teller:
             with contextlib.suppress(RuntimeError):  # a dictionary has changed meanwhile
                 return collect(self._world, self._main, self._signs, frame)
 
-    # -- where a signal asks ------------------------------------------------------------------------------------------
+    # -- after a signal -----------------------------------------------------------------------------------------------
 
     def _begin_to_tell_all(self) -> None:
         if self._telling is None or not self._telling.is_alive():
@@ -228,10 +228,10 @@ class Teller:
             lower = (place for place in self._places() if place.rank < self._world.rank)
             if not any(sockets.was_asked(place) for place in lower):
                 _write(tell_job(*self._ask_all(own)))
-        except Exception as error:  # nothing may come of a signal that only asks
-            logger.debug("rank %d could not tell what all do", self._world.rank, exc_info=error)
+        except Exception as error:  # a signal that only asks must have no effect
+            logger.debug("rank %d could not report the stories of all ranks", self._world.rank, exc_info=error)
 
-    # -- where nothing moves ------------------------------------------------------------------------------------------
+    # -- if nothing moves ---------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
         now = time.monotonic()
@@ -239,15 +239,15 @@ class Teller:
         is_news = still_s >= self._stall_s and self._signs.moved_at != self._told_of
         is_asking = self._asking is not None and self._asking.is_alive()
         if is_news and now >= self._look_again_at and not is_asking:
-            # In a thread of its own, since this one has to answer the ranks that it asks.
+            # In a thread of its own, since this thread must answer the ranks that it asks.
             self._asking = threading.Thread(target=self._ask_who_moves, name="asyncdist story, asking", daemon=True)
             self._asking.start()
 
     def _ask_who_moves(self) -> None:
         try:
             self._tell_if_none_moves()
-        except Exception as error:  # no run is ended by its story
-            logger.warning("rank %d could not tell that nothing moves", self._world.rank, exc_info=error)
+        except Exception as error:  # a story must never end a run
+            logger.warning("rank %d could not report that nothing moves", self._world.rank, exc_info=error)
 
     def _tell_if_none_moves(self) -> None:
         if not self._is_others_to_tell():
@@ -267,20 +267,20 @@ class Teller:
         _write(text)
 
     def _note_told(self, text: str) -> None:
-        """Note that a standstill was told; the loop writes down the text, unless it is empty."""
+        """Note that a standstill was printed; the loop records the text, unless it is empty."""
         if text:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._world.services.events.record, "told", text)
         self._told_of = self._signs.moved_at
         self.told_at = time.monotonic()
-        self._stall_s *= 2  # a job that stands still again and again is not told of as often
+        self._stall_s *= 2  # report repeated standstills less often
 
     def _places(self) -> list[sockets.Place]:
         assert self._path is not None, "it has begun"
         return [place for place in sockets.places(self._path.parent) if place.rank != self._world.rank]
 
     def _is_others_to_tell(self) -> bool:
-        """Whether a lower rank lives on this host, which looks as this one does."""
+        """Whether a lower rank lives on this host, which makes the same checks."""
         lower = (place for place in self._places() if place.rank < self._world.rank)
         return any(sockets.answers_pulse(place) for place in lower)
 
@@ -297,7 +297,7 @@ def _write(text: str) -> None:
 
 
 def _read_all(client: socket.socket) -> str:
-    """Return what a client sends until it closes, as text; what is there where it does not close in time."""
+    """Return the text that a client sends until it closes, or until the timeout."""
     data = bytearray()
     with contextlib.suppress(TimeoutError):
         while len(data) < sockets.TOLD_NBYTES_MAX and (part := client.recv(sockets.TOLD_NBYTES_MAX)):

@@ -1,4 +1,4 @@
-"""Collects what a rank does right now. It only reads: a signal's handler, or another thread, may ask."""
+"""Collects the story of a rank. It only reads, since a signal handler or another thread may call it."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from asyncdist.runtime.world import World
 from asyncdist.story.facts import ChannelState, Collective, MainState, PolicyState, RankStory, Wait
 from asyncdist.story.happenings import events_in_words
 
-#: Events of a story; steps and roles are told with the policy.
+#: Kinds of events in a story; steps and roles are part of the policy's line.
 EVENT_COUNT_MAX: Final = 3
-#: Tasks of a rank in a story, and ranks that one of their waits names.
+#: Maximum number of a rank's tasks in a story, and of ranks that one of their waits names.
 TASK_COUNT_MAX: Final = 20
 PEER_COUNT_MAX: Final = 1024
-#: Where the interpreter and its libraries are: the user's line is outside of them.
+#: Folders of the interpreter and its libraries; the user's line is outside of them.
 _LIBRARIES: Final = tuple(
     os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
 
 
 def job_name(world: World) -> str:
-    """Return the name of the world's job, the same on all ranks: eight hexadecimal digits."""
+    """Return the name of the world's job, equal on all ranks: eight hexadecimal digits."""
     return f"{world.services.nonce & 0xFFFFFFFF:08x}"
 
 
@@ -37,10 +37,10 @@ def collect(world: World, main: asyncio.Task[Any], signs: Signs, frame: types.Fr
     """Return the story of a rank.
 
     Args:
-        world: the rank's.
-        main: the task of its main.
-        signs: when it, and its peers, gave a sign of life last.
-        frame: where the rank's thread stands, if its loop does not run.
+        world: World of the rank.
+        main: Task of its main.
+        signs: Times of the last progress of the rank and its peers.
+        frame: Current frame of the rank's thread, if its loop is blocked.
     """
     services = world.services
     state, line, inner_line = _state(main, signs, frame)
@@ -68,12 +68,12 @@ def collect(world: World, main: asyncio.Task[Any], signs: Signs, frame: types.Fr
 
 
 def _state(main: asyncio.Task[Any], signs: Signs, frame: types.FrameType | None) -> tuple[MainState, str, str]:
-    """Return what main does, and where, in the user's code and innermost."""
+    """Return the state of main, its line in the user's code, and its innermost line."""
     if frame is None:
         has_returned = all(is_library(each) for each in frames_of(main))
         return "returned" if has_returned else "awaits", "", ""
     while is_library(frame) and frame.f_back is not None and "/asyncdist/runtime/story/" in frame.f_code.co_filename:
-        frame = frame.f_back  # of the handler that asks
+        frame = frame.f_back  # skip the signal handler
     users = next((each for each in _outwards(frame) if _is_users(each)), frame)
     inner_line = "" if users is frame else line_of(frame)
     return "computes" if signs.computes() else "blocks", line_of(users), inner_line
@@ -130,7 +130,7 @@ def _wait(who: str, task: asyncio.Task[Any], world: World) -> Wait:
 
 
 def _line_beside(task: asyncio.Task[Any], world: World) -> str | None:
-    """Return the user's line in which the thread stands, for whose end a task waits."""
+    """Return the user's line in the thread for whose end a task waits."""
     frame = world.frame_of(waiter_of(task))
     users = next((each for each in _outwards(frame) if _is_users(each)), None)
     return None if users is None else line_of(users)
@@ -141,7 +141,7 @@ def _first(ranks: Iterable[int]) -> list[int]:
 
 
 def _collective(task: asyncio.Task[Any], world: World) -> Collective | None:
-    """Return the collective that a task is in; of several that are under way, the oldest, for which the others wait."""
+    """Return the collective that a task is in; of several, the oldest, for which the others wait."""
     engine = world.services.engine
     if not any(future in engine.collective_waits for future in _waiters(task, engine)):
         return None
@@ -151,7 +151,7 @@ def _collective(task: asyncio.Task[Any], world: World) -> Collective | None:
 
 
 def _waiters(task: asyncio.Task[Any], engine: Any) -> Iterator[Any]:
-    """Return what a task waits for, and what that waits for, and so on."""
+    """Yield the future that a task waits for, the future that this one waits for, and so on."""
     seen: set[int] = set()
     waiter = waiter_of(task)
     while waiter is not None and id(waiter) not in seen:
@@ -161,7 +161,7 @@ def _waiters(task: asyncio.Task[Any], engine: Any) -> Iterator[Any]:
         waiter = None if next_task is None else waiter_of(next_task)
 
 
-# -- what else there is -----------------------------------------------------------------------------------------------
+# -- the rest ----------------------------------------------------------------------------------------------------------
 
 
 def _policies(services: Services) -> Iterator[PolicyState]:

@@ -1,6 +1,6 @@
-"""Heeds SIGUSR1: the rank tells on standard error what all ranks of its host do, and goes on.
+"""Handles SIGUSR1: the rank prints the stories of all ranks of its host on standard error, and continues.
 
-Ranks that share a process tell one after the other.
+Ranks that share a process print in turn.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any, Final, Self
 from asyncdist import environment, rank_program
 from asyncdist.runtime.stall_warnings import is_library
 
-#: None where there is no such signal.
+#: None if the system has no such signal.
 SIGNAL: Final = getattr(signal, "SIGUSR1", None)
-#: What tells the story of each world that is open in this process, and is called in a child that this process forks.
+#: For each open world of this process: its function that reports the story, and its function for forked children.
 _tellers: dict[object, tuple[Callable[[], str], Callable[[], None]]] = {}
 
 
 def tell_on_request(owner: object, tell: Callable[[], str], forget_in_child: Callable[[], None]) -> None:
-    """Print at each signal what ``tell()`` returns, if anything, until :func:`tell_no_more`; it comes to processes."""
+    """Print the result of ``tell()``, unless empty, at each signal to this process, until :func:`tell_no_more`."""
     _tellers[owner] = tell, forget_in_child
 
 
@@ -33,9 +33,9 @@ def tell_no_more(owner: object) -> None:
 
 
 class StoryRequests:
-    """Heeds the signal while it is entered, unless the program has a handler of its own for it, or is to have one.
+    """A context manager that handles the signal, unless the program has, or will have, a handler of its own.
 
-    Does nothing outside the main thread, where Python allows no signal handlers.
+    It does nothing outside the main thread, where Python allows no signal handlers.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class StoryRequests:
 
 
 def forget_in_child() -> None:
-    """Give a forked process Python's handler back, and let it not listen: it is no rank."""
+    """Restore Python's handler and stop listening in a forked process, which is not a rank."""
     for _, forget in _tellers.values():
         forget()
     _tellers.clear()
@@ -68,13 +68,13 @@ def forget_in_child() -> None:
 
 
 def _is_of_rank_program(handler: Any) -> bool:
-    """Whether a handler is that with which a rank begins: of a program, which is another module than its import."""
+    """Return whether a handler is the initial one of :mod:`asyncdist.rank_program`, imported or run as a program."""
     name: str = getattr(handler, "__qualname__", "")
     return name == rank_program.tell_no_world.__qualname__
 
 
 def _is_lightnings() -> bool:
-    """Whether Lightning means to save and requeue the job at this signal; it does not where there is a handler."""
+    """Return whether Lightning would requeue the job at this signal; it does not if there is a handler."""
     return environment.is_slurm_job() and not {"lightning", "pytorch_lightning"}.isdisjoint(sys.modules)
 
 
@@ -86,7 +86,7 @@ def _answer(_number: int, frame: FrameType | None) -> None:
         rank_program.tell_no_world(_number, frame)
         return
     texts = [_told(tell) for tell, _ in tellers]
-    with contextlib.suppress(Exception):  # nothing may come of a signal that only asks
+    with contextlib.suppress(Exception):  # a signal that only asks must have no effect
         sys.stderr.write("".join(f"asyncdist: {text}\n" for text in texts if text))
         sys.stderr.flush()
 
@@ -95,4 +95,4 @@ def _told(tell: Callable[[], str]) -> str:
     try:
         return tell()
     except Exception as error:
-        return f"the story of a rank could not be told: {type(error).__name__}: {error}"
+        return f"the story of a rank could not be reported: {type(error).__name__}: {error}"

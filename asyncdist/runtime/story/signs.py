@@ -1,6 +1,6 @@
-"""Samples when a rank has done something last, and when something has come from each of its peers.
+"""Samples the times of a rank's last progress, and of the last message from each of its peers.
 
-Nothing is counted for this: the counts of the engine and of the channels are compared, now and then.
+No additional counters are needed: the counts of the engine and of the channels are compared from time to time.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from typing import Final
 
 from asyncdist.runtime.world import World
 
-#: A rank whose thread has taken less of a core than this since it moved last waits, or blocks; else it computes.
+#: Share of a core from which on a rank's thread counts as computing; below it, the rank waits or blocks.
 _BUSY_SHARE: Final = 0.1
-#: Over how many seconds, at least.
+#: Minimum seconds over which the share is measured.
 _SHARE_PERIOD_S: Final = 0.2
-#: For so many reminders that this rank has sent, the ends of their sends are waited for: the last ones of a few starts.
+#: Maximum number of sent reminders whose sends may still be outstanding: the last ones of a few starts.
 _REMINDERS_UNDER_WAY_MAX: Final = 32
 
 
 class Signs:
-    """Keeps when a rank moved last: a step, a message, a piece of a stream; and when each peer was heard last.
+    """The times of a rank's last progress (a step, a message, a piece of a stream) and of each peer's last message.
 
-    Ranks that wait in a start for others remind those each second, for ever. That is no movement: a start to which a
-    rank does not come is a hang as any other.
+    Ranks that wait for others in a collective start send reminders each second, forever. These do not count as
+    progress, since such a wait can be a hang like any other.
 
     Attributes:
-        moved_at: when the rank moved last, as far as samples tell.
+        moved_at: Time of the rank's last progress, as far as the samples show.
 
     Args:
-        world: the rank's. It is made in the rank's own thread.
+        world: World of the rank. The object must be created in the rank's own thread.
     """
 
     def __init__(self, world: World) -> None:
@@ -51,12 +51,12 @@ class Signs:
         self._share = 0.0
 
     def sample(self) -> None:
-        """Look whether anything has changed."""
-        if not self._lock.acquire(blocking=False):  # a signal's handler asks in the midst of it
+        """Take a sample: note whether anything has changed."""
+        if not self._lock.acquire(blocking=False):  # called by a signal handler during a sample
             return
         try:
             self._sample(time.monotonic())
-        except RuntimeError:  # a dictionary has changed while this thread read it: the rank does something
+        except RuntimeError:  # a dictionary changed while this thread read it, so the rank makes progress
             self.moved_at = time.monotonic()
         finally:
             self._lock.release()
@@ -101,10 +101,10 @@ class Signs:
         return self._share >= _BUSY_SHARE
 
     def still_s(self) -> float:
-        """Return for how many seconds nothing has moved, as of the last sample."""
+        """Return the seconds without progress, as of the last sample."""
         return time.monotonic() - self.moved_at
 
     def heard_s(self) -> dict[int, float]:
-        """Return how many seconds ago something came from each rank last, as far as samples tell."""
+        """Return the seconds since each rank's last message, as far as the samples show."""
         now = time.monotonic()
         return {rank: round(now - at, 1) for rank, at in sorted(self._heard_at.items())}
