@@ -294,7 +294,7 @@ MUTANTS: Final = (
         "network",
         "messages of one source and tag overtake each other on their way",
         "asyncdist/simulation/fabric.py",
-        "        if arrival <= last:  # never overtake within one source and tag\n"
+        "        if arrival <= last:  # never overtake within one (source, tag)\n"
         "            arrival = math.nextafter(last, math.inf)\n",
         "",
         TROUBLE,
