@@ -83,7 +83,7 @@ class SelectiveAveraging(TrainerCallback):
         self.last_info: StepInfo | None = None
         self._loss = RunningLoss()
         self._newest: Any = NOT_MEASURED
-        self._has_warned = False
+        self._has_losses = self._has_warned = False
         self._evaluated: set[str] = set()
         self._training = selective_averaging(
             average_every, mode, options, replica_size=replica_size, swap_every=swap_every, monitor=monitor
@@ -178,6 +178,7 @@ class SelectiveAveraging(TrainerCallback):
 
     def _see(self, loss: Any) -> None:
         """Add the loss of a batch. The trainer has divided it by the number of batches of a step: their sum counts."""
+        self._has_losses = True
         self._loss.add(loss, count=0)
 
     def _adding_replacements(self, log: Callable[..., None]) -> Callable[..., None]:
@@ -193,6 +194,7 @@ class SelectiveAveraging(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any) -> None:
         """Start the policy, together with all ranks."""
         model, optimizer = of["model"], of["optimizer"]
+        self._has_losses = False
         self._loss.reset()
         if self.monitor is not None and args.eval_strategy == "no":
             self._warn("eval_strategy is 'no', so only evaluations that the program starts give %r", self.monitor)
@@ -215,8 +217,11 @@ class SelectiveAveraging(TrainerCallback):
             self._newest = NOT_MEASURED  # it was that of weights that are gone
 
     def _metric(self) -> Any:
-        if self.monitor is None:
+        if self.monitor is None and self._has_losses:
             return self._loss()
+        if self.monitor is None:
+            self._warn("this trainer has a train() of its own, without training_step(); pass monitor=")
+            return NOT_MEASURED
         newest, self._newest = self._newest, NOT_MEASURED  # each evaluation is judged once
         return newest
 

@@ -79,6 +79,7 @@ def test_a_loss_observer_in_transformers_is_not_compiled(tmp_path: Path) -> None
 
 TRANSFORMERS_LOSSES = """
     from asyncdist.integrations.transformers import SelectiveAveraging
+    from asyncdist.protocols.metrics import NOT_MEASURED
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
@@ -111,17 +112,35 @@ TRANSFORMERS_LOSSES = """
         # transformers 4 logs four decimals.
         assert torch.allclose(torch.tensor(judged), torch.tensor(logged), rtol=1e-3, atol=6e-5), (judged, logged)
         print("agree", name)
+
+    class Elsewhere(Trainer):
+        def train(self):
+            self.create_optimizer_and_scheduler(4)
+            handler = self.callback_handler
+            handler.optimizer, handler.train_dataloader = self.optimizer, self.get_train_dataloader()
+            handler.on_train_begin(self.args, self.state, self.control)
+            for _ in range(4):
+                handler.on_step_end(self.args, self.state, self.control)
+            handler.on_train_end(self.args, self.state, self.control)
+
+    judged = []
+    Elsewhere(model, arguments, train_dataset=rows, callbacks=[Judged(2)]).train()
+    assert judged == [NOT_MEASURED] * 2, judged
 """
 
 
 @pytest.mark.mpi
 def test_transformers_judges_a_rank_by_the_loss_that_it_logs(tmp_path: Path) -> None:
-    """Regression: accumulation divided it, and with label smoothing or an own loss a rank had no metric at all."""
+    """Regression: accumulation divided it, and with label smoothing or an own loss a rank had no metric at all.
+
+    A trainer with a train() of its own gave each rank the metric 0.0 without a word, and ranks were replaced by that.
+    """
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(TRANSFORMERS_LOSSES))
     ended = torchrun.run_jobs([([sys.executable, str(script)], {})], 100.0).check()
     told = [line for line in ended.stdout.splitlines() if line.startswith("agree")]
     assert told == ["agree one batch", "agree accumulated", "agree smoothed", "agree own loss"], ended.output()
+    assert ended.stderr.count("this trainer has a train() of its own") == 1, ended.output()
 
 
 @pytest.mark.long
