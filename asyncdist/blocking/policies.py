@@ -101,7 +101,7 @@ class Policy(Generic[PolicyT_co]):
         return self.awaited.statistics()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Do a ``step`` as torchgfn's policies do; see :meth:`protocols.AsyncSelectiveAveragingPolicy.__call__`."""
+        """Do a ``step`` as torchgfn's policies do; see :meth:`protocols.ported.Ported.__call__`."""
         called: Any = self.awaited
         return (self._caller or self._refuse()).call(called, *args, **kwargs)
 

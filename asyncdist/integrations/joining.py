@@ -295,7 +295,7 @@ class Training(Generic[PolicyT]):
     def call(
         self, iteration: int, model: nn.Module, optimizer: torch.optim.Optimizer, metric: Any
     ) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
-        """Make progress as ``step`` does, in the form of :meth:`protocols.AsyncSelectiveAveragingPolicy.__call__`.
+        """Make progress as ``step`` does, in the form of :meth:`protocols.ported.Ported.__call__`.
 
         Raises:
             ClosedError: it has ended, or has not begun.

@@ -48,6 +48,19 @@ def test_links_to_other_hosts_are_sound() -> None:
     )
 
 
+def test_a_cell_of_a_table_is_short() -> None:
+    """Longer text belongs below a heading. Code does not count, and a link counts as its text."""
+    found = 0
+    for page in sorted((pages.ROOT / "docs").rglob("*.md")):
+        if page.name == "architecture.md":  # it is read as a whole
+            continue
+        for row in re.findall(r"^\|.*\|$", without_code(page.read_text()), re.MULTILINE):
+            for cell in row.strip("|").split("|"):
+                assert len(re.sub(r"\]\([^)]*\)", "]", cell).split()) <= 16, f"{page.name}: {cell.strip()}"
+                found += 1
+    assert found > 1000
+
+
 def without_code(text: str) -> str:
     """A page without its blocks and what is set as code."""
     return re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))

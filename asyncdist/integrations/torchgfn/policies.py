@@ -124,7 +124,7 @@ class _Called(_Ported[PolicyT]):
         local_metric: Any = None,
         group: Any = None,
     ) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
-        """Do a step; see :meth:`protocols.AsyncSelectiveAveragingPolicy.__call__`.
+        """Do a step; see :meth:`protocols.ported.Ported.__call__`.
 
         Args:
             iteration: The script's own number of this iteration.
@@ -256,7 +256,7 @@ class AsyncSelectiveAveragingPolicympi4pyFast(_Ported[_OneSided]):
         expose_params: bool = True,
         group: Any = None,
     ) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
-        """Do a step; see :meth:`protocols.AsyncSelectiveAveragingPolicy.__call__`.
+        """Do a step; see :meth:`protocols.ported.Ported.__call__`.
 
         Args:
             iteration, model, optimizer, local_metric: As for :class:`AsyncSelectiveAveragingPolicy`.
