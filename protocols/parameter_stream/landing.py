@@ -1,7 +1,7 @@
-"""Says where a replacer receives what donors stream: in its accumulator, or in the pages of a ring of buffers.
+"""Chooses the memory in which a replacer receives the chunks of donors: its accumulator, or a ring of buffers.
 
-Every donor's chunks are cut alike. Those of the first one land in the accumulator itself, where its dtype is the stored
-one; the others pass through the ring, where small chunks share a page.
+The chunks of all donors have the same bounds. The first donor's chunks are received in the accumulator itself if it has
+the stored dtype. All others are received in the pages of the ring, where small chunks share a page.
 """
 
 from __future__ import annotations
@@ -16,22 +16,16 @@ from asyncdist.protocols.parameter_stream.messages import parts_of
 from asyncdist.tensors.byte_views import byte_view
 from asyncdist.tensors.flat_state import FlatBuffers
 
-#: Donors that a replacer has asked and not yet taken: each posted receive is tested in every pass.
+#: Donors asked by a replacer and not yet added. The number is limited because each pass tests all posted receives.
 ASKED_COUNT_MAX: Final = 16
-#: Shares of donors that a layout keeps: of as many as a replacer asks at once, with the exact tensors and without.
+#: Shares that a layout keeps: for each donor asked at once, with and without the exact tensors.
 SHARE_COUNT_MAX: Final = 2 * ASKED_COUNT_MAX
-#: Places in a page begin at multiples of the widest element.
+#: Chunks in a page begin at multiples of the widest element's size.
 _ALIGNMENT_NBYTES: Final = 16
 
 
 class ChunkRing:
-    """Keeps ``WINDOW_COUNT`` buffers of one chunk each, allocated when first needed.
-
-    The ring remembers the layouts of the accumulators that were used with it.
-
-    Args:
-        chunk_nbytes: of each.
-    """
+    """Keeps ``WINDOW_COUNT`` buffers of ``chunk_nbytes`` each, allocated on first use, and accumulators' layouts."""
 
     def __init__(self, chunk_nbytes: int) -> None:
         self.chunk_nbytes = chunk_nbytes
@@ -41,7 +35,7 @@ class ChunkRing:
         self._scratch: torch.Tensor | None = None
 
     def layout_of(self, accumulator: FlatBuffers) -> Layout:
-        """Return where streams into ``accumulator`` are received."""
+        """Return the layout of streams into ``accumulator``."""
         found = self._layouts.get(accumulator)
         if found is None:
             found = self._layouts[accumulator] = Layout(accumulator, self.chunk_nbytes)
@@ -53,7 +47,7 @@ class ChunkRing:
         return self.page(self._next)[: count * dtype.itemsize].view(dtype)
 
     def page(self, number: int) -> torch.Tensor:
-        """Return the bytes of a buffer; pages that are ``WINDOW_COUNT`` apart are the same one."""
+        """Return the bytes of a buffer; pages ``WINDOW_COUNT`` apart share one."""
         place = number % WINDOW_COUNT
         found = self._buffers.get(place)
         if found is None:
@@ -62,7 +56,7 @@ class ChunkRing:
         return found
 
     def scratch(self, dtype: torch.dtype, count: int) -> torch.Tensor:
-        """Return memory for what is read and added at once, as ``count`` elements of ``dtype``; always the same."""
+        """Return the ring's scratch buffer for data that is added at once, as ``count`` elements of ``dtype``."""
         nbytes = count * dtype.itemsize
         if self._scratch is None or self._scratch.nbytes < nbytes:
             self._scratch = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
@@ -70,15 +64,16 @@ class ChunkRing:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that are allocated."""
+        """Number of bytes that are allocated."""
         scratch = [] if self._scratch is None else [self._scratch]
         return sum(buffer.nbytes for buffer in (*self._buffers.values(), *scratch))
 
 
 class LandingPiece(NamedTuple):
-    """A chunk of the state, as it is cut for every donor.
+    """Describes one chunk of the state, the same for every donor.
 
-    ``view`` is where it is received if it can land in place. It begins with element ``first`` of tensor ``number``.
+    ``view`` is the accumulator's memory if the chunk can be received in place, else None. The chunk begins at element
+    ``first`` of tensor ``number``.
     """
 
     into: torch.Tensor
@@ -91,7 +86,7 @@ class LandingPiece(NamedTuple):
 
 
 class Landing(NamedTuple):
-    """A chunk of one donor, and the page that it counts to. ``chunk`` is where it lies there, unless it is in place."""
+    """Describes one chunk of one donor. ``chunk`` is its memory in ``page``; None if it is received in place."""
 
     piece: LandingPiece
     page: int
@@ -99,7 +94,7 @@ class Landing(NamedTuple):
 
 
 class _Share(NamedTuple):
-    """Says what comes from one donor, its size, and the place of the next donor's first chunk."""
+    """Lists the chunks received from one donor, their size, and the page and offset of the next donor's first chunk."""
 
     landings: list[Landing]
     targets: list[memoryview]
@@ -109,12 +104,12 @@ class _Share(NamedTuple):
 
 
 class Layout:
-    """Says where streams into one accumulator are received: in its tensors, or in pages of the ring that made this.
+    """Assigns memory to the chunks of streams into one accumulator: its tensors, or the ring's pages.
 
-    The first shares that fit into the ring are kept: small states lie in the same places in each round.
+    The first shares that fit into the ring are kept and reused in later rounds.
 
     Attributes:
-        pieces: of the whole state, averaged ones first.
+        pieces: Chunks of the whole state, averaged ones first.
     """
 
     def __init__(self, accumulator: FlatBuffers, chunk_nbytes: int) -> None:
@@ -122,14 +117,16 @@ class Layout:
         self._shares: dict[tuple[int, int, bool, bool], _Share] = {}
 
     def share(self, ring: ChunkRing, page: int, offset: int, *, first: bool, exact: bool) -> _Share:
-        """Return the share of the donor whose first chunk is received there.
+        """Return the share of the donor whose first chunk is received at ``page`` and ``offset``.
 
         Args:
-            ring: the one that made this.
-            page, offset: behind the donor before; the page bounds what is under way, and chunks in place have one too.
-            first: whether it is the first donor: its chunks land in place where the accumulator has their dtype, as do
-                all that are not summed.
-            exact: whether it gives what is not averaged, too.
+            ring: Ring that made this layout.
+            page: Page at which the preceding donor's share ends. Pages limit the number of outstanding receives, so
+                chunks received in place have a page, too.
+            offset: Offset in bytes within that page.
+            first: Whether this is the first donor. Its chunks are received in place if the accumulator has their
+                dtype, as are all chunks that are not averaged.
+            exact: Whether the donor also sends the tensors that are not averaged.
         """
         key = page, offset, first, exact
         found = self._shares.get(key)

@@ -1,4 +1,4 @@
-"""Defines what donors and receivers of parameter streams say to each other, and how large streams and chunks are."""
+"""Defines the messages between donors and receivers of parameter streams, and the sizes of streams and chunks."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from asyncdist.protocols.parameter_stream.parts import Part
 from asyncdist.tensors.byte_views import byte_view, split
 from asyncdist.tensors.flat_state import FlatBuffers
 
-#: Of each chunk but the last of each dtype.
+#: Size in bytes of each chunk except the last one of each dtype.
 CHUNK_NBYTES = streams.CHUNK_NBYTES
-#: Parts that are reduced come in more chunks, down to such small ones. A mean leaves as far as it is made, so what is
-#: under way at once, ``WINDOW_COUNT`` chunks, is how far it lags behind.
+#: Number of chunks of a part that is reduced, and their smallest size. A mean is sent as it is computed, and lags
+#: behind by ``WINDOW_COUNT`` chunks. So its chunks are small.
 PART_CHUNK_COUNT: Final = 32
 PART_CHUNK_NBYTES_MIN: Final = 128 << 10
-#: Elements are not cut.
+#: Chunk sizes are multiples of this, so that no element is split.
 _CHUNK_UNIT: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class PartGrant:
-    """Receiver to sender: as :class:`Grant`, for one part of its snapshot, or of the mean that it makes of that part.
+    """Receiver to sender: as :class:`Grant`, for one part of the sender's snapshot, or for the mean of that part.
 
     Attributes:
-        slot, nbytes, chunk_nbytes: as there.
-        part, part_count: which of how many parts.
-        of_mean: whether the mean is asked for.
+        slot, nbytes, chunk_nbytes: Fields of :class:`Grant`.
+        part, part_count: Number of the part, from 0, and number of parts.
+        of_mean: Whether the mean is requested.
     """
 
     slot: int
@@ -41,19 +41,20 @@ class PartGrant:
     of_mean: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what no receiver of ours grants."""
+        """Raise ValueError for a grant that no correct receiver sends."""
         Grant(self.slot, self.nbytes, self.chunk_nbytes)
         if not 0 <= self.part < self.part_count:
-            raise ValueError(f"part {self.part} of {self.part_count}")
+            raise ValueError(f"part must be in 0..part_count-1, got {self.part} of {self.part_count}")
 
 
 @dataclass(frozen=True, slots=True)
 class LocateRequest:
-    """Receiver to sender: say where the round's snapshot lies, since I read it in your memory.
+    """Receiver to sender: asks for the address of the round's snapshot in the sender's memory, to read it there.
 
     Attributes:
-        slot: A number of the receiver's, below 0: no stream has it.
-        part, part_count: Which part of the mean is meant, of how many; -1 for a donor's snapshot.
+        slot: Number of the request, negative to differ from the slots of streams.
+        part: Number of the part whose mean is requested; -1 for a donor's snapshot.
+        part_count: Number of parts.
     """
 
     slot: int
@@ -61,11 +62,11 @@ class LocateRequest:
     part_count: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse the number of a stream, and a part that is none."""
+        """Raise ValueError for the slot of a stream, or a part that does not exist."""
         if self.slot >= 0:
-            raise ValueError(f"{self.slot} is a stream's slot")
+            raise ValueError(f"slot must be < 0, got {self.slot}, the slot of a stream")
         if not -1 <= self.part < max(0, self.part_count):
-            raise ValueError(f"part {self.part} of {self.part_count}")
+            raise ValueError(f"part must be in -1..part_count-1, got {self.part} of {self.part_count}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +74,11 @@ class Location:
     """Sender to receiver: the answer to :class:`LocateRequest`.
 
     Attributes:
-        slot: that of the request.
-        pid, address, token: of an :class:`~asyncdist.host_memory.cross_memory_attach.AttachToken`, which is revoked
-            before the snapshot's memory is used for anything else.
-        tensors: where each tensor of :func:`parts_of` begins, the exact ones included; empty where this rank gives no
-            snapshot in that round.
+        slot: Slot of the request.
+        pid, address, token: Fields of an :class:`~asyncdist.host_memory.cross_memory_attach.AttachToken`. The sender
+            revokes it before it uses the snapshot's memory for anything else.
+        tensors: Address of each tensor of :func:`parts_of`, exact ones included; empty if the sender has no snapshot
+            for the round.
     """
 
     slot: int
@@ -87,39 +88,39 @@ class Location:
     tensors: tuple[int, ...] = ()
 
 
-Request = Grant | PartGrant | LocateRequest  #: What a donor or a reducer is asked for.
+Request = Grant | PartGrant | LocateRequest  #: Requests to a donor or a reducer.
 StreamMessage = Grant | PartGrant | Cancel | LocateRequest | Location
 
 
 def mean_asked(request: Request) -> Part | None:
-    """Return the part whose mean is asked for; None where a donor's snapshot is."""
+    """Return the part whose mean is requested; None if the request is for a donor's snapshot."""
     if isinstance(request, Grant) or (isinstance(request, PartGrant) and not request.of_mean) or request.part < 0:
         return None
     return Part(request.part, request.part_count)
 
 
 def stream_nbytes(buffers: FlatBuffers, *, exact: bool) -> int:
-    """Return the bytes of a stream of that state, with the exact (integer and bool) tensors or without."""
+    """Return the size in bytes of a stream of ``buffers``, with or without the exact (integer and bool) tensors."""
     return sum(tensor.nbytes for _, tensor in parts_of(buffers, exact))
 
 
 def parts_of(buffers: FlatBuffers, exact: bool) -> list[tuple[torch.dtype, torch.Tensor]]:
-    """Return the tensors of a stream in their order, each with the dtype that it has on the wire."""
+    """Return the tensors of a stream in order, each with its dtype on the wire."""
     parts = list(buffers.averaged().items())
     return parts + list(buffers.exact().items()) if exact else parts
 
 
 def chunks_of(buffers: FlatBuffers, exact: bool, chunk_nbytes: int) -> list[memoryview]:
-    """Cut a stream into chunks; none is of two tensors."""
+    """Cut a stream into chunks, each within one tensor."""
     return [chunk for _, tensor in parts_of(buffers, exact) for chunk in split(byte_view(tensor), chunk_nbytes)]
 
 
 def part_chunk_nbytes(nbytes: int) -> int:
-    """Return the bytes of a chunk of a part that is reduced, or of its mean, whose stream has so many bytes."""
+    """Return the chunk size in bytes for a stream of ``nbytes`` of a part that is reduced, or of its mean."""
     size = -(-nbytes // (PART_CHUNK_COUNT * _CHUNK_UNIT)) * _CHUNK_UNIT
     return min(max(size, PART_CHUNK_NBYTES_MIN), CHUNK_NBYTES)
 
 
 def safe_point_count(nbytes: int) -> int:
-    """Return the safe points that a stream of ``nbytes`` needs at each end: chunks over the window, rounded up."""
+    """Return the number of safe points that a stream of ``nbytes`` needs at each end: one per window of chunks."""
     return max(1, -(-nbytes // (CHUNK_NBYTES * WINDOW_COUNT)))

@@ -1,12 +1,12 @@
-"""Reads the snapshots of ranks on this host in their own memory: their loops do nothing for it, and no byte is sent.
+"""Reads snapshots directly from the memory of other processes on this host, without sending them.
 
-A receiver asks where the round's snapshot of a donor lies (:class:`LocateRequest`), in place of a stream. The donor
-answers once, when it has the snapshot, and may compute from then on. Whether a donor can be read is found out in the
-first round with it, in which its snapshot is streamed and the answer is only tried.
+Instead of a stream, a receiver asks for the address of a donor's snapshot (:class:`LocateRequest`). The donor answers
+once, when it has the snapshot; the read itself needs nothing from the donor's event loop. In the first round with a
+donor, its snapshot is streamed, and the answer only serves to try whether its memory can be read.
 
-A piece that was read counts if the donor's token still lies where it was (:mod:`asyncdist.host_memory
-.cross_memory_attach`): the donor takes it back before it uses the memory for anything else. So what is read is the
-snapshot of that round, or nothing.
+A piece counts as read only if the donor's token was still valid after the read (:mod:`asyncdist.host_memory
+.cross_memory_attach`). The donor revokes its token before it uses the memory for anything else. A read therefore yields
+the snapshot of the right round, or fails.
 """
 
 from __future__ import annotations
@@ -30,19 +30,15 @@ from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("protocols.parameter_stream.neighbours")
 
-#: Smaller snapshots are streamed: one message is as quick as an answer and a system call.
+#: Smaller snapshots are streamed: one message is as fast as an answer and a system call.
 READ_NBYTES_MIN: Final = 1 << 20
-#: Rounds in which it is tried whether a donor can be read: a snapshot may be withdrawn before the first trial.
+#: Number of failures after which a donor is no longer read. One is not enough: its snapshot may just have been
+#: withdrawn.
 TRIAL_COUNT: Final = 3
 
 
 class Neighbours:
-    """Knows whose memory this rank can read, and what it has asked for.
-
-    Args:
-        services: of this rank.
-        channel: of the policy's parameter streams.
-    """
+    """Tracks the ranks whose memory this rank can read, and its pending requests."""
 
     def __init__(self, services: Services, channel: Channel[StreamMessage]) -> None:
         self._services = services
@@ -54,20 +50,20 @@ class Neighbours:
         self._last_slot = 0
 
     def ask(self, donor: int, nbytes: int, *, round: int, mean_of: Part | None = None) -> Reading | None:
-        """Ask a donor where its snapshot lies, or a reducer where its mean does.
+        """Ask a donor for the address of its snapshot, or a reducer for that of its mean.
 
         Args:
-            donor: the rank.
-            nbytes: that are to be read.
-            round: goes into the frame's header.
-            mean_of: the part whose mean is asked for; None for a donor's snapshot.
+            donor: Rank of the donor or reducer.
+            nbytes: Number of bytes to read.
+            round: Round of the snapshot, carried in the frame's header.
+            mean_of: Part whose mean is requested; None for a donor's snapshot.
 
         Returns:
-            The reading, to be closed; None where the snapshot has to be streamed, this time or always.
+            The reading, which the caller closes; None if the snapshot must be streamed, this time or always.
 
         Raises:
-            RankLostError: the rank is gone.
-            BusyError: thousands of messages have not left yet.
+            RankLostError: The rank is gone.
+            BusyError: Thousands of messages have not left yet.
         """
         if not self._is_possible or nbytes < READ_NBYTES_MIN or self._failures[donor] >= TRIAL_COUNT:
             return None
@@ -77,7 +73,7 @@ class Neighbours:
         return reading if donor in self._readable else None
 
     def on_location(self, donor: int, location: Location) -> None:
-        """Take an answer; one that nobody waits for any more is dropped."""
+        """Pass a donor's answer to its reading; drop the answer if the reading was closed."""
         reading = self._asked.get(location.slot)
         if reading is None or reading.donor != donor:
             return
@@ -89,23 +85,23 @@ class Neighbours:
             self.note_failure(donor)
 
     def note_failure(self, donor: int) -> None:
-        """Stream the next snapshot of a donor that could not be read, and after some failures all that follow.
+        """Stream the next snapshot of a donor that could not be read; after ``TRIAL_COUNT`` failures, stream all.
 
-        One that has just withdrawn its snapshot cannot be told from one that is out of reach.
+        A donor that has just withdrawn its snapshot cannot be distinguished from a donor whose memory is out of reach.
         """
         self._readable.discard(donor)
         self._failures[donor] += 1
 
     def note_success(self, donor: int) -> None:
-        """Forget the failures of a donor whose snapshot has been read whole."""
+        """Forget the failures of a donor whose snapshot was read completely."""
         del self._failures[donor]
 
     def close(self, slot: int) -> None:
-        """Drop the answer that was asked for under that slot."""
+        """Drop the pending request of ``slot``."""
         self._asked.pop(slot, None)
 
     def forget(self, rank: int) -> None:
-        """Begin anew with a rank that has been started again."""
+        """Forget whether a restarted rank could be read, and drop the requests to it."""
         self._readable.discard(rank)
         del self._failures[rank]
         for slot in [slot for slot, reading in self._asked.items() if reading.donor == rank]:
@@ -116,14 +112,15 @@ class Reading:
     """Reads one snapshot of one donor.
 
     Args:
-        services, neighbours: of this rank.
-        donor: the rank.
-        slot: the number of the request.
+        services: This rank's services.
+        neighbours: Tracker that made the request.
+        donor: Rank of the donor.
+        slot: Number of the request.
 
     Attributes:
-        donor: as given.
-        process: the donor's; None before it has answered, and where it cannot be read.
-        received_nbytes: read so far.
+        donor: Rank of the donor.
+        process: Donor's process; None until the donor has answered, or if its memory cannot be read.
+        received_nbytes: Number of bytes read so far.
     """
 
     def __init__(self, services: Services, neighbours: Neighbours, donor: int, slot: int) -> None:
@@ -137,26 +134,26 @@ class Reading:
         self.received_nbytes = 0
 
     def on_location(self, location: Location) -> None:
-        """Take the donor's answer."""
+        """Store the donor's answer, and try to read a byte of each tensor."""
         self._tensors = location.tensors
         if location.tensors:
             try:
                 process = PeerProcess(location.pid, location.address, location.token)
-                for address in filter(None, location.tensors):  # memory that a device has pinned may be out of reach
+                for address in filter(None, location.tensors):  # memory pinned by a device may be out of reach
                     process.read(address, self._trial.data_ptr(), self._trial.nbytes)
-            except OSError as error:  # of another host, or not allowed
-                logger.debug("rank %d cannot be read: %s", self.donor, error)
+            except OSError as error:  # the process is on another host, or reading is not allowed
+                logger.debug("the memory of rank %d cannot be read: %s", self.donor, error)
             else:
                 self.process = process
         self._services.engine.recheck()
 
     async def located(self, *, deadline: float | None) -> None:
-        """Wait until it is known where the snapshot lies.
+        """Wait until the donor has answered with the snapshot's address.
 
         Raises:
-            TimeoutError: the deadline passed.
-            RankLostError: the donor is gone.
-            StreamAborted: the donor gives none, or it cannot be read any more.
+            TimeoutError: The deadline passed.
+            RankLostError: The donor is gone.
+            StreamAborted: The donor has no snapshot for the round, or its memory can no longer be read.
         """
         gone = self._services.gone
         if not await self._services.engine.until(
@@ -164,24 +161,24 @@ class Reading:
             WaitId(WaitKind.DONOR_SNAPSHOT, number=self.donor),
             deadline=deadline,
         ):
-            raise TimeoutError(f"rank {self.donor} has not said in time where its snapshot lies")
+            raise TimeoutError(f"rank {self.donor} did not answer with the address of its snapshot in time")
         if self._tensors is None:
             raise RankLostError(f"rank {self.donor} is gone", rank=self.donor)
         if self.process is None:
-            raise self._aborted("gave no snapshot" if not self._tensors else "can be read no more")
+            raise self._aborted("gave no snapshot" if not self._tensors else "can no longer be read")
 
     def read(self, number: int, first: int, into: torch.Tensor) -> None:
         """Read a piece of the snapshot.
 
         Args:
-            number: of the tensor in the snapshot, which is flat.
-            first: the element of it that the piece begins with.
-            into: takes the piece: flat, of the snapshot's dtype, and of this process's own memory.
+            number: Index of the flat tensor in the snapshot.
+            first: Index of the piece's first element in that tensor.
+            into: Flat tensor that receives the piece, of the snapshot's dtype, in this process's own memory.
 
         Raises:
-            StreamAborted: the donor has withdrawn its snapshot, or has ended.
+            StreamAborted: The donor has withdrawn its snapshot, or has ended.
         """
-        assert self.process is not None and self._tensors is not None, "nothing is located"
+        assert self.process is not None and self._tensors is not None, "read() before located()"
         try:
             self.process.read(self._tensors[number] + first * into.itemsize, into.data_ptr(), into.nbytes)
         except (OSError, IndexError) as error:
@@ -191,11 +188,11 @@ class Reading:
         self._services.read_nbytes += into.nbytes
 
     def complete(self) -> None:
-        """Note that all has been read."""
+        """Note that the whole snapshot was read."""
         self._neighbours.note_success(self.donor)
 
     def close(self) -> None:
-        """Expect no answer any more."""
+        """Drop the request; a later answer is ignored."""
         self._neighbours.close(self._slot)
 
     def _aborted(self, what: str) -> AsyncdistError:
@@ -203,11 +200,11 @@ class Reading:
 
 
 class PartReading:
-    """Reads a part of a snapshot, or the mean of one, and has the face of the stream that would bring it.
+    """Reads one part of a snapshot, or the mean of a part, with the interface of an inbound stream.
 
     Args:
-        reading: of the snapshot, or of the mean.
-        pieces: number of the tensor, first element, and where they go, one piece after the other.
+        reading: Reading of the snapshot or of the mean.
+        pieces: For each piece, the index of its tensor, the index of its first element, and the receiving tensor.
     """
 
     def __init__(self, reading: Reading, pieces: Sequence[tuple[int, int, torch.Tensor]]) -> None:
@@ -216,11 +213,11 @@ class PartReading:
 
     @property
     def received_nbytes(self) -> int:
-        """Read so far."""
+        """Number of bytes read so far."""
         return self._reading.received_nbytes
 
     async def whole(self, *, deadline: float | None = None) -> None:
-        """Read all of it, and let the loop run after each piece. Raises as :meth:`Reading.located` and ``read``."""
+        """Read all pieces, and yield to the loop after each. Raises as :meth:`Reading.located` and ``read``."""
         await self._reading.located(deadline=deadline)
         for piece in self._pieces:
             self._reading.read(*piece)
@@ -228,6 +225,6 @@ class PartReading:
         self._reading.complete()
 
     def finish(self, cancel: object = None) -> None:
-        """Expect no answer any more; nobody need be told."""
+        """Drop the request. The source needs no cancel message."""
         del cancel
         self._reading.close()

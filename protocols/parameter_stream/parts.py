@@ -1,7 +1,7 @@
-"""Cuts a flat state into parts of equal size, and lends the memory in which the mean of one part is made.
+"""Cuts a flat state into parts of equal size, and lends the memory in which the mean of one part is computed.
 
-A part has the same share of each tensor, so that parts are equal in bytes whatever the dtypes are. Sums are made
-element by element, so the parts of a mean have the bits that the mean of whole states has.
+A part has the same share of each tensor, so that parts have equal sizes for any dtypes. Sums are elementwise, so the
+parts of a mean are bitwise equal to the mean of whole states.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from asyncdist.tensors.flat_state import FlatBuffers, FlatState, accumulate_dtyp
 
 
 class Part(NamedTuple):
-    """Names one of ``total`` parts of a state; ``number`` counts from 0."""
+    """Identifies one of ``total`` parts of a state; ``number`` counts from 0."""
 
     number: int
     total: int
 
     def of(self, buffers: FlatBuffers) -> FlatBuffers:
-        """Return this part of each tensor. It shares their memory, has no entries, and so cannot be loaded."""
+        """Return this part of each tensor, as views. They have no entries, and so cannot be loaded into a module."""
         tensors = {}
         for dtype, tensor in buffers.tensors.items():
             start, stop = self.bounds(len(tensor))
@@ -30,16 +30,17 @@ class Part(NamedTuple):
         return FlatBuffers((), tensors, ())
 
     def bounds(self, size: int) -> tuple[int, int]:
-        """Return where this part of ``size`` elements begins and ends."""
+        """Return the start and the stop of this part in a tensor of ``size`` elements."""
         return size * self.number // self.total, size * (self.number + 1) // self.total
 
 
 class PartBuffers(NamedTuple):
-    """Holds the mean of one part, and what it is made of: that part of the states of some donors.
+    """Holds the mean of one part, and that part of each donor's state.
 
     Attributes:
-        mean: in the accumulation dtypes.
-        given: of each donor, in the stored dtypes; its integer and bool tensors are the same memory for all.
+        mean: Mean of the part, in the accumulation dtypes.
+        given: Part of each donor's state, in the stored dtypes. All donors share the memory of integer and bool
+            tensors.
     """
 
     mean: FlatBuffers
@@ -47,14 +48,11 @@ class PartBuffers(NamedTuple):
 
 
 class PartPool:
-    """Reuses the memory of part buffers: as much of it as one use needs, and that of the largest one so far.
-
-    Args:
-        flat: the state that is cut.
+    """Reuses the memory of part buffers. It keeps the memory of one use: the largest so far.
 
     Attributes:
-        in_use: part buffers that are lent.
-        sizes: the elements of the whole state, by dtype.
+        in_use: Number of part buffers that are lent.
+        sizes: Number of elements of the whole state, by dtype.
     """
 
     def __init__(self, flat: FlatState) -> None:
@@ -64,13 +62,13 @@ class PartPool:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that are allocated and kept."""
+        """Number of bytes that are allocated and kept."""
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
-    @torch.inference_mode(False)  # they outlive the caller's mode
+    @torch.inference_mode(False)  # the tensors outlive the caller's inference mode
     def acquire(self, part: Part, donor_count: int) -> PartBuffers:
-        """Return buffers with undefined content, for a part of so many donors' states."""
-        if self.in_use:  # the mean of the last round still leaves
+        """Return buffers with undefined content, for a part of the states of ``donor_count`` donors."""
+        if self.in_use:  # the mean of the last round is still being sent
             self._tensors = {}
         self.in_use += 1
         sizes = {dtype: stop - start for dtype, size in self.sizes.items() for start, stop in [part.bounds(size)]}
@@ -87,7 +85,7 @@ class PartPool:
         """Take buffers back.
 
         Args:
-            is_clean: whether nothing can be written to them any more; else the next ones get new memory.
+            is_clean: Whether nothing can still write to the buffers; otherwise the next use gets new memory.
         """
         self.in_use -= 1
         if not is_clean:
@@ -102,5 +100,5 @@ class PartPool:
 
 @torch.inference_mode(False)
 def new_part(sizes: Mapping[torch.dtype, int]) -> FlatBuffers:
-    """Allocate a part of that many elements of each dtype, with undefined content."""
+    """Allocate a part with the given number of elements of each dtype, and undefined content."""
     return FlatBuffers((), {dtype: torch.empty(size, dtype=dtype, device="cpu") for dtype, size in sizes.items()}, ())

@@ -1,4 +1,4 @@
-"""Makes a mean of the donors' snapshots at the receiver's end, as they come; and asks for single parts."""
+"""Averages the donors' snapshots at the receiver as they arrive, and asks for single parts of snapshots."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from asyncdist.protocols.parameter_stream.server import SnapshotServer
 from asyncdist.tensors.flat_state import FlatBuffers
 from asyncdist.tensors.means import WeightedMean
 
-#: What is read at a time, and added while the cache holds it.
+#: Bytes that are read at a time: few enough to be still in the CPU cache when they are added.
 _READ_NBYTES: Final = 1 << 18
 
 
@@ -45,25 +45,25 @@ def ask_for_part(
     exact: bool = True,
     of_mean: bool = False,
 ) -> InboundStream | PartReading | None:
-    """Ask one rank for a part of its snapshot, or of the mean that it makes; all of it lands in place.
+    """Ask one rank for a part of its snapshot, or for the mean of that part; it is received in place.
 
     Args:
-        services: of this rank.
-        server: has the channel of the policy's parameter streams, and the neighbours.
-        source: the rank.
-        into: where the part lands.
-        part: which one.
-        sizes: the elements of the whole state, by dtype.
-        round: goes into the frame's header.
-        exact: whether the integer and bool tensors are asked for, too.
-        of_mean: whether the mean is asked for, of its reducer or of a rank that has it.
+        services: This rank's services.
+        server: Server with the channel of the policy's parameter streams, and the neighbours.
+        source: Rank that is asked. For a mean, its reducer or a rank that has fetched it.
+        into: Buffers that receive the part.
+        part: Requested part.
+        sizes: Number of elements of the whole state, by dtype.
+        round: Round of the snapshot, carried in the frame's header.
+        exact: Whether the integer and bool tensors are requested, too.
+        of_mean: Whether the mean is requested.
 
     Returns:
-        The stream, to be finished with :func:`cancel_stream`; None where there is nothing to be sent.
+        The stream, to be finished with :func:`cancel_stream`; None if the part is empty.
 
     Raises:
-        RankLostError: the rank is gone.
-        BusyError: all of its slots are taken.
+        RankLostError: The rank is gone.
+        BusyError: All slots of the rank are taken.
     """
     channel, nbytes = server.channel, stream_nbytes(into, exact=exact)
     if not nbytes:
@@ -86,7 +86,7 @@ def ask_for_part(
 def _pieces(
     into: FlatBuffers, part: Part, sizes: Mapping[torch.dtype, int], *, exact: bool, is_alone: bool
 ) -> list[tuple[int, int, torch.Tensor]]:
-    """Cut a part that is read; it lies alone, as a mean does, or in the whole snapshot."""
+    """Cut a part into pieces to be read. The source's memory holds only the part (``is_alone``), or the whole state."""
     pieces = []
     for number, (dtype, tensor) in enumerate(parts_of(into, exact)):
         first = 0 if is_alone else part.bounds(sizes[dtype])[0]
@@ -96,7 +96,7 @@ def _pieces(
 
 
 def cancel_stream(services: Services, channel: Channel[StreamMessage], stream: InboundStream, round: int) -> None:
-    """Tell the sender of a stream that is given up, unless it is gone."""
+    """Notify the sender, unless it is gone, that this rank has abandoned the stream."""
     if stream.source not in services.gone:
         channel.send_nowait(Cancel(stream.slot), stream.source, round=round)
 
@@ -107,25 +107,25 @@ def new_ring() -> ChunkRing:
 
 
 class SnapshotReceiver:
-    """Makes the weighted mean of the snapshots of a round's donors at the replacer's end, added as they arrive.
+    """Computes the weighted mean of the snapshots of a round's donors, at the replacer, as they arrive.
 
     Args:
-        services: of this rank.
-        channel: the policy's parameter-stream channel.
-        accumulator: flat tensors in the accumulation dtypes; what is in them is overwritten.
-        ring: for chunks that cannot land in place.
-        donors: the senders, in the order in which they are added.
-        best: the donor whose integer and bool tensors are taken.
-        round: goes into the frames' headers.
-        part: which part of the snapshots the accumulator is for; None for all of them.
-        neighbours: reads the snapshots that it can read; None where all are to be streamed.
+        services: This rank's services.
+        channel: Channel of the policy's parameter streams.
+        accumulator: Flat tensors in the accumulation dtypes; their content is overwritten.
+        ring: Buffers for chunks that cannot be received in place.
+        donors: Ranks of the donors, in the order in which they are added.
+        best: Donor whose integer and bool tensors are taken.
+        round: Round of the snapshots, carried in the frames' headers.
+        part: Part of the snapshots that the accumulator holds; None for whole snapshots.
+        neighbours: Reads the snapshots of ranks on this host; None to stream all.
 
     Attributes:
-        accumulator, donors, best: as given.
-        donor: who is asked or waited for: when :meth:`run` raises, on account of this one.
-        received_nbytes: of the donors whose snapshots have been added.
-        read_nbytes: of these, read in the donors' memory.
-        mean: of what has been added.
+        accumulator, donors, best: The arguments.
+        donor: Donor that is asked or awaited; the cause of an error that :meth:`run` raises.
+        received_nbytes: Size in bytes of the snapshots that were added.
+        read_nbytes: Bytes among them that were read in the donors' memory.
+        mean: Mean of the snapshots that were added.
     """
 
     def __init__(
@@ -156,26 +156,26 @@ class SnapshotReceiver:
         self._page = self._offset = 0
         self._asked: deque[tuple[InboundStream | Reading | None, Sequence[Landing]]] = deque()
         self._asked_count = 0
-        self._is_asking = True  # until all that all donors will send has its receives posted
-        self._posting: InboundStream | None = None  # of the donor that was asked last
+        self._is_asking = True  # until the receives for all chunks of all donors are posted
+        self._posting: InboundStream | None = None  # from the donor that was asked last
         self._unposted: deque[Landing] = deque()  # its chunks
         self._posted_count = 0
-        self._under_way: deque[Landing] = deque()  # posted, and not taken
+        self._under_way: deque[Landing] = deque()  # posted, and not yet added
         self.donor = donors[0]
         self.received_nbytes = self.read_nbytes = 0
         self.mean = WeightedMean(len(donors))
 
     @property
     def is_agreed(self) -> bool:
-        """Whether the donors agree in their infinite values."""
+        """Whether all donors have the same infinite values."""
         return self.mean.is_agreed
 
     def ask(self) -> None:
-        """Ask as many donors as the window can hold. What they send waits for :meth:`run`, or :meth:`close`.
+        """Ask as many donors as the window can hold. Their chunks wait until :meth:`run` adds them.
 
         Raises:
-            RankLostError: a donor is gone.
-            BusyError: all slots of a donor are taken.
+            RankLostError: A donor is gone.
+            BusyError: All slots of a donor are taken.
         """
         self._post()
         while not self._unposted and self._asked_count < len(self.donors) and len(self._asked) < ASKED_COUNT_MAX:
@@ -189,7 +189,7 @@ class SnapshotReceiver:
                 continue
             share = self._layout.share(self._ring, self._page, self._offset, first=is_first, exact=donor == self.best)
             self._page, self._offset = share.page, share.offset
-            if not share.nbytes:  # nothing would be the answer: a slot must not be used again before its answer
+            if not share.nbytes:  # do not ask: nothing would be sent, and a slot is not reusable before its answer
                 self._asked.append((None, ()))
                 self._asked_count += 1
                 continue
@@ -206,19 +206,19 @@ class SnapshotReceiver:
         self._is_asking = bool(self._unposted) or self._asked_count < len(self.donors)
 
     async def run(self, weights: Sequence[float], *, deadline: float) -> None:
-        """Ask the donors that have not been asked, and average what arrives: the accumulator holds the mean then.
+        """Ask the remaining donors, and average the snapshots into the accumulator.
 
         Args:
-            weights: the donors', not normalised.
-            deadline: on the loop's clock, for all of it.
+            weights: Weights of the donors, not normalised.
+            deadline: Time on the loop's clock by which the mean must be complete.
 
-        **Cancellation**: the donors are told to stop; accumulator and ring are in use until they have answered.
+        **Cancellation**: the donors are asked to stop; accumulator and ring are in use until they have answered.
 
         Raises:
-            StreamAborted: a donor gave up.
-            RankLostError: a donor is gone.
-            TimeoutError: the deadline passed.
-            BusyError: all slots of a donor are taken.
+            StreamAborted: A donor has abandoned its stream.
+            RankLostError: A donor is gone.
+            TimeoutError: The deadline passed.
+            BusyError: All slots of a donor are taken.
         """
         try:
             self.ask()
@@ -243,7 +243,7 @@ class SnapshotReceiver:
             self.close()
 
     def close(self) -> None:
-        """Tell donors that have not answered to stop; accumulator and ring are in use until they have answered."""
+        """Ask donors that are still sending to stop; accumulator and ring are in use until they have answered."""
         while self._readings:
             self._readings.pop().close()
         while self._streams:
@@ -260,20 +260,20 @@ class SnapshotReceiver:
             self._posting.post_up_to(self._posted_count)
 
     def _take(self, landing: Landing) -> None:
-        """Add the chunk that has landed, and free its place."""
+        """Add a chunk that has arrived, and free its place in the window."""
         if landing.piece.averaged:
             self.mean.add(landing.piece.into, landing.chunk)
         self._under_way.popleft()
 
     def _reading(self, donor: int) -> Reading | None:
-        """Ask where the donor's snapshot lies; None where it is to be streamed."""
+        """Ask for the address of the donor's snapshot; return None if it must be streamed."""
         if self._neighbours is None:
             return None
         nbytes = sum(piece.nbytes for piece in self._layout.pieces if piece.averaged)
         return self._neighbours.ask(donor, nbytes, round=self._round)
 
     async def _read(self, reading: Reading, deadline: float, *, is_first: bool) -> None:
-        """Read a snapshot and add it, and let the loop run after each window of it."""
+        """Read a snapshot and add it, and yield to the loop after each window of chunks."""
         await reading.located(deadline=deadline)
         burst_nbytes = 0
         for piece in self._layout.pieces:

@@ -1,4 +1,4 @@
-"""Answers what receivers of parameter streams ask for: the donor's end, and the reducer's."""
+"""Answers the requests of receivers of parameter streams, at donors and reducers."""
 
 from __future__ import annotations
 
@@ -34,18 +34,27 @@ from asyncdist.tensors.flat_state import FlatBuffers
 
 logger = logging.getLogger("protocols.parameter_stream.server")
 
-EARLY_COUNT_MAX: Final = 4096  #: Grants that wait at a donor for its snapshot; further ones get the abort.
+EARLY_COUNT_MAX: Final = 4096  #: Requests that wait at a donor for its snapshot; further requests are aborted.
 
 
 @dataclass(slots=True, eq=False)
 class Offer:
-    """A donor's snapshot for one round. Its buffers are in use until the offer is withdrawn and nothing streams.
+    """Offers a donor's snapshot to the replacers of one round; or, with ``mean_of``, the mean of one part.
 
-    Or the mean of one part, at its reducer, or at a rank that has fetched it: ``mean_of``. ``chunks_made`` are views of
-    a snapshot, by a grant's two sizes: for all replacers, and all rounds that use the same buffers. ``streams`` are
-    under way, each with its receiver and slot. Two may have the same: a replacer that has all of one stream may take
-    its slot for the next before the donor knows that the first one has left.
-    A mean that is not whole yet has ``ready_count`` chunks; None where all is there.
+    A mean is offered by its reducer, and by ranks that have fetched it. The buffers are in use until the offer is
+    withdrawn and all its streams have ended.
+
+    Attributes:
+        round: Round of the offer.
+        snapshot: Buffers with the snapshot or the mean.
+        on_free: Called with the buffers once they are no longer in use.
+        chunks_made: Chunks of the snapshot, by a grant's two sizes; shared by all rounds that use the same buffers.
+        streams: Streams in progress, each with its receiver and slot. Two may have the same slot: a replacer that has
+            received a whole stream may reuse its slot before the donor knows that the stream has left.
+        withdrawn: Whether no further streams may start.
+        mean_of: Part of which this is the mean; None for a snapshot.
+        ready_count: Number of chunks of an incomplete mean that are ready; None if all are.
+        token: Token by which receivers check that the memory they read was still valid; None if not yet made.
     """
 
     round: int
@@ -59,12 +68,12 @@ class Offer:
     token: AttachToken | None = None
 
     def answers(self, round: int, request: Request) -> bool:
-        """Return whether a request of that round is for this, as far as it is there: what is read has to be whole."""
+        """Return whether this offer answers a request of ``round``. An incomplete mean is streamed, but not read."""
         is_there = self.ready_count is None or not isinstance(request, LocateRequest)
         return is_there and self.round == round and self.mean_of == mean_asked(request)
 
     def location(self, slot: int) -> Location:
-        """Return where the snapshot can be read until the offer is withdrawn."""
+        """Return the address at which the snapshot can be read until the offer is withdrawn."""
         self.token = token = self.token or AttachToken()
         tensors = tuple(tensor.data_ptr() for _, tensor in parts_of(self.snapshot, exact=True))
         return Location(slot, token.pid, token.address, token.token, tensors)
@@ -74,15 +83,15 @@ class Offer:
         return nbytes, part_chunk_nbytes(nbytes)
 
     def mean_chunks(self) -> list[memoryview]:
-        """Return what is sent of a mean, whole or not."""
+        """Return all chunks of the mean, including those that are not ready."""
         size = self._mean_size()
         if size not in self.chunks_made:
             self.chunks_made[size] = chunks_of(self.snapshot, True, size[1])
         return self.chunks_made[size]
 
     def chunks(self, grant: Grant | PartGrant) -> list[memoryview] | None:
-        """Return what is sent for ``grant``; None when it fits no stream of this state."""
-        if isinstance(grant, PartGrant):  # asked for once in a round, so the views are not kept
+        """Return the chunks to send for ``grant``; None if its sizes fit no stream of this state."""
+        if isinstance(grant, PartGrant):  # a part is requested once in a round, so its views are not kept
             part = Part(grant.part, grant.part_count)
             if self.mean_of is None:
                 return snapshot_chunks(part.of(self.snapshot), grant)
@@ -98,30 +107,30 @@ class Offer:
 
 
 class SnapshotServer:
-    """Answers every grant at the donor's end, by the snapshot on offer for its round or by the abort.
+    """Answers every request to a donor with the snapshot on offer for its round, or with an abort.
 
-    A grant of a round to come is answered when there is an offer for it, or when the round is over. The server outlives
-    its policy, since a replacer may ask late; without an offer it holds no tensors.
+    A request for a future round is answered when there is an offer for the round, or when the round is over. The server
+    outlives its policy, because replacers may ask late. Without an offer it holds no tensors.
 
     Args:
-        services: of this rank.
-        scope: of the policy's members.
+        services: This rank's services.
+        scope: Scope of the policy's channels.
 
     Attributes:
-        channel: carries requests and cancels, both ways.
-        neighbours: the ranks whose snapshots this one reads by itself.
-        sent_nbytes: streamed so far.
+        channel: Carries requests, locations and cancels in both directions.
+        neighbours: Reads the snapshots of ranks on this host.
+        sent_nbytes: Number of bytes streamed so far.
     """
 
     def __init__(self, services: Services, scope: int) -> None:
         self._services = services
         self._offers: list[Offer] = []
         self._chunks: WeakKeyDictionary[FlatBuffers, dict[tuple[int, int], list[memoryview]]] = WeakKeyDictionary()
-        # By source and slot: round and grant.
+        # By source and slot: round and request.
         self._early: dict[tuple[int, int], tuple[int, Request]] = {}
         self._over: float = 0
         self._means_over = 0
-        self._no_means: set[tuple[int, Part]] = set()  # of rounds that are not over
+        self._no_means: set[tuple[int, Part]] = set()  # means that this rank will not have, in rounds that are not over
         self.sent_nbytes = 0
         self.channel: Channel[StreamMessage] = services.open_channel(
             StreamMessage,
@@ -136,7 +145,7 @@ class SnapshotServer:
         services.on_returned(self._forget)
 
     def _forget(self, rank: int) -> None:
-        """Drop what the process before has asked for, in whose place another one is, and how its memory was read."""
+        """Drop the requests of a restarted rank's previous process, and forget whether its memory could be read."""
         self.neighbours.forget(rank)
         for key in [key for key in self._early if key[0] == rank]:
             del self._early[key]
@@ -150,10 +159,14 @@ class SnapshotServer:
         mean_of: Part | None = None,
         ready_count: int | None = None,
     ) -> Offer:
-        """Give ``snapshot`` to all replacers that ask in that round, or have asked.
+        """Send ``snapshot`` to all replacers that have asked, or will ask, in ``round``. Earlier rounds are over.
 
-        ``on_free`` gets it back when it is not in use any more. Rounds before this one are over. With ``mean_of`` it is
-        the mean of that part, of which only ``ready_count`` chunks may be there; the others follow by :meth:`grow`.
+        Args:
+            round: Round of the snapshot.
+            snapshot: Buffers with the snapshot or the mean.
+            on_free: Called with the buffers once they are no longer in use.
+            mean_of: Part of which ``snapshot`` is the mean; None for a donor's snapshot.
+            ready_count: Number of chunks of the mean that are ready, the others follow by :meth:`grow`; None for all.
         """
         chunks_made = self._chunks.setdefault(snapshot, {})
         offer = Offer(round, snapshot, on_free, chunks_made, mean_of=mean_of, ready_count=ready_count)
@@ -163,7 +176,7 @@ class SnapshotServer:
         return offer
 
     def grow(self, offer: Offer, ready_count: int | None) -> None:
-        """Send more chunks of a mean, as many in all; None for all of them."""
+        """Note that ``ready_count`` chunks of a mean are ready (None for all), and send the new ones."""
         first, offer.ready_count = offer.ready_count, ready_count
         more = offer.mean_chunks()[first:ready_count]
         for stream in list(offer.streams):
@@ -172,14 +185,14 @@ class SnapshotServer:
             self._serve_early(offer)
 
     def _serve_early(self, offer: Offer) -> None:
-        """Answer the requests that have waited for an offer."""
+        """Answer the requests that have waited for this offer."""
         asked = [key for key, (asked_for, grant) in self._early.items() if offer.answers(asked_for, grant)]
-        # Each sender begins with another receiver: not all of them with the first.
+        # Each sender begins with a different receiver, so that they do not all send to the same one first.
         for key in sorted(asked, key=lambda key: ((key[0] - self._services.rank) % self._services.size, key[1])):
             self._serve(offer, self._early.pop(key)[1], key)
 
     def withdraw(self, offer: Offer) -> None:
-        """Stop the streams of ``offer`` and start no more."""
+        """Stop the streams of ``offer``, and start no further streams of it."""
         offer.withdrawn = True
         if offer.token is not None:
             offer.token.revoke()
@@ -192,7 +205,7 @@ class SnapshotServer:
             self.end_mean(offer.round, offer.mean_of)
 
     def end_rounds(self, last: float) -> None:
-        """Answer requests for rounds up to ``last`` by the abort: no snapshot will be on offer for these any more."""
+        """Abort requests for rounds up to ``last``, for which no snapshot will be offered any longer."""
         self._over = max(self._over, last)
         self._no_means = {each for each in self._no_means if each[0] > last}
         for key in [key for key, (asked_for, _) in self._early.items() if asked_for <= last]:
@@ -200,14 +213,14 @@ class SnapshotServer:
             self._refuse(key)
 
     def end_means(self, last: int) -> None:
-        """Answer requests for means of rounds up to ``last`` by the abort: this rank will have none any more."""
+        """Abort requests for means of rounds up to ``last``, which this rank will not have."""
         self._means_over = max(self._means_over, last)
         for key in [key for key, (asked, request) in self._early.items() if asked <= last and mean_asked(request)]:
             del self._early[key]
             self._refuse(key)
 
     def end_mean(self, round: int, part: Part) -> None:
-        """Answer requests for the mean of one part by the abort: this rank will not have it any more."""
+        """Abort requests for the mean of ``part``, which this rank will no longer have."""
         self._no_means.add((round, part))
         for key, (asked, request) in list(self._early.items()):
             if asked == round and mean_asked(request) == part:
@@ -215,19 +228,19 @@ class SnapshotServer:
                 self._refuse(key)
 
     def enter_epoch(self, epoch: int) -> None:
-        """Answer requests of earlier epochs by the abort: their rounds are over, and later ones have their numbers."""
+        """Abort requests of earlier epochs: their rounds are over, and the new epoch reuses their numbers."""
         while self._early:
             self._refuse(self._early.popitem()[0])
         self.channel.enter_epoch(epoch)
 
     def close(self) -> None:
-        """Offer no more. Requests that still come are answered by the abort, once the rounds have ended."""
+        """Close the channel. Late requests are aborted if their rounds have ended."""
         self.channel.close(afterwards=self.on_message)
         self._services.off_returned(self._forget)
 
     @property
     def is_idle(self) -> bool:
-        """Whether every snapshot has been given back."""
+        """Whether the buffers of all snapshots are free."""
         return not self._offers
 
     def _free(self, offer: Offer) -> None:
@@ -242,7 +255,7 @@ class SnapshotServer:
         return self.on_message(envelope)
 
     def on_message(self, envelope: Envelope[StreamMessage]) -> None:
-        """Take a request, a cancel, or the answer to a request of this rank's own."""
+        """Handle a request, a cancel, or the answer to one of this rank's own requests."""
         message, key = envelope.message, (envelope.source, envelope.message.slot)
         if isinstance(message, Location):
             self.neighbours.on_location(envelope.source, message)
@@ -257,7 +270,7 @@ class SnapshotServer:
             self._answer(envelope.round, message, key)
 
     def _answer(self, round: int, request: Request, key: tuple[int, int]) -> None:
-        """Give it, refuse it, or keep the request until it is known which."""
+        """Serve or refuse a request, or keep it until its round has an offer or is over."""
         for offer in self._offers:
             if offer.answers(round, request) and not offer.withdrawn:
                 self._serve(offer, request, key)
@@ -278,8 +291,8 @@ class SnapshotServer:
     def _locate(self, location: Location, dest: int, round: int = 0) -> None:
         try:
             self.channel.send_nowait(location, dest, round=round)
-        except AsyncdistError as error:  # it is gone, or so slow that its round will not wait for it
-            logger.info("rank %d does not hear where a snapshot lies, %s", dest, error)
+        except AsyncdistError as error:  # the rank is gone, or too slow for its round to wait for it
+            logger.info("the address of a snapshot was not sent to rank %d: %s", dest, error)
 
     def _refuse(self, key: tuple[int, int]) -> None:
         if key[1] < 0:
@@ -288,7 +301,7 @@ class SnapshotServer:
         self._services.spawn_service(self._abort(OutboundStream(self._services.slots, [], *key)), name="abort")
 
     def _stream(self, offer: Offer, grant: Grant | PartGrant, key: tuple[int, int]) -> None:
-        """Send at once what the transport takes; a task sends the rest."""
+        """Send as much as the transport accepts at once; a task sends the rest."""
         chunks = offer.chunks(grant)
         if chunks is None:
             self._refuse(key)
@@ -317,7 +330,7 @@ class SnapshotServer:
 
 
 def snapshot_chunks(snapshot: FlatBuffers, grant: Grant | PartGrant) -> list[memoryview] | None:
-    """Return what a donor sends for ``grant``; None when the grant fits no stream of this state."""
+    """Return the chunks that a donor sends for ``grant``; None if its sizes fit no stream of this state."""
     sizes = {messages.CHUNK_NBYTES, *([part_chunk_nbytes(grant.nbytes)] if isinstance(grant, PartGrant) else [])}
     for exact in (False, True):
         if grant.nbytes == stream_nbytes(snapshot, exact=exact) and grant.chunk_nbytes in sizes:
