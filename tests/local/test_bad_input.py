@@ -466,7 +466,7 @@ async def nothing(world: ad.World) -> None:
         (nothing, {"transport": "local", "ranks": True}, ("ranks", "True")),
         (nothing, {"transport": "mpi", "ranks": 2}, ("ranks=2", "transport='local'")),
         (nothing, {"ranks": 3}, ("ranks=3", "transport='local'")),
-        (nothing, {"loop": "trio"}, ("loop", "'trio'", "'uvloop', 'asyncio'")),
+        (nothing, {"loop": "trio"}, ("loop", "'trio'", "'uvloop' or 'asyncio'")),
         (nothing, {"grace_s": 0}, ("grace_s", "0")),
         (nothing, {"grace_s": "1"}, ("grace_s", "'1'", "0")),
         (nothing, {"grace_s": math.nan}, ("grace_s", "nan")),
