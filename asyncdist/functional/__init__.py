@@ -1,1 +1,1 @@
-"""Offers awaitable functions for training code."""
+"""Awaitable functions for training code."""

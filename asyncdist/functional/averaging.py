@@ -1,15 +1,14 @@
-"""Averages gradients or weights once, over a group: the plain synchronous way, without a policy.
+"""Averages gradients or weights over a group once, synchronously, without a policy.
 
-All tensors of one dtype go through one collective. Sums are in float32 or wider, and are divided by the group's size;
-equal values stay unchanged, and the mean of finite values is finite, also where
-their sum is not (:mod:`asyncdist.tensors.means`). Sums run in rank order, so all worlds get the same bits. Before any
-data is sent the members compare what they are about to average, so another model on one of them is an error that names
-the first difference, on all of them.
+All tensors of one dtype go through one collective. Sums are computed in float32 or wider, in rank order, and divided by
+the group's size, so all transports give the same bits. Equal values stay unchanged, and the mean of finite values is
+finite, even if their sum is not (:mod:`asyncdist.tensors.means`). Before any data is sent, the members compare their
+models; a difference is an error on all members that names the first difference.
 
-Tensors are read and written piece by piece while the others are on their way: until the call has ended no other task
-may use the model. Processes of one host, under MPI or on torch, send nothing from 64 KiB on: they read each other's
-flat copies (:mod:`asyncdist.collectives.algorithms.shared_memory_reduce`, which says what memory that takes). Where
-that is not possible messages are used, and the result is the same.
+Tensors are read and written in pieces, so no other task may use the model before the call has ended. Processes of one
+host, on MPI or torch, read each other's flat copies from 64 KiB on instead of sending
+(:mod:`asyncdist.collectives.algorithms.shared_memory_reduce` states the memory that this takes). If that is not
+possible, messages are used, with the same result.
 
 **Cancellation**: the collectives end in the background; this rank's tensors keep their values.
 """
@@ -54,19 +53,20 @@ async def average_models(model: nn.Module, training_group: Group | None = None, 
     """Replace the model's state on every member by the mean over the group, in place.
 
     Floating and complex parameters and persistent buffers become the sum divided by the group's size, rounded once to
-    their dtype; integer and bool ones (BatchNorm's counter) become the first member's. Tied weights count once. With
-    one member nothing changes. One flat copy of the state is kept for the next call, as long as the model lives.
+    their dtype. Integer and bool entries (BatchNorm's counter) become those of the first member. Tied weights count
+    once. With one member nothing changes. One flat copy of the state is kept for the next call, as long as the model
+    lives.
 
     Args:
-        model: the model, of one layout on all members: names, shapes, dtypes, sharing; any device.
-        training_group: the ranks that average; all by default.
-        world: the current one by default.
+        model: Model with equal names, shapes, dtypes and sharing on all members; on any device.
+        training_group: Ranks that average; by default all.
+        world: World of the call; by default the current one.
 
     Raises:
-        DisagreementError: the models differ; the first difference is named on every member.
-        TypeError, ValueError: ``model`` is no module, has no state, or an entry that cannot be averaged; as a
-            RemoteError on the other members.
-        LocalProtocolError: this rank is not in the group.
+        DisagreementError: The models differ; the error names the first difference on every member.
+        TypeError, ValueError: ``model`` is not a module, has no state, or has an entry that cannot be averaged. The
+            other members get RemoteError.
+        LocalProtocolError: This rank is not in the group.
     """
     await average_state(model, None, training_group, world=world)
 
@@ -74,13 +74,13 @@ async def average_models(model: nn.Module, training_group: Group | None = None, 
 async def average_state(
     model: nn.Module, state: FlatState | None, training_group: Group | None = None, *, world: World | None = None
 ) -> None:
-    """Replace a part of the model's state, or more than that, by the mean over the group, as :func:`average_models`.
+    """Average a given part of the model's state, possibly with optimizer state, as :func:`average_models` does.
 
     Args:
-        model: the model.
-        state: what of it is averaged, and states of its optimizer; None for all of the model. It is kept for the next
+        model: The model.
+        state: Entries of the model and of optimizer state to average; None for the whole model. It is kept for the next
             call, until the world's scratch memory forgets the model.
-        training_group, world: as for :func:`average_models`.
+        training_group, world: As for :func:`average_models`.
     """
     world, group = place(world, training_group)
     outcome = await attempt(lambda: _Models(model, world, state), lambda models: models.summary)
@@ -103,20 +103,20 @@ async def average_state(
 async def average_gradients(model: nn.Module, group: Group | None = None, *, world: World | None = None) -> None:
     """Replace every gradient on every member by the mean over the group, in place.
 
-    A parameter without a gradient here counts as zero where another member has one, and gets the mean like the others;
-    without one on any member it stays without. One flat copy of the gradients is kept for the next call, as long as the
-    model lives.
+    A parameter without a gradient on this rank counts as zero if another member has a gradient, and also gets the mean.
+    A parameter without a gradient on all members stays without one. One flat copy of the gradients is kept for the next
+    call, as long as the model lives.
 
     Args:
-        model: the model, with the same parameters on all members; gradients dense, of any dtype and device.
-        group: the ranks that average; all by default.
-        world: the current one by default.
+        model: Model with equal parameters on all members; its gradients are dense, of any dtype and device.
+        group: Ranks that average; by default all.
+        world: World of the call; by default the current one.
 
     Raises:
-        DisagreementError: the parameters differ; the first difference is named on every member.
-        TypeError, ValueError: ``model`` is no module, has no parameters, or a gradient without plain memory: a sparse
-            one, or a DTensor; as a RemoteError on the other members.
-        LocalProtocolError: this rank is not in the group.
+        DisagreementError: The parameters differ; the error names the first difference on every member.
+        TypeError, ValueError: ``model`` is not a module, has no parameters, or has a sparse or DTensor gradient. The
+            other members get RemoteError.
+        LocalProtocolError: This rank is not in the group.
     """
     world, group = place(world, group)
     outcome = await attempt(lambda: _Gradients(model, world), lambda gradients: gradients.summary)
@@ -154,14 +154,14 @@ async def _settle_or_restore(
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """Holds a model's layout, and memory for its state: wide, since a sum of bfloat16 is rounded only after division.
+    """A model's layout, and memory for its state in wide dtypes, since sums are rounded only after the division.
 
     Attributes:
-        state: refers to the model weakly, if it is all of the model's.
-        is_whole: whether it is.
-        buffers: the flat tensors.
-        commons: the memory of the flat tensors that ranks of one host share.
-        digest: the digest of the state's fingerprint.
+        state: The state; refers to the model weakly if it covers the whole model.
+        is_whole: Whether the state covers the whole model.
+        buffers: The flat tensors.
+        commons: Memory of the flat tensors that ranks of one host share.
+        digest: Digest of the state's fingerprint.
     """
 
     state: FlatState
@@ -175,20 +175,20 @@ class _Models:
     """Prepares a model's state to be averaged, and writes the average back.
 
     Args:
-        model: the model; it is checked here.
-        world: the world whose scratch memory is used.
-        state: what is averaged; by default all of the model.
+        model: The model, which is checked here.
+        world: World whose scratch memory is used.
+        state: State to average; by default that of the whole model.
 
     Attributes:
-        fingerprint: the fingerprint of the state.
-        summary: the fingerprint's digest, as bytes.
-        spreads: the tensors that are averaged, by dtype.
-        exact: flat tensors of integers and booleans, with this rank's values now.
+        fingerprint: Fingerprint of the state.
+        summary: Digest of the fingerprint, as bytes.
+        spreads: Tensors to average, by dtype.
+        exact: Flat tensors of integers and booleans, with this rank's current values.
     """
 
     def __init__(self, model: nn.Module, world: World, state: FlatState | None = None) -> None:
         if not isinstance(model, nn.Module):
-            raise TypeError(f"model is a {type(model).__name__}; allowed: a torch.nn.Module")
+            raise TypeError(f"model must be a torch.nn.Module, got a {type(model).__name__}")
         self._model = model
         self._scratch = world.scratch
         self._shares_memory = world.shares_memory
@@ -217,10 +217,10 @@ class _Models:
         self._scratch.give_back(self._model, "state", self._kept)
 
     def _find(self, state: FlatState | None) -> tuple[_Kept, list[tuple[Tensor, Tensor]]]:
-        """Return the model's tensors now, with the kept memory if the model's layout has not changed."""
+        """Return the model's current tensors, with the kept memory if the layout has not changed."""
         kept: _Kept | None = self._scratch.take(self._model, "state")
         if kept is not None and (kept.state is state if state is not None else kept.is_whole):
-            with contextlib.suppress(ValueError):  # it has been changed since: another layer, another dtype
+            with contextlib.suppress(ValueError):  # the layout has changed: another layer, another dtype
                 return kept, kept.state.pairs(kept.buffers)
         is_whole = state is None
         if state is None:
@@ -234,7 +234,7 @@ class _Models:
 async def _check_equal(
     collectives: Collectives, group: Group, headers: Sequence[ResultHeader], fingerprint: Fingerprint
 ) -> None:
-    """Raise on every member if one of them is about to average another state than the first member."""
+    """Raise on every member if the state of some member differs from that of the first member."""
     digests = [header.inline[:_DIGEST_LENGTH] for header in headers]
     if all(digest == digests[0] for digest in digests):
         return
@@ -255,19 +255,19 @@ class _Gradients:
     """Holds the gradients of a model as one flat tensor per accumulation dtype.
 
     Args:
-        model: the model; it is checked here.
-        world: the world whose scratch memory is used.
+        model: The model, which is checked here.
+        world: World whose scratch memory is used.
 
     Attributes:
-        fingerprint: the fingerprint of the parameters, whether they have gradients or not.
-        present: 1 for each parameter that has a gradient, 0 for the others; uint8.
-        summary: digests of both, as bytes.
-        spreads: the gradients that are present on any member, by accumulation dtype.
+        fingerprint: Fingerprint of all parameters, with and without gradients.
+        present: uint8 tensor with 1 for each parameter that has a gradient, else 0.
+        summary: Digests of both, as bytes.
+        spreads: Gradients that are present on any member, by accumulation dtype.
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
         if not isinstance(model, nn.Module):
-            raise TypeError(f"model is a {type(model).__name__}; allowed: a torch.nn.Module")
+            raise TypeError(f"model must be a torch.nn.Module, got a {type(model).__name__}")
         self._model = model
         self._scratch = world.scratch
         named = list(model.named_parameters())
@@ -298,9 +298,9 @@ class _Gradients:
         self._missing: list[tuple[nn.Parameter, Tensor]] = []
         self.lay_out()
 
-    @torch.inference_mode(False)  # what is kept outlives the caller's mode
+    @torch.inference_mode(False)  # the kept memory outlives the caller's mode
     def lay_out(self) -> None:
-        """Find the gradients that are present on any member, with zeros in place of those that this rank lacks."""
+        """Find the gradients that are present on any member, with zeros for those that this rank lacks."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for parameter, is_present in zip(self._parameters, self.present.tolist(), strict=True):
             if is_present:
@@ -325,7 +325,7 @@ class _Gradients:
         self._scratch.give_back(self._model, "gradients", kept)
 
     def _flat(self, dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensor:
-        """Return a flat tensor for all elements of some tensors: the one that was kept, where it fits."""
+        """Return a flat tensor for all elements of some tensors; the kept one if it fits."""
         kept = self._flats.get(dtype)
         count = sum(tensor.numel() for tensor in tensors)
         if kept is not None and kept.numel() == count:
@@ -336,7 +336,7 @@ class _Gradients:
 
 
 def _views(kept: list[Tensor] | None, flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return views of ``flat`` in each tensor's shape, one after the other: those that were kept, where they fit."""
+    """Return consecutive views of ``flat`` in each tensor's shape; the kept ones if they fit."""
     if kept and kept[0].data_ptr() == flat.data_ptr() and [k.shape for k in kept] == [t.shape for t in tensors]:
         return kept
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])

@@ -1,4 +1,4 @@
-"""Asks other ranks, and answers them: request and reply on one tag."""
+"""Requests and replies between ranks, on one tag."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WORDS_NBYTES_MAX = 1000
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """In place of an answer: what the function that answers raised."""
+    """Replaces an answer: the exception of the answering function."""
 
     kind: str
     words: str
@@ -34,11 +34,11 @@ class _Failed:
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    """To everybody: the sender answers no more."""
+    """To all ranks: the sender no longer answers."""
 
 
 class Calls(Generic[AskT, AnswerT]):
-    """Lets ranks ask each other, as a context on all that take part.
+    """Lets ranks ask each other; a context manager on all ranks that take part.
 
     ::
 
@@ -46,21 +46,21 @@ class Calls(Generic[AskT, AnswerT]):
             reply = await calls.ask(Ask(21), dest=1)
             await ad.barrier()                            # others may still be asking this rank
 
-    Questions are answered while this rank awaits something, or is at a safe point; several at once, where ``answer`` is
-    a coroutine function.
+    Questions are answered while this rank awaits something, or is at a safe point. If ``answer`` is a coroutine
+    function, several are answered concurrently.
 
     Args:
-        ask_type: a frozen dataclass, the question.
-        answer_type: another one, the answer.
-        tag: see :meth:`asyncdist.World.channel`.
-        answer: is given a question and the rank that asks, and returns the answer; a function or a coroutine function.
-            Without it this rank asks only.
-        group: the ranks that take part; all by default.
-        world: the current one by default.
+        ask_type: Frozen dataclass of questions.
+        answer_type: Another frozen dataclass, of answers.
+        tag: See :meth:`asyncdist.World.channel`.
+        answer: Function or coroutine function that takes a question and the asking rank, and returns the answer.
+            Without it this rank only asks.
+        group: Ranks that take part; by default all.
+        world: World of the calls; by default the current one.
 
     Raises:
-        TypeError: the types are the same, or cannot travel.
-        LocalProtocolError: the tag is not free; in ``__aenter__``.
+        TypeError: The types are equal, or have fields that cannot be sent.
+        LocalProtocolError: The tag is not free; raised by ``__aenter__``.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Calls(Generic[AskT, AnswerT]):
         world: World | None = None,
     ) -> None:
         if ask_type is answer_type:
-            raise TypeError(f"question and answer are both {ask_type.__name__}; allowed: two dataclasses")
+            raise TypeError(f"ask_type and answer_type must be different dataclasses, got {ask_type.__name__} for both")
         self._types = ask_type, answer_type
         self._tag = tag
         self._answer = answer
@@ -82,7 +82,7 @@ class Calls(Generic[AskT, AnswerT]):
         self._world = world
         self._count = 0
         self._waiting: dict[int, tuple[int, asyncio.Future[Any]]] = {}
-        self._deaf: set[int] = set()  # ranks that answer no more
+        self._deaf: set[int] = set()  # ranks that no longer answer
         self._channel: Channel[Any] | None = None
         self._reader: asyncio.Task[None]
 
@@ -100,9 +100,9 @@ class Calls(Generic[AskT, AnswerT]):
     async def __aexit__(
         self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None
     ) -> None:
-        """Answer no more, and tell the others."""
+        """Stop answering, and notify the others."""
         channel, world = self._channel, self._world
-        if channel is None or world is None:  # by hand: it was not entered, or is left a second time
+        if channel is None or world is None:  # called by hand: not entered, or left a second time
             return
         end_forked_child(world.process_id, error)
         self._channel = None
@@ -118,18 +118,18 @@ class Calls(Generic[AskT, AnswerT]):
     async def ask(self, question: AskT, dest: int) -> AnswerT:
         """Return the answer of ``dest``.
 
-        **Cancellation**: the answer is dropped when it comes.
+        **Cancellation**: the answer is dropped when it arrives.
 
         Raises:
-            RemoteError: what answers there raised, or that rank answers nobody.
-            ClosedError: that rank has left; or outside of the block.
-            RankLostError: that rank is lost, or the job has failed.
+            RemoteError: The answering function raised, or that rank has no ``answer``.
+            ClosedError: That rank has left, or ``ask`` was called outside of the block.
+            RankLostError: That rank is lost, or the job has failed.
         """
         channel, world = self._channel, self._world
         if channel is None or world is None:
-            raise ClosedError("ask() outside of its block")
+            raise ClosedError("ask() must be called inside of the async with block")
         if dest in self._deaf:
-            raise ClosedError(f"rank {dest} answers no more: it has left its block", rank=dest)
+            raise ClosedError(f"rank {dest} no longer answers, because it has left its block", rank=dest)
         self._count = number = self._count % wire.ROUND_MAX + 1
         waiter: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting[number] = dest, waiter
@@ -160,7 +160,7 @@ class Calls(Generic[AskT, AnswerT]):
     def _take(self, envelope: Envelope[Any]) -> None:
         dest, waiter = self._waiting.get(envelope.round, (-1, None))
         if waiter is None or waiter.done() or dest != envelope.source:
-            return  # nobody waits for it any more
+            return  # no task waits for it
         if isinstance(envelope.message, _Failed):
             failed = envelope.message
             words = f"rank {dest} failed to answer: {failed.kind}: {failed.words}"
@@ -171,28 +171,28 @@ class Calls(Generic[AskT, AnswerT]):
     async def _reply(self, channel: Channel[Any], envelope: Envelope[Any]) -> None:
         try:
             if self._answer is None:
-                raise LocalProtocolError("this rank answers nobody: it has no answer=")
+                raise LocalProtocolError("this rank cannot answer: answer= was not given")
             answer: Any = self._answer(envelope.message, envelope.source)
             if inspect.isawaitable(answer):
                 answer = await answer
             if not isinstance(answer, self._types[1]):
-                raise TypeError(f"answer= returned {answer!r:.80}; allowed: {self._types[1].__name__}")
+                raise TypeError(f"answer= must return {self._types[1].__name__}, got {answer!r:.80}")
         except Exception as error:
             answer = _Failed(type(error).__name__, cut_text(str(error), _WORDS_NBYTES_MAX))
         try:
             await channel.send(answer, envelope.source, round=envelope.round)
         except (ClosedError, RankLostError):
-            return  # who asked is gone, or this rank has left the block
+            return  # the asking rank is gone, or this rank has left the block
 
     def _send_nowait(self, channel: Channel[Any], message: Any, dest: int, number: int) -> None:
         try:
             channel.send_nowait(message, dest, round=number)
         except (BusyError, ClosedError, RankLostError):
-            return  # it is gone, or does not listen
+            return  # it is gone, or does not receive
 
     def _on_gone(self, rank: int) -> None:
         is_deaf = rank in self._deaf
-        what = "answers no more: it has left its block" if is_deaf else "is gone, and has not answered"
+        what = "no longer answers, because it has left its block" if is_deaf else "is gone, and has not answered"
         kind: type[AsyncdistError] = ClosedError if is_deaf else RankLostError
         for number, (dest, _) in list(self._waiting.items()):
             if dest == rank:

@@ -1,6 +1,6 @@
-"""Writes and reads the files of a checkpoint, each written aside and renamed. The manifest comes last.
+"""Writes and reads the files of a checkpoint. Each is written under a temporary name and renamed, the manifest last.
 
-:mod:`asyncdist.functional.population_checkpoint` shows the folder. Everything here blocks on the disk.
+:mod:`asyncdist.functional.population_checkpoint` shows the folder. All functions block on the disk.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from asyncdist.functional import checkpoint_state, safetensors_model
 
 logger = logging.getLogger("asyncdist.population_checkpoint")
 
-#: How the weights of the models are written.
+#: Format of the models' weights.
 ModelFormat: TypeAlias = Literal["torch", "safetensors"]
 
 _FORMAT: Final = "population checkpoint of asyncdist"
@@ -36,19 +36,19 @@ _VERSION: Final = 1
 _MANIFEST: Final = "manifest.json"
 _PREFIX: Final = "checkpoint-"
 _PIECE_NBYTES: Final = 1 << 22
-#: Of a manifest; the entry of a rank takes some 150 bytes.
+#: Maximum size of a manifest in bytes; the entry of a rank takes about 150.
 _MANIFEST_NBYTES_MAX: Final = 1 << 26
 
 
 class _FileEntry(msgspec.Struct, frozen=True):
-    """What a manifest says of a file."""
+    """A manifest's entry for a file."""
 
     nbytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
     crc32: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
 class _RankEntry(_FileEntry, frozen=True):
-    """What a manifest says of a rank: its file, its metric, and the file of its weights if that is another one."""
+    """A manifest's entry for a rank: its file, its metric, and a separate file of weights, if any."""
 
     metric: float | None
     metric_mode: Literal["min", "max"]
@@ -59,11 +59,11 @@ _RankEntries: TypeAlias = Annotated[list[_RankEntry], msgspec.Meta(min_length=1,
 
 
 def check_format(format: ModelFormat) -> None:
-    """Refuse a format that is not known, or whose package is missing.
+    """Check that a format is known, and that its package is installed.
 
     Raises:
-        ValueError: it is not known.
-        ModuleNotFoundError: the package is missing; the error says what to install.
+        ValueError: The format is unknown.
+        ModuleNotFoundError: The package is missing; the error names the package to install.
     """
     if format not in get_args(ModelFormat):
         validation.refuse("format", format, ", ".join(map(repr, get_args(ModelFormat))))
@@ -80,12 +80,12 @@ def new_folder(place: Path) -> str:
 
 
 def finish(folder: Path, entries: Sequence[Mapping[str, Any]], keep: int | None) -> None:
-    """Make the checkpoint whole, and delete all but the newest ``keep``.
+    """Write the manifest, which makes the checkpoint valid, and delete all but the newest ``keep``.
 
     Args:
-        folder: of the checkpoint.
-        entries: what :func:`write_rank` has returned for each rank, and its metric.
-        keep: see :func:`asyncdist.save_population`.
+        folder: Folder of the checkpoint.
+        entries: For each rank the result of :func:`write_rank`, and its metric.
+        keep: See :func:`asyncdist.save_population`.
     """
     manifest = {"format": _FORMAT, "version": _VERSION, "asyncdist": __version__, "files": entries}
     _write_aside(folder / _MANIFEST, lambda path: path.write_text(json.dumps(manifest, indent=1)))
@@ -95,7 +95,7 @@ def finish(folder: Path, entries: Sequence[Mapping[str, Any]], keep: int | None)
 
 
 def write_rank(folder: Path, index: int, state: Mapping[str, Any], format: ModelFormat) -> dict[str, Any]:
-    """Write the files of the rank that has place ``index`` in the population; return its entry in the manifest."""
+    """Write the files of the rank with the position ``index`` in the population; return its entry in the manifest."""
     stem, entry = folder / f"rank-{index:05}", {}
     if format == "safetensors":
 
@@ -109,7 +109,7 @@ def write_rank(folder: Path, index: int, state: Mapping[str, Any], format: Model
 
 
 def read_rank(folder: Path, index: int, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state that :func:`write_rank` has written. Raises ValueError where a file is torn."""
+    """Return the state that :func:`write_rank` has written. Raises ValueError if a file is torn."""
     stem = folder / f"rank-{index:05}"
     path = stem.with_suffix(".pt")
     _check_whole(path, entry)
@@ -126,9 +126,9 @@ def read_rank(folder: Path, index: int, entry: Mapping[str, Any]) -> dict[str, A
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Raise ValueError, with the file's name, for whatever torch, safetensors or a check find wrong with its content.
+    """Turn errors of torch, safetensors or a check about a file's content into ValueError with the file's name.
 
-    A file may be whole and yet not be of this program; the libraries raise errors of many types then.
+    A complete file may have been written by another program, for which the libraries raise many types of errors.
     """
     try:
         yield
@@ -145,11 +145,11 @@ def _save(state: Mapping[str, Any], path: Path) -> None:
 
 
 def _write_aside(path: Path, write: Callable[[Path], object]) -> dict[str, Any]:
-    """Write a file under another name, rename it, and return its size and checksum.
+    """Write a file under a temporary name, rename it, and return its size and checksum.
 
     Raises:
-        OSError: it cannot be written; the file is named, and what there is of it is deleted: on a full disk no later
-            save would succeed either.
+        OSError: The file cannot be written; the error names it. The partial file is deleted, since on a full disk later
+            saves would fail, too.
     """
     beside = path.with_name(f"{path.name}.part")
     try:
@@ -168,7 +168,7 @@ def _write_aside(path: Path, write: Callable[[Path], object]) -> dict[str, Any]:
 
 
 def _cause_of(error: BaseException | None) -> OSError | None:
-    """Return what the system has said; torch raises another error while it ends the file."""
+    """Return the system's error; torch raises another one while it closes the file."""
     while error is not None and not isinstance(error, OSError):
         error = error.__context__
     return error
@@ -176,11 +176,11 @@ def _cause_of(error: BaseException | None) -> OSError | None:
 
 def _check_whole(path: Path, entry: Mapping[str, Any]) -> None:
     found = path.stat()
-    if not stat.S_ISREG(found.st_mode):  # a named pipe would be waited for
+    if not stat.S_ISREG(found.st_mode):  # opening a named pipe would block
         raise ValueError(f"{path} is not a regular file")
     nbytes = found.st_size
     if nbytes != entry["nbytes"] or _crc_of(path) != entry["crc32"]:
-        raise ValueError(f"{path} is torn: {nbytes} bytes, where {entry['nbytes']} were saved, or another content")
+        raise ValueError(f"{path} is torn: it has {nbytes} bytes instead of {entry['nbytes']}, or another content")
 
 
 def _crc_of(path: Path) -> int:
@@ -192,7 +192,7 @@ def _crc_of(path: Path) -> int:
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file, or the entries of a folder, are on the disk."""
+    """Wait until a file, or the entries of a folder, have been written to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -205,38 +205,38 @@ def _name(number: int) -> str:
 
 
 def _numbers(place: Path) -> list[int]:
-    """Return the numbers of all checkpoints below ``place``, whole or not. Folders of other names do not count."""
+    """Return the numbers of all checkpoints in ``place``, complete or not. Folders with other names do not count."""
     ends = [entry.name.removeprefix(_PREFIX) for entry in place.glob(f"{_PREFIX}*") if entry.is_dir()]
     return sorted(int(end) for end in ends if end.isdecimal() and _name(int(end)) == _PREFIX + end)
 
 
 def _delete_old(newest: Path, keep: int) -> None:
-    """Delete all but the newest ``keep`` whole checkpoints, and unfinished ones before this one.
+    """Delete all but the newest ``keep`` complete checkpoints, and unfinished ones before this one.
 
-    A symbolic link is left alone: the checkpoint behind it lies elsewhere, such as one that the user has put aside.
+    Symbolic links are not followed, since the user may have moved the checkpoint behind one elsewhere.
     """
     older = [newest.parent / _name(number) for number in _numbers(newest.parent)]
     older = [folder for folder in older if folder.name < newest.name and not folder.is_symlink()]
     whole = [folder for folder in older if (folder / _MANIFEST).is_file()]
     for folder in older:
         if folder not in whole[len(whole) - (keep - 1) :]:
-            (folder / _MANIFEST).unlink(missing_ok=True)  # first: what is half deleted is not valid
+            (folder / _MANIFEST).unlink(missing_ok=True)  # first, so that a partly deleted checkpoint is not valid
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def find_newest(path: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the newest whole checkpoint with its manifest."""
+    """Return the newest complete checkpoint with its manifest."""
     if (path / _MANIFEST).is_file():
         return path, _read_manifest(path)
     folders = [path / _name(number) for number in reversed(_numbers(path))] if path.is_dir() else []
     for folder in folders:
         if (folder / _MANIFEST).is_file():
             return folder, _read_manifest(folder)
-        logger.warning("%s was not finished, and is left alone", folder)
+        logger.warning("%s is unfinished and is ignored", folder)
     found = f"{len(folders)} unfinished ones" if folders else "nothing of the kind"
     if path.name.startswith(_PREFIX) and path.is_dir():
         found = "one that was not finished"
-    raise FileNotFoundError(f"{path} holds no whole population checkpoint, but {found}")
+    raise FileNotFoundError(f"{path} has no complete population checkpoint, but {found}")
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -247,18 +247,18 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     except (ValueError, RecursionError):
         manifest = None
     if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
-        raise ValueError(f"{folder / _MANIFEST} is no manifest of a population checkpoint")
+        raise ValueError(f"{folder / _MANIFEST} is not a manifest of a population checkpoint")
     if manifest.get("version") != _VERSION:
-        raise ValueError(f"{folder} has version {manifest.get('version')!r:.80}; allowed: {_VERSION}")
+        raise ValueError(f"{folder} must have version {_VERSION}, got {manifest.get('version')!r:.80}")
     try:
         msgspec.convert(manifest.get("files"), _RankEntries)
     except (ValueError, OverflowError) as error:
-        raise ValueError(f"{folder / _MANIFEST} does not say what each rank's file holds: {error}") from error
+        raise ValueError(f"{folder / _MANIFEST} does not describe each rank's file: {error}") from error
     return manifest
 
 
 def plan(files: Sequence[Mapping[str, Any]], size: int) -> list[int]:
-    """Return for each rank whose file it loads: its own, those of the best, or copies beginning with the best."""
+    """Return for each rank the rank whose file it loads: itself, one of the best, or a copy beginning with the best."""
     if size == len(files):
         return list(range(size))
 
@@ -271,6 +271,6 @@ def plan(files: Sequence[Mapping[str, Any]], size: int) -> list[int]:
     best_first = sorted(range(len(files)), key=quality, reverse=True)
     if size < len(files):
         if not any(quality(source)[0] for source in best_first):
-            warnings.warn(f"no metric was saved: the first {size} of {len(files)} ranks go on", stacklevel=3)
+            warnings.warn(f"no metric was saved, so the first {size} of {len(files)} ranks continue", stacklevel=3)
         return sorted(best_first[:size])
     return [*range(len(files)), *(best_first[i % len(files)] for i in range(size - len(files)))]

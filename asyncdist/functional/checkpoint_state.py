@@ -1,4 +1,4 @@
-"""Takes the state of one rank for a checkpoint, and compares a loaded one with what is here. Nothing here waits."""
+"""Collects the state of one rank for a checkpoint, and compares a loaded state with the current one."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from asyncdist.validation import printable
 
 
 class Stateful(Protocol):
-    """What has a state to be saved: a policy, a scheduler, a sampler."""
+    """An object with a state to save: a policy, a scheduler, a sampler."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state."""
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
-        """Go on from it."""
+        """Continue from the state."""
 
 
 def state_of(
@@ -34,10 +34,10 @@ def state_of(
     extra: Any,
     metric: float | None,
 ) -> dict[str, Any]:
-    """Return all that this rank needs to go on, and as "entry" what the manifest says of it. Nothing is copied.
+    """Return the state that this rank needs to continue, and as "entry" its entry in the manifest, without copying.
 
     Raises:
-        TypeError: a part holds what ``torch.load(weights_only=True)`` refuses.
+        TypeError: A part has a value that ``torch.load(weights_only=True)`` refuses.
     """
     state = {
         "model": model.state_dict(),
@@ -53,7 +53,7 @@ def state_of(
 
 
 def copy_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy in CPU memory. Tensors that share memory share it there too: tied weights are copied once."""
+    """Return a copy in CPU memory. Tensors that share memory also share it in the copy."""
     storages: dict[int, torch.UntypedStorage] = {}
 
     def copied(value: Any) -> Any:
@@ -75,7 +75,7 @@ def copy_of(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
-    """Return plain dictionaries, lists and tuples with all that they hold, keys too, changed."""
+    """Apply ``change`` to all leaves and keys of dictionaries, lists and tuples, and return the result."""
     if type(value) in (dict, OrderedDict):
         changed = type(value)((change(key), _map_leaves(change, each)) for key, each in value.items())
         if type(value) is OrderedDict:
@@ -87,12 +87,12 @@ def _map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _plain_number(value: Any) -> Any:
-    """Return a scalar of numpy as Python's: schedules compute learning rates with numpy, and no load takes them."""
+    """Convert a numpy scalar to a Python number, since learning rates may be numpy scalars, which cannot be loaded."""
     return value.item() if isinstance(value, np.generic) else value
 
 
 def _check_loadable(name: str, part: Any) -> None:
-    """Raise TypeError for what a save would write and no load would take: afterwards only the file is left."""
+    """Raise TypeError for values that could be saved but not loaded."""
 
     def without_contents(value: Any) -> Any:
         return torch.empty(0, device="cpu") if type(value) is torch.Tensor and not value.__dict__ else value
@@ -107,8 +107,8 @@ def _check_loadable(name: str, part: Any) -> None:
         found = re.search(r"GLOBAL (\S+)", str(error))
         reason = found[1] if found else lines[0]
         raise TypeError(
-            f"{name} holds what torch.load(weights_only=True) refuses; allowed: tensors, numbers, texts, and lists and "
-            f"dictionaries of them ({reason:.200})"
+            f"{name} has a value that torch.load(weights_only=True) refuses; allowed: tensors, numbers, strings, and "
+            f"lists and dictionaries of them ({reason:.200})"
         ) from None
 
 
@@ -119,7 +119,7 @@ def _metric_entry(metric: float | None, policy: Any) -> dict[str, Any]:
 
 
 def policy_state(state: dict[str, Any], *, is_copy: bool) -> dict[str, Any]:
-    """Return what a policy loads: a copy without the random state, or it would draw for ever what its original does."""
+    """Return the state for a policy; a copy has no random state, so that it does not repeat its original's draws."""
     return {**state, "draws": None} if is_copy and "draws" in state else state
 
 
@@ -135,7 +135,7 @@ def _random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """Go on from the saved random states."""
+    """Restore the saved random states."""
     random.setstate(states["python"])
     name, words, position, has_gauss, gauss = states["numpy"]
     np.random.set_state((name, words.numpy().astype(np.uint32), position, has_gauss, gauss))
@@ -145,10 +145,10 @@ def set_random_states(states: Mapping[str, Any]) -> None:
 
 
 def check_parts(state: Any) -> None:
-    """Check that a loaded state has the parts that :func:`state_of` returns, and random states that can be set.
+    """Check that a loaded state has the parts of :func:`state_of`, and valid random states.
 
     Raises:
-        Exception: it has not; of any type, as the generators raise many.
+        Exception: It does not; of any type, since the generators raise many.
     """
     for name in ("model", "optimizer", "policy", "extra", "random"):
         if not isinstance(state, dict) or name not in state:
@@ -164,7 +164,7 @@ def check_parts(state: Any) -> None:
     random.Random().setstate(states["python"])
     name, words, position, has_gauss, gauss = states["numpy"]
     if type(position) is not int or not 0 <= position <= 624:
-        raise ValueError(f"the position of numpy's generator is {position!r:.80}; allowed: 0 to 624")
+        raise ValueError(f"the position of numpy's generator must be from 0 to 624, got {position!r:.80}")
     np.random.RandomState().set_state((name, words.numpy().astype(np.uint32), position, has_gauss, gauss))
     torch.Generator(device="cpu").set_state(states["torch"])
     if not all(isinstance(each, torch.Tensor) for each in states["cuda"]):
@@ -172,7 +172,7 @@ def check_parts(state: Any) -> None:
 
 
 def compare(model: nn.Module, optimizer: torch.optim.Optimizer | None, loaded: Mapping[str, Any]) -> None:
-    """Raise ValueError naming the first difference between what is here and what was saved."""
+    """Raise ValueError that names the first difference between the current state and the saved one."""
     here, saved = model.state_dict(), loaded["model"]
     for name, value in here.items():
         if name not in saved:
@@ -197,7 +197,7 @@ def compare(model: nn.Module, optimizer: torch.optim.Optimizer | None, loaded: M
     if loaded["optimizer"] is None:
         raise ValueError("the checkpoint was saved without an optimizer")
     kind, other = type(optimizer).__qualname__, loaded.get("optimizer_class")
-    if other not in (kind, None):  # files of the first days do not name it
+    if other not in (kind, None):  # early files lack the name
         raise ValueError(f"the checkpoint is of another optimizer: {kind} here and {printable(str(other))} there")
     counts, others = (
         [len(group["params"]) for group in state["param_groups"]]

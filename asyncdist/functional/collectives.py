@@ -1,6 +1,6 @@
-"""Offers collectives as plain functions, on the world of the calling task and all its ranks unless a group is named.
+"""Collectives as plain functions, by default in the current world and with all its ranks.
 
-:mod:`asyncdist.collectives.collectives` says how they behave; ranks in arguments are ranks of the world.
+:mod:`asyncdist.collectives.collectives` defines their behaviour. Ranks in arguments are ranks of the world.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asyncdist.transports.base import ReduceOp
 T = TypeVar("T")
 
 _NO_AXIS: Final[Any] = object()
-#: Frames of all members go to all of them: a square.
+#: Largest group in which a barrier detects differing calls, for which all members send to all.
 _COMPARED_SIZE_MAX: Final = 64
 
 
@@ -30,10 +30,10 @@ def place(world: World | None, group: Group | None) -> tuple[World, Group]:
     """Return the world and group of a collective call, with their defaults.
 
     Raises:
-        RuntimeError: there is no world here.
-        TypeError: ``group`` is no :class:`Group`.
-        LocalProtocolError: this rank is not in ``group``.
-        RankLostError: the job has failed.
+        RuntimeError: There is no current world.
+        TypeError: ``group`` is not a :class:`Group`.
+        LocalProtocolError: This rank is not in ``group``.
+        RankLostError: The job has failed.
     """
     world = world or current_world()
     world.check()
@@ -49,21 +49,21 @@ async def new_group(ranks: Sequence[int], *, world: World | None = None) -> Grou
 
 
 async def surviving_group(group: Group | None = None, *, timeout_s: float = 60.0, world: World | None = None) -> Group:
-    """Make a group of those members of ``group`` that live: without the ranks that are lost or have left the world.
+    """Make a group of the living members of ``group``, without ranks that are lost or have left the world.
 
-    Collective among them, where losing a rank does not end the job. It returns the same group on all, also where a
-    member is lost, or heard of, meanwhile. A collective of a group that has lost a member raises RankLostError on the
-    others; this gives them one to go on with. Tasks may call it at once, each of them for a group of its own.
+    Collective among them, in a job that survives losses. All members get the same group, even if a member is lost, or
+    its loss detected, meanwhile. Collectives of a group that has lost a member raise RankLostError; this function
+    returns a group to continue with. Several tasks may call it at the same time for different groups.
 
     Args:
-        group: all ranks by default; it may have been freed.
-        timeout_s: how long to wait for the last member.
-        world: the current one by default.
+        group: By default all ranks; it may have been freed.
+        timeout_s: Seconds to wait for the last member.
+        world: World of the call; by default the current one.
 
     Raises:
         TypeError: ``group`` is not a group.
-        StartTimeoutError: some members did not come in time.
-        RankLostError, ClosedError, DisagreementError: the members have not come to the same list in time.
+        StartTimeoutError: Some members did not join in time.
+        RankLostError, ClosedError, DisagreementError: The members did not agree on a list in time.
     """
     world = world or current_world()
     group = world.group if group is None else group
@@ -72,12 +72,12 @@ async def surviving_group(group: Group | None = None, *, timeout_s: float = 60.0
 
 
 async def barrier(*, group: Group | None = None, world: World | None = None) -> None:
-    """Return once every member has entered.
+    """Wait until every member has entered.
 
     Raises:
-        DisagreementError: another member calls a helper in its place; both are named, on every member (in groups of up
-            to 64 ranks; in larger ones the exchange that finds it out would cost too much).
-        ClosedError: a member has left.
+        DisagreementError: On every member: another member has called a helper instead; the error names both. (Only in
+            groups of up to 64 ranks; detecting it in larger ones would cost too much.)
+        ClosedError: A member has left.
     """
     world, group = place(world, group)
     if not 1 < group.size <= _COMPARED_SIZE_MAX:
@@ -93,11 +93,11 @@ async def barrier(*, group: Group | None = None, world: World | None = None) -> 
 async def broadcast(
     tensor: torch.Tensor, root: int = 0, *, group: Group | None = None, world: World | None = None
 ) -> torch.Tensor:
-    """Put ``root``'s values into every member's ``tensor``, in place.
+    """Write ``root``'s values into every member's ``tensor``, in place.
 
     Args:
-        tensor: of one shape and dtype on all members; any device. Only read on ``root``.
-        root: a member.
+        tensor: Tensor of equal shape and dtype on all members, on any device; only read on ``root``.
+        root: Rank of a member.
 
     Returns:
         ``tensor``.
@@ -109,14 +109,14 @@ async def broadcast(
 async def gather(
     tensor: torch.Tensor, root: int = 0, *, group: Group | None = None, world: World | None = None
 ) -> list[torch.Tensor] | None:
-    """Bring every member's tensor to ``root``.
+    """Return every member's tensor on ``root``.
 
     Args:
-        tensor: of one shape and dtype on all members; any device.
-        root: a member.
+        tensor: Tensor of equal shape and dtype on all members, on any device.
+        root: Rank of a member.
 
     Returns:
-        On ``root`` the tensors in the group's order, elsewhere None.
+        On ``root`` the tensors in the group's order; None on other ranks.
     """
     world, group = place(world, group)
     return await world.collectives.gather(tensor, group, root)
@@ -144,23 +144,23 @@ def all_gather(
     group: Group | None = None,
     world: World | None = None,
 ) -> Coroutine[Any, Any, Any]:
-    """Bring every member's tensor to every member: those of a group as a list, those along an axis in one; awaitable.
+    """Return, as an awaitable, every member's tensor: a list for a group, or one tensor along a mesh axis.
 
-    Without an axis name the members are those of the group, and the list is in its order. With one, None included, it
-    is :func:`asyncdist.spmd.tree_collectives.all_gather`: leaf by leaf, stacked or joined.
+    Without an axis name, the members are those of the group, and the list is in the group's order. With an axis name
+    (or None), this is :func:`asyncdist.spmd.tree_collectives.all_gather`: leaf by leaf, stacked or concatenated.
 
     Args:
-        tensor: of one shape and dtype on all members; any device. With an axis name a tree of tensors.
-        axis_name: the name of an axis of a mesh; None returns the tree unchanged.
-        axis: the dimension of the results along which the ranks' leaves lie; only with an axis name.
-        tiled: join the leaves along it in place of stacking them; only with an axis name.
-        mesh: the newest open one by default; only with an axis name.
-        group: the whole world by default; only without an axis name.
-        world: the calling task's by default; only without an axis name.
+        tensor: Tensor of equal shape and dtype on all members, on any device; with an axis name a tree of tensors.
+        axis_name: Name of a mesh axis; None returns the tree unchanged.
+        axis: Dimension of the results for the ranks' leaves; only with an axis name.
+        tiled: Whether to concatenate the leaves instead of stacking them; only with an axis name.
+        mesh: By default the newest open mesh; only with an axis name.
+        group: By default the whole world; only without an axis name.
+        world: By default the current one; only without an axis name.
 
     Raises:
-        TypeError: options of both kinds.
-        Exception: with an axis name what :func:`asyncdist.psum` raises.
+        TypeError: Options of both kinds were passed.
+        Exception: With an axis name, the exceptions of :func:`asyncdist.psum`.
     """
     if axis_name is _NO_AXIS:
         if axis != 0 or tiled or mesh is not None:
@@ -173,7 +173,7 @@ def all_gather(
 
 async def _all_gather(tensor: object, group: Group | None, world: World | None) -> list[torch.Tensor]:
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"tensor is a {type(tensor).__name__}; allowed: a tensor, or a tree of them and an axis name")
+        raise TypeError(f"tensor must be a tensor, or a tree with an axis name, got a {type(tensor).__name__}")
     world, group = place(world, group)
     return await world.collectives.all_gather(tensor, group)
 
@@ -184,10 +184,10 @@ async def all_reduce(
     """Reduce elementwise over all members, in place.
 
     Args:
-        tensor: of one shape and dtype on all members; any device. Integers wrap; of booleans "sum" and "max" are "or",
-            "prod" and "min" are "and"; the minimum and maximum is NaN where any member has NaN; what is narrower than
-            float32 is reduced in float32 and rounded once.
-        op: ``"sum"``, ``"min"``, ``"max"`` or ``"prod"``; complex numbers have only ``"sum"`` and ``"prod"``.
+        tensor: Tensor of equal shape and dtype on all members, on any device. Integers wrap. For booleans, "sum" and
+            "max" are "or", "prod" and "min" are "and". A minimum or maximum is NaN if any member has NaN. Dtypes
+            narrower than float32 are reduced in float32 and rounded once.
+        op: ``"sum"``, ``"min"``, ``"max"`` or ``"prod"``; complex numbers allow only ``"sum"`` and ``"prod"``.
 
     Returns:
         ``tensor``.
@@ -211,23 +211,23 @@ async def all_to_all(
 async def all_to_all(
     tensors: torch.Tensor | Sequence[torch.Tensor], group: Group | None = None, *, world: World | None = None
 ) -> torch.Tensor | list[torch.Tensor]:
-    """Send the i-th of ``tensors`` to member i, and return what each member sent here.
+    """Send the i-th of ``tensors`` to member i, and return the tensors received from the members.
 
     Args:
-        tensors: one for each member, of one shape and dtype throughout; or a single tensor, of one shape and dtype on
+        tensors: One tensor per member, all of equal shape and dtype; or a single tensor, of equal shape and dtype on
             all members, whose first dimension is split evenly among them.
-        group: all ranks of the world by default. Process groups of torch.distributed, with gradients, are for
+        group: By default all ranks of the world. For process groups of torch.distributed, with gradients, use
             :func:`asyncdist.launch.process_groups.all_to_all`.
 
     Returns:
-        A list, or a tensor like the one that was given, in the group's order.
+        A list, or a tensor of the same shape, in the group's order.
 
     Raises:
-        ValueError: the first dimension cannot be split evenly.
+        ValueError: The first dimension cannot be split evenly.
     """
     if group is not None and not isinstance(group, Group):
         raise TypeError(
-            f"group is {group!r}; it must be a group of a world. "
+            f"group must be a group of a world, got {group!r}; "
             "asyncdist.launch.process_groups.all_to_all takes process groups of torch.distributed"
         )
     world, group = place(world, group)
@@ -235,7 +235,7 @@ async def all_to_all(
         return await world.collectives.all_to_all(tensors, group)
     if not tensors.dim() or tensors.shape[0] % group.size:
         raise ValueError(
-            f"the tensor has shape {tuple(tensors.shape)}; its first dimension must be a multiple of {group.size} ranks"
+            f"the tensor's first dimension must be a multiple of {group.size} ranks, got shape {tuple(tensors.shape)}"
         )
     if not tensors.shape[0]:
         return tensors.detach().clone()

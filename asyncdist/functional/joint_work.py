@@ -1,12 +1,12 @@
-"""Carries out several helper calls as one call, although its caller on some rank is cancelled meanwhile.
+"""Makes several helper calls as one call, even if its caller is cancelled on some rank.
 
-A helper that is cancelled completes in the background, since the other members have entered it. A function that made
-several of them in a row would stop there on that rank: the others would wait in the next one, or meet a call in it that
-the rank makes later. So the members first meet in one exchange in the caller's group, as in any helper. Then a task of
-its own does the work, to its end, in a group of its own, which no other call of a rank can get in between.
+A cancelled helper completes in the background, since the other members have entered it. A function that called several
+helpers in a row would stop after it on that rank, while the others would wait in the next helper, or match it with a
+later call of the rank. Therefore the members first meet in one exchange in the caller's group, as in any helper. Then a
+separate task does the work to its end, in a group of its own, which no other call can use.
 
-**Cancellation** of the caller is noted, and the others hear of it at the next :meth:`JointWork.check` of the work on
-this rank, as a RemoteError. After the last check the work is completed on all ranks.
+**Cancellation** of the caller is noted, and the others get RemoteError at the next :meth:`JointWork.check` of the work
+on this rank. After the last check the work is completed on all ranks.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from asyncdist.waits import WaitId, WaitKind
 
 T = TypeVar("T")
 
-#: How long the group of the work may take to be made. All members are there; one may be blocking its loop.
+#: Seconds that making the work's group may take. All members are present, but one may be blocking its loop.
 _GROUP_TIMEOUT_S: Final = 600.0
 
 
 class JointWork(Generic[T]):
-    """Represents one call of this rank.
+    """One call on this rank.
 
     Args:
-        world: of this rank.
-        group: the members.
-        operation: the name of the function that is called; one that headers can name.
+        world: World of this rank.
+        group: Group of the members.
+        operation: Name of the called function; a name that headers can hold.
     """
 
     def __init__(self, world: World, group: Group, operation: str) -> None:
@@ -59,25 +59,25 @@ class JointWork(Generic[T]):
             future.add_done_callback(_mark_retrieved)
         self._is_given_up = False
         self._is_held = False
-        self._released: asyncio.Future[None] | None = None  # done when it is held no more
+        self._released: asyncio.Future[None] | None = None  # done when the work is no longer held
         self._is_over = False
 
     async def begin(
         self, prepare: Callable[[], Coroutine[Any, Any, Any]], work: Callable[[Group, Any], Coroutine[Any, Any, T]]
     ) -> Any:
-        """Wait until all members have come, and begin. Works of a group are done one after the other.
+        """Wait until all members have joined, and begin. Works of a group are done in turn.
 
         Args:
-            prepare: awaited on every member, before it comes; the others are told what it raises.
-            work: is given the group of the work, and what ``prepare`` has returned on the first member.
+            prepare: Awaited on every member before it joins; its exception is sent to the others.
+            work: Called with the group of the work, and the first member's result of ``prepare``.
 
         Returns:
-            What ``prepare`` has returned on the first member.
+            The first member's result of ``prepare``.
 
         Raises:
-            Exception: ``prepare`` raised it here.
+            Exception: ``prepare`` raised on this rank.
             RemoteError: ``prepare`` raised on another member.
-            AsyncdistError: the members cannot begin.
+            AsyncdistError: The members cannot begin.
         """
         previous, self._group.lease.joint_work = self._group.lease.joint_work, self
         self._previous = previous if isinstance(previous, JointWork) else None
@@ -113,12 +113,12 @@ class JointWork(Generic[T]):
             raise
 
     async def result(self) -> T:
-        """Return what came of the work. **Cancellation**: the work goes on."""
+        """Return the result of the work. **Cancellation**: the work continues."""
         assert self._task is not None, "it has begun"
         return await self._engine.settled_by(self._task, asyncio.shield(self._outcome))
 
     async def result_or_give_up(self) -> T:
-        """Return what came of the work. **Cancellation**: it is given up."""
+        """Return the result of the work. **Cancellation**: the work is abandoned."""
         try:
             return await self.result()
         except asyncio.CancelledError:
@@ -127,24 +127,24 @@ class JointWork(Generic[T]):
 
     @property
     def is_over(self) -> bool:
-        """Whether the work has ended, well or not."""
+        """Whether the work has ended, successfully or not."""
         return self._is_over
 
     # -- for the work ------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise CancelledError if the caller has given up; from a helper's function, so that the others are told."""
+        """Raise CancelledError if the caller has given up; called in a helper's function, which notifies the others."""
         if self._is_given_up:
             raise asyncio.CancelledError(f"{self._operation} was cancelled")
 
     def hold(self) -> None:
-        """Raise a cancellation in the caller only when the work has ended: it changes what is the caller's."""
+        """Delay a cancellation of the caller until the work has ended, because it changes the caller's objects."""
         self._is_held = True
         self._released = self._engine.loop.create_future()
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Raise a cancellation in the caller only after the body: it reads what is the caller's."""
+        """Delay a cancellation of the caller until the end of the body, which reads the caller's objects."""
         self.hold()
         try:
             yield
@@ -154,7 +154,7 @@ class JointWork(Generic[T]):
     # -- the rest ----------------------------------------------------------------------------------------------------
 
     async def _new_group(self) -> Group:
-        """Make a group of the same members. A group of one rank needs none: no call gets in between."""
+        """Make a group of the same members; a group of one rank needs none."""
         if self._group.size == 1:
             return self._group
         subject = f"group of joint work in group {self._group.number}"
@@ -163,8 +163,8 @@ class JointWork(Generic[T]):
         return await self._world.peers.groups.new_group(self._group.ranks, _GROUP_TIMEOUT_S, subject=subject)
 
     async def _run(self, work: Callable[[Group, Any], Coroutine[Any, Any, T]], prepared: Any) -> None:
-        # Not a part of the exchange before, which is cancelled where a member is lost: the making of a group would
-        # tell the others of that cancellation, and not of the loss.
+        # Not a part of the preceding exchange, which is cancelled after a loss: making the group in it would report the
+        # cancellation to the others instead of the loss.
         own = self._group
         try:
             own = await self._new_group()
@@ -201,7 +201,7 @@ class JointWork(Generic[T]):
         self._is_over = True
         self._release()
         lease, previous, self._previous = self._group.lease, self._previous, None
-        if lease.joint_work is self:  # the one before goes on where this one has been given up before its turn
+        if lease.joint_work is self:  # the previous one continues if this one was abandoned before its turn
             lease.joint_work = None if previous is None or previous._is_over else previous
         self._engine.recheck()
 
@@ -209,11 +209,11 @@ class JointWork(Generic[T]):
         self._is_given_up = True
         while self._is_held and not self._is_over:
             assert self._released is not None, "it is held"
-            with contextlib.suppress(asyncio.CancelledError):  # the first one is raised
-                await asyncio.wait([self._released])  # by this alone: the engine would raise where the job has failed
+            with contextlib.suppress(asyncio.CancelledError):  # the first cancellation is raised
+                await asyncio.wait([self._released])  # the engine would raise after a failure
 
 
 def _mark_retrieved(outcome: asyncio.Future[Any]) -> None:
-    """Keep asyncio from reporting an error that no task awaits: a caller that has given up wants none."""
+    """Keep asyncio from reporting an error that no task awaits, because the caller has given up."""
     if not outcome.cancelled():
         outcome.exception()

@@ -1,12 +1,11 @@
-"""Offers everyday helpers: one rank computes for all, all compute for one, one goes first.
+"""Everyday helpers: one rank computes for all, all ranks compute for one, one rank runs first.
 
-Each is collective in its group, all of the world unless one is named; other ranks take no part and are never waited
-for. An exception in a rank's function is raised unchanged on that rank, and on every other member as a RemoteError that
-names rank, type and text. A value of a type that cannot travel is such an exception too. Values arrive with exactly
-their type and content (:mod:`asyncdist.tensors.serialization` says which types travel; nothing is pickled), tensors in
-CPU memory.
+Each helper is collective in its group, by default the whole world; other ranks take no part. An exception in a rank's
+function is raised unchanged on that rank, and on every other member as a RemoteError that names rank, type and message.
+A value of a type that cannot be sent also raises. Values arrive with exactly their type and content
+(:mod:`asyncdist.tensors.serialization` lists the types; nothing is pickled), and tensors arrive in CPU memory.
 
-All of them work with one rank. **Cancellation** of a member tells the others, as an exception would.
+All helpers work with one rank. **Cancellation** of a member notifies the others, as an exception does.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def is_distributed() -> bool:
 
 
 def is_main_process(*, group: Group | None = None) -> bool:
-    """Return whether this rank is the first of its group (default: the world); True outside of a world."""
+    """Return whether this rank is the first of ``group`` (by default the world); True outside of a world."""
     world = _world_or_none()
     if group is not None:
         check_group(group)
@@ -84,17 +83,17 @@ async def compute_and_broadcast(
     """Compute a value on one rank, and return it on all.
 
     Args:
-        fn: a function or coroutine function without arguments; called on ``root`` only.
-        root: a member, by its rank in the world; the group's first by default.
-        group: the ranks that get the value.
-        world: the current one by default.
+        fn: Function or coroutine function without arguments; called only on ``root``.
+        root: Rank of a member in the world; by default the group's first.
+        group: Ranks that get the value; by default all.
+        world: World of the call; by default the current one.
 
     Returns:
-        On ``root`` the value that ``fn`` returned, elsewhere an equal value of the same types.
+        On ``root`` the result of ``fn``; on other ranks an equal value of the same types.
 
     Raises:
-        RemoteError: ``fn`` raised on ``root``, or its value cannot travel; on ``root`` that exception itself.
-        LocalProtocolError: this rank is not in the group, or ``root`` is not.
+        RemoteError: ``fn`` raised on ``root``, or its result cannot be sent; on ``root`` that exception itself.
+        LocalProtocolError: This rank, or ``root``, is not in the group.
     """
     world, group, root = _place(world, group, root)
     is_root = world.rank == root
@@ -140,23 +139,23 @@ async def gather_from_all_ranks(
     group: Group | None = None,
     world: World | None = None,
 ) -> list[Any] | None:
-    """Compute a value on every rank, and bring all of them to one.
+    """Compute a value on every rank, and return all values on one.
 
     Args:
-        fn: a function or coroutine function without arguments; called on every member.
-        world_size: for ported calls; None, or the group's size.
-        root: the member that gets the values; the group's first by default.
-        group: the ranks that compute.
-        world: the current one by default.
+        fn: Function or coroutine function without arguments; called on every member.
+        world_size: For ported calls; None, or the group's size.
+        root: Rank that gets the values; by default the group's first.
+        group: Ranks that compute; by default all.
+        world: World of the call; by default the current one.
 
     Returns:
-        On ``root`` the values in the group's order, elsewhere None.
+        On ``root`` the values in the group's order; None on other ranks.
 
     Raises:
-        RemoteError: ``fn`` raised on another member (the first in the group's order is named), or its value cannot
-            travel. Where it raised, that exception itself.
-        LocalProtocolError: this rank is not in the group, or ``root`` is not.
-        ValueError: ``world_size`` is another.
+        RemoteError: ``fn`` raised on another member (the first in the group's order is named), or its result cannot be
+            sent; on that member the exception itself.
+        LocalProtocolError: This rank, or ``root``, is not in the group.
+        ValueError: ``world_size`` is not the group's size.
     """
     world, group, root = _place(world, group, root)
     outcome = await attempt(fn, checks=_checks(group, root, world_size, fn=fn))
@@ -193,12 +192,12 @@ async def gather_scalar_from_all_ranks(
     group: Group | None = None,
     world: World | None = None,
 ) -> list[Any] | None:
-    """Compute one number on every rank, and bring all of them to one, as :func:`gather_from_all_ranks` does.
+    """Compute one number on every rank, and return all numbers on one, as :func:`gather_from_all_ranks` does.
 
     A number is a bool, int, float or complex, a numpy scalar, or a tensor with one element; each keeps its type.
 
     Raises:
-        TypeError: ``fn`` returned something else here; a RemoteError on the other members.
+        TypeError: ``fn`` returned something else on this rank; the other members get RemoteError.
     """
     world, group, root = _place(world, group, root)
     outcome = await attempt(fn, _encode_scalar, checks=_checks(group, root, world_size, fn=fn))
@@ -275,21 +274,21 @@ async def reduce_and_broadcast(
     group: Group | None = None,
     world: World | None = None,
 ) -> Any:
-    """Compute a value on every rank, reduce all of them on one, and return the result on all.
+    """Compute a value on every rank, reduce all values on one, and return the result on all.
 
     Args:
-        fn1: a function or coroutine function without arguments; called on every member.
-        fn2: takes the list of values in the group's order; called on ``root`` only. It may be a coroutine function.
-        world_size: for ported calls; None, or the group's size.
-        root: the member that reduces; the group's first by default.
-        group: the ranks that take part.
-        world: the current one by default.
+        fn1: Function or coroutine function without arguments; called on every member.
+        fn2: Function or coroutine function of the list of values in the group's order; called only on ``root``.
+        world_size: For ported calls; None, or the group's size.
+        root: Rank that reduces; by default the group's first.
+        group: Ranks that take part; by default all.
+        world: World of the call; by default the current one.
 
     Raises:
-        RemoteError: either function raised on another member, or returned a value that cannot travel. Where it did,
-            that exception itself.
-        LocalProtocolError: this rank is not in the group, or ``root`` is not.
-        ValueError: ``world_size`` is another.
+        RemoteError: A function raised on another member, or its result cannot be sent; on that member the exception
+            itself.
+        LocalProtocolError: This rank, or ``root``, is not in the group.
+        ValueError: ``world_size`` is not the group's size.
     """
     world, group, root = _place(world, group, root)
     outcome = await attempt(fn1, checks=_checks(group, root, world_size, fn1=fn1, fn2=fn2))
@@ -313,17 +312,17 @@ async def reduce_and_broadcast(
 
 @asynccontextmanager
 async def zero_first(is_main: bool, *, group: Group | None = None, world: World | None = None) -> AsyncIterator[None]:
-    """Run the block on the ranks where ``is_main`` is true, and on the others after that.
+    """Run the block first on the ranks where ``is_main`` is true, and then on the others.
 
-    ``async with zero_first(world.rank == 0)``: rank 0 downloads, the others find it done. Several ranks may be main,
-    for example one on each host. The block must not use collectives of the group, since its members enter it in turns:
-    such a call meets the frames of ``zero_first`` itself, which is a DisagreementError.
+    For example, with ``async with zero_first(world.rank == 0)`` rank 0 downloads a file, which the others then find.
+    Several ranks may be main, for example one per host. The block must not use collectives of the group, since its
+    members enter it at different times; such a call raises DisagreementError.
 
     Raises:
-        RemoteError: the block raised on a main rank; the others do not enter theirs. An exception in the block of
-            another rank concerns that rank alone.
-        LocalProtocolError: no rank is main, or this one is not in the group.
-        TypeError: ``is_main`` is no bool.
+        RemoteError: The block raised on a main rank; the others do not enter theirs. An exception in the block of
+            another rank affects only that rank.
+        LocalProtocolError: No rank is main, or this rank is not in the group.
+        TypeError: ``is_main`` is not a bool.
     """
     world, group = place(world, group)
     call = Call("zero_first")
@@ -341,7 +340,7 @@ async def zero_first(is_main: bool, *, group: Group | None = None, world: World 
     headers = await _exchange(world, group, LocalResult(), call)
     raise_first_error(headers)
     if not any(header.has_value for header in headers):
-        raise LocalProtocolError(f"is_main is False on all ranks of {list(group.ranks)}; allowed: True on one at least")
+        raise LocalProtocolError(f"is_main must be True on at least one rank of {list(group.ranks)}, got False on all")
     yield
 
 
@@ -349,19 +348,19 @@ async def zero_first(is_main: bool, *, group: Group | None = None, world: World 
 async def zero_only(
     *, root: int | None = None, group: Group | None = None, world: World | None = None
 ) -> AsyncIterator[bool]:
-    """Give one rank something to do, and let the others wait for its end.
+    """Let one rank do some work while the others wait for it.
 
-    ``async with zero_only() as is_main:`` enters the block everywhere, since a ``with`` cannot skip it; the work of the
-    one rank goes under ``if is_main:``. At the block's end all members wait for each other.
+    ``async with zero_only() as is_main:`` enters the block on all ranks, since a ``with`` cannot skip it; the work of
+    the one rank belongs under ``if is_main:``. At the end of the block all members wait for each other.
 
     Args:
-        root: the rank for which ``is_main`` is true; the group's first by default.
-        group: the ranks that take part.
-        world: the current one by default.
+        root: Rank on which ``is_main`` is true; by default the group's first.
+        group: Ranks that take part; by default all.
+        world: World of the call; by default the current one.
 
     Raises:
-        RemoteError: the block raised on another member; on that one, the exception itself.
-        LocalProtocolError: this rank is not in the group, or ``root`` is not.
+        RemoteError: The block raised on another member; on that member the exception itself.
+        LocalProtocolError: This rank, or ``root``, is not in the group.
     """
     world, group, root = _place(world, group, root)
     call = Call("zero_only", root)
@@ -402,11 +401,11 @@ def _place(world: World | None, group: Group | None, root: int | None) -> tuple[
 
 
 def _checks(group: Group, root: Any, world_size: Any, **functions: Any) -> list[Callable[[], None]]:
-    """Return the checks of a helper's arguments; they run where a mistake is told to the other members."""
+    """Return the checks of a helper's arguments, which run so that the other members are notified of an error."""
 
     def check_root() -> None:
         if type(root) is not int or root not in group.ranks:
-            raise LocalProtocolError(f"root is {root!r:.80}; the group has ranks {list(group.ranks)}", root=root)
+            raise LocalProtocolError(f"root must be one of the ranks {list(group.ranks)}, got {root!r:.80}", root=root)
 
     return [
         check_root,
@@ -430,15 +429,15 @@ def _encode_scalar(value: Any) -> bytes:
     )
     if not is_scalar:
         raise TypeError(
-            f"fn returned {value!r:.80}, a {serialization.type_name(type(value))}; allowed: one bool, int, float or "
-            "complex, a numpy scalar, a tensor with one element"
+            "fn must return a bool, int, float or complex, a numpy scalar, or a tensor with one element, "
+            f"got {value!r:.80}, a {serialization.type_name(type(value))}"
         )
     return serialization.encode(value)
 
 
 def _check_is_main(is_main: object) -> None:
     if type(is_main) is not bool:
-        raise TypeError(f"is_main is {is_main!r:.80}; allowed: True, False")
+        raise TypeError(f"is_main must be True or False, got {is_main!r:.80}")
 
 
 def _check_callable(name: str, fn: Any) -> None:
@@ -448,10 +447,6 @@ def _check_callable(name: str, fn: Any) -> None:
 
 
 def check_world_size(world_size: int | None, group: Group) -> None:
-    """Refuse a number of ranks that is not the group's.
-
-    Raises:
-        ValueError: ``world_size`` is another number.
-    """
+    """Raise ValueError unless ``world_size`` is None or the group's size."""
     if world_size is not None and world_size != group.size:
-        raise ValueError(f"world_size is {world_size!r}; allowed: None, or {group.size}, the size of the group")
+        raise ValueError(f"world_size must be None or the group's size {group.size}, got {world_size!r}")

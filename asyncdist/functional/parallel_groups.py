@@ -1,8 +1,8 @@
 """Makes model, pipeline and data parallel groups from two numbers.
 
-The ranks are laid out as a box of three axes, data, pipeline and model, the last one varying fastest, as Megatron-LM
-lays them out: ranks that split a layer exchange most and stand next to each other, on one host where there are several.
-With 8 ranks, model parallelism 2 and pipeline parallelism 2::
+The ranks form an array with three axes, data, pipeline and model, of which the last one varies fastest, as in
+Megatron-LM: ranks that split a layer exchange most, so they are neighbours, usually on one host. With 8 ranks, model
+parallelism 2 and pipeline parallelism 2::
 
     model     [0 1] [2 3] [4 5] [6 7]       ranks that share the layers of one stage
     pipeline  [0 2] [1 3] [4 6] [5 7]       ranks that pass activations on, first stage first
@@ -32,15 +32,15 @@ _SUBJECT: Final = "parallel groups"
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
-    """Computes which ranks belong together; pure arithmetic.
+    """Computes the groups of ranks, by arithmetic.
 
     Attributes:
-        world_size: the number of ranks.
-        model_parallelism: ranks that share one stage of a model.
-        pipeline_parallelism: stages of a model.
+        world_size: Number of ranks.
+        model_parallelism: Number of ranks that share one stage of a model.
+        pipeline_parallelism: Number of stages of a model.
 
     Raises:
-        ValueError: a number is no whole one of 1 or more, or the parallelisms do not divide the world.
+        ValueError: A number is not a positive integer, or the parallelisms do not divide the world size.
     """
 
     world_size: int
@@ -53,8 +53,8 @@ class ParallelLayout:
         replica_size = self.model_parallelism * self.pipeline_parallelism
         if self.world_size % replica_size:
             raise ValueError(
-                f"world_size is {self.world_size}; model_parallelism={self.model_parallelism} times "
-                f"pipeline_parallelism={self.pipeline_parallelism} needs a multiple of {replica_size}"
+                f"world_size must be a multiple of {replica_size}, model_parallelism={self.model_parallelism} times "
+                f"pipeline_parallelism={self.pipeline_parallelism}, got {self.world_size}"
             )
 
     @property
@@ -84,7 +84,7 @@ class ParallelLayout:
     def ranks_of(self, rank: int) -> tuple[list[int], list[int], list[int]]:
         """Return the model, pipeline and data group that ``rank`` belongs to."""
         if type(rank) is not int or not 0 <= rank < self.world_size:
-            raise ValueError(f"rank is {rank!r}; allowed are 0..{self.world_size - 1}")
+            raise ValueError(f"rank must be from 0 to {self.world_size - 1}, got {rank!r}")
         model, pipeline, data = (
             next(ranks for ranks in groups if rank in ranks)
             for groups in (self.model_groups(), self.pipeline_groups(), self.data_groups())
@@ -94,13 +94,13 @@ class ParallelLayout:
 
 @dataclass(frozen=True, slots=True)
 class ParallelGroups(Generic[G]):
-    """Holds the three groups that one rank belongs to.
+    """The three groups that one rank belongs to.
 
     Attributes:
-        layout: the arithmetic behind them.
-        model: the ranks that share a stage with this rank.
-        pipeline: the ranks that hold the stages of its copy of the model, first stage first.
-        data: the ranks that hold the same weights.
+        layout: Layout of all ranks.
+        model: Ranks that share a stage with this rank.
+        pipeline: Ranks that hold the stages of its copy of the model, first stage first.
+        data: Ranks that hold the same weights.
     """
 
     layout: ParallelLayout
@@ -109,7 +109,7 @@ class ParallelGroups(Generic[G]):
     data: G
 
 
-#: The groups that :func:`parallel_groups` returns; set where they are made.
+#: The groups that :func:`parallel_groups` returns; set when they are made.
 current_groups: ContextVar[ParallelGroups[Any]] = ContextVar("current_groups")
 
 
@@ -119,17 +119,18 @@ async def new_parallel_groups(
     """Make the model, pipeline and data group of this rank. Collective among all ranks of the world.
 
     Args:
-        model_parallelism: ranks that share one stage of a model.
-        pipeline_parallelism: stages of a model; with the other it divides the world's size.
-        world: the current one by default.
+        model_parallelism: Number of ranks that share one stage of a model.
+        pipeline_parallelism: Number of stages of a model. The product of both must divide the world size.
+        world: World of the call; by default the current one.
 
     Returns:
         This rank's groups, which :func:`parallel_groups` returns in this task from now on.
 
     Raises:
-        ValueError: a number is no whole one of 1 or more, or they do not divide the world; a RemoteError on the others.
-        DisagreementError: ranks pass different numbers; the first difference is named.
-        StartTimeoutError: some ranks did not come in time.
+        ValueError: A number is not a positive integer, or their product does not divide the world size. The other ranks
+            get RemoteError.
+        DisagreementError: Ranks pass different numbers; the error names the first difference.
+        StartTimeoutError: Some ranks did not join in time.
     """
     world = world or current_world()
     everybody = world.group.ranks
@@ -139,7 +140,7 @@ async def new_parallel_groups(
 
     async def make(start: Start[list[Group]]) -> list[Group]:
         await start.agree(numbers, timeout_s=_TIMEOUT_S)
-        # A rank is in three groups. All ranks make them in one order, so none waits for a rank that waits elsewhere.
+        # All ranks make their three groups in one order, so none waits for a rank that waits elsewhere.
         lists = layout.ranks_of(world.rank)
         return await world.peers.groups.new_groups(lists, start.left_s(_TIMEOUT_S), part_of=start)
 
@@ -155,12 +156,12 @@ def parallel_groups() -> ParallelGroups[Any]:
     """Return the groups of this rank: of its world in a coroutine, of torch.distributed in a plain function.
 
     Raises:
-        LocalProtocolError: none have been made here.
+        LocalProtocolError: No groups have been made.
     """
     try:
         return current_groups.get()
     except LookupError:
         raise LocalProtocolError(
-            "no parallel groups have been made here: await asyncdist.new_parallel_groups(...), or start with "
+            "no parallel groups have been made: await asyncdist.new_parallel_groups(...), or start with "
             "asyncdist.launch_subprocesses"
         ) from None

@@ -1,8 +1,8 @@
-"""Saves a whole population to files, and goes on from them, on as many ranks or on others.
+"""Saves a whole population to files, and continues from them on any number of ranks.
 
-Each rank writes a file of its own, under another name first. When all of them lie there, the manifest that lists them
-is written in the same way: it makes the whole valid in one step. A save that was killed leaves a folder without a
-manifest, which no load looks at, and the checkpoints before it as they were.
+Each rank writes a file of its own, under a temporary name that is then renamed. When all files exist, the manifest that
+lists them is written in the same way, which makes the checkpoint valid in one step. A killed save leaves a folder
+without a manifest, which loads ignore, and does not change earlier checkpoints.
 
 A folder looks like this::
 
@@ -12,8 +12,8 @@ A folder looks like this::
             rank-00000.pt       what torch.load(..., weights_only=True) opens: a dictionary with "model", "optimizer",
             rank-00001.pt       "optimizer_class", "policy", "extra" and "random"
 
-With ``format="safetensors"`` the weights lie beside it in ``rank-00000.safetensors``. "model" then has only what that
-format does not hold, and "tied" says which names share a tensor.
+With ``format="safetensors"`` the weights are in ``rank-00000.safetensors``. "model" then has only the entries that this
+format does not support, and "tied" maps names to tensors that they share.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ logger = logging.getLogger("asyncdist.population_checkpoint")
 
 @dataclass(frozen=True, slots=True)
 class LoadedPopulation:
-    """What :func:`load_population` has loaded on this rank.
+    """The result of :func:`load_population` on this rank.
 
     Attributes:
-        folder: of the checkpoint.
-        source: the rank whose file it was.
-        is_copy: whether another rank has loaded the same file, and goes on as that rank: this one has drawn no random
-            state from it.
-        metric: that rank's metric; None if it was not known.
-        extra: what was given to :func:`save_population` on that rank.
+        folder: Folder of the checkpoint.
+        source: Rank whose file was loaded.
+        is_copy: Whether another rank has loaded the same file and continues as its rank; this rank then has kept its
+            own random states.
+        metric: Metric of the source rank; None if unknown.
+        extra: ``extra`` of :func:`save_population` on the source rank.
     """
 
     folder: Path
@@ -79,39 +79,39 @@ async def save_population(
     group: Group | None = None,
     world: World | None = None,
 ) -> Path:
-    """Save what each rank needs to go on: model, optimizer, policy, random states and what else is given.
+    """Save the state that each rank needs to continue: model, optimizer, policy, random states and ``extra``.
 
-    Collective among the ranks of ``group``. Files are written beside the event loop, so this rank's snapshots go on
-    being sent meanwhile; model and optimizer must not change before this returns.
+    Collective among the ranks of ``group``. A thread writes the files, so this rank keeps sending its snapshots
+    meanwhile; model and optimizer must not change before the call returns.
 
     Args:
-        path: the folder for all checkpoints, which all ranks see. It is made if it is not there.
-        model, optimizer: of this rank; any module and optimizer of torch.
-        policy: this rank's, of the package ``protocols``; or something else with a ``state_dict``.
-        extra: what else this rank wants back: tensors, numbers, texts, and lists and dictionaries of them. Numbers of
-            numpy come back as Python's.
-        metric: by which :func:`load_population` chooses ranks; by default the newest one that the policy was given.
-            Larger is better, unless ``policy`` has ``metric_mode="min"``.
-        keep: how many checkpoints to keep, this one included; the oldest ones are deleted. None keeps all.
-        format: ``"torch"``, or ``"safetensors"``: then the weights of each rank are a file of their own, which
+        path: Folder for all checkpoints, which all ranks can access. It is created if it does not exist.
+        model, optimizer: Model and optimizer of this rank; any torch module and optimizer.
+        policy: Policy of this rank, or another object with a ``state_dict``.
+        extra: Further state of this rank: tensors, numbers, strings, and lists and dictionaries of them. numpy numbers
+            are loaded as Python numbers.
+        metric: Metric by which :func:`load_population` chooses ranks; by default the policy's newest. Larger is better,
+            unless ``policy`` has ``metric_mode="min"``.
+        keep: Number of checkpoints to keep, including this one; older ones are deleted. None keeps all.
+        format: ``"torch"``, or ``"safetensors"`` for a separate file of each rank's weights, which
             ``safetensors.torch.load_file`` opens. It needs that package (``pip install 'asyncdist[safetensors]'``).
-        group: the ranks of the population; all by default.
-        world: the current one by default.
+        group: Ranks of the population; by default all.
+        world: World of the call; by default the current one.
 
     Returns:
-        The folder of this checkpoint, ``path/checkpoint-NNNNNN``.
+        Folder of this checkpoint, ``path/checkpoint-NNNNNN``.
 
     Raises:
-        TypeError: ``extra``, or the state of model, optimizer or policy, holds something that
-            ``torch.load(weights_only=True)`` refuses; a RemoteError on the others.
-        OSError: a file cannot be written; a RemoteError on the others.
-        ValueError: ``keep`` is not a whole number above 0, or ``format`` is not known.
-        ModuleNotFoundError: the package safetensors is missing.
+        TypeError: ``extra``, or the state of model, optimizer or policy, has a value that
+            ``torch.load(weights_only=True)`` refuses. The other ranks get RemoteError.
+        OSError: A file cannot be written. The other ranks get RemoteError.
+        ValueError: ``keep`` is not a positive integer, or ``format`` is unknown.
+        ModuleNotFoundError: The package safetensors is missing.
 
-    Where this raises, the checkpoint is not valid, and those before it are untouched.
+    If the call raises, the checkpoint is not valid, and earlier checkpoints are unchanged.
 
-    **Cancellation**: until this rank's file is whole the others get RemoteError, and the checkpoint is not valid; after
-    that they complete it. It is raised when no file is being written.
+    **Cancellation**: before this rank's file is complete, the others get RemoteError, and the checkpoint is not valid.
+    After that they complete it. The cancellation is raised when no file is being written.
     """
     save = _Save(path, model, keep, format, group, world)
     await save.begin(functools.partial(checkpoint_state.state_of, model, optimizer, policy, extra, metric))
@@ -131,27 +131,27 @@ async def async_save_population(
     group: Group | None = None,
     world: World | None = None,
 ) -> PendingSave:
-    """Copy what each rank needs to go on, and save it while training goes on, as ``async_save`` of torch does.
+    """Copy the state of each rank, and save it while training continues, like torch's ``async_save``.
 
-    Collective among the ranks of ``group``. It returns when all of them have copied their state to CPU memory, once for
-    model and optimizer, and nothing has been written: training may change them from then on. A thread writes the files.
-    At the end the ranks exchange a few bytes in a group of their own. ``await`` what is returned for the folder::
+    Collective among the ranks of ``group``. The call returns when all of them have copied their model and optimizer to
+    CPU memory, so that training may change these. A thread then writes the files, and at the end the ranks exchange a
+    few bytes in a group of their own. Await the result for the folder::
 
         save = await ad.async_save_population("checkpoints", model, optimizer, policy=policy, keep=3)
-        ...  # training goes on
+        ...  # training continues
         folder = await save
 
-    A second save of the group waits, before it copies anything, until the first one has ended. So does the end of the
-    rank: when ``main`` has returned the files are written first. Where the rank or the job fails the save is given up,
-    which a warning says.
+    A second save of the group waits, before it copies anything, until the first one has ended. The end of the rank also
+    waits: after ``main`` has returned, the files are written first. If the rank or the job fails, the save is abandoned
+    with a warning.
 
-    Args: as of :func:`save_population`.
+    The arguments are those of :func:`save_population`.
 
     Raises:
-        TypeError, ValueError, OSError: as of :func:`save_population`. A file that cannot be written is logged, and the
-            error is raised where the save is awaited.
+        TypeError, ValueError, OSError: As :func:`save_population`. If a file cannot be written, the error is logged,
+            and raised when the save is awaited.
 
-    **Cancellation**: the others get RemoteError, here or where they await the save, unless it is completed.
+    **Cancellation**: the others get RemoteError, here or when they await the save, unless it is completed.
     """
     save = _Save(path, model, keep, format, group, world, is_beside=True)
     name = await save.begin(functools.partial(checkpoint_state.state_of, model, optimizer, policy, extra, metric))
@@ -159,12 +159,12 @@ async def async_save_population(
 
 
 class PendingSave:
-    """Represents a save that :func:`async_save_population` has begun; ``await`` it for the folder of the checkpoint.
+    """A running save of :func:`async_save_population`; await it for the folder of the checkpoint.
 
-    It may be awaited several times, or not at all. **Cancellation**: the save goes on.
+    It may be awaited several times, or not at all. **Cancellation**: the save continues.
 
     Attributes:
-        folder: of the checkpoint, which is not valid before the save has ended.
+        folder: Folder of the checkpoint, which is not valid before the save has ended.
     """
 
     def __init__(self, folder: Path, joint: JointWork[Path]) -> None:
@@ -172,7 +172,7 @@ class PendingSave:
         self._joint = joint
 
     def done(self) -> bool:
-        """Return whether the save has ended, well or not."""
+        """Return whether the save has ended, successfully or not."""
         return self._joint.is_over
 
     def __await__(self) -> Generator[Any, None, Path]:
@@ -183,11 +183,11 @@ class PendingSave:
 
 
 class _Save:
-    """Carries out one save of this rank.
+    """One save of this rank.
 
     Args:
-        path, model, keep, format, group, world: of the call.
-        is_beside: whether training goes on meanwhile: then a copy of the state is written, by a thread of its own.
+        path, model, keep, format, group, world: Arguments of the call.
+        is_beside: Whether training continues meanwhile, so that a thread writes a copy of the state.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class _Save:
         self.joint: JointWork[Path] = JointWork(self._world, self._group, "save_population")
 
     async def begin(self, take_state: Callable[[], dict[str, Any]]) -> str:
-        """Take the state, and begin when all ranks have come. Returns the name of the folder."""
+        """Take the state, and begin when all ranks have joined. Return the name of the folder."""
 
         async def prepare() -> str:
             if self._keep is not None:
@@ -233,7 +233,7 @@ class _Save:
             await compute_and_broadcast(lambda: self._finish(folder, entries or []), group=own, world=world)
         except asyncio.CancelledError:
             if self._is_beside:
-                logger.warning("rank %d: the save of %s was given up", world.rank, folder)
+                logger.warning("rank %d: the save of %s was abandoned", world.rank, folder)
             raise
         except Exception as error:
             if self._is_beside:
@@ -273,30 +273,30 @@ async def load_population(
     group: Group | None = None,
     world: World | None = None,
 ) -> LoadedPopulation:
-    """Go on from the newest whole checkpoint below ``path``, or from the one that ``path`` is.
+    """Load the newest complete checkpoint in ``path``, or the checkpoint ``path`` itself.
 
-    Collective among the ranks of ``group``. Everything is read and compared before anything is changed: where one rank
-    raises, all do, and no model has been touched. With as many ranks as were saved each one gets its own state, and
-    goes on to the bit. With fewer ranks those with the best metrics are chosen, and go on in the order of their ranks.
-    With more ranks some get copies, and keep their own random states; a warning says so.
+    Collective among the ranks of ``group``. Everything is read and compared before anything is changed: if one rank
+    raises, all do, and no model has changed. With as many ranks as were saved, each gets its own state and continues to
+    the bit. With fewer ranks, the ranks with the best metrics are chosen, and continue in the order of their ranks.
+    With more ranks, some get copies and keep their own random states; a warning is logged.
 
     Args:
-        path: what :func:`save_population` was given, or has returned.
-        model, optimizer: of the same layout as those that were saved; they are changed in place.
-        policy: of the same class; it is loaded before ``async with``.
-        group: the ranks of the population; all by default.
-        world: the current one by default.
+        path: The ``path`` of :func:`save_population`, or its result.
+        model, optimizer: Model and optimizer of the same layout as the saved ones; changed in place.
+        policy: Policy of the same class; it must be loaded before ``async with``.
+        group: Ranks of the population; by default all.
+        world: World of the call; by default the current one.
 
     Raises:
-        FileNotFoundError: there is no whole checkpoint; what lies there instead is named. On all members, so each may
-            catch it and begin anew.
-        ValueError: the checkpoint is of another model (the first difference is named), optimizer, policy or version,
-            or a file is torn.
-        LocalProtocolError: the policy was entered before.
-        RemoteError: on the members other than the one that raised another error than that.
+        FileNotFoundError: There is no complete checkpoint. All members raise it, so each may catch it and start from
+            the beginning.
+        ValueError: The checkpoint is of another model (the error names the first difference), optimizer, policy or
+            version, or a file is torn.
+        LocalProtocolError: The policy was already entered.
+        RemoteError: Another member raised one of the other errors.
 
-    **Cancellation**: until all have read and compared their files the others get RemoteError, and no model is touched.
-    After that all go on with what was loaded before it is raised.
+    **Cancellation**: before all have read and compared their files, the others get RemoteError, and no model has
+    changed. After that all continue with the loaded state, and then the cancellation is raised.
     """
     world, group = place(world, group)
     loading: JointWork[LoadedPopulation] = JointWork(world, group, "load_population")
@@ -304,7 +304,7 @@ async def load_population(
     async def prepare() -> tuple[str, str]:
         try:
             return _choose(Path(path), group.size) if group.index == 0 else ("", "")
-        except FileNotFoundError as error:  # no mistake of this rank: all may catch it, and begin anew
+        except FileNotFoundError as error:  # on all ranks, which may catch it and start from the beginning
             return "", str(error)
 
     async def work(own: Group, chosen: tuple[str, str]) -> LoadedPopulation:
@@ -325,7 +325,7 @@ async def _load(
     optimizer: torch.optim.Optimizer | None,
     policy: Stateful | None,
 ) -> LoadedPopulation:
-    """Read this rank's file, compare it, and apply it; every member finishes each of the three before the next."""
+    """Read this rank's file, compare it, and apply it; all members finish each step before the next."""
     folder, facts = Path(chosen[0]), json.loads(chosen[1])
     source, entry = facts["plan"][group.index], facts["files"][group.index]
     is_copy = source in facts["plan"][: group.index]
@@ -343,7 +343,7 @@ async def _load(
 
     def go_on() -> None:
         loading.check()
-        loading.hold()  # from here on this rank counts on the others, and they on it
+        loading.hold()  # from here on all ranks count on each other
         if policy is not None:
             policy.load_state_dict(checkpoint_state.policy_state(loaded["policy"], is_copy=is_copy))
 
@@ -354,7 +354,7 @@ async def _load(
             optimizer.load_state_dict(loaded["optimizer"])
 
     await gather_from_all_ranks(read, group=group, world=world)
-    await gather_from_all_ranks(go_on, group=group, world=world)  # the policy may be of another class
+    await gather_from_all_ranks(go_on, group=group, world=world)  # raises on all ranks if one policy differs
     await gather_from_all_ranks(apply, group=group, world=world)
     if not is_copy:
         checkpoint_state.set_random_states(loaded["random"])
@@ -362,7 +362,7 @@ async def _load(
 
 
 def _choose(path: Path, size: int) -> tuple[str, str]:
-    """Return the folder, and in JSON whose file each of ``size`` ranks loads, with its entry in the manifest."""
+    """Return the folder, and as JSON, for each of ``size`` ranks, the rank whose file it loads and its entry."""
     folder, manifest = checkpoint_files.find_newest(path)
     plan, saved = checkpoint_files.plan(manifest["files"], size), len(manifest["files"])
     if size > saved:

@@ -1,4 +1,4 @@
-"""Gathers data whose amount differs from rank to rank: tensors with ragged first dimensions, or lists."""
+"""Gathers data of different sizes on different ranks: tensors with different first dimensions, or lists."""
 
 from __future__ import annotations
 
@@ -36,26 +36,25 @@ async def gather_distributed_data(
     *,
     world: World | None = None,
 ) -> torch.Tensor | list[Any] | None:
-    """Bring every member's data to the group's first rank, one after the other in the group's order.
+    """Concatenate every member's data on the group's first rank, in the group's order.
 
     Args:
-        local_tensor: a dense tensor of shape (n, ...) of any dtype and device, where n may differ between members (0
-            included) and the rest of the shape and the dtype may not; or, on all members, a list of values that travel
-            (:data:`asyncdist.tensors.serialization.ALLOWED`), of any length.
-        world_size: for ported calls; None, or the group's size.
-        rank: for ported calls; None, or this rank.
-        training_group: the ranks that take part; all by default.
-        world: the current one by default.
+        local_tensor: Dense tensor of shape (n, ...), of any dtype and device; n may differ between members (0 is
+            allowed), but not the rest of the shape and the dtype. Or, on all members, a list of any length with values
+            that can be sent (:data:`asyncdist.tensors.serialization.ALLOWED`).
+        world_size: For ported calls; None, or the group's size.
+        rank: For ported calls; None, or this rank.
+        training_group: Ranks that take part; by default all.
+        world: World of the call; by default the current one.
 
     Returns:
-        On the group's first rank the concatenation, a tensor on the device of that rank's own or a list; elsewhere
-        None.
+        On the group's first rank the concatenation: a list, or a tensor on the device of that rank's tensor. None on
+        other ranks.
 
     Raises:
-        DisagreementError: trailing shapes, dtypes or kinds differ; both ranks and what they have are named, on every
-            member.
-        TypeError, ValueError: this rank's data is neither, or a number is wrong; a RemoteError on the other members.
-        LocalProtocolError: this rank is not in the group.
+        DisagreementError: On every member: trailing shapes, dtypes or kinds differ; the error names both ranks.
+        TypeError, ValueError: This rank's data is neither, or an argument is wrong. The other members get RemoteError.
+        LocalProtocolError: This rank is not in the group.
     """
     world, group = place(world, training_group)
     root = group.ranks[0]
@@ -68,7 +67,7 @@ async def gather_distributed_data(
 
     def check_rank() -> None:
         if rank is not None and rank != world.rank:
-            raise ValueError(f"rank is {rank!r}; allowed: None, or {world.rank}, which this rank is")
+            raise ValueError(f"rank must be None or this rank {world.rank}, got {rank!r}")
 
     outcome = await attempt(describe, checks=[lambda: check_world_size(world_size, group), check_rank])
 
@@ -89,7 +88,7 @@ async def gather_distributed_data(
 
 
 def _describe(data: Any) -> tuple[tuple[str, str, list[int]], torch.Tensor]:
-    """Return kind, dtype and shape (for a list its number of bytes), and the content as bytes."""
+    """Return the kind, dtype and shape (for a list its size in bytes), and the content as bytes."""
     if isinstance(data, list):
         payload = serialization.encode(data)
         return ("list", "", [len(payload)]), torch.frombuffer(bytearray(payload), dtype=torch.uint8)

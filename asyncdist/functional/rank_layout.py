@@ -1,10 +1,10 @@
-"""Gives ranks their roles: agent groups that train, buffers that serve them, a coordinator that does neither.
+"""Assigns roles to ranks: agent groups that train, buffers that serve them, and a coordinator that does neither.
 
-:class:`RankLayout` is the plan: pure, checked, printable, made by arithmetic, by host, or by hand.
-:func:`initialize_distributed_compute` turns it into groups on the current world, as a :class:`DistributedContext`.
+:class:`RankLayout` is the plan: checked, printable, made by arithmetic, by host, or by hand.
+:func:`initialize_distributed_compute` turns it into groups in the current world, as a :class:`DistributedContext`.
 
-Invariants of a layout: every rank has one role; agent groups are of one size and never empty; where there are buffers
-each serves at least one training rank, and every training rank has exactly one.
+Invariants of a layout: every rank has one role; agent groups have equal sizes and are not empty; if there are buffers,
+each serves at least one training rank, and every training rank has exactly one buffer.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ _WORDS_LENGTH_MAX: Final = 2000
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """Plans which rank has which role.
+    """The roles of all ranks.
 
     Attributes:
-        world_size: number of ranks.
-        agent_groups: the training ranks of each agent group, of one size, contiguous or not. Lists are allowed.
-        clients: for each buffer rank the training ranks that it serves; empty without buffers.
-        coordinator: a rank that neither trains nor buffers, or None.
+        world_size: Number of ranks.
+        agent_groups: Training ranks of each agent group; groups have equal sizes and need not be contiguous. Lists are
+            allowed.
+        clients: Maps each buffer rank to the training ranks that it serves; empty without buffers.
+        coordinator: Rank that neither trains nor buffers; or None.
 
     Raises:
-        TypeError: a field is no list or dict.
-        ValueError: the roles do not fit together; the ranks or numbers concerned are named, and what is allowed.
+        TypeError: A field is not a list or dict.
+        ValueError: The roles are inconsistent; the error names the ranks or numbers, and what is allowed.
     """
 
     world_size: int
@@ -58,13 +59,13 @@ class RankLayout:
         clients = {buffer: _tuple(f"clients[{buffer!r}]", ranks, "ranks") for buffer, ranks in self.clients.items()}
         object.__setattr__(self, "clients", clients)
         if not self.agent_groups:
-            raise ValueError("agent_groups is empty; allowed: one group of training ranks or more")
+            raise ValueError("agent_groups must have at least one group of training ranks, got none")
         for index, group in enumerate(self.agent_groups):
             if not group:
-                raise ValueError(f"agent group {index} is empty; allowed: one rank or more in each")
+                raise ValueError(f"agent group {index} must have at least one rank, got none")
         sizes = [len(group) for group in self.agent_groups]
         if len(set(sizes)) > 1:
-            raise ValueError(f"agent groups have {sizes} ranks; allowed: as many in each")
+            raise ValueError(f"agent groups must have equal sizes, got {sizes}")
         self._check_roles()
         self._check_clients()
 
@@ -104,12 +105,12 @@ class RankLayout:
     def arithmetic(
         cls, world_size: int, num_remote_buffers: int = 0, num_agent_groups: int = 1, *, coordinator: int | None = None
     ) -> RankLayout:
-        """Make training ranks first, in contiguous groups, then the buffers, which take the training ranks in turn.
+        """Assign training ranks first, in contiguous groups, then buffers, which take the training ranks in turn.
 
-        A reserved coordinator is left out, and the others are numbered without it.
+        A reserved coordinator is skipped in the numbering.
 
         Raises:
-            ValueError: the numbers do not fit; they are named, and what is allowed.
+            ValueError: The numbers are inconsistent; the error names them, and what is allowed.
         """
         training_count = _check_counts(world_size, num_remote_buffers, num_agent_groups, coordinator)
         ranks = [rank for rank in range(world_size) if rank != coordinator]
@@ -131,20 +132,20 @@ class RankLayout:
         *,
         coordinator: int | None = None,
     ) -> RankLayout:
-        """Keep agent groups, and buffers with their clients, on one host wherever that is possible.
+        """Place each agent group, and each buffer with its clients, on one host if possible.
 
-        Buffers go to the hosts one after the other to the one with most training ranks for each buffer, which gives its
-        last rank. Each host is then filled with whole agent groups; what is left over on the hosts makes up the rest.
-        A training rank has a buffer on its own host if there is any, and else the one with the fewest clients.
+        Each buffer in turn is the last rank of the host with the most training ranks per buffer. Each host is then
+        filled with whole agent groups; the remaining ranks form the other groups. A training rank uses a buffer on its
+        own host if there is one, otherwise the buffer with the fewest clients.
 
         Args:
-            hosts: of each rank, the name of its host.
-            num_remote_buffers: how many ranks are buffers.
-            num_agent_groups: how many groups the training ranks make.
-            coordinator: a rank that has neither role.
+            hosts: Host name of each rank.
+            num_remote_buffers: Number of buffer ranks.
+            num_agent_groups: Number of agent groups.
+            coordinator: Rank that has neither role; or None.
 
         Raises:
-            ValueError: the numbers do not fit; they are named, and what is allowed.
+            ValueError: The numbers are inconsistent; the error names them, and what is allowed.
         """
         training_count = _check_counts(len(hosts), num_remote_buffers, num_agent_groups, coordinator)
         training: dict[str, list[int]] = {}
@@ -171,7 +172,7 @@ class RankLayout:
         return len(self.agent_groups[0])
 
     def agent_group_of(self, rank: int) -> int | None:
-        """Return the index of a rank's agent group; None where the rank does not train."""
+        """Return the index of a rank's agent group; None if the rank does not train."""
         return next((index for index, group in enumerate(self.agent_groups) if rank in group), None)
 
     def buffer_of(self, rank: int) -> int | None:
@@ -188,20 +189,20 @@ class RankLayout:
 
 
 class DistributedContext:
-    """Holds the roles of a world's ranks, as groups, seen from one rank.
+    """The roles of a world's ranks, as groups, from the view of one rank.
 
-    A group that includes this rank can be used for any collective, on any transport, and its ``communicator`` is the
-    backend's own where there is one. Any other group tells its ``ranks``, and refuses to be used.
+    A group that includes this rank can be used for any collective, on any transport; its ``communicator`` is the
+    backend's own, if there is one. Other groups only have ``ranks``.
 
     Attributes:
-        layout: the plan.
-        my_rank: this rank.
-        world_size: number of ranks.
-        num_training_ranks: how many of them train.
-        agent_group_size: training ranks in each agent group.
-        agent_group_id: the index of this rank's agent group; None where it does not train.
-        assigned_buffer: the rank that buffers for this training rank, or None.
-        assigned_training_ranks: the training ranks that this buffer serves; None on other ranks.
+        layout: The layout.
+        my_rank: This rank.
+        world_size: Number of ranks.
+        num_training_ranks: Number of training ranks.
+        agent_group_size: Number of training ranks in each agent group.
+        agent_group_id: Index of this rank's agent group; None if it does not train.
+        assigned_buffer: Buffer rank of this training rank; or None.
+        assigned_training_ranks: Training ranks that this buffer serves; None on other ranks.
     """
 
     def __init__(self, world: World, layout: RankLayout, groups: Mapping[tuple[int, ...], Group]) -> None:
@@ -233,12 +234,12 @@ class DistributedContext:
 
     @property
     def agent_group(self) -> Group | None:
-        """Return this rank's own agent group; None where it does not train."""
+        """Return this rank's agent group; None if it does not train."""
         return None if self.agent_group_id is None else self.agent_groups[self.agent_group_id]
 
     @property
     def dc_mpi4py(self) -> DistributedContext | None:
-        """Return this context where it runs on MPI, None elsewhere: for ported code, which has another one there."""
+        """Return this context on MPI, and None on other transports, for ported code."""
         return self if self._world.transport_name == "mpi" else None
 
     def is_buffer_rank(self) -> bool:
@@ -283,24 +284,24 @@ async def initialize_distributed_compute(
     dist_backend: str | None = None,
     world: World | None = None,
 ) -> DistributedContext:
-    """Give every rank of the world its role, and make the groups. Collective over all ranks.
+    """Give every rank of the world its role, and make the groups. Collective among all ranks.
 
     Args:
-        num_remote_buffers: how many ranks are buffers; at most one for each training rank.
-        num_agent_groups: how many groups the training ranks make; it divides their number.
-        coordinator: a rank that is to have neither role, for ``protocols.coordinate`` say.
-        placement: ``"arithmetic"``: see :meth:`RankLayout.arithmetic`; ``"host"``: :meth:`RankLayout.by_host`.
-        hostname: the host of this rank, for ``"host"``; ``world.hostname`` by default.
-        layout: your own plan, in place of all these.
-        dist_backend: for ported calls; None, or the transport of the world (``world.transport_name``, or gloo), which
-            is chosen where the world is started.
-        world: the current one by default.
+        num_remote_buffers: Number of buffer ranks; at most one per training rank.
+        num_agent_groups: Number of agent groups, which must divide the number of training ranks.
+        coordinator: Rank that has neither role, for example for ``protocols.coordinate``.
+        placement: ``"arithmetic"`` (:meth:`RankLayout.arithmetic`) or ``"host"`` (:meth:`RankLayout.by_host`).
+        hostname: Host of this rank, for ``"host"``; by default ``world.hostname``.
+        layout: A layout of your own, instead of all these arguments.
+        dist_backend: For ported calls; None, or the transport of the world (``world.transport_name``, or gloo), which
+            is chosen when the world is started.
+        world: World of the call; by default the current one.
 
     Raises:
-        ValueError, TypeError: the numbers, the layout or ``dist_backend`` do not fit this world; says why, and what is
-            allowed. A RemoteError on the other ranks.
-        DisagreementError: the ranks ask for different roles; the first difference is named.
-        StartTimeoutError: some ranks did not come in time.
+        ValueError, TypeError: The numbers, the layout or ``dist_backend`` do not fit this world; the error says what is
+            allowed. The other ranks get RemoteError.
+        DisagreementError: The ranks request different roles; the error names the first difference.
+        StartTimeoutError: Some ranks did not join in time.
     """
     world = world or current_world()
     world.check()
@@ -329,8 +330,7 @@ async def initialize_distributed_compute(
         groups = await world.peers.groups.new_groups(own, start.left_s(_TIMEOUT_S), part_of=start)
         return DistributedContext(world, plan, dict(zip(own, groups, strict=True)))
 
-    # The names of the hosts go through the group of the world: a caller that went on before would call something else
-    # there in between.
+    # The host names are exchanged in the world's group, so the caller must not continue before this has ended.
     is_held = placement == "host" and layout is None
     return await start_together(
         world.services,
@@ -344,7 +344,7 @@ async def initialize_distributed_compute(
     )
 
 
-#: The names that code for mpi4py uses: here one class and one function serve every transport.
+#: Names for ported mpi4py code; one class and one function serve every transport.
 DistributedContextmpi4py = DistributedContext
 initialize_distributed_compute_mpi4py = initialize_distributed_compute
 
@@ -353,7 +353,7 @@ def _check_layout(world: World, layout: object) -> None:
     if not isinstance(layout, RankLayout):
         validation.refuse("layout", layout, "a RankLayout, or None", TypeError)
     if layout.world_size != world.size:
-        raise ValueError(f"the layout is for {layout.world_size} ranks; allowed: {world.size}, the world's size")
+        raise ValueError(f"the layout must be for {world.size} ranks, the world's size, got {layout.world_size}")
 
 
 def _check_dist_backend(world: World, dist_backend: str | None) -> None:
@@ -361,8 +361,8 @@ def _check_dist_backend(world: World, dist_backend: str | None) -> None:
     if dist_backend is None or dist_backend in carriers:
         return
     raise ValueError(
-        f"dist_backend is {dist_backend!r}, and this world runs on {' over '.join(carriers)}; allowed: None, "
-        f"{', '.join(map(repr, carriers))}. It is chosen where the world is started: run(main, transport=...), "
+        f"dist_backend is {dist_backend!r}, but this world runs on {' over '.join(carriers)}; allowed: None, "
+        f"{', '.join(map(repr, carriers))}. The transport is chosen at the start: run(main, transport=...), "
         "mpirun, torchrun"
     )
 
@@ -373,7 +373,7 @@ async def _all_hosts(world: World, hostname: str) -> list[str]:
 
 
 def _in_words(layout: RankLayout) -> str:
-    """Describe a layout in one line for a message, which has a limit: a digest stands for thousands of ranks."""
+    """Describe a layout in one line that fits into a message; a digest replaces long descriptions."""
     text = str(layout).replace("\n", "; ")
     if len(text) <= _WORDS_LENGTH_MAX:
         return text
@@ -381,7 +381,7 @@ def _in_words(layout: RankLayout) -> str:
 
 
 def _check_counts(world_size: int, buffer_count: int, group_count: int, coordinator: int | None) -> int:
-    """Return the number of training ranks. Raises ValueError for numbers that do not fit."""
+    """Return the number of training ranks. Raises ValueError for inconsistent numbers."""
     validation.count("world_size", world_size)
     validation.count("num_remote_buffers", buffer_count, least=0)
     validation.count("num_agent_groups", group_count)
@@ -389,19 +389,19 @@ def _check_counts(world_size: int, buffer_count: int, group_count: int, coordina
         validation.refuse("coordinator", coordinator, f"None, or a rank from 0 to {world_size - 1}")
     rank_count = world_size if coordinator is None else world_size - 1
     training_count = rank_count - buffer_count
-    besides = "" if coordinator is None else " beside the coordinator"
+    besides = "" if coordinator is None else " besides the coordinator"
     if training_count < 1 or buffer_count > training_count:
         raise ValueError(
-            f"num_remote_buffers is {buffer_count} with {rank_count} ranks{besides}; allowed: 0 to {rank_count // 2}, "
-            "one training rank or more for each buffer, and one at least"
+            f"num_remote_buffers must be from 0 to {rank_count // 2} with {rank_count} ranks{besides}, since each "
+            f"buffer needs a training rank, got {buffer_count}"
             if rank_count
-            else f"the coordinator would be the only one of {world_size} ranks; allowed: one training rank or more"
+            else f"at least one training rank is needed, but the coordinator is the only one of {world_size} ranks"
         )
     if training_count % group_count:
         divisors = [number for number in range(1, training_count + 1) if training_count % number == 0]
         raise ValueError(
-            f"num_agent_groups is {group_count} with {training_count} training ranks; "
-            f"allowed: {', '.join(map(str, divisors))}"
+            f"num_agent_groups must be one of {', '.join(map(str, divisors))} with {training_count} training ranks, "
+            f"got {group_count}"
         )
     return training_count
 
@@ -413,10 +413,10 @@ def _tuple(name: str, values: Any, of: str) -> tuple[Any, ...]:
 
 
 def _choose_buffers(training: dict[str, list[int]], count: int) -> dict[str, list[int]]:
-    """Take the buffers out of the training ranks of their hosts."""
+    """Remove the buffers from the training ranks of their hosts, and return them by host."""
     buffers: dict[str, list[int]] = {host: [] for host in training}
     for _ in range(count):
-        # Of equals the first host; a host that would be left without a client comes last.
+        # The first of equal hosts; hosts that would be left without a client are last.
         host = max(training, key=lambda name: (len(training[name]) > 1, len(training[name]) / (len(buffers[name]) + 1)))
         buffers[host].insert(0, training[host].pop())
     return buffers
@@ -448,7 +448,7 @@ def _assign(training: Mapping[str, Sequence[int]], buffers: Mapping[str, Sequenc
     for rank in strangers:
         clients[min(clients, key=lambda buffer: len(clients[buffer]))].append(rank)
     for buffer, served in clients.items():
-        if not served:  # nobody else on its host, and all others are served at home
+        if not served:  # no other rank on its host, and all others are served on their hosts
             busiest = max(clients, key=lambda other: len(clients[other]))
             clients[buffer].append(clients[busiest].pop())
     return {buffer: tuple(sorted(served)) for buffer, served in sorted(clients.items())}

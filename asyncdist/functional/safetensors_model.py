@@ -1,8 +1,8 @@
-"""Writes and reads the state of a model as a file of safetensors, which ``safetensors.torch.load_file`` opens too.
+"""Writes and reads the state of a model as a safetensors file, which ``safetensors.torch.load_file`` also opens.
 
-The format holds dense tensors by name, and shares none. Of tied weights the first name is written; the other names are
-in the file's metadata, as ``safetensors.torch.save_model`` writes them, so ``load_model`` of the same package takes the
-file as well. What the format does not hold (``get_extra_state``, sparse or quantized tensors, complex128) is left over.
+The format stores dense tensors by name, without sharing. Tied weights are written under their first name; the other
+names are stored in the file's metadata, as ``safetensors.torch.save_model`` does, so ``load_model`` of that package
+also works. Unsupported entries (``get_extra_state``, sparse or quantized tensors, complex128) are returned separately.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _DTYPES: Final = frozenset(
 
 
 def check_installed() -> None:
-    """Raise ModuleNotFoundError, saying what to install, where the package is missing."""
+    """Raise ModuleNotFoundError with the package to install, if it is missing."""
     with validation.optional_imports("the format 'safetensors'", ["safetensors"], "safetensors"):
         import safetensors.torch  # noqa: F401
 
 
 def write_model(path: Path, state: Mapping[str, Any]) -> tuple[OrderedDict[str, Any], dict[str, str]]:
-    """Write what the format holds.
+    """Write the entries that the format supports.
 
     Args:
-        path: of the file.
-        state: of a model.
+        path: Path of the file.
+        state: State of a model.
 
     Returns:
-        What is left over; and by the names that were not written the names of the tensors that they share.
+        The remaining entries; and a dict from each unwritten name to the name of the tensor that it shares.
     """
     from safetensors.torch import save_file
 
@@ -62,7 +62,7 @@ def write_model(path: Path, state: Mapping[str, Any]) -> tuple[OrderedDict[str, 
 
 
 def read_model(path: Path, rest: OrderedDict[str, Any], tied: Mapping[str, str]) -> OrderedDict[str, Any]:
-    """Return the state that :func:`write_model` has written, with what was left over. It may be mapped memory."""
+    """Return the state written by :func:`write_model`, with the remaining entries. It may be in mapped memory."""
     check_installed()
     from safetensors.torch import load_file
 
@@ -73,7 +73,7 @@ def read_model(path: Path, rest: OrderedDict[str, Any], tied: Mapping[str, str])
 
 
 def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors, contiguous ones, with copies of those that begin inside another one: none may overlap."""
+    """Return contiguous tensors without overlaps; tensors that begin inside another one are copied."""
     apart: dict[str, torch.Tensor] = {}
     ends: dict[torch.device, int] = {}
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_ptr()):

@@ -14,20 +14,20 @@ from asyncdist.runtime.world import World, current_world
 def seed_all(seed: int, *, world: World | None = None) -> int:
     """Seed :mod:`random`, numpy's global generator and torch, on all devices, differently on each rank.
 
-    The ranks of a population should not shuffle and drop out alike. Where they are to begin with equal weights, make
-    the model after ``torch.manual_seed(seed)``, and call this afterwards.
+    The ranks of a population should not shuffle and drop out in the same way. If they are to begin with equal weights,
+    make the model after ``torch.manual_seed(seed)``, and call this function afterwards.
 
     Args:
-        seed: 0 or more, equal on all ranks.
-        world: the current one by default.
+        seed: Integer >= 0, equal on all ranks.
+        world: World of the call; by default the current one.
 
     Returns:
-        The number that this rank's states were seeded with: drawn from ``seed`` and rank by numpy's ``SeedSequence``,
-        so that those of two ranks, or of neighbouring seeds, have nothing in common.
+        The number with which this rank's generators were seeded: drawn from ``seed`` and rank by numpy's
+        ``SeedSequence``, so that the numbers of different ranks and of neighbouring seeds are unrelated.
 
     Raises:
-        ValueError: ``seed`` is no such number.
-        RuntimeError: there is no world here.
+        ValueError: ``seed`` is not an integer >= 0.
+        RuntimeError: There is no current world.
     """
     validation.count("seed", seed, least=0)
     rank = (world or current_world()).rank

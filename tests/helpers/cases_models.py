@@ -271,8 +271,8 @@ async def case_what_cannot_be_averaged_is_told_to_all(world: ad.World) -> None:
     await failure(world, last, lambda: ad.average_models(odd), "parameters")
     await failure(world, last, lambda: ad.average_gradients(odd), "no parameters")
     text = "model" if world.rank == last else nn.Linear(2, 2)
-    await failure(world, last, lambda: ad.average_models(text), "model is a str")  # type: ignore[arg-type]
-    await failure(world, last, lambda: ad.average_gradients(text), "model is a str")  # type: ignore[arg-type]
+    await failure(world, last, lambda: ad.average_models(text), "got a str")  # type: ignore[arg-type]
+    await failure(world, last, lambda: ad.average_gradients(text), "got a str")  # type: ignore[arg-type]
     await ad.average_models(nn.Linear(2, 2))
 
 

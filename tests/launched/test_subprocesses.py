@@ -153,7 +153,7 @@ def test_the_layout_of_8_ranks() -> None:
 @pytest.mark.parametrize("pipeline", [1, 2, 4])
 def test_every_rank_is_in_one_group_of_each_kind(size: int, model: int, pipeline: int) -> None:
     if size % (model * pipeline):
-        with pytest.raises(ValueError, match="needs a multiple of"):
+        with pytest.raises(ValueError, match="must be a multiple of"):
             ParallelLayout(size, model, pipeline)
         return
     layout = ParallelLayout(size, model, pipeline)
@@ -189,7 +189,7 @@ async def use_groups(world: ad.World) -> None:
 def test_a_coroutine_gets_groups_of_its_world() -> None:
     ad.run_local(use_groups, ranks=8, strict=True)
     ad.simulate(use_groups, ranks=8, seed=3)
-    with pytest.raises(LocalProtocolError, match="no parallel groups have been made here"):
+    with pytest.raises(LocalProtocolError, match="no parallel groups have been made"):
         ad.parallel_groups()
 
 

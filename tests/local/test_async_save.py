@@ -130,7 +130,7 @@ def test_a_job_that_fails_gives_the_save_up_and_says_so(tmp_path: Path, caplog: 
 
     with pytest.raises(ValueError, match="the training has failed"):
         ad.simulate(main, ranks=2, compute=COMPUTE).value()
-    assert "checkpoint-000002 was given up" in caplog.text
+    assert "checkpoint-000002 was abandoned" in caplog.text
     assert newest(tmp_path) == ("checkpoint-000001", 1.0)
 
 

@@ -193,7 +193,7 @@ def test_fewer_ranks_go_on_with_the_best_and_more_with_copies(tmp_path: Path) ->
     assert [source for source, _, _ in more] == [0, 1, 2, 3, 2, 3]
     assert [is_copy for _, is_copy, _ in more] == [False] * 4 + [True] * 2
     ad.simulate(save, tmp_path, [None] * 3, ranks=3, strict=True).value()
-    with pytest.warns(UserWarning, match="no metric was saved: the first 2 of 3 ranks go on"):
+    with pytest.warns(UserWarning, match="no metric was saved, so the first 2 of 3 ranks continue"):
         assert [source for source, _, _ in ad.simulate(load, tmp_path, ranks=2).results] == [0, 1]
 
 
@@ -286,20 +286,24 @@ def test_files_open_with_torch_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "kind", "words"),
     [
-        (lambda folder: (folder / "manifest.json").write_text("{"), ValueError, "is no manifest"),
-        (lambda folder: (folder / "rank-00000.pt").write_bytes(b"abc"), ValueError, "is torn: 3 bytes"),
+        (lambda folder: (folder / "manifest.json").write_text("{"), ValueError, "is not a manifest"),
+        (lambda folder: (folder / "rank-00000.pt").write_bytes(b"abc"), ValueError, "is torn: it has 3 bytes"),
         (lambda folder: (folder / "rank-00000.pt").unlink(), FileNotFoundError, "rank-00000.pt"),
-        (lambda folder: change_version(folder), ValueError, "has version 2; allowed: 1"),
+        (lambda folder: change_version(folder), ValueError, "must have version 1, got 2"),
         (lambda folder: change_entries(folder, nbytes=-1), ValueError, r"Expected `int` >= 0 - at `\$\[0\].nbytes`"),
         (lambda folder: change_entries(folder, safetensors="x"), ValueError, "Expected `object | null`, got `str`"),
-        (lambda folder: change_entries(folder, metric=10**400), ValueError, "does not say what each rank's file"),
+        (lambda folder: change_entries(folder, metric=10**400), ValueError, "does not describe each rank's file"),
         (
             lambda folder: put(folder, [1]),
             ValueError,
             "is not the state of a rank: ValueError: the part 'model' is",
         ),
         (lambda folder: put(folder, {}, random={}), ValueError, "is not the state of a rank: KeyError: 'python'"),
-        (lambda folder: put(folder, {}, random=RANDOM), ValueError, "position of numpy's generator is 625; allowed: 0"),
+        (
+            lambda folder: put(folder, {}, random=RANDOM),
+            ValueError,
+            "position of numpy's generator must be from 0 to 624, got 625",
+        ),
         (lambda folder: put(folder, {}, optimizer=[]), ValueError, "is not the state of a rank: TypeError"),
         (lambda folder: put_bytes(folder, b"no archive"), ValueError, "rank-00000.pt is not the state of a rank"),
     ],
@@ -328,7 +332,7 @@ def test_all_ranks_may_begin_anew_where_there_is_no_checkpoint(ranks: int, tmp_p
         try:
             found = await ad.load_population(tmp_path / "none", model, optimizer)
         except FileNotFoundError as error:
-            assert "holds no whole population checkpoint, but nothing of the kind" in str(error)
+            assert "has no complete population checkpoint, but nothing of the kind" in str(error)
             await ad.save_population(tmp_path / "none", model, optimizer, extra=1)
             return 0
         return int(found.extra)
@@ -416,7 +420,9 @@ def test_model_that_no_load_would_accept_is_refused_at_the_save(tmp_path: Path) 
             return tmp_path
 
     async def main(world: World) -> None:
-        with pytest.raises(TypeError, match=r"^model holds what torch.load\(weights_only=True\) refuses.*\(pathlib"):
+        with pytest.raises(
+            TypeError, match=r"^model has a value that torch.load\(weights_only=True\) refuses.*\(pathlib"
+        ):
             await ad.save_population(tmp_path, Located(2, 1))
 
     ad.simulate(main, ranks=1, strict=True).value()
