@@ -1,1 +1,1 @@
-"""Reads the variables with which launchers describe their ranks; part of the ground."""
+"""Reads the environment variables with which launchers describe their ranks. Base modules."""

@@ -1,10 +1,11 @@
-"""Reads what Slurm's srun tells the tasks of a step, and says it as torchrun would.
+"""Reads the variables that Slurm's srun sets for the tasks of a step, and translates them into torchrun's.
 
-An MPI plugin of srun (``--mpi=pmix``, ``--mpi=pmi2``) tells MPI of the ranks in variables of its own. Without one the
-tasks are ranks all the same, of torch.distributed: SLURM_PROCID is the rank, and the first host of the step has the
-store. Nothing tells the tasks of a free port there, so it is computed from the numbers of job and step.
+With an MPI plugin (``--mpi=pmix``, ``--mpi=pmi2``), srun describes the ranks to MPI in variables of its own. Without
+one, the tasks are ranks of torch.distributed: SLURM_PROCID is the rank, and the first host of the step has the store.
+srun does not name a free port there, so the port is computed from the job and step numbers.
 
-Only the standard library is imported, as in :mod:`asyncdist.environment`, and nothing here reads the environment.
+This module imports only the standard library, like :mod:`asyncdist.environment`, and takes the environment as an
+argument.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from typing import Final
 
 from asyncdist.launchers.variables import Variables, number
 
-#: The variable that has the number of tasks of a step.
+#: Variable with the number of tasks of a step.
 SIZE_VARIABLE: Final = "SLURM_STEP_NUM_TASKS"
-#: The variables that tell of ranks that srun has started, by itself or, with PMIx, beside it.
+#: Variables by which ranks started by srun, with or without PMIx, are recognized.
 _SOURCES: Final = (SIZE_VARIABLE, "PMIX_RANK")
-# Slurm numbers its batch and interactive shells as steps of their own, from here upwards.
+# Slurm numbers its batch and interactive shells as steps, from this number upwards.
 _FIRST_SHELL_STEP: Final = 0xFFFFFFF0
-#: Ports below those that kernels give to connections by themselves, from 32768 on Linux.
+#: Lowest port. The highest one is below the kernel's ephemeral ports, which begin at 32768 on Linux.
 _FIRST_PORT: Final = 15000
 _PORT_COUNT: Final = 16384
 _LIST_TIMEOUT_S: Final = 10.0
 
 
 def find_step(variables: Variables) -> tuple[int, int] | None:
-    """Return size and rank in a step of several tasks; a shell of sbatch or salloc, or one task, is one process."""
+    """Return size and rank in a step of several tasks; None for a shell of sbatch or salloc, or a single task."""
     step = variables.number("SLURM_STEP_ID") or 0
     if not (variables.has(SIZE_VARIABLE) and variables.has("SLURM_PROCID")) or step >= _FIRST_SHELL_STEP:
         return None
@@ -38,19 +39,20 @@ def find_step(variables: Variables) -> tuple[int, int] | None:
 
 
 def has_plugin(environ: Mapping[str, str]) -> bool:
-    """Return whether srun tells MPI of the ranks."""
+    """Return whether srun describes the ranks to MPI, by a plugin."""
     return environ.get("SLURM_MPI_TYPE", "none") != "none"
 
 
 def speaks_pmix(environ: Mapping[str, str]) -> bool:
-    """Return whether srun itself tells this task of the others by PMIx (``--mpi=pmix``)."""
+    """Return whether srun itself describes the step to this task by PMIx (``--mpi=pmix``)."""
     return environ.get("PMIX_NAMESPACE", "").startswith("slurm.pmix")
 
 
 def is_sruns(source: str, environ: Mapping[str, str]) -> bool:
-    """Return whether srun started the ranks that the variable ``source`` tells of.
+    """Return whether srun, and not mpirun, set the variable ``source``.
 
-    With pmi2 srun sets the variables of MPICH's mpirun. That mpirun may itself use srun, to start one proxy per host.
+    With pmi2, srun sets the same variables as MPICH's mpirun. That mpirun may itself use srun to start one proxy per
+    host.
     """
     if source != "PMI_SIZE" or any(name.startswith("HYDI_") for name in environ):
         return source in _SOURCES
@@ -59,13 +61,15 @@ def is_sruns(source: str, environ: Mapping[str, str]) -> bool:
 
 
 def torch_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what torchrun would tell this task of a step; where the ranks meet is the user's to say, if wanted.
+    """Return the variables that torchrun would set for this task of a step.
+
+    MASTER_ADDR and MASTER_PORT are kept if the user has set them.
 
     Raises:
-        ValueError: they would meet on the first host, and rank 0 is known to run on another one.
+        ValueError: MASTER_ADDR is not set, so that the ranks would meet on the first host, but rank 0 runs on another.
     """
     if not environ.get("MASTER_ADDR") and _is_rank_0_elsewhere(environ):
-        raise ValueError(f"rank 0 does not run where the ranks would meet. {why_no_rank_0(environ)}")
+        raise ValueError(f"rank 0 does not run on the host on which the ranks meet. {why_no_rank_0(environ)}")
     job, step = environ.get("SLURM_JOB_ID", "0"), environ.get("SLURM_STEP_ID", "0")
     return {
         "RANK": environ["SLURM_PROCID"],
@@ -77,7 +81,10 @@ def torch_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_rank_0_elsewhere(environ: Mapping[str, str]) -> bool:
-    """Return whether this task knows that rank 0 is not on the first host: tasks there do, and those beside rank 0."""
+    """Return whether this task knows that rank 0 is not on the first host.
+
+    Only tasks on the first host, and tasks on rank 0's host, can know it.
+    """
     node, tasks = environ.get("SLURM_NODEID"), environ.get("SLURM_GTIDS")
     if not node or not tasks:
         return bool(node) and node != "0" and environ["SLURM_PROCID"] == "0"
@@ -85,23 +92,24 @@ def _is_rank_0_elsewhere(environ: Mapping[str, str]) -> bool:
 
 
 def why_no_rank_0(environ: Mapping[str, str]) -> str:
-    """Return why rank 0 may not be found where the ranks of a step meet; empty where the user says the place."""
+    """Return why rank 0 may not be on the host on which the ranks meet; "" if the user has set MASTER_ADDR."""
     if environ.get("MASTER_ADDR"):
         return ""
     nodelist = environ.get("SLURM_STEP_NODELIST", "")
     return (
-        f"That is on {first_host(nodelist)}, the first host of SLURM_STEP_NODELIST={nodelist}, since Slurm names no "
-        "other; with srun --distribution=arbitrary rank 0 may run elsewhere: set MASTER_ADDR to its host"
+        f"The ranks meet on {first_host(nodelist)}, the first host of SLURM_STEP_NODELIST={nodelist}, because "
+        "MASTER_ADDR is not set; with srun --distribution=arbitrary rank 0 may run elsewhere: set MASTER_ADDR to its "
+        "host"
     )
 
 
 def port(job: int, step: int) -> int:
-    """Return a port for a step, another one for each of the next hundred jobs and of their first hundred steps."""
+    """Return a port for a step. The next hundred jobs, with their first hundred steps each, get other ports."""
     return _FIRST_PORT + (job * 101 + step) % _PORT_COUNT
 
 
 def first_host(nodelist: str) -> str:
-    """Return the first host of a list as Slurm writes it: ``gpu[03-05,7],login`` begins with ``gpu03``."""
+    """Return the first host of a list in Slurm's notation: ``gpu03`` for ``gpu[03-05,7],login``."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist)
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0]) if first else ""
 
@@ -109,7 +117,7 @@ def first_host(nodelist: str) -> str:
 def local_size(environ: Mapping[str, str]) -> int | None:
     """Return the number of tasks of a step on this host; None outside of steps.
 
-    Slurm writes it for all hosts, as in ``2(x3),1``: three hosts with two tasks, and one with one.
+    Slurm lists the numbers of all hosts: ``2(x3),1`` means three hosts with two tasks each, and one with one.
     """
     counts: list[int] = []
     for text in filter(None, environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(",")):
@@ -122,12 +130,12 @@ def local_size(environ: Mapping[str, str]) -> int | None:
 
 
 def list_plugins() -> list[str]:
-    """Return the MPI plugins that ``srun --mpi=list`` offers; none where it does not answer."""
+    """Return the MPI plugins that ``srun --mpi=list`` offers; [] if it does not answer."""
     try:
         ended = subprocess.run(
             ["srun", "--mpi=list"], capture_output=True, text=True, timeout=_LIST_TIMEOUT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return []
-    # The names are indented, below a headline; on stderr before Slurm 21.
+    # The names are indented below a headline. Before Slurm 21, srun prints them on stderr.
     return sorted(set(re.findall(r"^\s+(\w+)$", ended.stdout + ended.stderr, re.MULTILINE)))

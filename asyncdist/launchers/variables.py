@@ -1,6 +1,6 @@
-"""Reads numbers from variables that launchers set, and describes the launch and where the ranks meet.
+"""Reads numbers from the variables of launchers, and describes a launch and its rendezvous.
 
-No library but the standard one is imported, as in :mod:`asyncdist.environment`.
+This module imports only the standard library, like :mod:`asyncdist.environment`.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from typing import Final, Literal
 
 from asyncdist.trust.job_secret import JobSecret
 
-#: The variables that torch.distributed needs, and torchrun sets.
+#: Variables that torch.distributed needs, and torchrun sets.
 TORCH_NAMES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-#: The source of a :class:`Launch` where no variable tells of a launcher.
+#: Source of a :class:`Launch` if no launcher's variable is set.
 NO_LAUNCHER: Final = "no launcher"
 
 
 def number(environ: Mapping[str, str], name: str) -> int:
-    """Return a variable's number. Raises a ValueError that names it if it is none."""
+    """Return a variable's value. Raises ValueError, with the variable's name, if it is not a number."""
     text = environ[name]
     if not re.fullmatch(r"[0-9]{1,18}", text):
-        raise ValueError(f"{name}={text!r} is not a whole number of 0 or more")
+        raise ValueError(f"{name} must be an integer >= 0, got {text!r}")
     return int(text)
 
 
 class Variables:
-    """Reads numbers from an environment, and collects what is wrong with them for one error that names all of it."""
+    """Reads numbers from an environment, and collects all problems for a single error."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.values = environ
@@ -38,7 +38,7 @@ class Variables:
         return bool(self.values.get(name))
 
     def number(self, name: str) -> int | None:
-        """Return a variable's number; None when it is not set, or no number."""
+        """Return a variable's value; None if it is not set or not a number."""
         if not self.has(name):
             return None
         try:
@@ -49,31 +49,31 @@ class Variables:
             return None
 
     def require(self, names: Sequence[str], *, because: str) -> None:
-        """Note which of these are missing where ``because`` is set."""
+        """Note which of these variables are missing, given that ``because`` is set."""
         missing = [name for name in names if not self.has(name)]
         if missing:
             verb = "are" if len(missing) > 1 else "is"
             self.problems.append(
                 f"{because}={self.values[because]!r} is set but {' and '.join(missing)} {verb} not: torchrun sets "
-                f"them all; ASYNCDIST_TRANSPORT=local (or mpi) lets this process ignore them"
+                f"all of them; set ASYNCDIST_TRANSPORT=local (or mpi) to ignore them"
             )
 
     def place(self, size_name: str, rank_name: str, *, alone: bool = False) -> tuple[int | None, int | None]:
-        """Read a size and a rank, checked against each other; with ``alone`` either may be set without the other."""
+        """Return a size and a rank, checked against each other; with ``alone`` either may be set without the other."""
         for present, missing in ((size_name, rank_name), (rank_name, size_name)):
             if self.has(present) and not self.has(missing) and not alone and present not in TORCH_NAMES:
                 self.problems.append(f"{present}={self.values[present]!r} is set but {missing} is not")
         size, rank = self.number(size_name), self.number(rank_name)
         if size is not None and size < 1:
-            self.problems.append(f"{size_name}={size} is not a number of ranks; at least 1 is needed")
+            self.problems.append(f"{size_name} must be at least 1, got {size}")
         elif size is not None and rank is not None and rank >= size:
-            self.problems.append(f"{rank_name}={rank} is outside 0..{size - 1}, which {size_name}={size} allows")
+            self.problems.append(f"{rank_name} must be in 0..{size - 1} with {size_name}={size}, got {rank}")
         return size, rank
 
     def check(self) -> None:
-        """Raise a ValueError that has all problems, if there are any."""
+        """Raise ValueError, with all problems, if there are any."""
         if self.problems:
-            raise ValueError("the launcher's variables do not fit together: " + "; ".join(self.problems))
+            raise ValueError("the launcher's variables are inconsistent: " + "; ".join(self.problems))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,10 +81,10 @@ class Launch:
     """How this process was started.
 
     Attributes:
-        transport: The transport that belongs to the launcher.
-        expected_size: The number of ranks the launcher says it started; None when it does not say.
-        rank: This process's rank by the launcher.
-        source: The variable that told of it, ``GROUP_SOURCE`` or ``NO_LAUNCHER``.
+        transport: Transport that belongs to the launcher.
+        expected_size: Number of ranks according to the launcher; None if it does not say.
+        rank: Rank of this process according to the launcher.
+        source: Variable by which the launcher was recognized, ``GROUP_SOURCE``, or ``NO_LAUNCHER``.
     """
 
     transport: Literal["mpi", "torch", "local"]
@@ -98,18 +98,18 @@ class TorchRendezvous:
     """Describes where the ranks of a torch.distributed job meet.
 
     Attributes:
-        rank: This process's rank.
-        size: The number of ranks.
-        address: The address of the host with the store.
-        port: The port of the store.
-        is_store_served: Whether the launcher serves the store, as torchrun's agent does; else rank 0 does.
-        incarnation: How often the launcher had started this rank again before.
-        admits_restarted: Whether ranks may join the world later: those that are killed and started again, or new ones.
-        job: What the launcher calls the job.
-        empty_count: How many places, the highest, have no process when the world begins.
-        why_missing: Why rank 0 may be at another address, for errors; empty where nothing is known of that.
-        secret: The secret of the job.
-        is_loopback: Whether all ranks, those that come later included, are on this host.
+        rank: Rank of this process.
+        size: Number of ranks.
+        address: Address of the host with the store.
+        port: Port of the store.
+        is_store_served: Whether the launcher serves the store, like torchrun's agent; otherwise rank 0 does.
+        incarnation: Number of earlier processes of this rank.
+        admits_restarted: Whether restarted or new ranks may join the world later.
+        job: Launcher's name of the job.
+        empty_count: Number of places without a process when the world begins; these are the highest ranks.
+        why_missing: Possible reason why rank 0 is at another address, for errors; "" if none is known.
+        secret: Secret of the job.
+        is_loopback: Whether all ranks are on this host, including ranks that join later.
     """
 
     rank: int

@@ -1,1 +1,1 @@
-"""Scripts to start from, which ``asyncdist init`` copies; no module of asyncdist imports them."""
+"""Example scripts that ``asyncdist init`` copies. No module of asyncdist imports them."""

@@ -1,7 +1,7 @@
-"""Trains a Lightning module on several ranks, whose worst ones take the average of the good ones.
+"""Trains a Lightning module on several ranks; the worst ranks adopt the average weights of the good ones.
 
-asyncdist run -n 4 train.py     each rank has a Trainer of its own; logs and checkpoints go to rank0, rank1, ...
-python train.py                 one rank, alone
+asyncdist run -n 4 train.py     each rank has its own Trainer; logs and checkpoints go to rank0, rank1, ...
+python train.py                 a single rank
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from asyncdist.integrations.lightning import SelectiveAveraging
 
 
 class Classifier(pl.LightningModule):
-    """Tells on which side of a curve a point lies."""
+    """Predicts on which side of a curve a point lies."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,25 +34,25 @@ class Classifier(pl.LightningModule):
 
 
 class TellReplacements(pl.Callback):
-    """Prints a line where this rank has taken an average."""
+    """Prints a line when this rank has adopted an average."""
 
     def __init__(self, averaging: SelectiveAveraging) -> None:
         self.averaging = averaging
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Look at what the batch's step of the policy did."""
+        """Print the result of the policy's step for this batch."""
         if info := self.averaging.last_info:
             world = ad.blocking.process_world()
             print(f"rank {world.rank}, epoch {trainer.current_epoch}, {info}")
 
 
 def main() -> None:
-    torch.manual_seed(0)  # the same data and first weights on all ranks, which shuffle differently
+    torch.manual_seed(0)  # the same data and initial weights on all ranks; each shuffles differently
     inputs = torch.randn(2048, 20)
     labels = (inputs[:, 0] * inputs[:, 1] > 0).long()
     loader = DataLoader(TensorDataset(inputs, labels), batch_size=32, shuffle=True)
     module = Classifier()
-    # Ranks are judged by their mean training loss; monitor="val_loss" judges them by what validation logs.
+    # Ranks are compared by their mean training loss; with monitor="val_loss", by their validation loss.
     averaging = SelectiveAveraging(average_every=100, replacement_ratio=0.25)
     trainer = pl.Trainer(max_epochs=5, callbacks=[averaging, TellReplacements(averaging)])
     trainer.fit(module, loader)

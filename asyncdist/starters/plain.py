@@ -1,8 +1,8 @@
-"""Trains a small classifier on several ranks, whose worst ones take the average of the good ones.
+"""Trains a small classifier on several ranks; the worst ranks adopt the average weights of the good ones.
 
 asyncdist run -n 4 train.py         four ranks on this host
 asyncdist sim train.py --ranks 4    the same, simulated
-python train.py                     one rank, alone
+python train.py                     a single rank
 """
 
 import torch
@@ -14,15 +14,15 @@ EPOCHS, BATCH = 20, 32
 
 
 def main() -> None:
-    world = ad.blocking.process_world()  # this rank's: world.rank of world.size
-    torch.manual_seed(0)  # the same data and first weights on all ranks
+    world = ad.blocking.process_world()  # this process is rank world.rank of world.size
+    torch.manual_seed(0)  # the same data and initial weights on all ranks
     inputs = torch.randn(2048, 20)
     labels = (inputs[:, 0] * inputs[:, 1] > 0).long()
     model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2)).to(world.device)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 
-    # Every 100 steps each rank reports its mean loss. A quarter of the ranks then take the average of the others.
-    # From here on each rank draws its own random numbers.
+    # Every 100 steps each rank reports its mean loss. The worst quarter then adopts the average of the other ranks.
+    # From here on, each rank draws its own random numbers.
     averaging = SelectiveAveraging(model, optimizer, average_every=100, replacement_ratio=0.25)
     for epoch in range(EPOCHS):
         for batch in torch.randperm(len(inputs)).split(BATCH):
@@ -32,7 +32,7 @@ def main() -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            info = averaging.step(loss=loss)  # the only place where an average can change the weights
+            info = averaging.step(loss=loss)  # only here can an average replace the weights
             if info:
                 print(f"rank {world.rank}, epoch {epoch}, {info}")
     correct = (model(inputs.to(world.device)).argmax(1).cpu() == labels).float().mean()

@@ -1,7 +1,7 @@
-"""A protocol of one's own: each rank holds a number, and by gossip all of them come close to the mean.
+"""A custom protocol: each rank holds a number, and by gossip all ranks approximate the mean.
 
 asyncdist sim gossip.py --ranks 8 --seed 1             one simulated run; the same seed gives the same run
-asyncdist sim gossip.py --ranks 8 --explore 200        200 of them, until one fails
+asyncdist sim gossip.py --ranks 8 --explore 200        200 simulated runs, until one fails
 asyncdist run -n 4 gossip.py                           real ranks
 """
 
@@ -14,7 +14,7 @@ ROUNDS = 40
 
 @dataclass(frozen=True, slots=True)
 class Half:
-    """To a neighbour: half of the sender's number, and of its weight."""
+    """Carries half of the sender's number, and of its weight, to a neighbour."""
 
     number: float
     weight: float
@@ -22,14 +22,14 @@ class Half:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """To everybody: the sender sends no more. Messages of a rank arrive in their order, so all before have come."""
+    """Tells every rank that the sender has finished. Its earlier messages have arrived, because order is preserved."""
 
 
 async def main(world: ad.World) -> float:
-    """Push-sum (Kempe, Dobra and Gehrke, 2003): what is sent away is kept nowhere else, so the sums never change."""
+    """Run push-sum (Kempe, Dobra and Gehrke, 2003): a sent half is kept nowhere else, so the sums never change."""
     channel = world.channel(Half | Done, tag=40)
     others = [rank for rank in range(world.size) if rank != world.rank]
-    draw = world.generator("neighbours")  # follows from the seed in a simulation
+    draw = world.generator("neighbours")  # in a simulation, determined by the seed
     number, weight, done_count = float(world.rank), 1.0, 0
 
     for step in range(ROUNDS):
@@ -41,7 +41,7 @@ async def main(world: ad.World) -> float:
                 await channel.send(Done(), dest)
         await world.safe_point()
         while done_count < len(others):
-            # In the last step wait for all that is under way; before, take what has come.
+            # In the last step wait for all messages in progress; before that, take only those that have arrived.
             envelope = await channel.receive() if step == ROUNDS - 1 else channel.receive_nowait()
             if envelope is None:
                 break

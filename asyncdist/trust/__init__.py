@@ -1,4 +1,4 @@
-"""Decides what a process believes of others: folders of its user, and secrets of jobs.
+"""Decides which other processes a process trusts: private folders of its user, and secrets of jobs.
 
-Every folder may import these modules, and they import the ground alone.
+Every package may import these modules. They import only the base modules.
 """

@@ -1,8 +1,9 @@
-"""The secret that the processes of a job share, by which they believe each other.
+"""The shared secret by which the processes of a job authenticate each other.
 
-A process proves that it knows the secret, and never shows it: it seals what it writes for others with a keyed digest
-(HMAC, RFC 2104) over name and value, and answers for its connections with a digest over their ends. Without a secret
-the key is empty: seals then keep out garbage, and nobody who reads this code.
+A process proves that it knows the secret without showing it. It seals each value that it writes for other processes
+with a keyed digest (HMAC, RFC 2104) over the value's name and the value. It authenticates a connection with a digest
+over the connection's two ends. Without a secret the key is empty: seals then detect garbage, but not an attacker who
+knows this code.
 """
 
 from __future__ import annotations
@@ -21,25 +22,25 @@ SEAL_NBYTES: Final = hashlib.new(_DIGEST).digest_size
 
 @dataclass(frozen=True, slots=True)
 class JobSecret:
-    """Seals and proves with the secret of a job.
+    """Seals values and authenticates connections with the secret of a job.
 
     Attributes:
-        key: The secret; empty if the job has none. No representation shows it.
+        key: The secret; empty if the job has none. ``repr`` does not show it.
     """
 
     key: bytes = field(default=b"", repr=False)
 
     @property
     def is_missing(self) -> bool:
-        """Whether the job has no secret, so that a process believes whoever reaches it."""
+        """Whether the job has no secret, so that a process trusts every process that connects to it."""
         return not self.key
 
     def seal(self, name: str, value: bytes) -> bytes:
-        """Return a value with its seal, which holds under this name alone."""
+        """Return the value after its seal, which is valid only for this name."""
         return self._digest("value", name, value) + value
 
     def unseal(self, name: str, data: bytes) -> bytes | None:
-        """Return the value that was sealed under this name; None if no process with the secret has sealed it."""
+        """Return the value that was sealed for this name; None if its seal was not made with the secret."""
         seal, value = data[:SEAL_NBYTES], data[SEAL_NBYTES:]
         return value if hmac.compare_digest(seal, self._digest("value", name, value)) else None
 
@@ -47,9 +48,9 @@ class JobSecret:
         """Return the digest by which ``sender`` proves to ``receiver`` that it knows the secret.
 
         Args:
-            connection: A name that no other connection of this job, or of another one, has.
-            sender: The place of the process that proves it.
-            receiver: The place of the process that is to believe it.
+            connection: Name of the connection, unique among the connections of all jobs.
+            sender: Place of the process that proves its knowledge.
+            receiver: Place of the process that checks the proof.
         """
         return self._digest("connection", connection, f"{sender} to {receiver}".encode())
 
@@ -64,24 +65,24 @@ def draw() -> str:
 
 
 def check(text: str, where: str) -> str:
-    """Return a secret that a user has given.
+    """Return a user's secret without the white space around it.
 
     Args:
-        text: The secret. White space around it does not count.
-        where: Where it was found, for the error.
+        text: The secret.
+        where: Name of the variable or file that contains it, for the error.
 
     Raises:
-        ValueError: It is too short, or not text that an environment variable can hold. The error does not show it.
+        ValueError: The secret is too short or not printable. The error does not show it.
     """
     text = text.strip()
     if not text.isprintable():
         raise ValueError(
-            f"{where} has bytes that are not printable text; needed is one line of text, for example from: "
+            f"{where} has bytes that are not printable text; use one line of text, for example from: "
             "python -c 'import secrets; print(secrets.token_hex(32))'"
         )
     if len(text) < LENGTH_MIN:
         raise ValueError(
-            f"{where} has {len(text)} characters; a secret of at least {LENGTH_MIN} is needed, for example from: "
+            f"{where} has {len(text)} characters; a secret needs at least {LENGTH_MIN}, for example from: "
             "python -c 'import secrets; print(secrets.token_hex(32))'"
         )
     return text

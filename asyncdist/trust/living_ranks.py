@@ -1,11 +1,11 @@
-"""Lets a process find another one of this user on this host that runs as the same rank of the same job.
+"""Detects another process of this user on this host that runs as the same rank of the same job.
 
-A rank holds a lock of the kernel (fcntl(2), F_SETLK) on a file in its user's folder while its world is open. Such a
-lock ends with its process, and a child that was forked does not hold it: one that outlives its rank keeps no later
-process of that rank out, as it would with flock(2).
+While its world is open, a rank holds a kernel lock (fcntl(2), F_SETLK) on a file in its user's folder. The lock ends
+with the rank's process, and forked children do not inherit it. With flock(2), a child that outlives its rank would
+keep a later process of that rank out.
 
-The file of a rank that was killed stays. A later rank of this user removes it, under the same lock; so whoever has the
-lock looks whether the file is still the one of that name.
+The file of a killed rank stays until a later rank of this user removes it, under the same lock. A process that gets
+the lock therefore checks that the file still has its name.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from asyncdist.trust import private_folders
 #: The kernel's struct flock on 64-bit Linux: type, whence, start, length, pid.
 _FLOCK: Final = struct.Struct("hhqqi4x")
 _PREFIX: Final = "rank-"
-#: Differs between hosts, and is equal in all containers of one host.
+#: File whose content differs between hosts, and is equal in all containers of one host.
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
-#: Files younger than this are left to their ranks.
+#: Age in seconds from which the file of another rank may be removed.
 _STALE_S: Final = 3600.0
 
 
@@ -36,14 +36,14 @@ class LivingRank:
     """A process's claim to be a rank of a job.
 
     Args:
-        job: What tells the job from all others of this host.
-        rank: The rank.
+        job: Name that distinguishes the job from all others of this host.
+        rank: Rank of the process.
         bases: Folders of this host, as for :func:`private_folders.candidates`.
     """
 
     def __init__(self, job: str, rank: int, bases: Iterable[str]) -> None:
         place = ""
-        with contextlib.suppress(OSError):  # equal ports of two namespaces, or hosts that share a folder, are two jobs
+        with contextlib.suppress(OSError):  # two namespaces, or hosts with a shared folder, may use equal ports
             place = f"{_BOOT.read_text()} {os.readlink('/proc/self/ns/net')}"
         digest = hashlib.sha256(f"{place} {job}".encode("utf-8", "surrogateescape")).hexdigest()[:16]
         self._name = f"{_PREFIX}{digest}.{rank}"
@@ -51,9 +51,9 @@ class LivingRank:
         self._descriptor: int | None = None
 
     def other(self) -> int | None:
-        """Return the process that runs as this rank; None if there is none, or this system does not say.
+        """Return the pid of another process that runs as this rank; None if there is none, or the system is not Linux.
 
-        It is 0 if that process has no number here, as in another container.
+        The pid is 0 if the process has none in this container.
         """
         if not sys.platform.startswith("linux") or self._descriptor is not None:
             return None
@@ -69,7 +69,7 @@ class LivingRank:
         return None
 
     def begin(self) -> None:
-        """Let other processes find this one. Does nothing where no folder can hold the file."""
+        """Make this process detectable. Does nothing if no folder can hold the file."""
         for folder in private_folders.candidates(self._bases) if self._descriptor is None else ():
             with contextlib.suppress(OSError), private_folders.opened(folder, makes=True) as parent:
                 self._remove_stale(parent)
@@ -79,7 +79,7 @@ class LivingRank:
     def _remove_stale(self, parent: int) -> None:
         """Remove the files of ranks that were killed."""
         for name in os.listdir(parent):
-            if not name.startswith(_PREFIX) or name == self._name:  # closing the own file would drop its lock
+            if not name.startswith(_PREFIX) or name == self._name:  # closing this rank's own file would drop its lock
                 continue
             with contextlib.suppress(OSError):
                 if time.time() - os.stat(name, dir_fd=parent, follow_symlinks=False).st_mtime < _STALE_S:
@@ -90,7 +90,7 @@ class LivingRank:
                     os.close(descriptor)
 
     def end(self) -> None:
-        """Let this process be found no longer."""
+        """Make this process no longer detectable."""
         if self._descriptor is None:
             return
         with contextlib.suppress(OSError), private_folders.opened(self._folder) as parent:
@@ -102,7 +102,7 @@ class LivingRank:
 
 
 def _locked(name: str, parent: int, flags: int = 0) -> int | None:
-    """Open a file of this folder and lock it; return its descriptor, or None if another process has it.
+    """Open and lock a file; return its descriptor, or None if another process holds the lock.
 
     Raises:
         OSError: The file cannot be opened.

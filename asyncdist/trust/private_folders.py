@@ -1,8 +1,8 @@
-"""Opens folders that belong to this user alone, where other users may have made one of that name first.
+"""Opens folders that only this user may enter, safely in shared folders such as ``/tmp``.
 
-In a shared folder such as ``/tmp`` any user can make a folder or a symbolic link under a name that can be predicted.
-So a folder is opened first, without following links, and its owner and mode are read from the descriptor. All that
-happens inside goes through the descriptor: the path may lead elsewhere by then.
+In a shared folder any user can make a folder or a symbolic link with a predictable name. A folder is therefore opened
+first, without following links, and its owner and mode are read from the descriptor. Everything inside it is accessed
+through the descriptor, because the path may lead elsewhere by then.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from typing import Final
 
 from asyncdist.validation import printable
 
-#: A link, a file, or a folder that this user may not enter.
+#: Errors of opening a link, a file, or a folder that this user may not enter.
 _NOT_OURS: Final = (errno.ELOOP, errno.ENOTDIR, errno.EACCES)
-#: How many names below a base are tried, where other users have made the first ones.
+#: Number of names below a base that are tried if other users have taken the first ones.
 _COUNT: Final = 8
 
 
 def candidates(bases: Iterable[str]) -> list[Path]:
-    """Return the folders that this user's processes on this host may have, the best one first.
+    """Return the possible private folders of this user on this host, the preferred one first.
 
-    The first name below each base is the usual one. The others, with a number, are for a base in which another user has
-    made a folder of that name: all processes of this user find the next one without asking each other.
+    The first name below each base is the usual one. The numbered names are used if another user has taken the first:
+    all processes of this user then choose the same next name without communicating.
 
     Args:
-        bases: Folders of this user, or of all.
+        bases: Folders of this user, or of all users.
     """
     names = [f"asyncdist-{os.getuid()}", *(f"asyncdist-{os.getuid()}-{n}" for n in range(2, _COUNT + 1))]
     return [Path(base, name) for base in dict.fromkeys(bases) for name in names]
@@ -43,15 +43,15 @@ class NotPrivateError(PermissionError):
 
 @contextlib.contextmanager
 def opened(path: str | Path, *, parent: int | None = None, makes: bool = False) -> Iterator[int]:
-    """Open a folder of this user alone; the context value is its descriptor.
+    """Open a private folder; the context value is its descriptor.
 
     Args:
-        path: The folder; relative to ``parent`` where that is given.
+        path: The folder; relative to ``parent`` if that is given.
         parent: Descriptor of the folder that contains it.
-        makes: Whether to make the folder if there is nothing of that name.
+        makes: Whether to make the folder if it does not exist.
 
     Raises:
-        NotPrivateError: Something of that name is there, and other users may have put anything into it.
+        NotPrivateError: The path exists, but is not a folder that only this user may enter.
         OSError: The folder is missing, or cannot be made.
     """
     if makes:
@@ -79,7 +79,7 @@ def _refusal(path: str | Path, found: os.stat_result) -> NotPrivateError:
     elif stat.S_ISDIR(found.st_mode):
         mode = stat.S_IMODE(found.st_mode)
         who = "other users may enter it" if mode & 0o077 else "its owner may not enter it"
-        why = f"has mode {mode:04o}, with which {who}; allowed: 0700"
+        why = f"has mode {mode:04o}, so {who}; allowed: 0700"
     else:
         why = "is not a folder"
     return NotPrivateError(f"{printable(str(path))} {why}")

@@ -1,7 +1,7 @@
-"""Keeps secrets in files that this user alone can read.
+"""Keeps secrets in files that only this user can read.
 
-Those of asyncdist lie in the folder of this user on this host (:func:`private_folders.candidates`), so all processes
-of the user on the host find them, and no other user's.
+asyncdist's own secrets are in this user's private folder (:func:`private_folders.candidates`). All processes of the
+user on this host find them there.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from typing import Final
 
 from asyncdist.trust import job_secret, private_folders
 
-#: The secret of jobs of one host whose launcher gives them none.
+#: File name of the secret that single-host jobs use if their launcher gives them none.
 SHARED: Final = "secret"
 _NBYTES_MAX: Final = 4096
-#: The second time, an unusable file has been removed.
+#: Number of attempts to read or make the shared secret. Before the second one, an unusable file has been removed.
 _ATTEMPT_COUNT: Final = 2
-#: The pause between two looks whether a kept secret is still there.
+#: Seconds between two checks that the file of a kept secret still exists.
 _RENEWAL_S: Final = 5.0
 
 
 def read(path: str) -> str:
-    """Return the secret in a file of the user's.
+    """Return the secret in a user's file.
 
     Raises:
-        ValueError: The file cannot be read, other users can read it, or it has no secret; says what to do.
+        ValueError: The file cannot be read, other users can read it, or it does not contain a valid secret.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a named pipe has no writer
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a named pipe would block
     except OSError as error:
-        raise ValueError(f"the secret's file {path!r} cannot be read: {error.strerror}") from error
+        raise ValueError(f"the secret file {path!r} cannot be read: {error.strerror}") from error
     return job_secret.check(_read_open(descriptor, path), f"the file {path!r}")
 
 
@@ -46,8 +46,8 @@ def _read_open(descriptor: int, path: str) -> str:
     try:
         if problem := why_not_secret(os.fstat(descriptor), os.getuid()):
             raise ValueError(
-                f"the secret's file {path!r} {problem}; allowed: a file of this user of mode 0600 (chmod 600 {path}), "
-                "or one of root of mode 0440, as in Kubernetes with defaultMode: 0440 and an fsGroup"
+                f"the secret file {path!r} {problem}; allowed: a file of this user with mode 0600 (chmod 600 {path}), "
+                "or a file of root with mode 0440, as in Kubernetes with defaultMode: 0440 and an fsGroup"
             )
         return os.read(descriptor, _NBYTES_MAX).decode("utf-8", "surrogateescape")
     finally:
@@ -55,15 +55,15 @@ def _read_open(descriptor: int, path: str) -> str:
 
 
 def why_not_secret(found: os.stat_result, reader: int) -> str:
-    """Return why a file is not known to root and the reader alone; empty if it is.
+    """Return why users other than root and the reader may know the content of a file; "" if they may not.
 
-    A file of root's that a group may read is believed: root has said who is in the group. The files of a Secret of
-    Kubernetes are such, and a reader that is not root could not open them otherwise. Root may name a file of any user,
-    for example one of the host in a container.
+    A file of root that a group may read is accepted, because root decides who is in the group. Files of a Kubernetes
+    Secret are of this kind: a reader other than root could not open them otherwise. A reader that is root may use a
+    file of any user, for example a file of the host in a container.
 
     Args:
         found: Owner and mode of the file.
-        reader: The number of the user whose process reads it.
+        reader: User id of the reading process.
     """
     mode = stat.S_IMODE(found.st_mode)
     if not stat.S_ISREG(found.st_mode):
@@ -76,17 +76,17 @@ def why_not_secret(found: os.stat_result, reader: int) -> str:
 
 
 def name_of(port: int) -> str:
-    """Return the name under which the launcher of a job keeps its secret for ranks that join at this port."""
+    """Return the file name of a launcher's secret for ranks that join its job at this port."""
     return f"{SHARED}-{port}"
 
 
 @dataclass(frozen=True, slots=True)
 class KeptSecret:
-    """Is a secret of asyncdist that this process keeps for others.
+    """A secret file that this process keeps for other processes.
 
     Attributes:
-        path: Its file.
-        lock: A descriptor that holds a lock on the file, so that no other process takes it for one that was left.
+        path: The file.
+        lock: Descriptor with a lock on the file, by which other processes see that it is in use.
     """
 
     path: Path
@@ -100,14 +100,14 @@ class KeptSecret:
 
 
 def keep(port: int, text: str, bases: Iterable[str]) -> KeptSecret | None:
-    """Write the secret of the job whose ranks join at this port, in place of an earlier one; return None if that fails.
+    """Write the secret of the job that ranks join at this port, replacing an earlier one; return None if that fails.
 
     Secrets of other ports whose launchers were killed are removed.
 
     Args:
-        port: The port.
+        port: Port at which ranks join the job.
         text: The secret.
-        bases: The folders to try.
+        bases: Folders to try.
     """
     for folder in private_folders.candidates(bases):
         with contextlib.suppress(OSError), private_folders.opened(folder, makes=True) as parent:
@@ -121,16 +121,16 @@ def keep(port: int, text: str, bases: Iterable[str]) -> KeptSecret | None:
 
 
 class RenewedSecret:
-    """Keeps the secret of a job until it is removed, even if the folder of its file is removed before.
+    """Keeps the secret of a job in a file, and rewrites the file if it disappears.
 
-    ``/run/user/UID`` goes with the last session of its user on this host, and a cleaner removes old files of ``/tmp``.
-    So a thread looks again and again, and writes the file anew if it is missing.
+    ``/run/user/UID`` is removed with the user's last session on this host, and cleaners remove old files from
+    ``/tmp``. A thread therefore checks regularly that the file exists.
 
     Args:
-        port: The port at which ranks join the job.
+        port: Port at which ranks join the job.
         text: The secret.
         bases: Returns the folders to try.
-        renewal_s: Seconds between two looks.
+        renewal_s: Seconds between two checks.
     """
 
     def __init__(
@@ -162,12 +162,12 @@ class RenewedSecret:
 
 
 def _remove_left(parent: int) -> None:
-    """Remove secrets that :func:`keep` has written in processes that were killed: none of these has a lock now."""
+    """Remove the files that :func:`keep` wrote in processes that were killed: those files are no longer locked."""
     for name in os.listdir(parent):
         port = name.removeprefix(f"{SHARED}-")
         if not port.isdecimal() or name != name_of(int(port)):
             continue
-        with contextlib.suppress(OSError):  # another process keeps it, or has just removed it
+        with contextlib.suppress(OSError):  # a living process keeps it, or has just removed it
             descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=parent)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -178,7 +178,7 @@ def _remove_left(parent: int) -> None:
 
 
 def find(name: str, bases: Iterable[str]) -> str | None:
-    """Return the secret of asyncdist with this name; None if there is none."""
+    """Return the secret in asyncdist's file with this name; None if there is none."""
     for folder in private_folders.candidates(bases):
         with contextlib.suppress(OSError, ValueError), private_folders.opened(folder) as parent:
             return _read_in(parent, name)
@@ -186,15 +186,15 @@ def find(name: str, bases: Iterable[str]) -> str | None:
 
 
 def _read_in(parent: int, name: str) -> str:
-    """Return the secret with this name in a folder of this user. Raises OSError or ValueError if there is none."""
+    """Return the secret with this name in a private folder. Raises OSError or ValueError if there is none."""
     descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=parent)
     return job_secret.check(_read_open(descriptor, name), name)
 
 
 def shared(bases: Iterable[str]) -> str | None:
-    """Return the secret that this user's processes on this host share, which the first one draws.
+    """Return the secret that all processes of this user on this host share; the first one draws it.
 
-    None if no folder can hold it.
+    Returns None if no folder can hold it.
     """
     bases = tuple(bases)
     for _ in range(_ATTEMPT_COUNT):
@@ -208,10 +208,9 @@ def shared(bases: Iterable[str]) -> str | None:
 
 
 def _remove_unusable(name: str, bases: Iterable[str]) -> None:
-    """Remove the files of this name that have no secret, as after a loss of power.
+    """Remove the files with this name that contain no valid secret, for example after a power loss.
 
-    The ranks of a job do so at the same moment: under the lock none removes the file by which another one has replaced
-    it.
+    All ranks of a job may do this at the same moment. The lock keeps a rank from removing another rank's new file.
     """
     for folder in private_folders.candidates(bases):
         with contextlib.suppress(OSError), private_folders.opened(folder) as parent:
@@ -225,7 +224,7 @@ def _remove_unusable(name: str, bases: Iterable[str]) -> None:
 
 
 def _share(text: str, bases: Iterable[str]) -> bool:
-    """Write the secret that all jobs share, unless there is one; return whether a folder could hold it."""
+    """Write the shared secret unless there is one already; return whether a folder could hold it."""
     for folder in private_folders.candidates(bases):
         with contextlib.suppress(OSError), private_folders.opened(folder, makes=True) as parent:
             with _begun(parent, text) as (begun, _), contextlib.suppress(FileExistsError):
@@ -236,23 +235,23 @@ def _share(text: str, bases: Iterable[str]) -> bool:
 
 @contextlib.contextmanager
 def _begun(parent: int, text: str) -> Iterator[tuple[str, int]]:
-    """Write a file that gets its own name in the body, so that no process finds a part of it.
+    """Write a file under a temporary name; the body gives it its final name, so that no process reads a part of it.
 
     Args:
-        parent: The folder.
-        text: The content.
+        parent: Descriptor of the folder.
+        text: Content of the file.
 
     Yields:
-        The name of the file until then, and a descriptor of it.
+        The temporary name, and a descriptor of the file.
     """
     begun = f"{SHARED}.{secrets.token_hex(8)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(begun, flags, 0o600, dir_fd=parent)
     try:
         os.write(descriptor, text.encode())
-        os.fsync(descriptor)  # otherwise a loss of power can leave an empty file of that name
+        os.fsync(descriptor)  # otherwise a power loss can leave an empty file with the final name
         yield begun, descriptor
-    finally:  # on a full disk too
+    finally:  # even if the disk is full
         with contextlib.suppress(FileNotFoundError):
             os.unlink(begun, dir_fd=parent)
         os.close(descriptor)
