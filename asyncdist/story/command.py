@@ -1,4 +1,4 @@
-"""The command ``asyncdist story``: prints what the ranks of a job on this host say, or what a recording does."""
+"""The command ``asyncdist story``: prints what the ranks of a job on this host do, or what recorded ranks did last."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ def run(name: str | None, recorded: str | None = None) -> int:
     """Print the story of a job; return the exit code.
 
     Args:
-        name: of the job, or the number of one of its processes, or of one that has started them; None for the only job.
-            Or the folder of a recording.
-        recorded: which job, where that folder has recordings of several.
+        name: Name of the job, or the pid of one of its processes or of their launcher; None for the only job. Or the
+            folder of a recording.
+        recorded: Name of the job, if that folder has recordings of several.
     """
     if name is not None and Path(name).is_dir():
         return _tell_recording(name, recorded)
     if recorded is not None:
-        return refuse("story", "--job names a job of a recording, whose folder is to be given")
+        return refuse("story", "--job names a job of a recording: give the recording's folder, too")
     warn_of_refused_directories("story")
     try:
         job = find_job(name)
     except LookupError as error:
-        no_folder = "" if name is None or name.isdecimal() else f", and {name!r} is no folder of recordings"
+        no_folder = "" if name is None or name.isdecimal() else f", and {name!r} is not a folder of recordings"
         return refuse("story", f"{error}{no_folder}")
     places = jobs().get(job, ())
     stories = ask(places)

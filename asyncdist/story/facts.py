@@ -1,4 +1,4 @@
-"""What a rank does right now, as plain data that travels as JSON."""
+"""Describes what a rank does right now, as plain data that can be sent as MessagePack."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
-#: What main does: it awaits something, has returned, or does not let the loop run: it computes, or it blocks in a call
-#: that takes no time of a core.
+#: State of main: it awaits something, has returned, or keeps the loop from running. In the last case it computes, or
+#: blocks in a call that uses no CPU.
 MainState: TypeAlias = Literal["awaits", "returned", "computes", "blocks"]
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective that a rank is in.
+    """A collective in progress on a rank.
 
     Attributes:
-        tag: of its group.
-        number: its place among those that this rank has started in the group, from 1.
-        ranks: the members.
+        tag: Tag of its group.
+        number: Number among the group's collectives that this rank has started, from 1.
+        ranks: Members of the group.
     """
 
     tag: int
@@ -29,17 +29,17 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """What a task waits for.
+    """A task's wait.
 
     Attributes:
-        who: ``"main"``, or the name of a task that it has spawned.
-        what: in words; empty while the task is about to run.
-        line: of the user's code, as in ``"main (train.py:12)"``; empty where none is known.
-        seconds: how long so far; None where that is not known.
-        peers: ranks of which each one can end it.
-        tag: on which that happens; None where there is none.
-        ends_by_itself: whether a timer or a thread ends it.
-        collective: that it is part of, if any.
+        who: ``"main"``, or the name of a spawned task.
+        what: Description of the awaited event; "" if the task is about to run.
+        line: Line of the user's code, as in ``"main (train.py:12)"``; "" if unknown.
+        seconds: Seconds that the wait has lasted; None if unknown.
+        peers: Ranks any of which can end the wait.
+        tag: Tag of the awaited message; None if the wait has none.
+        ends_by_itself: Whether a timer or a thread ends the wait.
+        collective: Collective that the wait is part of; or None.
     """
 
     who: str
@@ -66,15 +66,15 @@ class ChannelState:
 
 @dataclass(frozen=True, slots=True)
 class PolicyState:
-    """What a policy has come to on this rank.
+    """The state of a policy on this rank.
 
     Attributes:
-        name: the policy's, or empty.
-        step: how many steps it has done.
-        metric: the last number that was given.
-        round: of the role; None before the first.
-        role: a state of ``protocols.selective.member``, in small letters; empty before the first.
-        coordinator: the rank that coordinates, where this one does, or has been told of another one.
+        name: Name of the policy, or "".
+        step: Number of steps done.
+        metric: Last reported metric; None before the first.
+        round: Round to which the role belongs; None before the first round.
+        role: State of ``protocols.selective.member``, in lower case; "" before the first round.
+        coordinator: Rank of the coordinator; None if unknown to this rank.
     """
 
     name: str
@@ -87,25 +87,25 @@ class PolicyState:
 
 @dataclass(frozen=True, slots=True)
 class RankStory:
-    """What one rank does right now. Times are ages, in seconds.
+    """Describes what one rank does right now. Times are ages in seconds.
 
     Attributes:
-        rank, size, pid, hostname: of the rank.
-        job: eight hexadecimal digits, the same on all ranks of a job.
-        program: the script.
-        state: what main does.
-        line: where it stands, if it lets nothing else run.
-        inner_line: the innermost line there, where that is not the user's.
-        still_s: since when the rank has done no step and received nothing.
-        waits: what main and spawned tasks wait for.
-        policies: those that are open.
-        started: how many collectives were started, by the group's tag.
-        channels: those of the user's program.
-        unread: what has arrived for channels that are not open, in words.
-        heard: for each rank since when nothing has come from it; a rank from which nothing ever came is not in it.
-        lost: ranks that are lost.
-        left: ranks that have returned.
-        events: the latest, in words.
+        rank, size, pid, hostname: Identity of the rank.
+        job: Name of the job, eight hexadecimal digits.
+        program: Path of the script.
+        state: State of main.
+        line: Line of the user's code in which main keeps the loop from running; otherwise "".
+        inner_line: Innermost line there, if it is not the user's; otherwise "".
+        still_s: Seconds since the rank last did a step or received a message.
+        waits: Waits of main and of spawned tasks.
+        policies: Open policies.
+        started: Number of started collectives, by the group's tag.
+        channels: Channels of the user's program.
+        unread: Descriptions of messages that have arrived for channels that are not open.
+        heard: Seconds since the last message from each rank; ranks that have never sent any are missing.
+        lost: Lost ranks.
+        left: Ranks that have returned from main.
+        events: Descriptions of the latest events.
     """
 
     rank: int
@@ -133,7 +133,7 @@ _decoder: Final = msgspec.msgpack.Decoder(RankStory)
 
 
 def to_bytes(story: RankStory) -> bytes:
-    """Return the story as MessagePack, which has NaN; what is not text, as a script's name, has question marks."""
+    """Return the story as MessagePack, which can hold NaN. Bytes of strings that are not valid text become ``?``."""
     try:
         return msgspec.msgpack.encode(story)
     except UnicodeEncodeError:
@@ -149,5 +149,5 @@ def _as_text(value: Any) -> Any:
 
 
 def from_bytes(data: bytes) -> RankStory:
-    """Return the story that is in these bytes. Raises ValueError where they are none."""
+    """Return the story in these bytes. Raises ValueError if they are not a story."""
     return _decoder.decode(data)

@@ -1,4 +1,4 @@
-"""Finds the job of this host that a user means."""
+"""Finds the job on this host that a user names."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Final
 from asyncdist.rank_program import PROGRAM
 from asyncdist.story.sockets import Place, jobs
 
-#: Letters of a command that tell one job from another.
+#: Number of characters of a job's command that are shown.
 _COMMAND_LENGTH_MAX: Final = 60
 
 
 def find_job(name: str | None) -> str:
-    """Return the name of a job that runs here.
+    """Return the name of a job that runs on this host.
 
     Args:
-        name: of the job, or the number of one of its processes, or of one that has started them; None for the only job.
+        name: Name of the job, or the pid of one of its processes or of their launcher; None for the only job.
 
     Raises:
-        LookupError: there is none, or there are several; the text names them.
+        LookupError: There is no such job, or there are several; the message lists the jobs.
     """
     found = jobs()
     if name is None and len(found) == 1:
@@ -35,7 +35,7 @@ def find_job(name: str | None) -> str:
 
 
 def job_of_process(pid: int, found: Mapping[str, Sequence[Place]]) -> str | None:
-    """Return the job to which that process belongs, or whose ranks it has started; None where there is none."""
+    """Return the job to which a process belongs, or whose ranks it has started; None if there is none."""
     return next((job for job, places in found.items() if any(pid in _line_of(each.pid) for each in places)), None)
 
 
@@ -43,12 +43,12 @@ def _refusal(name: str | None, found: Mapping[str, Sequence[Place]]) -> str:
     known = "; ".join(f"{job} ({_described(places)})" for job, places in found.items())
     if not known:
         which = "" if name is None else f" {name!r}"
-        return f"no job{which} of this user runs on this host; ask on each of its hosts"
+        return f"no job{which} of this user runs on this host; if it runs on other hosts, ask there"
     return f"{'several jobs run here' if name is None else f'no job {name!r} runs here'}; name one: {known}"
 
 
 def _described(places: Sequence[Place]) -> str:
-    """Return how many ranks a job has here and what one of them runs."""
+    """Return the command of a job, and the number of its ranks on this host, as text."""
     first = places[0].pid
     words: list[str] = []
     with contextlib.suppress(OSError):
@@ -61,9 +61,9 @@ def _described(places: Sequence[Place]) -> str:
 
 
 def _line_of(pid: int) -> Iterator[int]:
-    """Return a process, the one that has started it, and so on, as far as this system tells."""
+    """Yield a process, its parent, and so on, as far as the system shows them."""
     with contextlib.suppress(OSError, ValueError):
         while pid > 1:
             yield pid
             text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-            pid = int(text.rpartition(")")[2].split()[1])  # the name before it may hold anything
+            pid = int(text.rpartition(")")[2].split()[1])  # the program's name before ")" may contain anything

@@ -1,4 +1,4 @@
-"""Puts events of a rank into words: those that say how far it is, and no steps, metrics and messages."""
+"""Describes events of a rank as text: those that show its progress, without steps, metrics and messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 from asyncdist.recording.events import Event
 from asyncdist.wording import ranks_in_words, seconds_in_words
 
-#: A story that is told before an abort begins with this, where it is written down.
+#: Beginning of a recorded story that was told before an abort.
 ABORT: Final = "the job is aborted"
 
 
@@ -16,28 +16,28 @@ _WORDS: Final[Mapping[str, Callable[[Event], str]]] = {
     "policy": lambda event: f"entered {event.get('class_name')}",
     "applied": lambda event: f"took the average of {ranks_in_words(event.get('donors'))}, round {event.get('round')}",
     "joined": lambda event: f"began with the state of rank {event.get('donor')}, at step {event.get('iteration')}",
-    "abandoned": lambda event: f"round {event.get('round')} came to nothing: {event.get('reason')}",
+    "abandoned": lambda event: f"round {event.get('round')} was abandoned: {event.get('reason')}",
     "decided": lambda event: (
         f"decided round {event.get('round')}: {ranks_in_words(event.get('replacers') or ())} to be replaced"
     ),
-    "ended": lambda event: f"round {event.get('round')} was over",
+    "ended": lambda event: f"round {event.get('round')} ended",
     "coordinator": lambda event: f"rank {event.get('rank')} coordinates from then on",
     "closed": lambda event: f"left its policy after {event.get('iteration')} steps",
     "lost": lambda event: f"lost rank {event.get('rank')}",
     "interrupted": lambda event: (
         f"was interrupted by a signal{f' (it waited for {waited})' if (waited := event.get('waited_for')) else ''}"
     ),
-    "returned": lambda event: f"rank {event.get('rank')} came",
+    "returned": lambda event: f"rank {event.get('rank')} joined",
 }
 
 
 def events_in_words(events: Sequence[Event], now: float, count_max: int) -> tuple[str, ...]:
-    """Return the latest of these events that have words, with their ages, oldest first.
+    """Return descriptions of the latest of these events, with their ages, oldest first.
 
     Args:
-        events: oldest first.
-        now: on their clock, in seconds.
-        count_max: how many, at most.
+        events: Events, oldest first.
+        now: Time in seconds, on the clock of the events.
+        count_max: Maximum number of descriptions.
     """
     told = [event for event in events if event.kind in _WORDS][-count_max:]
     return tuple(f"{_WORDS[event.kind](event)} {seconds_in_words(max(0.0, now - event.time_s))} ago" for event in told)

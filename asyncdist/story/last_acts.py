@@ -1,4 +1,4 @@
-"""Tells from a recording what each rank did last: what is left to know of a job that has ended, or was killed."""
+"""Describes from a recording what each rank did last, for jobs that have ended or were killed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncdist.story.happenings import ABORT, events_in_words
 from asyncdist.validation import printable
 from asyncdist.wording import plural, ranks_in_words, seconds_in_words
 
-#: Events of a rank that are told, ranks of which each is told, and pairs of ranks with messages on the way.
+#: Maximum numbers of events shown for each rank, of ranks shown, and of pairs of ranks shown with messages in transit.
 EVENT_COUNT_MAX: Final = 3
 RANK_COUNT_MAX: Final = 24
 PAIR_COUNT_MAX: Final = 8
@@ -21,18 +21,18 @@ PAIR_COUNT_MAX: Final = 8
 
 @dataclass(slots=True)
 class _LastOf:
-    """What a rank did last.
+    """Collects what a rank did last.
 
     Attributes:
-        file: its recording.
-        last_s: the time of its last event, in seconds since 1970.
-        steps: of the policy that made the last one.
-        over: how main ended; None where nothing says so.
-        cut: why its file ends before that; "" where nothing says so.
-        waited: what its last wait of some length was for.
-        told: the last stories of its host that it has written down, that of an abort under True.
-        latest: events, oldest first.
-        sent, received: how many messages, by peer and tag.
+        file: Recording of the rank.
+        last_s: Time of its last event, in seconds since 1970.
+        steps: Number of steps of the policy that did the last step.
+        over: Error with which main ended, "" if it returned; None if no end is recorded.
+        cut: Reason why the file ends before main; "" if none is recorded.
+        waited: Last recorded wait.
+        told: Last recorded stories of its host, by whether they were told before an abort.
+        latest: Latest other events, oldest first.
+        sent, received: Number of messages, by peer and tag.
     """
 
     file: RankRecording
@@ -50,18 +50,18 @@ class _LastOf:
 def tell_recording(folder: str, job: str | None = None) -> str:
     """Return what each rank of a recorded job did last, as several lines.
 
-    What a rank waited for at its end is in a recording where that was told while the job lived, at a standstill or
-    before an abort, and where a signal ended the wait. Else a recording has waits when they are over.
+    Waits are recorded when they end. The wait in which a rank was when the job ended is known only if a signal ended
+    it, or if the running job told its story, at a standstill or before an abort.
 
     Args:
-        folder: that of ``record=``.
-        job: which one, where the folder has recordings of several.
+        folder: Folder of the recordings, as for ``record=``.
+        job: Name of the job, if the folder has recordings of several.
 
     Raises:
-        RecordingError: there is none that can be read, or it is of several jobs.
+        RecordingError: No recording can be read, or there are several jobs.
     """
     recording = read_recording(folder, job)
-    ranks = {each.rank: _last_of(each) for each in recording.ranks}  # of those started again the last process
+    ranks = {each.rank: _last_of(each) for each in recording.ranks}  # for restarted ranks, the last process
     end_s = max(each.last_s for each in ranks.values())
     lines = [_title(recording, end_s)]
     if recording.missing:
@@ -120,28 +120,28 @@ def _last_of(file: RankRecording) -> _LastOf:
 
 def _rank(rank: int, last: _LastOf, end_s: float) -> list[str]:
     age = seconds_in_words(max(0.0, end_s - last.last_s))
-    how = f"its recording {last.cut or 'ends without an end of main'}"
+    how = f"its recording {last.cut or 'ends before main does'}"
     if last.over:
         words = [line.strip() for line in last.over.splitlines() if line.strip()]
         how = f"ended by {' ... '.join([*words[:1], *words[1:][-1:]]).rstrip(': ')}"  # workers send tracebacks
     lines = [f"  rank {rank}: {how}; its last event was {age} before that of the job"]
     if last.steps:
-        # A killed process takes with it what it has not written down: see asyncdist.recording.writer.
-        lost = "later ones are not" if last.cut else "those of its last second may not be"
-        more = f" or more: {lost} written down" if last.over is None else ""
+        # A killed process loses the events that it has not written yet: see asyncdist.recording.writer.
+        lost = "later steps are not" if last.cut else "steps of its last second may not be"
+        more = f" or more: {lost} recorded" if last.over is None else ""
         lines.append(f"    {last.steps} steps{more}")
     now = end_s - last.file.unix_s(0.0)
     if last.waited is not None:
         ago = seconds_in_words(max(0.0, now - last.waited.time_s))
         seconds = seconds_in_words(last.waited.get("seconds"))
-        lines.append(f"    waited last for {last.waited.wait}, {seconds} long, until {ago} before the end")
+        lines.append(f"    last waited for {last.waited.wait}, for {seconds}, until {ago} before the end")
     if told := events_in_words(last.latest, now, EVENT_COUNT_MAX):
         lines.append(f"    lately: {'; '.join(told)}")
     return lines
 
 
 def _told(ranks: dict[int, _LastOf], end_s: float) -> list[str]:
-    """Return the last stories of each host, as they were told while the job lived: of a standstill, and of an abort."""
+    """Return the last stories that each host told while the job ran: at a standstill, and before an abort."""
     latest: dict[tuple[str, bool], tuple[float, str]] = {}
     for last in ranks.values():
         for event in last.told.values():
@@ -157,7 +157,7 @@ def _told(ranks: dict[int, _LastOf], end_s: float) -> list[str]:
 
 
 def _on_the_way(ranks: dict[int, _LastOf]) -> list[str]:
-    """Name messages of the user's channels that were sent and never taken from the transport."""
+    """Return lines about messages of the user's channels that were sent, but not received from the transport."""
     missing = [
         (count - ranks[dest].received[source, tag], source, dest, tag)
         for source, last in ranks.items()
@@ -166,6 +166,6 @@ def _on_the_way(ranks: dict[int, _LastOf]) -> list[str]:
     ]
     missing.sort(reverse=True)
     return [
-        f"  {plural(count, 'message')} of rank {source} on tag {tag} never came to rank {dest}"
+        f"  {plural(count, 'message')} of rank {source} on tag {tag} never reached rank {dest}"
         for count, source, dest, tag in missing[:PAIR_COUNT_MAX]
     ]

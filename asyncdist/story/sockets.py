@@ -1,12 +1,12 @@
-"""The sockets on which the ranks of this host answer: where they lie, and how they are asked.
+"""Finds and queries the sockets on which the ranks of this host answer questions.
 
-A job has a directory, of mode 0700, with a socket for each rank that lives here, ``RANK.PID``. A rank takes its own
-away at its end, and the directory with the last one. What a killed rank leaves behind is cleared by the others when
-they end, by the next job of this user, or by ``asyncdist story``.
+A job has a directory of mode 0700 with a socket ``RANK.PID`` for each living rank on this host. A rank removes its
+socket when it ends; the last one also removes the directory. The socket of a killed rank is removed when other ranks
+end, by the next job of this user, or by ``asyncdist story``.
 
-Other users of the host may have put anything under these names. Nothing is read, made or removed in a directory
-before :mod:`asyncdist.trust.private_folders` has found that it is this user's alone, and each end of a connection
-checks that the other one is a process of this user.
+Other users of the host may have made files with these names. Nothing is read, made or removed in a directory before
+:mod:`asyncdist.trust.private_folders` has checked that it is private to this user. Both ends of a connection check
+that the other end is a process of this user.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from asyncdist.trust import private_folders
 
 logger = logging.getLogger("asyncdist.story.sockets")
 
-#: What is asked, or said: everything; counters; whether it answers at all; whether a signal has asked it just now;
-#: that the job's standstill has been told.
+#: Questions: the whole story; counters; whether the rank answers at all; whether a signal has just asked the rank.
+#: TOLD is a notice: the story of the job's standstill has been told.
 STORY: Final = b"story\n"
 COUNTERS: Final = b"count\n"
 PULSE: Final = b"pulse\n"
@@ -41,16 +41,16 @@ ASKED: Final = b"asked\n"
 YES: Final = b"1"
 NO: Final = b"0"
 TOLD: Final = b"told!\n"
-#: Of the story that follows these.
+#: Maximum length of the story that follows TOLD, in bytes.
 TOLD_NBYTES_MAX: Final = 1 << 15
-#: How long a rank may take to answer. One that computes answers all the same, from a thread.
+#: Seconds that a rank may take to answer. A rank that computes answers from a thread.
 ANSWER_S: Final = 1.0
-#: Which directories without a socket are left alone, and how often a rank tries to make its own.
+#: Age in seconds up to which directories without a socket are kept, and number of attempts to make a socket.
 _BEGINNING_S: Final = 10.0
 _TRY_COUNT: Final = 10
-#: A path of a Unix socket has 108 bytes, the last one 0.
+#: Maximum length of a Unix socket's path in bytes, without the terminating 0.
 _PATH_NBYTES_MAX: Final = 107
-#: A rank's own name in the directory: its number and its process; until it listens there, with a tilde.
+#: Length and pattern of a socket's path below the folder: job, rank and pid; with a tilde until the rank listens.
 _NAME_NBYTES: Final = len("/0123abcd/1000000.4194304~")
 _NAME: Final = re.compile(r"[0-9]+\.[0-9]+~?")
 #: The kernel's ucred: process, user and group.
@@ -59,12 +59,12 @@ _CREDENTIALS: Final = struct.Struct("3i")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A rank's socket.
+    """The socket of a rank.
 
     Attributes:
-        path: the socket.
-        rank: the rank's number.
-        pid: its process.
+        path: Path.
+        rank: Number of the rank.
+        pid: Process of the rank, according to the path.
     """
 
     path: Path
@@ -73,15 +73,15 @@ class Place:
 
     @property
     def state(self) -> str:
-        """The state of that process, a letter as in ``ps``; "" where this system does not tell."""
+        """State of the process, a letter as in ``ps``; "" if the system does not show it."""
         with contextlib.suppress(OSError, IndexError):
             text = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8", errors="replace")
-            return text.rpartition(")")[2].split()[0]  # the name before it may hold anything
+            return text.rpartition(")")[2].split()[0]  # the program's name before ")" may contain anything
         return ""
 
     @property
     def is_alive(self) -> bool:
-        """Whether that process lives. One that has ended may be there until its parent asks for its exit code."""
+        """Whether the process lives. A zombie, whose parent has not yet read its exit code, does not."""
         if self.state in ("Z", "X"):
             return False
         try:
@@ -92,10 +92,10 @@ class Place:
 
     @property
     def is_served(self) -> bool:
-        """Whether the rank listens there.
+        """Whether the rank listens on the socket.
 
-        Its name may be wrong here: a rank in another container has another number there. A process that the rank has
-        started may hold the socket after the end of the rank, which counts as not served.
+        The pid in the path may be wrong here, because a rank in another container has another pid there. A socket that
+        only a child of an ended rank still holds is not served.
         """
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
             client.setblocking(False)
@@ -108,26 +108,26 @@ class Place:
 
 
 def directories() -> list[Path]:
-    """Return the folders in which jobs may have theirs, the best one first."""
+    """Return the folders that may contain the directories of jobs, the preferred one first."""
     found = private_folders.candidates(environment.shared_directories())
     return [path for path in found if len(os.fsencode(path)) + _NAME_NBYTES <= _PATH_NBYTES_MAX]
 
 
 def warn_of_refused_directories(command: str) -> None:
-    """Print a line for each of these folders that is not looked into, since it is not this user's alone."""
+    """Print a line for each folder that is skipped because it is not private to this user."""
     for base in directories():
         with contextlib.suppress(FileNotFoundError):
             try:
                 with private_folders.opened(base):
                     pass
             except private_folders.NotPrivateError as error:
-                print(f"asyncdist {command}: {error}: it is not looked into", file=sys.stderr, flush=True)
+                print(f"asyncdist {command}: {error}: it is skipped", file=sys.stderr, flush=True)
 
 
 def listen(job: str, rank: int) -> tuple[socket.socket, Path] | None:
-    """Return a socket that listens for questions about this rank, and its path; None if no folder can hold it.
+    """Return a listening socket for questions to this rank, and its path; None if no folder can hold it.
 
-    A folder that is not this user's alone is left untouched: another one is taken, and a warning says so.
+    A folder that is not private to this user is not touched: the next one is used, with a warning.
     """
     refused: list[str] = []
     opened = None
@@ -140,16 +140,16 @@ def listen(job: str, rank: int) -> tuple[socket.socket, Path] | None:
         if opened is not None:
             break
     if refused and (rank == 0 or environment.local_rank() == 0):
-        other = "no folder is left for it" if opened is None else f"it is in {opened[1].parents[1]} instead"
-        logger.warning("%s; so the socket for asyncdist story is not made there: %s", "; ".join(refused), other)
+        other = "no other folder can hold it" if opened is None else f"it is in {opened[1].parents[1]} instead"
+        logger.warning("%s; the socket for asyncdist story is not made there: %s", "; ".join(refused), other)
     return opened
 
 
 def _listen_in(base: Path, job: str, rank: int) -> tuple[socket.socket, Path] | None:
-    """Return what :func:`listen` does, in this folder. Raises NotPrivateError."""
+    """Return the socket and path for :func:`listen` in this folder, or None. Raises NotPrivateError."""
     path = base / job / f"{rank}.{os.getpid()}"
-    begun = path.with_name(f"{path.name}~")  # not a place yet: one at which no process listens is cleared away
-    for _ in range(_TRY_COUNT):  # another rank may take an empty folder away
+    begun = path.with_name(f"{path.name}~")  # renamed once it listens; others remove unserved sockets
+    for _ in range(_TRY_COUNT):  # another rank may remove the folder while it is empty
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with (
@@ -172,9 +172,9 @@ def _listen_in(base: Path, job: str, rank: int) -> tuple[socket.socket, Path] | 
 
 
 def _process_at(connection: socket.socket) -> int | None:
-    """Return the process that has made the other end's socket; 0 if it has no number here, as in another container.
+    """Return the pid of the process that made the other end's socket; 0 if it runs in another container.
 
-    None if this system does not tell.
+    Returns None if the system does not show it.
     """
     if not hasattr(socket, "SO_PEERCRED"):
         return None
@@ -183,9 +183,9 @@ def _process_at(connection: socket.socket) -> int | None:
 
 
 def is_of_own_user(connection: socket.socket) -> bool:
-    """Return whether the process at the other end runs as this user, or as root; on Linux, which alone tells it.
+    """Return whether the process at the other end runs as this user or as root.
 
-    Elsewhere the mode of the folder keeps other users out.
+    Always true on systems other than Linux, which do not show it: there the folder's mode keeps other users out.
     """
     if not hasattr(socket, "SO_PEERCRED"):
         return True
@@ -194,7 +194,7 @@ def is_of_own_user(connection: socket.socket) -> bool:
 
 
 def withdraw(path: Path) -> None:
-    """Take a rank's socket away, and the folder of the job if no other rank has a socket there."""
+    """Remove a rank's socket, and the job's folder if no other rank has a socket there."""
     with contextlib.suppress(OSError), private_folders.opened(path.parents[1]) as base:
         with private_folders.opened(path.parent.name, parent=base) as folder:
             with contextlib.suppress(FileNotFoundError):
@@ -206,7 +206,7 @@ def withdraw(path: Path) -> None:
 
 
 def clear(base: Path) -> None:
-    """Take away the sockets that ended jobs have left in this folder. Does nothing if it is not this user's alone."""
+    """Remove the sockets of ended jobs from this folder. Does nothing if it is not private to this user."""
     with contextlib.suppress(OSError), private_folders.opened(base) as descriptor:
         for name in os.listdir(descriptor):
             _clear_job(descriptor, base / name)
@@ -214,13 +214,13 @@ def clear(base: Path) -> None:
 
 
 def _clear_job(base: int, path: Path) -> None:
-    """Take away a job of which no process lives: sockets of this user with names of ours, and no other file."""
+    """Remove the sockets and the folder of a job without living processes. Other files are kept."""
     with contextlib.suppress(OSError), private_folders.opened(path.name, parent=base) as folder:
         names = [name for name in os.listdir(folder) if _NAME.fullmatch(name) and _is_own_socket(name, folder)]
         found = _places(path, names)
         if any(place.is_served for place in found):
             return
-        # A rank that begins has made the folder, and is about to make its socket.
+        # A young empty folder belongs to a rank that is about to make its socket.
         if found or time.time() - os.fstat(folder).st_mtime > _BEGINNING_S:
             for name in names:
                 os.unlink(name, dir_fd=folder)
@@ -233,7 +233,7 @@ def _is_own_socket(name: str, folder: int) -> bool:
 
 
 def places(folder: Path) -> list[Place]:
-    """Return the sockets of a job, by rank; none if the folder is not this user's alone."""
+    """Return the sockets of a job, sorted by rank; [] if the folder is not private to this user."""
     with contextlib.suppress(OSError), private_folders.opened(folder) as descriptor:
         return _places(folder, [name for name in os.listdir(descriptor) if _is_own_socket(name, descriptor)])
     return []
@@ -261,12 +261,12 @@ def jobs() -> dict[str, list[Place]]:
 
 
 def ask(asked: Sequence[Place], timeout_s: float = ANSWER_S) -> dict[int, RankStory]:
-    """Return the story of each of these ranks that answers in time. All are asked at once."""
+    """Return the stories of the ranks that answer in time, by rank. All ranks are asked at the same time."""
     return dict(_decoded(exchange(asked, STORY, timeout_s)))
 
 
 def exchange(asked: Sequence[Place], question: bytes, timeout_s: float = ANSWER_S) -> dict[int, bytes]:
-    """Return what each of these ranks answers that does so in time. All are asked at once."""
+    """Return the answers of the ranks that answer in time, by rank. All ranks are asked at the same time."""
     answers: dict[int, bytes] = {}
     with selectors.DefaultSelector() as ready, contextlib.ExitStack() as opened:
         waiting = 0
@@ -291,22 +291,22 @@ def exchange(asked: Sequence[Place], question: bytes, timeout_s: float = ANSWER_
 
 def _decoded(answers: dict[int, bytes]) -> Iterator[tuple[int, RankStory]]:
     for rank, data in sorted(answers.items()):
-        with contextlib.suppress(ValueError):  # it has ended while it answered
+        with contextlib.suppress(ValueError):  # the rank has ended while it answered
             yield rank, from_bytes(data)
 
 
 def answers_pulse(place: Place) -> bool:
-    """Return whether the thread of that rank answers at all."""
+    """Return whether the rank's answering thread responds at all."""
     return bool(_answer(place, PULSE))
 
 
 def was_asked(place: Place) -> bool:
-    """Return whether a signal has asked that rank just now, so that it tells what all do."""
+    """Return whether a signal has just asked that rank, so that it tells the story of the whole job."""
     return _answer(place, ASKED) == YES
 
 
 def _answer(place: Place, question: bytes) -> bytes:
-    """Return one byte; none where the rank does not answer."""
+    """Return the first byte of the answer; b"" if the rank does not answer."""
     client = _connect(place, question)
     if client is None:
         return b""
@@ -319,7 +319,7 @@ def _answer(place: Place, question: bytes) -> bytes:
 
 
 def say_told(place: Place, story: str = "") -> None:
-    """Tell a rank that the standstill of the job has been told, and the story, where that rank is to write it down."""
+    """Notify a rank that the job's standstill has been told; ``story`` is the text for its recording, if any."""
     client = _connect(place, TOLD + story.encode("utf-8", "replace")[:TOLD_NBYTES_MAX])
     if client is not None:
         client.close()
@@ -333,7 +333,7 @@ def _connect(place: Place, question: bytes) -> socket.socket | None:
         if not is_of_own_user(client):
             raise PermissionError(f"{place.path} is served by another user")
         client.send(question)
-    except OSError:  # its process has ended, its queue is full since it does not answer, or it is another user's
+    except OSError:  # it has ended, belongs to another user, or its queue is full because it does not answer
         client.close()
         return None
     return client

@@ -1,4 +1,4 @@
-"""Puts the stories of ranks into words, all of them on one screen."""
+"""Describes the stories of all ranks as text that fits one screen."""
 
 from __future__ import annotations
 
@@ -13,32 +13,34 @@ from asyncdist.story.waiting import awaited_ranks, by_root, circle, stuck_ranks
 from asyncdist.validation import printable
 from asyncdist.wording import ordinal, plural, ranks_in_words, seconds_in_words
 
-#: Up to so many ranks, what each has to say beside its waits is told of all; of more, of those that hold others up.
+#: Number of ranks up to which details of all ranks are shown. In larger jobs, only ranks that compute or block have
+#: details.
 DETAIL_COUNT_MAX: Final = 8
-#: Groups of ranks that do the same, and tasks of a rank, that are told.
+#: Maximum numbers of groups of ranks with the same state, and of a rank's tasks, that are shown.
 GROUP_COUNT_MAX: Final = 24
 TASK_COUNT_MAX: Final = 4
-#: Ranks of which it is told when something came from them.
+#: Maximum number of ranks for which the age of the last message is shown.
 HEARD_COUNT_MAX: Final = 8
 
 
-#: Why a rank does not answer, by the state of its process; of others the interpreter is kept.
+#: Why a rank does not answer, by the state of its process.
 _SILENCE: Final = {
     "T": "it is stopped, by SIGSTOP or Ctrl-Z",
     "t": "it is stopped, by a debugger",
     "D": "it waits in the kernel, for a disk or a network drive",
-    "": "it is stopped, or stands in compiled code that keeps the interpreter",
+    "": "it is stopped, or is in compiled code that holds the GIL",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Silent:
-    """A rank of this host that has not answered.
+    """A rank on this host that has not answered.
 
     Attributes:
-        rank, pid: of it.
-        is_alive: whether its process lives.
-        state: of the process, a letter as in ``ps``; "" where it is not known.
+        rank: Number of the rank.
+        pid: Process of the rank.
+        is_alive: Whether the process lives.
+        state: State of the process, a letter as in ``ps``; "" if unknown.
     """
 
     rank: int
@@ -48,19 +50,19 @@ class Silent:
 
 
 def in_short(story: RankStory, stories: Mapping[int, RankStory]) -> str:
-    """Return what main of a rank does, in a line."""
+    """Return what a rank's main does, as one line."""
     return printable(_what_main_does(story, {**stories, story.rank: story}))
 
 
 def tell_rank(story: RankStory) -> str:
-    """Return what one rank says of itself, as several lines."""
+    """Return the story of one rank, as several lines."""
     own = {story.rank: story}
     lines = [f"rank {story.rank} (of {story.size}, pid {story.pid}) {_what_main_does(story, own)}"]
     return "\n".join(map(printable, [*lines, *_details(story, own)]))
 
 
 def tell_job(stories: Mapping[int, RankStory], silent: Sequence[Silent] = ()) -> str:
-    """Return who waits for whom, over all ranks that have answered, as several lines."""
+    """Return which ranks wait for which, for all ranks that have answered, as several lines."""
     some = next(iter(stories.values()), None)
     if some is None:
         return "\n".join(printable(_tell_silent(each, stories)) for each in silent)
@@ -83,14 +85,12 @@ def tell_job(stories: Mapping[int, RankStory], silent: Sequence[Silent] = ()) ->
         lines.append(f"  and {len(groups) - GROUP_COUNT_MAX} more")
     others = some.size - len(stories) - len(silent) - len(some.lost) - len(some.left)
     if others > 0 and len({story.hostname for story in stories.values()}) == 1:
-        lines.append(
-            f"  {others} more are on other hosts, or have ended: asyncdist story {some.job} tells of them there"
-        )
+        lines.append(f"  {others} more are on other hosts, or have ended: run asyncdist story {some.job} there")
     return "\n".join(map(printable, lines))
 
 
 def _groups(stories: Mapping[int, RankStory]) -> list[tuple[str, list[int]]]:
-    """Return what is said of ranks, with those of which it is said; ages of less than a second apart are as one."""
+    """Return descriptions, each with its ranks. Ranks with the same wait share one, whatever the wait's age."""
     groups: dict[tuple[str, str], list[int]] = {}
     for rank in by_root(stories):
         story = stories[rank]
@@ -131,10 +131,10 @@ def _since(wait: Wait | None) -> str:
 
 def _tell_wait(wait: Wait, story: RankStory, stories: Mapping[int, RankStory]) -> str:
     line = f", in {wait.line}" if wait.line else ""
-    if not wait.what:  # it is about to run
+    if not wait.what:  # the task is about to run
         return f"runs{line}"
     if wait.ends_by_itself:
-        return f"is in {wait.what}, which ends by itself{line}"
+        return f"is in {wait.what}, which ends on its own{line}"
     seconds = story.still_s if wait.seconds is None else wait.seconds
     needs = awaited_ranks(wait, stories)
     what = wait.what
@@ -142,7 +142,7 @@ def _tell_wait(wait: Wait, story: RankStory, stories: Mapping[int, RankStory]) -
         what = f"{what}, tag {wait.tag}"
     if wait.collective is not None:
         what = f"{what}, the {ordinal(wait.collective.number)} collective of {len(wait.collective.ranks)} ranks"
-        whom = f" for {ranks_in_words(needs)}, not there yet" if needs else ", in which all ranks told of here are"
+        whom = f" for {ranks_in_words(needs)}, not there yet" if needs else ", which all ranks shown here have entered"
         if len(stories) == 1 < len(wait.collective.ranks):
             whom = " for others"
     elif needs:
@@ -166,7 +166,7 @@ def _details(story: RankStory, stories: Mapping[int, RankStory]) -> list[str]:
         lines.append(f"  policy{name}: {policy.step} steps{metric}{role}{leader}")
     for channel in story.channels:
         counts = f"{channel.sent_count} sent, {channel.received_count} received, {channel.unread_count} not read"
-        full = ": it is full, and nothing more is taken on its tag" if channel.is_full else ""
+        full = ": it is full, and receives nothing more on its tag" if channel.is_full else ""
         lines.append(f"  channel {channel.name}, tag {channel.tag}: {counts}{full}")
     lines += [f"  {text}" for text in story.unread]
     for what, ranks in (("lost", story.lost), ("ended", [rank for rank in story.left if rank not in stories])):
@@ -175,14 +175,14 @@ def _details(story: RankStory, stories: Mapping[int, RankStory]) -> list[str]:
     needs = {rank for wait in story.waits for rank in awaited_ranks(wait, stories)}
     heard = [f"{rank} {seconds_in_words(age)} ago" for rank, age in story.heard.items() if rank in needs]
     if heard:
-        lines.append(f"  last heard of rank {', '.join(heard[:HEARD_COUNT_MAX])}")
+        lines.append(f"  last message from rank {', '.join(heard[:HEARD_COUNT_MAX])}")
     if story.events:
         lines.append(f"  lately: {'; '.join(story.events)}")
     return lines
 
 
 def _details_of_all(ranks: Sequence[int], stories: Mapping[int, RankStory]) -> list[str]:
-    """Return the details of ranks that do the same; what several of them have to say is said once."""
+    """Return the details of ranks in the same state. Equal lines of several ranks are merged."""
     told: dict[tuple[str, int], list[int]] = {}
     for rank in ranks:
         counts: Counter[str] = Counter()
@@ -194,18 +194,18 @@ def _details_of_all(ranks: Sequence[int], stories: Mapping[int, RankStory]) -> l
 
 def _tell_silent(silent: Silent, stories: Mapping[int, RankStory]) -> str:
     heard = [(story.heard[silent.rank], rank) for rank, story in stories.items() if silent.rank in story.heard]
-    last = "; no message on a channel has come from it" if stories else ""
+    last = "; no channel message has arrived from it" if stories else ""
     if heard:
         age, by = min(heard)
-        last = f"; the last that came from it came to rank {by} {seconds_in_words(age)} ago"
+        last = f"; its last message reached rank {by} {seconds_in_words(age)} ago"
     if not silent.is_alive:
         return f"rank {silent.rank} is gone: its process {silent.pid} has ended{last}"
-    why = _SILENCE.get(silent.state, "it stands in compiled code that keeps the interpreter")
+    why = _SILENCE.get(silent.state, "it is in compiled code that holds the GIL")
     return f"rank {silent.rank} does not answer (pid {silent.pid}): {why}{last}"
 
 
 def _messages_on_other_tags(stories: Mapping[int, RankStory]) -> list[str]:
-    """Name channels on which messages were sent and that a rank which waits has not opened, or not under that tag."""
+    """Return lines about channels with sent messages that a waiting rank has not opened on that tag."""
     lines = []
     opened = {rank: {channel.tag for channel in story.channels} for rank, story in stories.items()}
     for rank, story in stories.items():

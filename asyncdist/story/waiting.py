@@ -1,4 +1,4 @@
-"""Decides, from what each rank says, who waits for whom, and who waits in a circle. Pure: facts in, facts out."""
+"""Decides from the stories of ranks which rank waits for which, and which ranks wait in a circle. Pure functions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from asyncdist.story.facts import RankStory, Wait
 
 
 def awaited_ranks(wait: Wait, stories: Mapping[int, RankStory]) -> tuple[int, ...]:
-    """Return the ranks that a wait needs: of a collective the members that have not entered it, as far as is known."""
+    """Return the ranks that a wait needs. For a collective these are the members not known to have entered it."""
     collective = wait.collective
     if collective is None:
         return wait.peers
@@ -20,15 +20,15 @@ def awaited_ranks(wait: Wait, stories: Mapping[int, RankStory]) -> tuple[int, ..
 
 
 def main_needs(story: RankStory, stories: Mapping[int, RankStory]) -> tuple[int, ...]:
-    """Return the ranks that main waits for; none where it does not wait for ranks."""
+    """Return the ranks that main waits for; () if it does not wait for ranks."""
     return next((awaited_ranks(wait, stories) for wait in story.waits if wait.who == "main"), ())
 
 
 def stuck_ranks(stories: Mapping[int, RankStory]) -> frozenset[int]:
-    """Return the ranks that only other ranks among them could wake, so that none of them ever moves.
+    """Return the deadlocked ranks: ranks that only other deadlocked ranks could wake.
 
-    Each task of theirs waits for messages of certain ranks. A rank that does not tell, and one that computes, blocks,
-    sleeps or waits for something of its own, may move. (The knot of the OR model: Knapp, Deadlock Detection in
+    Every task of such a rank waits for messages of certain ranks. A rank without a story may move, and so may one that
+    computes, blocks, sleeps or waits for a local event. (The knot of the OR model: Knapp, Deadlock Detection in
     Distributed Databases, 1987.)
     """
     stuck = {rank for rank, story in stories.items() if story.state == "awaits" and story.waits}
@@ -47,13 +47,13 @@ def stuck_ranks(stories: Mapping[int, RankStory]) -> frozenset[int]:
 def _may_end(wait: Wait, needs: Sequence[int], stuck: Collection[int], lost: Collection[int]) -> bool:
     if wait.ends_by_itself or not needs:
         return True
-    if wait.collective is not None:  # it needs them all
+    if wait.collective is not None:  # it needs all of them
         return not any(rank in stuck for rank in needs)
     return any(rank not in stuck and rank not in lost for rank in needs)
 
 
 def circle(stuck: Collection[int], stories: Mapping[int, RankStory]) -> tuple[int, ...]:
-    """Return ranks each of which waits for the next one, and the last one for the first; none where there are none."""
+    """Return ranks that wait in a circle: each for the next one, and the last for the first; () if there are none."""
     for start in sorted(stuck):
         path = [start]
         while True:
@@ -68,7 +68,7 @@ def circle(stuck: Collection[int], stories: Mapping[int, RankStory]) -> tuple[in
 
 
 def by_root(stories: Mapping[int, RankStory]) -> list[int]:
-    """Return the ranks in the order in which they are to be told: those first for which most others wait."""
+    """Return the ranks in the order in which they are shown: ranks that do not wait, then those with most waiters."""
     waiters = dict.fromkeys(stories, 0)
     for rank, story in stories.items():
         for needed in main_needs(story, stories):

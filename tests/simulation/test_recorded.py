@@ -124,11 +124,11 @@ def test_a_story_names_missing_messages_and_each_ranks_end(tmp_path: Path) -> No
         ad.simulate(send_on_another_tag, ranks=3, seed=1, record=tmp_path)
     title, *lines = tell_recording(str(tmp_path)).splitlines()
     assert "3 ranks, recorded for" in title
-    assert "  1 message of rank 1 on tag 101 never came to rank 0" in lines
+    assert "  1 message of rank 1 on tag 101 never reached rank 0" in lines
     assert "  rank 2 has returned from main" in lines
     ended = [line for line in lines if " before that of the job" in line]
-    assert len(ended) == 2 and all(": its recording ends without an end of main; its last" in line for line in ended)
-    assert [" Word, tag 10" in line for line in lines if "waited last" in line] == [True] * 2
+    assert len(ended) == 2 and all(": its recording ends before main does; its last" in line for line in ended)
+    assert [" Word, tag 10" in line for line in lines if "last waited" in line] == [True] * 2
 
 
 def test_a_story_printed_during_the_job_is_kept_once_per_host(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_of_several_recorded_jobs_the_story_of_one_is_told(tmp_path: Path, capsy
     assert command.run(str(tmp_path), job) == 0
     assert capsys.readouterr().out.startswith(f"job {job}: ")
     assert command.run(None, job) == 2
-    assert "a recording, whose folder is to be given" in capsys.readouterr().err
+    assert "give the recording's folder, too" in capsys.readouterr().err
 
 
 def test_a_story_is_told_where_its_letters_are_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,4 +192,4 @@ def test_the_story_of_a_recording_says_what_a_rank_had_come_to(tmp_path: Path) -
     assert [line.split()[:4] for line in lines if "ranks " in line] == [["ranks", "0,", "2,", "3"]]
     assert [line for line in lines if line.startswith("  rank 1: ")]
     steps = sum(event.kind == "step" for event in read_recording(tmp_path).ranks[1].events())
-    assert f"    {steps} steps or more: those of its last second may not be written down" in lines
+    assert f"    {steps} steps or more: steps of its last second may not be recorded" in lines

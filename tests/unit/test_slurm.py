@@ -77,7 +77,8 @@ def test_a_first_host_that_is_not_known_is_named() -> None:
 
 
 ELSEWHERE = (
-    "rank 0 does not run where the ranks would meet. That is on localhost, the first host of SLURM_STEP_NODELIST"
+    "rank 0 does not run on the host on which the ranks meet. The ranks meet on localhost, the first host of "
+    "SLURM_STEP_NODELIST"
 )
 
 
@@ -104,11 +105,13 @@ def test_rank_0_known_to_be_off_the_first_host_is_reported(node: str, tasks: str
         with pytest.raises(ValueError, match=f"{ELSEWHERE}.*--distribution=arbitrary.*set MASTER_ADDR to its host"):
             environment.torch_rendezvous(environ)
     else:
-        assert environment.torch_rendezvous(environ).why_missing.startswith("That is on localhost, the first host of")
+        assert environment.torch_rendezvous(environ).why_missing.startswith(
+            "The ranks meet on localhost, the first host of"
+        )
     found = environment.torch_rendezvous({**environ, "MASTER_ADDR": "127.0.0.1"})
     assert (found.address, found.why_missing) == ("127.0.0.1", "")
 
 
 def test_what_slurm_says_must_fit_together() -> None:
-    with pytest.raises(ValueError, match=r"SLURM_PROCID=3 is outside 0\.\.2"):
+    with pytest.raises(ValueError, match=r"SLURM_PROCID must be in 0\.\.2"):
         environment.torch_rendezvous({**STEP, "SLURM_PROCID": "3"})

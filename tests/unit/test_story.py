@@ -120,29 +120,29 @@ class TestWords:
         )
         assert tell_job(stories, [Silent(2, os.getpid(), is_alive=True)]).splitlines() == [
             "job 0123abcd: train.py, 3 ranks on here",
-            f"  rank 2 does not answer (pid {os.getpid()}): it is stopped, or stands in compiled code that keeps the "
-            "interpreter; no message on a channel has come from it",
+            f"  rank 2 does not answer (pid {os.getpid()}): it is stopped, or is in compiled code that holds the "
+            "GIL; no channel message has arrived from it",
             "  deadlock: rank 0 waits for rank 1, rank 1 waits for rank 0",
             "  rank 1 has sent 1 on Note, tag 101, which rank 0 has not opened",
             "  rank 0 waits 60 s for rank 1: a message, tag 100, in main (train.py:7)",
             "    channel Note, tag 100: 0 sent, 0 received, 0 not read",
             "  rank 1 waits 60 s for rank 0: a message, tag 101, in main (train.py:7)",
             "    channel Note, tag 101: 1 sent, 0 received, 0 not read",
-            "    last heard of rank 0 60 s ago",
+            "    last message from rank 0 60 s ago",
         ]
 
     def test_a_rank_that_is_gone_is_told_with_its_last_sign_of_life(self) -> None:
         heard = of(replace(story(0), heard={2: 70.0}), replace(story(1), heard={2: 61.0}))
         assert tell_job(heard, [Silent(2, 99, is_alive=False)]).splitlines()[1] == (
-            "  rank 2 is gone: its process 99 has ended; the last that came from it came to rank 1 61 s ago"
+            "  rank 2 is gone: its process 99 has ended; its last message reached rank 1 61 s ago"
         )
 
     def test_why_a_rank_does_not_answer(self) -> None:
         told = {state: tell_job(of(story(0)), [Silent(2, 99, is_alive=True, state=state)]) for state in "TtDSR"}
-        assert "it is stopped, by SIGSTOP or Ctrl-Z; no message" in told["T"]
-        assert "it is stopped, by a debugger; no message" in told["t"]
-        assert "it waits in the kernel, for a disk or a network drive; no message" in told["D"]
-        kept = "rank 2 does not answer (pid 99): it stands in compiled code that keeps the interpreter; no message"
+        assert "it is stopped, by SIGSTOP or Ctrl-Z; no channel message" in told["T"]
+        assert "it is stopped, by a debugger; no channel message" in told["t"]
+        assert "it waits in the kernel, for a disk or a network drive; no channel message" in told["D"]
+        kept = "rank 2 does not answer (pid 99): it is in compiled code that holds the GIL; no channel message"
         assert kept in told["S"] and kept in told["R"]
 
     def test_report_shows_blocked_returned_and_policy_states(self) -> None:
@@ -160,7 +160,7 @@ class TestWords:
         own = story(1, waits_for(0), Wait("helper", "sleep", "help (train.py:3)", ends_by_itself=True))
         first, second = tell_rank(own).splitlines()
         assert first.startswith("rank 1 (of 3, pid 101) ") and names(first, "60 s", "rank 0", "tag 100", "train.py:7")
-        assert second == "  its task helper is in sleep, which ends by itself, in help (train.py:3)"
+        assert second == "  its task helper is in sleep, which ends on its own, in help (train.py:3)"
 
     def test_128_ranks_are_told_on_one_screen(self) -> None:
         channels = (ChannelState("Note", 100, 0, 0, 0, False),)
@@ -183,7 +183,7 @@ class TestWords:
         assert "  ranks 0-2 run, in main (x.py:3)" in tell_job(of(*(story(rank, running) for rank in range(3))))
 
     def test_of_ranks_on_other_hosts_it_is_said_where_to_ask(self) -> None:
-        assert "2 more are on other hosts, or have ended: asyncdist story 0123abcd" in tell_job(of(story(0)))
+        assert "2 more are on other hosts, or have ended: run asyncdist story 0123abcd there" in tell_job(of(story(0)))
 
     def test_events(self) -> None:
         events = [
@@ -193,7 +193,7 @@ class TestWords:
             Event(4.0, "lost", (1,)),
         ]
         assert events_in_words(events, 5.0, 2) == (
-            "round 7 came to nothing: rank 1 was lost 2.0 s ago",
+            "round 7 was abandoned: rank 1 was lost 2.0 s ago",
             "lost rank 1 1.0 s ago",
         )
 
@@ -320,13 +320,13 @@ class TestSockets:
         other = base.with_name(f"{base.name}-2")
         opened = sockets.listen("job", 0)
         assert opened is not None and opened[1] == other / "job" / f"0.{os.getpid()}"
-        why = f"{base} has mode 0777, with which other users may enter it; allowed: 0700"
+        why = f"{base} has mode 0777, so other users may enter it; allowed: 0700"
         assert [record.getMessage() for record in caplog.records] == [
-            f"{why}; so the socket for asyncdist story is not made there: it is in {other} instead"
+            f"{why}; the socket for asyncdist story is not made there: it is in {other} instead"
         ]
         assert [each.path for each in sockets.jobs()["job"]] == [opened[1]]
         sockets.warn_of_refused_directories("story")
-        assert capsys.readouterr().err == f"asyncdist story: {why}: it is not looked into\n"
+        assert capsys.readouterr().err == f"asyncdist story: {why}: it is skipped\n"
         opened[0].close()
         sockets.withdraw(opened[1])
         assert [each.name for each in base.iterdir()] == ["of somebody"] and not other.exists()
@@ -450,7 +450,9 @@ def test_a_word_that_is_neither_a_job_nor_a_folder_is_named(
     monkeypatch.setattr(finding, "jobs", dict)
     assert command.run("nowhere") == 2
     told = capsys.readouterr().err
-    assert "no job 'nowhere' of this user runs on this host" in told and "'nowhere' is no folder of recordings" in told
+    assert (
+        "no job 'nowhere' of this user runs on this host" in told and "'nowhere' is not a folder of recordings" in told
+    )
     assert command.run(None) == 2
     assert "no job of this user" in (told := capsys.readouterr().err) and "folder" not in told
 
