@@ -1,4 +1,4 @@
-"""Offers asyncdist to code without an event loop: the same calls, and they block.
+"""The calls of asyncdist for code without an event loop: they block instead of being awaited.
 
 ::
 
@@ -8,8 +8,8 @@
                 loss = train_step(model, optimizer, batch)
                 policy.step(loss=loss)  # the only place where weights change
 
-There is no background thread: the rank's event loop runs, on the same thread, while such a call blocks, and stands
-still between two of them. :mod:`asyncdist.blocking.callers` says how.
+There is no background thread. The rank's event loop runs on the caller's thread while such a call blocks, and stands
+still between calls; :mod:`asyncdist.blocking.callers` explains how.
 """
 
 from asyncdist.blocking.faces import Face as Face, context as context

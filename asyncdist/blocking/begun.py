@@ -1,4 +1,4 @@
-"""Holds what a blocking call comes to, and a call that has been begun beside the loop, until main goes on with it."""
+"""Outcomes of blocking calls, and calls that were started outside the loop until main continues them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Outcome(Generic[T]):
-    """Holds what came of a call: a value, or an error."""
+    """Holds the result of a call: a value or an error."""
 
     value: T | None = None
     error: BaseException | None = None
@@ -26,7 +26,7 @@ class Outcome(Generic[T]):
 
 
 async def outcome_of(made: Awaitable[T]) -> Outcome[T]:
-    """Await something, and return what comes of it."""
+    """Await ``made``, and return its value or error as an :class:`Outcome`."""
     try:
         return Outcome(await made)
     except BaseException as error:
@@ -34,28 +34,28 @@ async def outcome_of(made: Awaitable[T]) -> Outcome[T]:
 
 
 async def called(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call ``fn``, await what it returns where that can be awaited, and return its value."""
+    """Call ``fn``, await its result if it is awaitable, and return the value."""
     made = fn(*args, **kwargs)
     return await made if inspect.isawaitable(made) else made
 
 
 async def awaited(made: Awaitable[T]) -> T:
-    """Make a coroutine of what can be awaited."""
+    """Wrap an awaitable in a coroutine."""
     return await made
 
 
 class BegunCall:
-    """Goes on, where it is awaited, with a coroutine that has been begun outside of any loop.
+    """Continues, when awaited, a coroutine that was started outside any loop.
 
-    It looks like that coroutine to what reports where a task waits.
+    Reports of where a task waits see that coroutine, through ``cr_frame`` and ``cr_await``.
 
     Args:
-        coroutine: has been sent its first None.
-        awaited: the future that it has yielded then; None if it let others run, which they have done meanwhile.
+        coroutine: Coroutine that was sent its first None.
+        awaited: Future that the coroutine then yielded; None if it only yielded to other tasks, which have run since.
 
     Attributes:
-        outcomes: where its outcome is put.
-        is_cancelled: whether it is cancelled, rather than sent None, when it goes on.
+        outcomes: List to which the call's outcome is appended.
+        is_cancelled: Whether the coroutine is cancelled, instead of sent None, when it continues.
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], awaited: Any) -> None:
@@ -77,11 +77,11 @@ class BegunCall:
         return self.send(None)
 
     def send(self, value: Any) -> Any:
-        """Go on, as a coroutine does: return what it waits for."""
+        """Continue the coroutine, and return the future that it waits for next."""
         awaited, self._awaited = self._awaited, None
-        if self.is_cancelled:  # as asyncio does it: what is awaited is cancelled first, if it can be
+        if self.is_cancelled:  # as in asyncio, the awaited future is cancelled first, if possible
             self.is_cancelled = False
-            if inspect.getcoroutinestate(self._coroutine) == inspect.CORO_CREATED:  # it would not catch what is thrown
+            if inspect.getcoroutinestate(self._coroutine) == inspect.CORO_CREATED:  # it cannot catch the error yet
                 self._coroutine.close()
                 raise asyncio.CancelledError
             if awaited is None or not awaited.cancel():
@@ -89,24 +89,24 @@ class BegunCall:
         return awaited if awaited is not None else self._coroutine.send(value)
 
     def throw(self, *error: Any) -> Any:
-        """Raise ``error`` where it waits."""
+        """Raise ``error`` at the line where the coroutine waits."""
         self._awaited = None
         return self._coroutine.throw(*error)
 
     def close(self) -> None:
-        """End it where it waits."""
+        """Close the coroutine."""
         self._coroutine.close()
 
 
 class Pause(asyncio.Future[None]):
-    """Is what main waits for between two calls. A cancellation of main meanwhile is told at once, and wakes nobody.
+    """The future for which main waits between two calls. Cancelling it calls ``on_cancel`` and does not wake main.
 
-    If it woke main, that would be in the next turn of the loop: the call that is ending could not see it, and the next
-    one could not be begun.
+    Main would wake only in the loop's next iteration: the call that is ending could not see the cancellation, and the
+    next call could not start.
 
     Args:
-        loop: main's.
-        on_cancel: is called; returns whether main is to be cancelled nevertheless.
+        loop: Main's loop.
+        on_cancel: Function called on a cancellation; returns whether to cancel main anyway.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_cancel: Callable[[], bool]) -> None:
@@ -114,7 +114,7 @@ class Pause(asyncio.Future[None]):
         self._on_cancel = on_cancel
 
     def cancel(self, msg: Any = None) -> bool:
-        """Tell of the cancellation, unless main is to go on already."""
+        """Call ``on_cancel`` instead of cancelling, unless main is about to continue."""
         if self.done() or self._on_cancel():
             return super().cancel(msg)
         return True

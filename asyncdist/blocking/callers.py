@@ -1,11 +1,11 @@
-"""Lets code without an event loop await coroutines as calls that block, on the same thread.
+"""Blocking calls: how code without an event loop runs coroutines, on the same thread.
 
-A rank's coroutines run in the task of its main, in both ways to host such code:
+The coroutines run in the task of the rank's main. There are two ways to host the blocking code:
 
-- :class:`LoopCaller`, one rank in a process of its own: the loop runs while a call blocks, and stands still between two
-  calls, as it does while an ``async def main`` computes. The code is the caller's own, and may be a whole script.
-- :class:`SwitchingCaller`, where several ranks share a thread, in a simulation or on one loop: the code runs inside
-  main, on a stack of its own (a greenlet), which is left when a call blocks, and entered again when it has its result.
+- :class:`LoopCaller`, for one rank per process: the loop runs while a call blocks, and stands still between two calls,
+  as it does while an ``async def main`` computes. The code may be a whole script.
+- :class:`SwitchingCaller`, if several ranks share a thread, in a simulation or on one loop: the code runs inside main
+  on a stack of its own (a greenlet). A blocking call leaves that stack, which is entered again with the call's result.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ logger = logging.getLogger("asyncdist.blocking")
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: Of the code that runs here, where it has no event loop of its own.
+#: Caller of the blocking code that runs in this context.
 _current: ContextVar[Caller] = ContextVar("asyncdist_blocking_caller")
-#: Where a script that opens its world without a main is run by each of many ranks: returns the rank of this one.
+#: Set if each of several ranks runs a script that opens its own world: returns the caller of this rank.
 ask_for_world: ContextVar[Callable[[], Caller] | None] = ContextVar("asyncdist_ask_for_world", default=None)
 
 
-#: Of a world that is open as long as the process.
+#: Caller of the world that is open as long as the process.
 _of_process: Caller | None = None
 
 
 def set_process_caller(caller: Caller | None) -> None:
-    """Let code that is in no block use this one, as long as its world is open."""
+    """Set the caller for code outside all blocks; it is used as long as its world is open."""
     global _of_process
     _of_process = caller
 
 
 def find_caller() -> Caller | None:
-    """Return what awaits coroutines for the code that runs here; None outside of worlds without an event loop."""
+    """Return the caller of the blocking code that runs here; None in coroutines and outside worlds."""
     for caller in (_current.get(None), _of_process):
         if caller is not None and caller.is_open:
             return caller
@@ -69,32 +69,32 @@ def find_caller() -> Caller | None:
 
 
 def current_caller(what: str) -> Caller:
-    """Return what awaits coroutines for the code that runs here.
+    """Return the caller of the blocking code that runs here.
 
     Args:
-        what: the call that needs it, for the error.
+        what: Name of the blocking call, for errors.
 
     Raises:
-        LocalProtocolError: a coroutine of a rank calls; it can await.
-        RuntimeError: there is no world here; the thread is named, where it is not the main one.
+        LocalProtocolError: Called in a coroutine of a rank, which should await instead.
+        RuntimeError: No world is open here. Names the thread, unless it is the main thread.
     """
     caller = find_caller()
     if caller is not None:
         return caller
     if is_in_a_rank():
-        raise LocalProtocolError(f"{what} blocks, and this is a coroutine: await asyncdist.{what} here")
+        raise LocalProtocolError(f"{what} blocks and cannot be used in a coroutine: await asyncdist.{what} here")
     thread = threading.current_thread()
     where = ""
     if thread is not threading.main_thread():
-        where = f", in thread {thread.name!r} (a rank's calls are made in the thread that opened its world)"
+        where = f" in thread {thread.name!r} (call it in the thread that opened the world)"
     raise RuntimeError(
-        f"no world here for {what}{where}: call it inside with asyncdist.blocking.open_world(), or in what "
-        "asyncdist.blocking.run calls"
+        f"{what} needs a world, and none is open here{where}: call it inside with asyncdist.blocking.open_world(), or "
+        "in a main that asyncdist.blocking.run calls"
     )
 
 
 def is_in_a_rank() -> bool:
-    """Return whether a coroutine of a rank calls, which can await."""
+    """Return whether a coroutine of a rank calls this, rather than blocking code."""
     if find_caller() is not None:
         return False
     try:
@@ -104,11 +104,11 @@ def is_in_a_rank() -> bool:
 
 
 class Caller(abc.ABC):
-    """Awaits coroutines in the task of a rank's main.
+    """Awaits coroutines, in the task of a rank's main, for blocking code.
 
     Attributes:
-        world: of that rank.
-        on_opened: called where the code opens its world, which is open before, as in a simulation; the first time.
+        world: The rank's world.
+        on_opened: Function called the first time that the code opens a world that is already open, as in a simulation.
     """
 
     world: World
@@ -121,12 +121,12 @@ class Caller(abc.ABC):
         self._thread = threading.get_ident()
 
     def call(self, fn: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call ``fn`` in the task of main, await what it returns, if that can be awaited, and return what comes of it.
+        """Call ``fn`` in the task of main, await its result if it is awaitable, and return the value.
 
         Raises:
-            ClosedError: the world is closed.
-            LocalProtocolError: in another thread than the rank's, or inside another such call.
-            BaseException: what was raised there; what ended the job.
+            ClosedError: The world is closed.
+            LocalProtocolError: Called in another thread than the rank's, or inside another blocking call.
+            BaseException: The exception of ``fn``, or the error that ended the job.
         """
         if not self.is_open or self._is_calling or threading.get_ident() != self._thread:
             self._refuse()
@@ -137,27 +137,27 @@ class Caller(abc.ABC):
             self._is_calling = False
 
     def note_opened(self) -> None:
-        """Note that the code opens its world."""
+        """Call ``on_opened``, once: the code has opened its world."""
         on_opened, self.on_opened = self.on_opened, None
         if on_opened is not None:
             on_opened()
 
     def at_end(self, fn: Callable[[], None]) -> None:
-        """Call ``fn`` when the code has ended without an error, before the world is left; the last one first."""
+        """Register ``fn`` to be called before the world is left, the last one first; not called after an error."""
         self._at_end.append(fn)
 
     @property
     def registered(self) -> tuple[Callable[[], None], ...]:
-        """What is called at the end; the last one is called first."""
+        """The functions registered with :meth:`at_end`, in the order of registration."""
         return tuple(self._at_end)
 
     def forget(self, fn: Callable[[], None]) -> None:
-        """Do not call ``fn`` at the end."""
+        """Unregister ``fn``."""
         if fn in self._at_end:
             self._at_end.remove(fn)
 
     def end(self) -> None:
-        """Call what was registered for the end."""
+        """Call the functions registered with :meth:`at_end`, the last one first."""
         while self._at_end:
             self._at_end.pop()()
 
@@ -166,24 +166,24 @@ class Caller(abc.ABC):
             raise ClosedError("this world is closed")
         if self._is_calling:
             raise LocalProtocolError(
-                "a blocking call inside another one, which is under way: await the coroutine here", rank=self.world.rank
+                "a blocking call cannot be made inside another one: await the coroutine here", rank=self.world.rank
             )
         raise LocalProtocolError(
-            f"a blocking call in thread {threading.current_thread().name!r}: a rank's calls are made in the thread "
-            "that opened its world",
+            f"a blocking call cannot be made in thread {threading.current_thread().name!r}: make it in the thread that "
+            "opened the world",
             rank=self.world.rank,
         )
 
     @abc.abstractmethod
     def _await_in_main(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call ``fn`` in the task of main, await what it returns where that can be awaited, and return its value."""
+        """Call ``fn`` in the task of main, await its result if it is awaitable, and return the value."""
 
 
 @contextlib.contextmanager
 def entered(awaited: AbstractAsyncContextManager[T], caller: Caller) -> Iterator[T]:
-    """Enter an asynchronous context for the length of a block.
+    """Enter an asynchronous context manager for the length of a block.
 
-    A block that is thrown away, since its rank has failed, is not left: the world is closed then.
+    If the block is dropped because its rank has failed, ``__aexit__`` is not called, since the world is closed then.
     """
 
     def leave(kind: type[BaseException] | None, *error: Any) -> bool | None:
@@ -200,10 +200,10 @@ def entered(awaited: AbstractAsyncContextManager[T], caller: Caller) -> Iterator
 
 
 class LoopCaller(Caller):
-    """Runs a loop of its own while a call blocks.
+    """Hosts one rank per process: runs an event loop of its own while a call blocks.
 
     Args:
-        open_world: makes the context in which the rank is hosted; it is given what signals do meanwhile.
+        open_world: Returns the context manager that hosts the rank, for the given handling of signals.
     """
 
     def __init__(self, open_world: Callable[[Interrupts], AbstractAsyncContextManager[World]]) -> None:
@@ -214,16 +214,16 @@ class LoopCaller(Caller):
         self._context = contextvars.copy_context()  # main's
         self._loop: IdleLoop
         self._host: asyncio.Task[Outcome[None]]
-        self._next: BegunCall | None = None  # handed to main
-        self._awaited: BegunCall | None = None  # None after an interrupt, where main still runs the call
+        self._next: BegunCall | None = None  # the call that main continues next
+        self._awaited: BegunCall | None = None  # None after an interrupt, even if main still runs the call
         self._waiter: asyncio.Future[None]  # main waits for it while there is no call
-        self._is_ended = False  # there will be no call any more
-        self._is_stopped = False  # main was cancelled while there was no call; the block hears of it in its next one
-        self._error: BaseException | None = None  # that of the block, with which main ends
+        self._is_ended = False  # the block has ended, so main ends, too
+        self._is_stopped = False  # main was cancelled between two calls; the next call raises the reason
+        self._error: BaseException | None = None  # the block's error, which main raises at its end
         self._is_over = False
 
     def open(self) -> None:
-        """Open the world. Raises what keeps it from opening."""
+        """Open the world, or raise the error that prevents it."""
         self._interrupts.__enter__()
         try:
             with aside():
@@ -244,33 +244,33 @@ class LoopCaller(Caller):
         self.world.services.engine.transport.on_finalize(self._close_before_finalize)
 
     def listen(self) -> None:
-        """Raise signals where the block is from now on, one that has come already included."""
+        """Raise signals in the block from now on, including one that has already arrived."""
         self._interrupts.raises_at_once = True
         if self._interrupts.withdraw():
             self._interrupts.check()
 
     def _close_at_exit(self) -> None:
         logger.warning(
-            "the world of rank %d was never left: use it as with asyncdist.blocking.open_world() as world, or let "
-            "asyncdist.blocking.process_world() end it with the process",
+            "the world of rank %d was never left: open it in a block, with asyncdist.blocking.open_world() as world, "
+            "or with asyncdist.blocking.process_world(), which leaves it when the process ends",
             self.world.rank,
         )
         self.close(None)
 
     def _close_before_finalize(self) -> None:
-        """Leave the world, since the program itself ends MPI, after which this rank could send nothing."""
+        """Leave the world because the program is about to finalize MPI, after which this rank cannot send."""
         try:
             self.close(None)
-        except BaseException as error:  # MPI calls this, and could not pass the error on
-            sys.excepthook(type(error), error, error.__traceback__)  # which knows what has been reported
+        except BaseException as error:  # MPI calls this method, and cannot propagate an error
+            sys.excepthook(type(error), error, error.__traceback__)  # does not print an error that was reported
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
 
     def close(self, error: BaseException | None) -> None:
-        """Leave the world, or end it with the error of the block. Raises what main ends with, if it is another one.
+        """Leave the world, or end it with the block's error; raise the error of main if it is a different one.
 
-        A world that has been left already, because the program has ended MPI, is not left again.
+        Does nothing if the world was left before, because the program has finalized MPI.
         """
         end_forked_child(self.world.process_id, error)
         if self._is_over:
@@ -332,13 +332,13 @@ class LoopCaller(Caller):
         return value
 
     def _begin(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call ``fn`` as main would, and run what it returns until it waits for something: most steps do not.
+        """Call ``fn`` as main would, and run its coroutine until it waits; most steps of policies do not wait.
 
         Returns:
-            Its value, or a :class:`BegunCall`.
+            The value, or a :class:`BegunCall` if the coroutine waits.
         """
         loop = self._loop
-        if self._waiter.done():  # main runs another call still, after an interrupt
+        if self._waiter.done():  # main still runs an earlier call, after an interrupt
             return BegunCall(called(fn, args, kwargs), None)
         _set_running_loop(loop)
         _enter_task(loop, self._host)
@@ -349,7 +349,7 @@ class LoopCaller(Caller):
             _set_running_loop(None)
 
     def _step_in_context(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do what :meth:`_begin` does, where main's context, loop and task are the current ones."""
+        """Do the work of :meth:`_begin`, with main's context, loop and task as the current ones."""
         made = fn(*args, **kwargs)
         if type(made) is not CoroutineType:
             if not inspect.isawaitable(made):
@@ -364,36 +364,36 @@ class LoopCaller(Caller):
         return BegunCall(made, waits_for)
 
     def _is_idle(self) -> bool:
-        """Whether a turn of the loop, which stands still now, would run nothing, so that a call need not yield.
+        """Return whether the loop stands still and has nothing to run, so that a call need not yield to it.
 
-        A turn takes 30 us, as the code between two calls leaves nothing of the loop in the caches.
+        An iteration takes 30 us, because the code between two calls evicts the loop from the caches.
         """
         loop = self._loop
         return not loop.is_running() and not loop.has_work(self.world.services.engine.spared_tick)
 
     def _finish(self, begun: BegunCall) -> Any:
-        """Let main go on with a call; return its value."""
+        """Let main continue a call, and return its value."""
         self._awaited = self._next = begun
         self._wake_main()
         try:
-            # Main stops the loop. With a future to complete it turned once more: 20 us of 60, in cold caches.
+            # Main stops the loop. Waiting for a future would cost one more iteration: 20 us of 60, with cold caches.
             while not begun.outcomes:
-                if self._host.done():  # a second signal was raised inside the loop of a notebook's rank
-                    raise self._what_stops() or ClosedError("this world has ended")
+                if self._host.done():  # in a notebook, a second signal was raised inside the loop
+                    raise self._what_stops() or ClosedError("the world has ended during this call")
                 self._loop.run_forever()
             return begun.outcomes[0].result()
         finally:
             self._awaited = None
 
     def _raise_if_stopped(self) -> None:
-        """Raise what a signal raises that has come too late to end the call by itself.
+        """Raise the error of a signal that arrived too late to end the call.
 
-        From here on signals are raised where the block is; the next call may be hours away, or wait for nothing.
+        It is raised now because the next call may be hours away. Later signals are raised in the block.
         """
         if self._interrupts.withdraw() or self._is_stopped:
             self._is_stopped = False
             error = self._what_stops()
-            assert error is not None, "a signal has come"
+            assert error is not None, "a signal has arrived"
             raise error
 
     def _pause(self) -> Pause:
@@ -408,10 +408,10 @@ class LoopCaller(Caller):
             self._waiter.set_result(None)
 
     async def _host_rank(self, opened: asyncio.Future[None]) -> Outcome[None]:
-        """Be the main of the rank, until the block has ended."""
+        """Run as the rank's main until the block has ended."""
         task = asyncio.current_task()
-        assert task is not None, "this is one"
-        frame_of_caller[task] = sys._getframe  # on whose stack the loop runs
+        assert task is not None, "this coroutine runs in a task"
+        frame_of_caller[task] = sys._getframe  # the loop runs on the blocking code's stack
 
         async def host() -> None:
             async with self._open_world(self._interrupts) as world:
@@ -422,7 +422,7 @@ class LoopCaller(Caller):
         return await outcome_of(host())
 
     async def _serve(self) -> None:
-        """Await what the block calls, one after the other, until it ends; end with its error."""
+        """Await the block's calls in turn until the block ends; raise its error."""
         while True:
             while self._next is None and not self._is_ended:
                 self._waiter = self._pause()
@@ -438,7 +438,7 @@ class LoopCaller(Caller):
             begun.is_cancelled, self._is_stopped = self._is_stopped, False
             try:
                 outcome = Outcome(await begun)
-            except GeneratorExit:  # main is thrown away
+            except GeneratorExit:  # main is dropped
                 raise
             except asyncio.CancelledError as error:
                 outcome = Outcome(error=self._what_stops() or error)
@@ -459,7 +459,7 @@ class LoopCaller(Caller):
 
 @contextlib.contextmanager
 def aside() -> Iterator[None]:
-    """Let a loop run in this thread, beside one that stands still meanwhile: a notebook's, of which this is a cell."""
+    """Let another loop run in this thread while the running one, such as a notebook's, stands still."""
     running = _get_running_loop()
     _set_running_loop(None)
     try:
@@ -472,11 +472,11 @@ def aside() -> Iterator[None]:
 
 
 class SwitchingCaller(Caller):
-    """Runs code on a stack of its own, inside main of a rank whose loop is running.
+    """Runs blocking code on a stack of its own, inside the main of a rank whose loop is running.
 
     Args:
-        world: of the rank.
-        is_of_script: whether the code is the whole script, which opens this world itself.
+        world: The rank's world.
+        is_of_script: Whether the code is a whole script, which opens this world itself.
     """
 
     def __init__(self, world: World, *, is_of_script: bool = False) -> None:
@@ -486,19 +486,19 @@ class SwitchingCaller(Caller):
         self._main: greenlet.greenlet
 
     async def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call ``fn``, and await what it calls meanwhile; return what it returns."""
+        """Run ``fn``, await the coroutines of its blocking calls, and return its result."""
         return cast(T, await self._serve(greenlet.greenlet(fn), *args, **kwargs))
 
     async def go_on(self, stack: greenlet.greenlet) -> object:
-        """Let code go on that has asked for its world in :func:`ask_for_world`; return what it returns."""
+        """Continue code that asked for its caller through :data:`ask_for_world`, and return its result."""
         return await self._serve(stack, self)
 
     async def _serve(self, stack: greenlet.greenlet, *args: Any, **kwargs: Any) -> object:
         task, here = asyncio.current_task(), greenlet.getcurrent()
-        assert task is not None, "main is one"
+        assert task is not None, "main runs in a task"
         self._main = stack.parent = here
         token = _current.set(self)
-        stack.gr_context = here.gr_context  # the task's: a variable that is set on one stack is so on both
+        stack.gr_context = here.gr_context  # the task's context: context variables are shared by both stacks
         frame_of_caller[task] = lambda: stack.gr_frame
         self.is_open = True
         try:

@@ -1,4 +1,4 @@
-"""Puts a blocking face on objects whose methods are coroutines: channels, clients of replay buffers."""
+"""Blocking wrappers for objects whose methods are coroutines, such as channels and clients of replay buffers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from asyncdist.blocking.callers import current_caller, entered
 
 
 class Face:
-    """Has the attributes of an object; those of its methods that return something to be awaited block.
+    """Wraps an object: its coroutine methods block here, and its other attributes are unchanged.
 
     Args:
-        awaited: the object.
+        awaited: The wrapped object, which is also the attribute ``awaited``.
     """
 
     def __init__(self, awaited: Any) -> None:
@@ -31,7 +31,7 @@ class Face:
 
 @contextmanager
 def context(awaited: AbstractAsyncContextManager[Any]) -> Iterator[Any]:
-    """Enter an asynchronous context; the block gets what that gives, with a blocking face.
+    """Enter an asynchronous context manager, and yield its value as a :class:`Face`, whose methods block.
 
     ::
 

@@ -1,4 +1,4 @@
-"""Makes the helpers and collectives of :mod:`asyncdist` calls that block: same names, same arguments."""
+"""Blocking versions of the helpers and collectives of :mod:`asyncdist`, with the same names and arguments."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ T = TypeVar("T")
 
 
 def _blocking(fn: Callable[P, Awaitable[T]]) -> Callable[P, T]:
-    """Make a call that blocks of one that is awaited."""
+    """Return a blocking version of a coroutine function."""
 
     @functools.wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         return current_caller(fn.__name__).call(fn, *args, **kwargs)
 
-    call.__doc__ = f"Block in :func:`asyncdist.{fn.__name__}`, and return its result.\n\n{fn.__doc__}"
+    call.__doc__ = f"Call :func:`asyncdist.{fn.__name__}`, block until it completes, return its result.\n\n{fn.__doc__}"
     return call
 
 
 def _blocking_context(
     fn: Callable[P, AbstractAsyncContextManager[T]],
 ) -> Callable[P, AbstractContextManager[T]]:
-    """Make a context of an asynchronous one."""
+    """Return a blocking version of a function that returns an asynchronous context manager."""
 
     @functools.wraps(fn)
     @contextmanager

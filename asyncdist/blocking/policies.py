@@ -1,4 +1,4 @@
-"""Lets code without an event loop use a policy."""
+"""Policies for code without an event loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PolicyT_co = TypeVar("PolicyT_co", bound="_Awaited[Any]", covariant=True)
 
 
 class _Awaited(Protocol[InfoT_co]):
-    """Is a policy: ``step`` in an asynchronous context."""
+    """Describes a policy: an asynchronous context manager with ``step``."""
 
     async def __aenter__(self) -> Any: ...
 
@@ -31,19 +31,19 @@ class _Awaited(Protocol[InfoT_co]):
 
 
 class _ReportingPolicy(_Awaited[Any], Protocol[ReportT_co]):
-    """Is a policy that reports on itself."""
+    """Describes a policy that has ``statistics``."""
 
     def statistics(self) -> ReportT_co: ...
 
 
 class Policy(Generic[PolicyT_co]):
-    """Lets code without an event loop use a policy, as a context: ``with ad.blocking.policy(...) as policy``.
+    """Wraps a policy for code without an event loop: ``with ad.blocking.policy(...) as policy``.
 
-    Weights change only inside ``step``, on the caller's thread. Attributes and methods that do not block are those of
-    the policy itself. Outside of a world it opens one, and ends it with the block.
+    Weights change only inside ``step``, on the caller's thread. All other attributes are the policy's own. If no world
+    is open, the block opens one and closes it at the end.
 
     Args:
-        awaited: a policy that has not been entered.
+        awaited: A policy that has not been entered. It is also the attribute ``awaited``.
     """
 
     def __init__(self, awaited: PolicyT_co) -> None:
@@ -55,17 +55,17 @@ class Policy(Generic[PolicyT_co]):
         return f"<{repr(self.awaited).strip('<>')}, blocking>"
 
     def __enter__(self) -> Self:
-        """Start, together with all members.
+        """Start the policy, together with all members.
 
         Raises:
-            LocalProtocolError: a coroutine of a rank calls.
-            BaseException: as the policy does.
+            LocalProtocolError: Called in a coroutine of a rank.
+            BaseException: As ``__aenter__`` of the policy.
         """
         if is_in_a_rank():
             kind = type(self.awaited).__name__
             raise LocalProtocolError(
-                f"asyncdist.blocking.policy blocks, and this is a coroutine: write async with {kind}(...) as policy "
-                "here, and await its step"
+                f"asyncdist.blocking.policy blocks and cannot be used in a coroutine: write async with {kind}(...) as "
+                "policy here, and await its step"
             )
         with ExitStack() as exits:
             if find_caller() is None:
@@ -82,14 +82,14 @@ class Policy(Generic[PolicyT_co]):
 
     @property
     def world(self) -> World:
-        """The world that it runs in."""
+        """The world in which the policy runs."""
         return World(self._caller or self._refuse())
 
     def step(self: Policy[_Awaited[InfoT]], local_metric: Any = None, *, loss: Any = None, score: Any = None) -> InfoT:
         """Make progress, and change the model's weights if it is time; see :meth:`protocols.SpawnPolicy.step`.
 
         Raises:
-            RuntimeError: outside of the block.
+            RuntimeError: Called outside the block.
         """
         caller = self._caller or self._refuse()
         if loss is None and score is None:
@@ -97,22 +97,22 @@ class Policy(Generic[PolicyT_co]):
         return caller.call(self.awaited.step, local_metric, loss=loss, score=score)
 
     def statistics(self: Policy[_ReportingPolicy[ReportT]]) -> ReportT:
-        """Return what this member has done so far, as the policy does."""
+        """Return the policy's statistics of this member so far."""
         return self.awaited.statistics()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Do a ``step`` as torchgfn's policies do; see :meth:`protocols.ported.Ported.__call__`."""
+        """Do a ``step`` in the form of torchgfn's policies; see :meth:`protocols.ported.Ported.__call__`."""
         called: Any = self.awaited
         return (self._caller or self._refuse()).call(called, *args, **kwargs)
 
     def _refuse(self) -> NoReturn:
-        raise RuntimeError(f"this {type(self.awaited).__name__} is used in its block: with ... as policy")
+        raise RuntimeError(f"this {type(self.awaited).__name__} is not open: use it inside with ... as policy")
 
     def __getattr__(self, name: str) -> Any:
-        if name == "awaited":  # not set yet
+        if name == "awaited":  # not yet set; getattr would recurse
             raise AttributeError(name)
         return getattr(self.awaited, name)
 
 
-#: The name by which it is made: ``ad.blocking.policy(AsyncSelectiveAveragingPolicy(...))``.
+#: Alias of :class:`Policy`: ``ad.blocking.policy(AsyncSelectiveAveragingPolicy(...))``.
 policy = Policy

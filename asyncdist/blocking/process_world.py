@@ -1,4 +1,4 @@
-"""Keeps one world open for code that has no block to put into it: callbacks of a trainer, lines of a plain loop."""
+"""One world for the whole process, for code that cannot use a block: a trainer's callbacks, lines of a plain loop."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from asyncdist.runtime.world import refuse_inside_a_world, set_world_of_process
 
 
 def process_world() -> World:
-    """Return the world that is open here; open one that lasts as long as this process, where there is none.
+    """Return the world that is open here. If there is none, open one that lasts until the process ends.
 
-    This rank leaves it when the interpreter exits, and waits for the others as at the end of a block. An exception that
-    ends the program is the failure of this rank.
+    This rank leaves that world when the interpreter exits, and then waits for the others, as at the end of a block. If
+    an exception ends the program, this rank fails with it.
 
     Raises:
-        LocalProtocolError: in a coroutine of a rank.
-        BaseException: as :func:`open_world`.
+        LocalProtocolError: Called in a coroutine of a rank.
+        BaseException: As :func:`open_world`.
     """
     global _until_exit
     caller = find_caller()
@@ -41,9 +41,9 @@ def process_world() -> World:
 
 
 def end_process_world() -> None:
-    """Leave the world of this process, as its end does, where :func:`process_world` has opened one.
+    """Leave the world that :func:`process_world` opened, if it did, before the process ends.
 
-    This rank waits for the others to leave it. A program that calls ``MPI.Finalize()`` leaves its world there.
+    This rank waits until the others leave it, too. ``MPI.Finalize()`` also leaves the world.
     """
     if _until_exit is not None:
         _until_exit.leave(None)
@@ -53,7 +53,7 @@ class _UntilExit:
     """Leaves a block when the interpreter exits, or with the exception that ends the program.
 
     Args:
-        block: has been entered.
+        block: A context manager that has been entered.
     """
 
     def __init__(self, block: AbstractContextManager[Any]) -> None:
@@ -70,24 +70,24 @@ class _UntilExit:
         except BaseException as raised:
             trace = raised.__traceback__
             if isinstance(raised, KeyboardInterrupt) and isinstance(error, KeyboardInterrupt):
-                # The same Ctrl-C, raised anew: where nothing has been reported of it, the user's own line tells most.
+                # The same Ctrl-C, raised again. If it has not been reported, the user's own line is the most helpful.
                 trace, raised.__suppress_context__ = user_traceback(error), True
             kind, error = type(raised), raised.with_traceback(trace)
-        is_replaced = sys.excepthook != self._on_exception  # by one that knows what has been reported
+        is_replaced = sys.excepthook != self._on_exception  # by a hook that knows which errors were reported
         hook = sys.excepthook if was_open and is_replaced else self._hook_before
         hook(kind, error, trace)
 
     def _on_exit(self) -> None:
         try:
-            self.leave(getattr(sys, "last_value", None))  # where another hook than ours has shown an exception
-        except BaseException as error:  # too late to change the exit code in another way
-            sys.excepthook(type(error), error, error.__traceback__)  # which knows what has been reported
+            self.leave(getattr(sys, "last_value", None))  # an exception that a hook other than ours has shown
+        except BaseException as error:  # only os._exit can change the exit code this late
+            sys.excepthook(type(error), error, error.__traceback__)  # does not print an error that was reported
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
 
     def leave(self, error: BaseException | None) -> None:
-        """Leave the block, with the error that ends the program if there is one."""
+        """Leave the block, with the error that ends the program, or None."""
         block, self._block = self._block, None
         if block is not None and os.getpid() == self._process_id:  # a forked child is not in the world
             set_process_caller(None)
@@ -98,14 +98,16 @@ _until_exit: _UntilExit | None = None
 
 
 def leave_with(error: BaseException) -> BaseException:
-    """Leave the world of this process, if it has one, with the error that ends the program: for what runs scripts.
+    """Leave the world of this process, if it has one, with the error that ended the program.
+
+    For code that runs scripts.
 
     Returns:
-        The error to tell the user: of a Ctrl-C it is another one, which has been reported.
+        The error to show to the user. After a Ctrl-C, it is the error raised on leaving, which was reported already.
     """
     if _until_exit is not None:
         try:
             _until_exit.leave(error)
-        except BaseException as raised:  # it has been reported
+        except BaseException as raised:  # it was reported
             return raised if isinstance(error, KeyboardInterrupt) else error
     return error

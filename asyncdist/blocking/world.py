@@ -1,4 +1,4 @@
-"""Opens worlds for code without an event loop: ``open_world`` as a context, ``run`` for a function."""
+"""Worlds for code without an event loop: ``open_world`` for a block, ``run`` for a function."""
 
 from __future__ import annotations
 
@@ -41,16 +41,17 @@ T = TypeVar("T")
 
 
 class World:
-    """Represents one rank of a running job to code without an event loop.
+    """Represents one rank of a running job, for code without an event loop.
 
-    What :class:`asyncdist.World` awaits is a call that blocks here. While the code computes between two calls this rank
-    makes no progress for others, as if an ``async def main`` computed: a policy's ``step`` in each iteration is enough.
+    The methods that are coroutines in :class:`asyncdist.World` block here. Between two calls, this rank does not
+    respond to the others, just as an ``async def main`` does not while it computes. Calling a policy's ``step`` in each
+    iteration is often enough.
 
     Attributes:
-        rank: this rank, from 0.
-        size: the number of ranks.
-        group: the group of all ranks.
-        awaited: the same world, for coroutines.
+        rank: This rank, counted from 0.
+        size: Number of ranks.
+        group: Group of all ranks.
+        awaited: The :class:`asyncdist.World` behind this object, for use in coroutines.
     """
 
     def __init__(self, caller: Caller) -> None:
@@ -64,16 +65,16 @@ class World:
         return f"{self.awaited!r:.{len(repr(self.awaited)) - 1}}, blocking>"
 
     def call(self, fn: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a coroutine function and return its result; meanwhile all tasks of this rank go on.
+        """Call a coroutine function and return its result. All tasks of this rank run meanwhile.
 
         Raises:
-            ClosedError: the world is closed.
-            LocalProtocolError: in another thread, or inside another such call.
-            BaseException: what ``fn`` raises; RankLostError where the job has failed; KeyboardInterrupt after SIGINT.
+            ClosedError: The world is closed.
+            LocalProtocolError: Called in another thread than the rank's, or inside another blocking call.
+            BaseException: The exception of ``fn``; RankLostError if the job has failed; KeyboardInterrupt after SIGINT.
         """
         return self._caller.call(fn, *args, **kwargs)
 
-    # -- as of the awaited world --------------------------------------------------------------------------------------
+    # -- calls that do not block --------------------------------------------------------------------------------------
 
     @property
     def local_rank(self) -> int:
@@ -106,37 +107,37 @@ class World:
         return self.awaited.incarnation
 
     def time(self) -> float:
-        """Return seconds on the loop's clock, from an arbitrary start."""
+        """Return the time of the loop's clock, in seconds from an arbitrary start."""
         return self.awaited.time()
 
     def describe(self) -> str:
-        """Return one line for reports: transport, library, ranks."""
+        """Return one line for reports: transport, library and number of ranks."""
         return self.awaited.describe()
 
     def statistics(self) -> WorldStatistics:
-        """Return the counts since the world was opened."""
+        """Return counters, counted since the world was opened."""
         return self.awaited.statistics()
 
     def check(self) -> None:
-        """Raise what ended the job, if anything did."""
+        """Raise the error that ended the job, if there is one."""
         self.awaited.check()
 
     # -- calls that block ---------------------------------------------------------------------------------------------
 
     def sleep(self, seconds: float) -> None:
-        """Wait for so many seconds, while the tasks of this rank go on."""
+        """Wait for ``seconds``, while the tasks of this rank run."""
         self.call(self.awaited.sleep, seconds)
 
     def safe_point(self) -> None:
-        """Make one pass over what is outstanding, and let the tasks of this rank run."""
+        """Check all outstanding requests once, and let the tasks of this rank run."""
         self.call(self.awaited.safe_point)
 
     def progress(self, budget_s: float = PROGRESS_BUDGET_S) -> None:
-        """Make passes until one completes nothing, or the budget is spent; see :meth:`asyncdist.World.progress`."""
+        """Check outstanding requests until none completes or time is up; see :meth:`asyncdist.World.progress`."""
         self.call(self.awaited.progress, budget_s)
 
     def compute(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run ``fn`` in a worker thread, while the tasks of this rank go on; see :meth:`asyncdist.World.compute`."""
+        """Run ``fn`` in a worker thread, while the tasks of this rank run; see :meth:`asyncdist.World.compute`."""
         return self.call(lambda: self.awaited.compute(fn, *args, **kwargs))
 
     def channel(
@@ -148,23 +149,23 @@ class World:
         capacity: int = 1024,
         group: Group | None = None,
     ) -> Any:
-        """Open a channel, whose ``send`` and ``receive`` block; see :meth:`asyncdist.World.channel`."""
+        """Open a channel whose ``send`` and ``receive`` block; see :meth:`asyncdist.World.channel`."""
         return Face(self.awaited.channel(message_type, tag=tag, name=name, capacity=capacity, group=group))
 
     def new_group(self, ranks: Sequence[int], *, timeout_s: float = GROUP_TIMEOUT_S) -> Group:
-        """Make a group, together with its members; see :meth:`asyncdist.World.new_group`."""
+        """Make a group. Collective among its members; see :meth:`asyncdist.World.new_group`."""
         return self.call(self.awaited.new_group, ranks, timeout_s=timeout_s)
 
     def new_groups(self, lists: Iterable[Sequence[int]], *, timeout_s: float = GROUP_TIMEOUT_S) -> list[Group]:
-        """Make several groups, one after the other; see :meth:`asyncdist.World.new_groups`."""
+        """Make several groups in turn; see :meth:`asyncdist.World.new_groups`."""
         return self.call(self.awaited.new_groups, lists, timeout_s=timeout_s)
 
     def send_stream(self, tensor: torch.Tensor, dest: int) -> None:
-        """Send a tensor; see :meth:`asyncdist.World.send_stream`."""
+        """Send a tensor to ``dest``; see :meth:`asyncdist.World.send_stream`."""
         self.call(self.awaited.send_stream, tensor, dest)
 
     def receive_stream(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """Receive into ``tensor``; see :meth:`asyncdist.World.receive_stream`."""
+        """Receive a tensor from ``source`` into ``tensor``; see :meth:`asyncdist.World.receive_stream`."""
         return self.call(self.awaited.receive_stream, tensor, source)
 
 
@@ -172,8 +173,8 @@ def current_world() -> World:
     """Return the world of the rank that runs this code.
 
     Raises:
-        LocalProtocolError: a coroutine calls it.
-        RuntimeError: there is none here.
+        LocalProtocolError: Called in a coroutine; use :func:`asyncdist.current_world` there.
+        RuntimeError: No world is open here.
     """
     return World(current_caller("current_world"))
 
@@ -193,17 +194,17 @@ def open_world(
 ) -> Iterator[World]:
     """Open a world for code without an event loop: ``with ad.blocking.open_world() as world``.
 
-    The code makes one rank, under every launcher that :func:`asyncdist.run` knows. It may be a cell of a notebook. In
-    ``asyncdist sim`` it is called by each rank, and the whole script belongs to that rank.
+    The block runs as one rank, under every launcher that :func:`asyncdist.run` knows, and may be a cell of a notebook.
+    Under ``asyncdist sim`` each simulated rank runs the whole script.
 
-    Signals: the first SIGINT or SIGTERM raises KeyboardInterrupt, or SystemExit, in the block, the second one ends the
-    process.
+    Signals: the first SIGINT raises KeyboardInterrupt in the block, the first SIGTERM raises SystemExit. The second
+    signal ends the process.
 
     Args: as :func:`asyncdist.run`.
 
     Raises:
-        LocalProtocolError: inside a world; a rank has one.
-        BaseException: as :func:`asyncdist.run`.
+        LocalProtocolError: Called inside a world; a rank has only one.
+        BaseException: As :func:`asyncdist.run`.
     """
     here = find_caller()
     if isinstance(here, SwitchingCaller) and here.is_of_script:
@@ -225,7 +226,7 @@ def open_world(
         limit_nbytes=record_limit_nbytes,
         metrics=metrics,
     )
-    user = sys._getframe(2)  # outside of contextlib
+    user = sys._getframe(2)  # the caller's frame, outside contextlib
     with aside():
         host = runtime.prepare_rank(user, transport=transport, options=options)
     caller = LoopCaller(host)
@@ -235,13 +236,13 @@ def open_world(
     try:
         caller.listen()
         yield World(caller)
-    except GeneratorExit:  # nobody went on with a generator whose block this is: that is no failure
+    except GeneratorExit:  # the block is in a generator that was dropped before its end, which is not a failure
         raise
     except BaseException as caught:
         error = caught
         raise
     finally:
-        with suppress(ValueError):  # left in another context than it was entered in; a closed world is in nobody's way
+        with suppress(ValueError):  # left in another context than it was entered in; a closed world is ignored there
             _current.reset(tokens[0])
             _current_world.reset(tokens[1])
         caller.close(error)
@@ -254,16 +255,17 @@ def run(
     ranks: int | None = None,
     **options: Unpack[WorldOptions],
 ) -> T:
-    """Call ``main(world, *args)`` as this process's rank, and return what it returns.
+    """Call ``main(world, *args)`` as this process's rank, and return its result.
 
     Args:
-        main: a function; its first argument is the :class:`World`.
-        args: its other arguments.
-        transport, ranks: as of :func:`asyncdist.run`. With ``transport="local"`` this process hosts so many ranks.
-        options: others of that function.
+        main: Function whose first argument is the :class:`World`.
+        args: Other arguments of ``main``.
+        transport: As for :func:`asyncdist.run`.
+        ranks: With ``transport="local"``, the number of ranks to host in this process.
+        options: Other options of :func:`asyncdist.run`.
 
     Raises:
-        BaseException: what ``main`` raises; as :func:`asyncdist.run`.
+        BaseException: The exception of ``main``, or as :func:`asyncdist.run`.
     """
     if runtime.run_elsewhere.get() is not None or ranks is not None:
         return runtime.run(hosted(main), *args, transport=transport, ranks=ranks, **options)
@@ -272,10 +274,10 @@ def run(
 
 
 def hosted(main: Callable[Concatenate[World, P], T]) -> Callable[Concatenate[AwaitedWorld, P], Coroutine[Any, Any, T]]:
-    """Make a coroutine function of one that blocks, for :func:`asyncdist.simulate` and :func:`asyncdist.run_local`.
+    """Wrap a blocking main in a coroutine function, for :func:`asyncdist.simulate` and :func:`asyncdist.run_local`.
 
     Args:
-        main: is called with the rank's world, and the other arguments.
+        main: Function whose first argument is the rank's :class:`World`.
     """
 
     @functools.wraps(main)
@@ -284,7 +286,7 @@ def hosted(main: Callable[Concatenate[World, P], T]) -> Callable[Concatenate[Awa
 
         def run_and_end() -> T:
             value = main(World(caller), *args, **kwargs)
-            caller.end()  # integrations leave their policies, for which the other ranks wait
+            caller.end()  # integrations leave their policies, since the other ranks wait for that
             return value
 
         return await caller.run(run_and_end)

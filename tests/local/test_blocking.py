@@ -125,9 +125,9 @@ def test_a_world_has_what_is_awaited_of_the_other_one() -> None:
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        (ad.blocking.barrier, "no world here for barrier"),
-        (ad.blocking.current_world, "no world here for current_world"),
-        (lambda: ad.blocking.policy(made_policy()).step(1.0), "is used in its block: with"),
+        (ad.blocking.barrier, "barrier needs a world, and none is open here: call"),
+        (ad.blocking.current_world, "current_world needs a world, and none is open here: call"),
+        (lambda: ad.blocking.policy(made_policy()).step(1.0), "is not open: use it inside with"),
     ],
 )
 def test_outside_of_a_world(call: Callable[[], Any], told: str) -> None:
@@ -139,7 +139,7 @@ def test_a_call_in_a_thread_that_has_no_world_names_the_thread() -> None:
     """Regression: it said that there was none here, and to open one, while the main thread was inside of one."""
     with ad.blocking.open_world(), concurrent.futures.ThreadPoolExecutor(1, "loader") as threads:
         refused = threads.submit(ad.blocking.barrier).exception()
-    assert str(refused).startswith("no world here for barrier, in thread 'loader_0' (a rank's calls are made in the")
+    assert str(refused).startswith("barrier needs a world, and none is open here in thread 'loader_0' (call it in the")
 
 
 def test_what_a_blocking_call_is_refused_for() -> None:
@@ -167,7 +167,9 @@ def test_what_a_blocking_call_is_refused_for() -> None:
         world.safe_point()
 
     async def main(_: ad.World) -> None:
-        with pytest.raises(ad.LocalProtocolError, match=r"and this is a coroutine: await asyncdist\.barrier here"):
+        with pytest.raises(
+            ad.LocalProtocolError, match=r"cannot be used in a coroutine: await asyncdist\.barrier here"
+        ):
             ad.blocking.barrier()
         with pytest.raises(ad.LocalProtocolError, match="<World rank 0 of 1"):
             ad.blocking.open_world().__enter__()
