@@ -1,4 +1,4 @@
-"""Measures asyncdist on the ranks of a job, beside what a script would call without it: ``python -m asyncdist.bench``.
+"""Compares asyncdist with plain mpi4py or torch.distributed on the ranks of a job: ``python -m asyncdist.bench``.
 
 ::
 
@@ -6,12 +6,12 @@
     mpirun -n 2 python -m asyncdist.bench bandwidth
     torchrun --nproc-per-node 4 -m asyncdist.bench ringtest
 
-Rank 0 prints a table. Both sides of it are measured in the same processes, in alternation, and times are medians.
+Rank 0 prints a table. Both sides are measured alternately in the same processes, and times are medians.
 
-- ``latency``: the one-way time of a small message between ranks 0 and 1: ``send`` and ``receive`` of a channel, beside
-  blocking ``Send`` and ``Recv`` of mpi4py, or ``send`` and ``recv`` of torch.distributed on gloo.
-- ``bandwidth``: the rate of a large tensor between them: ``world.send_stream`` and ``world.receive_stream``, beside one
-  blocking message.
-- ``ringtest``: the time of a small message from rank to rank, around all of them.
-- ``step``: ``policy.step()`` in which nothing happens, beside a bare ``asyncio.sleep(0)``; for one rank or more.
+- ``latency``: one-way time of a small message between ranks 0 and 1: ``send`` and ``receive`` of a channel, compared
+  with blocking ``Send`` and ``Recv`` of mpi4py, or ``send`` and ``recv`` of torch.distributed on gloo.
+- ``bandwidth``: rate of a large tensor between ranks 0 and 1: ``world.send_stream`` and ``world.receive_stream``,
+  compared with one blocking message.
+- ``ringtest``: time of a small message from rank to rank, in a ring of all ranks.
+- ``step``: time of an idle ``policy.step()``, compared with ``asyncio.sleep(0)``, on one rank or more.
 """

@@ -12,21 +12,22 @@ from typing import Final
 import asyncdist as ad
 from asyncdist.argument_types import count
 
-#: What is timed, what ``--sizes`` are, and the defaults of ``--sizes``, ``--repeat`` and ``--loop``, if it has that.
+#: For each benchmark: its subject, the meaning of ``--sizes``, and the defaults of ``--sizes``, ``--repeat`` and
+#: ``--loop`` (None if it has no such option).
 _NAMES: Final[dict[str, tuple[str, str, str, int, int | None]]] = {
     "latency": ("a small message from rank to rank", "bytes of a message", "8,1024,16384", 50, 100),
     "bandwidth": ("a large tensor from rank to rank", "MiB of a tensor", "1,4,16,64", 15, None),
     "ringtest": ("a small message around all ranks", "bytes of a message", "8,1024,16384", 20, 20),
     "step": ("a policy's step in which nothing happens", "parameters of a model", "100000,10000000", 50, 100),
 }
-#: Bytes of a message: what a channel takes, less what is around them.
+#: Maximum size in bytes of a message: a channel's limit less the encoding's overhead.
 _LARGEST: Final = {"latency": 60_000, "ringtest": 60_000, "bandwidth": 16_384, "step": 10**9}
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m asyncdist.bench",
-        description="Measure asyncdist on the ranks of this job, beside what a script would call without it.",
+        description="Compare asyncdist with plain mpi4py or torch.distributed on the ranks of this job.",
         epilog="Started as in: asyncdist run -n 2 -m asyncdist.bench latency",
         allow_abbrev=False,
     )
@@ -54,11 +55,11 @@ def _sizes(text: str, largest: int) -> list[int]:
 
 
 async def _main(world: ad.World, options: argparse.Namespace) -> int:
-    """Measure, and print on rank 0 what was found, or why nothing was; the exit code."""
+    """Run a benchmark, print its table or a refusal on rank 0, and return the exit code."""
     benchmark = importlib.import_module(f"asyncdist.bench.{options.name}")
     refusal = ""
     if world.is_simulated:
-        refusal = "a simulation's time is virtual, so nothing is measured there: asyncdist run starts real ranks"
+        refusal = "a simulation's time is virtual, so it cannot be measured: start real ranks with asyncdist run"
     elif world.size < benchmark.RANKS_MIN:
         refusal = (
             f"{options.name} needs {benchmark.RANKS_MIN} ranks or more, and this process is alone: "
@@ -75,7 +76,7 @@ async def _main(world: ad.World, options: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Be one rank of a benchmark; the exit code."""
+    """Run a benchmark as one rank; return the exit code."""
     return ad.run(_main, _parser().parse_args(arguments))
 
 

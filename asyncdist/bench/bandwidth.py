@@ -1,4 +1,4 @@
-"""Measures the rate of a large tensor between two ranks: there and back."""
+"""Measures the rate of a large tensor between two ranks, over round trips."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MIB = 1 << 20
 
 
 async def measure(world: ad.World, options: argparse.Namespace) -> Table | None:
-    """Alternate round trips of ours and the rival's, for each size; the table on rank 0."""
+    """Alternate round trips of asyncdist and of the rival for each size; return the table on rank 0."""
     rival = await rival_of(world)
     if world.rank > 1:
         return None

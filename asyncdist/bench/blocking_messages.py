@@ -1,7 +1,7 @@
-"""Sends messages as a script would without asyncdist: with blocking calls, on the same ranks.
+"""Sends messages as a script without asyncdist would: with blocking calls, on the same ranks.
 
-Nothing is packed, checked or decoded there, and nothing of asyncdist polls meanwhile. mpi4py and torch.distributed are
-imported where their rival is made.
+Nothing is packed, checked or decoded, and asyncdist does not poll meanwhile. mpi4py and torch.distributed are imported
+only when their rival is made.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Rival(abc.ABC):
     """Sends tensors in calls that block.
 
     Attributes:
-        name: what is called, for the heading of a column.
+        name: Name of the calls, for the heading of a column.
     """
 
     name: str
@@ -35,14 +35,14 @@ class Rival(abc.ABC):
 
     @abc.abstractmethod
     def receive(self, tensor: torch.Tensor, source: int) -> None:
-        """Receive into one."""
+        """Receive into a contiguous tensor of bytes on the CPU."""
 
     def align(self, rank: int, peer: int) -> None:
         """Return on two ranks at nearly the same time."""
         self.round_trips(self._byte, self._byte.clone(), 1, rank, peer)
 
     def round_trips(self, outgoing: torch.Tensor, incoming: torch.Tensor, count: int, rank: int, peer: int) -> None:
-        """Send to the peer and receive from it, so many times; the lower rank begins."""
+        """Exchange ``count`` messages each way with the peer; the lower rank begins."""
         for _ in range(count):
             if rank < peer:
                 self.send(outgoing, peer)
@@ -76,7 +76,7 @@ class TorchRival(Rival):
     """Calls ``send`` and ``recv`` of a process group on gloo.
 
     Args:
-        dist: the module ``torch.distributed``, whose default process group there is.
+        dist: Module ``torch.distributed``, whose default process group is initialised.
     """
 
     name = "gloo send, recv"
@@ -95,14 +95,14 @@ class TorchRival(Rival):
 
 
 async def rival_of(world: ad.World) -> Rival:
-    """Return the one of the world's transport. Collective over all ranks."""
+    """Return the rival that uses the world's backend. All ranks must call this."""
     if world.transport_name != "torch":
         return MpiRival()
     from torch import distributed
 
     dist: Any = distributed
     if not dist.is_initialized():
-        # A store of its own: the launcher's variables may be missing (srun), and their port may be the launcher's.
+        # Its own store, since the launcher's variables may be missing (srun), and their port may be the launcher's.
         address, size = environment.torch_rendezvous().address, world.size
         served = dist.TCPStore(address, 0, size, is_master=True, wait_for_workers=False) if world.rank == 0 else None
         port = torch.tensor(served.port if served is not None else 0, device="cpu")

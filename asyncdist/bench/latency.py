@@ -1,4 +1,4 @@
-"""Times a small message between two ranks: half a round trip."""
+"""Measures the latency of a small message between two ranks: half a round trip."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ RANKS_MIN = 2
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """Is sent to and fro."""
+    """The message that is sent back and forth."""
 
     payload: bytes
 
 
 async def measure(world: ad.World, options: argparse.Namespace) -> Table | None:
-    """Alternate blocks of ours and the rival's, for each size; the table on rank 0."""
+    """Alternate blocks of asyncdist's and the rival's round trips for each size; return the table on rank 0."""
     rival = await rival_of(world)
     channel = world.channel(Ping, tag=100)
     if world.rank > 1:
@@ -47,7 +47,7 @@ async def measure(world: ad.World, options: argparse.Namespace) -> Table | None:
 
 
 async def our_trips(world: ad.World, channel: ad.Channel[Any], message: Any, count: int) -> float:
-    """Send a message to and fro between ranks 0 and 1; return microseconds one way."""
+    """Send a message back and forth between ranks 0 and 1; return the one-way time in microseconds."""
     peer = 1 - world.rank
     began_at = time.perf_counter()
     if world.rank == 0:
@@ -62,7 +62,7 @@ async def our_trips(world: ad.World, channel: ad.Channel[Any], message: Any, cou
 
 
 def _rival_trips(world: ad.World, rival: Rival, nbytes: int, count: int) -> float:
-    """Return microseconds one way, of as many bytes as a frame has."""
+    """Return the rival's one-way time in microseconds, for as many bytes as a frame has."""
     outgoing, incoming = (torch.zeros(nbytes, dtype=torch.uint8, device="cpu") for _ in range(2))
     rival.align(world.rank, 1 - world.rank)
     began_at = time.perf_counter()

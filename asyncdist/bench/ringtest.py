@@ -1,4 +1,4 @@
-"""Times a small message from rank to rank, around all of them."""
+"""Measures the time of a small message from rank to rank, in a ring of all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RANKS_MIN = 2
 
 
 async def measure(world: ad.World, options: argparse.Namespace) -> Table | None:
-    """Alternate blocks of ours and the rival's, for each size; the table on rank 0."""
+    """Alternate blocks of asyncdist's and the rival's rings for each size; return the table on rank 0."""
     rival = await rival_of(world)
     channel = world.channel(Ping, tag=100)
     rows = []
@@ -36,7 +36,7 @@ async def measure(world: ad.World, options: argparse.Namespace) -> Table | None:
 
 
 async def _our_ring(world: ad.World, channel: ad.Channel[Ping], message: Ping, count: int) -> float:
-    """Return microseconds from rank to rank."""
+    """Return the time from rank to rank in microseconds."""
     following = (world.rank + 1) % world.size
     await ad.barrier()
     began_at = time.perf_counter()
@@ -51,12 +51,12 @@ async def _our_ring(world: ad.World, channel: ad.Channel[Ping], message: Ping, c
 
 
 def _rival_ring(world: ad.World, rival: Rival, nbytes: int, count: int) -> float:
-    """Return microseconds from rank to rank, of as many bytes as a frame has."""
+    """Return the rival's time from rank to rank in microseconds, for as many bytes as a frame has."""
     tensor = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
     previous, following = (world.rank - 1) % world.size, (world.rank + 1) % world.size
     began_at = time.perf_counter()
     for index in range(1 + count):
-        if index == 1:  # once around, to begin together
+        if index == 1:  # the first lap lets all ranks start together
             began_at = time.perf_counter()
         if world.rank == 0:
             rival.send(tensor, following)

@@ -1,4 +1,4 @@
-"""Times a policy's step in which nothing happens: what a training loop pays in nearly every iteration."""
+"""Measures the time of an idle step of a policy, which a training loop pays in nearly every iteration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NEVER = 10**9
 
 
 async def measure(world: ad.World, options: argparse.Namespace) -> Table | None:
-    """Time steps of a policy whose report is never due, for each size of a model; the table on rank 0."""
+    """Time steps of a policy whose report is never due for each size of a model; return the table on rank 0."""
     rows = []
     for parameter_count in options.sizes:
         width = max(1, round(math.sqrt(parameter_count)))
@@ -38,5 +38,5 @@ async def measure(world: ad.World, options: argparse.Namespace) -> Table | None:
                 steps_us.append(1e6 * (stepped_at - began_at))
                 yields_us.append(1e6 * (time.perf_counter() - stepped_at))
         rows.append(compared_us(f"{width * width}", statistics.median(steps_us), statistics.median(yields_us)))
-    title = f"step: in which nothing happens, median of {options.repeat * options.loop}, on rank 0 of {world.size}"
+    title = f"step: idle, median of {options.repeat * options.loop}, on rank 0 of {world.size}"
     return Table(title, ("parameters", "policy.step()", "asyncio.sleep(0)", "ratio"), rows) if world.rank == 0 else None

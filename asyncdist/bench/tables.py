@@ -1,4 +1,4 @@
-"""Makes the tables that benchmarks print, of the times that they have taken."""
+"""Formats the tables that benchmarks print."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from asyncdist.wording import aligned
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Holds what a benchmark has found.
+    """Holds the results of a benchmark.
 
     Attributes:
-        title: what was measured, and how often.
-        headings: of the columns: what varies, ours, the rival, and how many times the rival's value ours is.
-        rows: their cells.
+        title: Quantity that was measured, and number of repetitions.
+        headings: Column headings: the parameter, asyncdist's value, the rival's value, and their ratio.
+        rows: Cells of each row.
     """
 
     title: str

@@ -1,17 +1,19 @@
-"""Copies bytes straight to or from the memory of another process of this host, which need do nothing for it.
+"""Copies bytes directly to or from the memory of another process of this host, without that process's help.
 
-Between two processes of a host MPI moves a large message by one copy, which the receiver makes inside one of its calls,
-and gloo by two through a socket. Linux lets the sender write as well (``process_vm_writev``, the call behind MPI's own
-single copy, which is called CMA there). So it may write half of a message while the receiver copies the other half:
-two cores then move twice the bytes of one, 4 MiB in 186 us where MPI's one copy took 335, 256 MiB in 18 ms for 37. Or
-it may write all of it, where the backend's own way is longer. Or the receiver reads (``process_vm_readv``) what lies
-still there, as a snapshot does.
+Between two processes of a host, MPI copies a large message once, inside a call of the receiver; gloo copies it twice,
+through a socket. Linux also lets the sender write into the receiver (``process_vm_writev``; MPI uses these calls for
+its own single copy, named CMA). There are three uses:
 
-A process to be written to, or read, says where a random token of its own lies. The other one looks for it there, first
-to learn whether this is the same host, and whether the kernel allows it; then before each piece that it writes, and
-behind each that it has read, since the process may have ended and its number be another one's by now, or may have taken
-the token back. Processes in containers of their own, under other users or guarded by Yama, and other systems than Linux
-do not find each other, and messages are used.
+- The sender writes half of a message while the receiver copies the other half, so that two cores work: 4 MiB take 186
+  us instead of MPI's 335 us, 256 MiB 18 ms instead of 37 ms.
+- The sender writes the whole message, if the backend is slower.
+- The receiver reads memory that does not change, such as a snapshot (``process_vm_readv``).
+
+A process that may be written or read publishes the address of a random token in its memory. The other process reads
+the token first, to check that both are on one host and that the kernel allows it. It checks the token again before
+each piece that it writes and after each that it reads: the process may have ended and its pid been reused, or it may
+have revoked the token. The token is not found from another container or user, under Yama's restrictions, or on systems
+other than Linux; messages are used then.
 """
 
 from __future__ import annotations
@@ -24,13 +26,13 @@ from pathlib import Path
 from typing import Final
 
 TOKEN_NBYTES: Final = 16
-#: What one call writes: a third to half of a millisecond, in which the writer does nothing else.
+#: Bytes that one call writes. The writer is blocked for a third to half of a millisecond.
 PIECE_NBYTES: Final = 4 << 20
 _YAMA: Final = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
 class _Stretch(ctypes.Structure):
-    """The kernel's iovec."""
+    """The kernel's ``struct iovec``."""
 
     _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
 
@@ -39,9 +41,9 @@ class AttachToken:
     """Lets another process write to this one, until it is revoked.
 
     Attributes:
-        pid: of this process.
-        address: where the token lies.
-        token: what lies there.
+        pid: Process id of this process.
+        address: Address of the token.
+        token: Random bytes at that address.
     """
 
     def __init__(self) -> None:
@@ -51,18 +53,18 @@ class AttachToken:
         self.address = ctypes.addressof(self._memory)
 
     def revoke(self) -> None:
-        """Let no process write any more; one that has just looked for the token still writes one piece."""
+        """Let no process write any longer. A process that has just checked the token still writes one piece."""
         ctypes.memset(self._memory, 0, TOKEN_NBYTES)
 
 
 class PeerProcess:
-    """A process of this host that gave a token.
+    """Accesses the memory of a process of this host that published a token.
 
     Args:
-        pid, address, token: of the licence.
+        pid, address, token: Attributes of its :class:`AttachToken`.
 
     Raises:
-        OSError: its memory is not to be reached from here.
+        OSError: Its memory cannot be accessed from this process.
     """
 
     def __init__(self, pid: int, address: int, token: bytes) -> None:
@@ -76,24 +78,24 @@ class PeerProcess:
         self.check()
 
     def check(self) -> None:
-        """Find the token.
+        """Check that the token is still there.
 
         Raises:
-            OSError: it is not there, or not any more.
+            OSError: The process has ended or has revoked the token.
         """
         if self._look() != TOKEN_NBYTES or self._found.raw != self._token:
-            raise OSError(errno.ESRCH, "the process has ended, or has taken its token back")
+            raise OSError(errno.ESRCH, "the process has ended or has revoked its token")
 
     def write(self, source: int, target: int, nbytes: int) -> None:
         """Copy from this process to the other one.
 
         Args:
-            source: where the bytes are here. They must not change meanwhile.
-            target: where they are to be there.
-            nbytes: how many.
+            source: Address of the bytes in this process. They must not change meanwhile.
+            target: Address of the copy in the other process.
+            nbytes: Number of bytes.
 
         Raises:
-            OSError: not all of it has been written: the process has ended, or has no such memory.
+            OSError: Not all bytes were written: the process has ended or has no such memory.
         """
         self.check()
         self._copy(self._write, source, target, nbytes)
@@ -102,13 +104,12 @@ class PeerProcess:
         """Copy from the other process to this one.
 
         Args:
-            source: where the bytes are there. They must not change before the token is taken back.
-            target: where they are to be here.
-            nbytes: how many.
+            source: Address of the bytes in the other process. They must not change before the token is revoked.
+            target: Address of the copy in this process.
+            nbytes: Number of bytes.
 
         Raises:
-            OSError: not all of it has been read, or the token is not there any more: what has been read may be
-                anything.
+            OSError: Not all bytes were read, or the token is gone, so that the bytes read are meaningless.
         """
         self._copy(self._read, target, source, nbytes)
         self.check()
@@ -121,13 +122,13 @@ class PeerProcess:
 
 
 class _Copy:
-    """A system call that copies one stretch, with its arguments kept: to make them takes longer than the call.
+    """A system call that copies one stretch of memory. It keeps its arguments, since they cost more than the call.
 
     Args:
-        name: of the call.
-        pid: of the other process.
-        here, there, nbytes: the stretch, in this process and in the other one.
-        keeps_gil: whether the call copies so little that giving up the GIL takes longer.
+        name: Name of the system call.
+        pid: Process id of the other process.
+        here, there, nbytes: Address of the stretch in this process, in the other process, and its size.
+        keeps_gil: Whether the call keeps the GIL, since releasing it takes longer than the copy.
     """
 
     def __init__(
@@ -159,19 +160,19 @@ class _Copy:
         return count
 
     def of(self, here: int, there: int, nbytes: int) -> int:
-        """Copy another stretch, or the beginning of it; returns how much."""
+        """Copy another stretch or its beginning; return the number of bytes copied."""
         self._here.address, self._there.address = here, there
         self._here.nbytes = self._there.nbytes = nbytes
         return self()
 
 
 def obstacle() -> str | None:
-    """Say why processes of this host cannot write to each other, as far as one can tell; None if nothing is known."""
+    """Return why processes of this host cannot write to each other; None if no reason is known."""
     try:
         licence = AttachToken()
         PeerProcess(licence.pid, licence.address, licence.token)
         scope = _YAMA.read_text().strip() if os.geteuid() else "0"
-    except FileNotFoundError:  # of Yama's file: this kernel has no Yama
+    except FileNotFoundError:  # this kernel has no Yama
         return None
     except OSError as error:
         return str(error.strerror)
@@ -182,13 +183,13 @@ class DirectWrite:
     """Writes the end of a tensor into the memory of another process.
 
     Args:
-        neighbour: the process; None where it is not known, and nothing can be written.
-        view: the bytes. They must not change before all of them are written.
-        source: where they lie.
-        target: where they are to lie there.
+        neighbour: Process to write to; None if it is unknown, so that nothing can be written.
+        view: Bytes to write. They must not change before all of them are written.
+        source: Address of the bytes in this process.
+        target: Address of the copy in the other process.
 
     Attributes:
-        written_nbytes: how many are there.
+        written_nbytes: Number of bytes written so far.
     """
 
     def __init__(self, neighbour: PeerProcess | None, view: memoryview, source: int, target: int) -> None:
@@ -200,13 +201,13 @@ class DirectWrite:
 
     @property
     def rest(self) -> memoryview:
-        """The bytes that are not written yet."""
+        """Bytes that are not written yet."""
         return self._view[self.written_nbytes :]
 
     def write_piece(self) -> int:
-        """Write the next piece; returns its size. Raises OSError as :meth:`PeerProcess.write`."""
+        """Write the next piece and return its size. Raise OSError like :meth:`PeerProcess.write`."""
         if self._neighbour is None:
-            raise OSError(errno.EPERM, "it is not known how to write there")
+            raise OSError(errno.EPERM, "the process to write to is unknown")
         nbytes = min(PIECE_NBYTES, len(self.rest))
         self._neighbour.write(self._source + self.written_nbytes, self._target + self.written_nbytes, nbytes)
         self.written_nbytes += nbytes

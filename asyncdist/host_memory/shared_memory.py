@@ -1,17 +1,17 @@
-"""Makes memory that the other ranks of a host map, so they read what would be sent otherwise.
+"""Makes memory that the other ranks of a host map and read, so that no messages are needed.
 
-It is an anonymous file (``memfd_create``), which others open through ``/proc/PID/fd``. That was chosen over a window of
-MPI and over a named file in ``/dev/shm`` because
+The memory is an anonymous file (``memfd_create``), which others open through ``/proc/PID/fd``. Its advantages over a
+window of MPI and over a named file in ``/dev/shm``:
 
-- nothing about it is collective and nothing blocks, so a late or lost rank holds up nobody, and it works on every
-  transport whose ranks are processes;
-- it has no name in any file system: a rank that is killed leaves nothing behind;
-- it does not count against ``/dev/shm``, which has 64 MiB in many containers. Its pages are allocated when it is made,
-  and its size is sealed, so a process that touches it later never gets SIGBUS.
+- Nothing is collective or blocks, so a late or lost rank delays no other rank. It works on every transport whose ranks
+  are processes.
+- The file has no name in any file system, so a killed rank leaves nothing behind.
+- It does not count against ``/dev/shm``, which has 64 MiB in many containers. Its pages are allocated when it is made,
+  and its size is sealed, so later accesses never raise SIGBUS.
 
-Ranks do not ask whether they are on one host: the file carries a random name, and a process that finds that name behind
-the descriptor has the right one. Ranks in containers of their own, under other users, or on another system than Linux
-do not find it, and messages are used.
+Ranks need not know whether they are on one host: the file has a random name, and a process that finds this name behind
+the descriptor has the right file. Ranks in another container, of another user or on a system other than Linux do not
+find it; messages are used then.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ TOKEN_NBYTES: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Says where a process finds another one's memory.
+    """Tells other processes how to find a process's shared memory.
 
     Attributes:
-        pid: of the owner.
-        descriptor: of the file, in the owner.
-        nbytes: how long it is.
-        token: its random name, which no other has.
+        pid: Process id of the owner.
+        descriptor: File descriptor in the owner.
+        nbytes: Size of the memory in bytes.
+        token: Unique random name of the file.
     """
 
     pid: int
@@ -51,41 +51,40 @@ class Address:
     PACKED_NBYTES: ClassVar[int] = _FORMAT.size
 
     def pack(self) -> bytes:
-        """Pack it into bytes, for the other processes."""
+        """Pack the address into bytes, to be sent to other processes."""
         return self._FORMAT.pack(self.pid, self.descriptor, self.nbytes, self.token)
 
     @classmethod
     def unpack(cls, data: bytes) -> Address:
-        """Read what ``pack`` gave."""
+        """Unpack the bytes that ``pack`` returned."""
         return cls(*cls._FORMAT.unpack(data))
 
     @property
     def path(self) -> str:
-        """Path at which the file is open."""
+        """Path by which other processes open the file."""
         return f"/proc/{self.pid}/fd/{self.descriptor}"
 
     def is_behind(self, path: str) -> bool:
-        """Whether the file that is open there is this one."""
+        """Return whether the file open at ``path`` is this one."""
         return os.readlink(path).startswith(f"/memfd:{_name(self.token)} ")
 
 
 class SharedMemory:
-    """Memory that this process has made.
+    """Owns memory that other processes may map.
 
-    Its pages are given back when the last process that maps it has let go of it, or ended.
+    Its pages are freed when the last process that maps it has unmapped it or ended.
 
     Args:
-        nbytes: at least one.
+        nbytes: Size in bytes, at least 1.
 
     Attributes:
-        tensor: uint8, zeros at first.
-        address: for the others.
-        views: what is known of other members' memory, by group, for as long as that lives: a word for all of it, and
-            that memory, this rank's own included, in the group's order; or None, where not all members can have all of
-            it.
+        tensor: uint8 tensor over the memory, initially zeros.
+        address: Address to send to other processes.
+        views: The members' memory, keyed weakly by group: a key that identifies all of it and the tensors in the
+            group's order, including this rank's own; None if not every member can map all of it.
 
     Raises:
-        OSError: this system has no such memory, or not as much.
+        OSError: This system has no such memory, or not enough.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -100,9 +99,9 @@ class SharedMemory:
 
 
 def order_memory() -> None:
-    """Let all ranks see the writes before this call before the writes after it, and do the same for this rank's reads.
+    """Order this rank's earlier reads and writes of shared memory before its later ones, as seen by all ranks.
 
-    x86 keeps such orders anyway; Arm does not. The release of a lock is ordered before the next time it is acquired.
+    x86 keeps this order anyway; Arm does not. It holds since a lock's release is ordered before its next acquisition.
     """
     lock = threading.Lock()
     for _ in range(2):
@@ -111,13 +110,13 @@ def order_memory() -> None:
 
 
 def find(address: Address) -> Tensor:
-    """Map another process's memory, as uint8. Only the process that made it writes it.
+    """Map another process's memory as a uint8 tensor, which only that process may write.
 
     Raises:
-        OSError: it is not to be had from here.
+        OSError: The memory cannot be mapped from this process.
     """
-    if not address.is_behind(address.path):  # before it is opened: a device there might not like that
-        raise FileNotFoundError(f"{address.path} is not what process {address.pid} calls so")
+    if not address.is_behind(address.path):  # checked before the open, which may have effects on a device
+        raise FileNotFoundError(f"{address.path} is not the shared memory of process {address.pid}")
     descriptor = os.open(address.path, os.O_RDWR | os.O_CLOEXEC)
     try:
         if not address.is_behind(f"/proc/self/fd/{descriptor}"):
@@ -140,9 +139,9 @@ def _create(token: bytes) -> int:
 
 @torch.inference_mode(False)
 def _map(descriptor: int, nbytes: int) -> Tensor:
-    """Map through torch, which keeps no descriptor: one of Python's own would stay open for each mapping.
+    """Map a file through torch, since each mapping by Python's mmap would keep a descriptor open.
 
-    An ordinary tensor, which may be written later, also where this is called in inference mode.
+    The result is an ordinary tensor, which may be written later, even if this is called in inference mode.
     """
     found = os.fstat(descriptor).st_size
     if found != nbytes:

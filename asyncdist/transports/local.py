@@ -1,10 +1,11 @@
-"""Connects ranks in one process, on one event loop: for notebooks, tests, and ``python train.py`` alone.
+"""Connects ranks in one process, on one event loop: for notebooks, tests and plain ``python train.py``.
 
 A :class:`LocalHub` holds one :class:`~asyncdist.transports.matching.Matcher` per rank and hands out a
 :class:`LocalTransport` to each.
 
-Small messages are eager: copied at once, the send is complete. Larger ones are rendezvous: the send completes when a
-receive has matched, and the bytes are copied straight from the sender's buffer, which must not change until then.
+Small messages are sent eagerly: they are copied, and the send is complete. Larger ones are sent by rendezvous: the send
+completes when a receive has matched, and the bytes are copied directly from the sender's buffer, which must not change
+until then.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class LocalHub:
         return LocalTransport(self, rank)
 
     def lose(self, rank: int) -> None:
-        """Fail ``rank`` as if its process had died: requests that involve it end with RankLostError, and no others."""
+        """Fail ``rank`` as if its process had died: only requests that involve it raise RankLostError."""
         self._lost.add(rank)
         error = RankLostError(f"rank {rank} is gone", rank=rank)
         for dest, matcher in enumerate(self.matchers):
@@ -61,20 +62,20 @@ class LocalHub:
         return send
 
     def set_loss_listener(self, rank: int, listen: Callable[[int], None]) -> None:
-        """Have ``listen`` called on ``rank`` for each rank that is lost; at once for those that are lost already."""
+        """Have ``listen`` called on ``rank`` for each lost rank; immediately for ranks that are lost already."""
         self._loss_listeners[rank] = listen
         for lost in sorted(self._lost):
             listen(lost)
 
     def forget(self, rank: int) -> None:
-        """Drop what ``rank`` has posted and asked to be told, since it closed its transport."""
+        """Drop the receives and listeners of ``rank``, which has closed its transport."""
         self.matchers[rank].callbacks.set_bell(lambda: None)
         self.matchers[rank].clear()
         self._loss_listeners.pop(rank, None)
 
 
 class LocalTransport(MatchedTransport):
-    """One rank of a :class:`LocalHub`."""
+    """The transport of one rank of a :class:`LocalHub`."""
 
     name = "local"
 
@@ -100,7 +101,7 @@ class LocalTransport(MatchedTransport):
         return self._hub.lost
 
     def abort(self, exit_code: int) -> None:
-        """Nothing to end: the ranks are tasks of this process, which the runtime cancels."""
+        """Do nothing: the ranks are tasks of this process, which the runtime cancels."""
 
     def close(self) -> None:
         self._hub.forget(self.rank)

@@ -1,8 +1,8 @@
 """Matches messages with receives, on the loop of the receiving rank, for backends that only move bytes.
 
-A :class:`Matcher` owns the posted receives and the unexpected messages. It follows MPI's rule: both queue in order, by
-tag, and the first one that fits is matched. A receive *accepts* the message it was matched with; filling its buffer may
-take longer, since the bytes may still be in the sender's.
+A :class:`Matcher` owns the posted receives and the unexpected messages. It follows MPI's rule: both are queued in order
+by tag, and the first fitting one is matched. A receive *accepts* its matched message. Its buffer may be filled later,
+since the bytes may still be in the sender's buffer.
 
 Threads of a backend never enter this module. They put their calls into a :class:`CallbackQueue`, which the loop empties
 whenever it tests a request.
@@ -28,19 +28,19 @@ from asyncdist.transports.base import (
     as_bytes,
 )
 
-#: An unexpected message of this process up to this size is copied at once; a larger one waits in its sender's buffer.
+#: Largest unexpected message of this process that is copied immediately; larger ones stay in the sender's buffer.
 EAGER_NBYTES: Final = 65536
 
 
 class CallbackQueue:
     """Queues calls of threads, in order, to be made on the loop.
 
-    The doorbell rings when a call enters an empty queue. :meth:`empty` ends only when no call is left, those included
-    that come while it runs, so no wake-up is missed. (A flag that says whether the doorbell has rung is not enough: the
-    queue may be emptied between the call and the flag, which then stays set for ever.)
+    The doorbell rings when a call enters an empty queue. :meth:`empty` returns only when no call is left, including
+    calls added while it runs, so no wake-up is missed. (A flag for "the doorbell has rung" would not do: the queue may
+    be emptied between the call and the flag, which then stays set forever.)
 
     Attributes:
-        calls: the waiting calls; the test of a request looks here first.
+        calls: Waiting calls; the test of a request looks here first.
     """
 
     def __init__(self) -> None:
@@ -49,13 +49,13 @@ class CallbackQueue:
         self._putting = threading.Lock()
 
     def set_bell(self, ring: Callable[[], None]) -> None:
-        """Set the doorbell: ``ring`` is called from any thread when a call comes, and at once if one waits already."""
+        """Set the doorbell: ``ring`` is called by any thread that queues a call, and now if a call is waiting."""
         self._ring = ring
         if self.calls:
             ring()
 
     def put(self, call: Callable[[Any], None], argument: Any) -> None:
-        """Queue ``call(argument)`` to be made on the loop; from any thread."""
+        """Queue ``call(argument)`` to be made on the loop. May be called from any thread."""
         with self._putting:
             self.calls.append((call, argument))
             is_first = len(self.calls) == 1
@@ -67,7 +67,7 @@ class CallbackQueue:
         self._ring()
 
     def empty(self) -> None:
-        """Make the queued calls; only on the loop."""
+        """Make the queued calls. Must be called on the loop."""
         calls = self.calls
         while calls:
             call, argument = calls.popleft()
@@ -96,16 +96,16 @@ class Send:
         return self.done
 
     def cancel(self) -> None:
-        """Do nothing: a message cannot be called back."""
+        """Do nothing: a send cannot be cancelled."""
 
 
 class Message(Protocol):
     """Represents a message that has arrived or has been announced, until a receive accepts it.
 
     Attributes:
-        source: the sender's rank.
-        tag: the message's tag.
-        nbytes: the message's size.
+        source: Rank of the sender.
+        tag: Tag of the message.
+        nbytes: Size of the message in bytes.
     """
 
     source: int
@@ -117,10 +117,10 @@ class Message(Protocol):
         """Whether all bytes have left the sender, so that the message survives the sender's loss."""
 
     def fill(self, receive: Receive) -> None:
-        """Write the bytes to ``receive.view``, which is large enough, now or later; then call ``receive.complete``."""
+        """Write the bytes to ``receive.view``, which is large enough, and call ``receive.complete``, now or later."""
 
     def discard(self) -> None:
-        """Drop the message; its send completes as if it had been received."""
+        """Drop the message; its send completes as if the message had been received."""
 
 
 class Receive:
@@ -160,7 +160,7 @@ class Receive:
             self.done = self.cancelled = True
 
     def accept(self, message: Message) -> None:
-        """Accept the matched message. A buffer that is too small is an error of the receiver only."""
+        """Accept the matched message. If the buffer is too small, only the receive fails."""
         self.source = message.source
         self.nbytes = message.nbytes
         if message.nbytes <= self.view.nbytes:
@@ -175,7 +175,7 @@ class Receive:
 
 
 class InlineMessage:
-    """Holds a message that arrived as a whole."""
+    """Holds a message that has arrived completely."""
 
     __slots__ = ("_data", "nbytes", "source", "tag")
 
@@ -199,11 +199,11 @@ class LocalMessage:
     """Refers to a message from a rank of this process, which stays in the sender's buffer until matched or copied.
 
     Args:
-        callbacks: the sender's queue.
-        send: the sender's request.
-        source: the sender.
-        tag: the message's tag.
-        view: the sender's buffer.
+        callbacks: Callback queue of the sender.
+        send: Request of the sender.
+        source: Rank of the sender.
+        tag: Tag of the message.
+        view: Buffer of the sender.
     """
 
     __slots__ = ("_callbacks", "_view", "nbytes", "send", "source", "tag")
@@ -241,9 +241,9 @@ class Matcher:
     """Owns the posted receives and the unexpected messages of one rank, and matches them.
 
     Args:
-        callbacks: the rank's queue.
-        rings_when_posted: whether the doorbell rings when a receive matches a waiting message as it is posted, since
-            its owner may not test it soon.
+        callbacks: Callback queue of the rank.
+        rings_when_posted: Whether the doorbell rings if a newly posted receive matches a waiting message, since the
+            owner of the receive may not test it soon.
     """
 
     def __init__(self, callbacks: CallbackQueue, *, rings_when_posted: bool = False) -> None:
@@ -254,7 +254,7 @@ class Matcher:
         self._gone: dict[int, RankLostError] = {}
 
     def post(self, receive: Receive) -> None:
-        """Match ``receive`` with the first message that fits it, one that waits or one to come."""
+        """Match ``receive`` with the first fitting message, whether it is waiting or yet to arrive."""
         waiting = self._unexpected.get(receive.tag, ())
         for message in waiting:
             if receive.wanted in (ANY_SOURCE, message.source):
@@ -277,7 +277,7 @@ class Matcher:
         return True
 
     def deliver(self, message: Message) -> bool:
-        """Match ``message`` with the first posted receive that it fits, or keep it; return whether one fitted."""
+        """Match ``message`` with the first fitting receive and return True, or keep it and return False."""
         posted = self._posted.get(message.tag, ())
         for receive in posted:
             if receive.wanted in (ANY_SOURCE, message.source):
@@ -288,10 +288,10 @@ class Matcher:
         return False
 
     def lose(self, rank: int, error: RankLostError) -> list[Message]:
-        """Fail the receives that wait for ``rank`` alone. Messages that it has sent completely can still be received.
+        """Fail the receives that wait only for ``rank``. Messages that it has sent completely can still be received.
 
         Returns:
-            The messages that are dropped, since ``rank`` still held their bytes.
+            The dropped messages, whose bytes ``rank`` still held.
         """
         self._gone[rank] = error
         for posted in self._posted.values():
@@ -306,13 +306,13 @@ class Matcher:
         return dropped
 
     def admit(self, rank: int) -> None:
-        """Take messages of a new process in the place of ``rank``; those of the process before are dropped."""
+        """Accept messages of a new process of ``rank``; drop the messages of the earlier process."""
         self._gone.pop(rank, None)
         for tag, waiting in self._unexpected.items():
             self._unexpected[tag] = deque(message for message in waiting if message.source != rank)
 
     def fail(self, error: RankLostError) -> list[Message]:
-        """Fail all receives, since this rank itself is lost; return the messages that are dropped."""
+        """Fail all receives, since this rank itself is lost; return the dropped messages."""
         for receive in [receive for posted in self._posted.values() for receive in posted]:
             receive.error = error
         dropped = [message for waiting in self._unexpected.values() for message in waiting]
@@ -329,10 +329,10 @@ class MatchedTransport(Transport):
     """Matches messages for transports whose backend only moves bytes; a subclass sends them to peers.
 
     Args:
-        rank: this rank.
-        size: the number of ranks.
-        callbacks: the queue that is emptied when a request is tested.
-        capabilities: those of the backend.
+        rank: This process's rank.
+        size: Number of ranks.
+        callbacks: Queue that is emptied when a request is tested.
+        capabilities: Capabilities of the backend.
     """
 
     def __init__(self, rank: int, size: int, callbacks: CallbackQueue, capabilities: Capabilities) -> None:

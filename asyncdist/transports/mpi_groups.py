@@ -1,6 +1,6 @@
-"""Communicators of MPI, for :mod:`asyncdist.transports.mpi`.
+"""Wraps communicators of MPI for :mod:`asyncdist.transports.mpi`.
 
-Nothing here imports mpi4py: the transport passes its module.
+This module does not import mpi4py: the transport passes it in.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from asyncdist.transports.base import ANY_SOURCE, Buffer, ReduceOp, Request
 
 
 class _CollectiveRequest:
-    """A collective: it has several buffers, and no peer."""
+    """Represents a collective in progress, which has several buffers and no peer."""
 
     __slots__ = ("_buffers", "_fail", "_request", "_what")
 
@@ -33,11 +33,11 @@ class _CollectiveRequest:
             self._fail(error, self._what)
 
     def cancel(self) -> None:
-        """Collectives cannot be cancelled (MPI-4.1 section 6.12)."""
+        """Do nothing: collectives cannot be cancelled (MPI-4.1 section 6.12)."""
 
 
 class MpiGroup:
-    """Nonblocking collectives of one communicator (MPI-4.1 chapter 6.12)."""
+    """Starts nonblocking collectives on one communicator (MPI-4.1 section 6.12)."""
 
     def __init__(
         self,

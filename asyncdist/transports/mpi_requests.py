@@ -1,8 +1,8 @@
 """Adapts MPI's requests to the contract of a transport's requests.
 
-This module is compiled where a C compiler is available (see :mod:`asyncdist.compiled`), with C types in the ``.pxd``
-file, since its methods run for each message. The transport itself stays interpreted, so that an interrupt is handled
-while it waits in MPI.
+This module is compiled if a C compiler is available (see :mod:`asyncdist.compiled`), with C types in the ``.pxd`` file,
+since its methods run for each message. The transport itself is not compiled, so that it handles interrupts while it
+waits in MPI.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Final, NoReturn
 
 from asyncdist.transports.base import ANY_SOURCE
 
-#: The source in a status that MPI has not written to.
+#: Source in a status that MPI has not written to.
 NOBODY: Final = -77
 
 
@@ -99,13 +99,14 @@ class ReceiveRequest:
 class WildcardReceive(ReceiveRequest):
     """Wraps a persistent receive from any source of a job that outlives its ranks (ULFM, MPI-5.0 chapter on faults).
 
-    When a rank dies, each test of the receive raises MPI_ERR_PROC_FAILED_PENDING until the death is acknowledged. The
-    receive goes on then, unless a message has completed it in the same call, which its status shows.
+    When a rank dies, each test of the receive raises MPI_ERR_PROC_FAILED_PENDING until the death is acknowledged. Then
+    the receive continues, unless a message has completed it in the same call, as its status shows.
 
     Args:
-        request, buffer, status, fail: as of the base class.
-        acknowledge: called with what a test has raised; acknowledges a death and returns True where it was that.
-        lost: ranks that are known to be lost; what they had sent and comes later is dropped.
+        request, buffer, status, fail: Passed to the base class.
+        acknowledge: Function called with the exception of a test. If that reports a death, it acknowledges the death
+            and returns True.
+        lost: Ranks that are known to be lost; their late messages are dropped.
     """
 
     __slots__ = ("_acknowledge", "_lost")

@@ -1,18 +1,18 @@
-"""Sends messages by MPI in a job that goes on when ranks die: Open MPI 5 under ``mpirun --with-ft ulfm``.
+"""Sends messages by MPI in a job that continues when ranks die: Open MPI 5 under ``mpirun --with-ft ulfm``.
 
-Fault tolerance of MPI (ULFM, User-Level Failure Mitigation) makes a death an error of the requests that involve the
-dead rank. What this transport keeps to, each found by experiment with Open MPI 5.0.11:
+With MPI's fault tolerance (ULFM, User-Level Failure Mitigation), a death is an error of the requests that involve the
+dead rank. The rules of this transport were found by experiment with Open MPI 5.0.11:
 
-- Only messages of one communicator are used. Collectives and communicators block, or are left half done, when a
-  member dies in them; so groups have neither, collectives are made of messages, and one-sided reads are answered by
-  their owner. No communicator is shrunk or revoked: the dead are left out.
+- Only messages of one communicator are used. Collectives and the creation of communicators block, or end half done,
+  when a member dies. Collectives are therefore made of messages, and owners answer one-sided reads. No communicator is
+  shrunk or revoked: dead ranks are left out.
 - Receives from any source are persistent (:class:`asyncdist.transports.mpi_requests.WildcardReceive`), since plain ones
-  fail for ever. A death is acknowledged inside the ``except``, before anything else is tested: otherwise they starve.
-- What a dead rank had sent may arrive after the news of its death. It is dropped then, so a lost rank stays silent.
-- MPI_Finalize is never called: after a death it may hang. A rank that closes says goodbye to all that live, waits for
-  theirs, and simply ends. No rank ends while another one still listens, and would take its end for a death.
-- The end of a process with another exit code than 0 is no death for Open MPI. A rank that fails has told the others; of
-  one that has not, ``os._exit(1)`` say, the guardian (:mod:`asyncdist.launch.guardians`) makes a death by a signal.
+  fail forever. A death is acknowledged inside the ``except``, before any other test; otherwise these receives starve.
+- Messages of a dead rank that arrive after its death is known are dropped, so a lost rank stays silent.
+- MPI_Finalize is never called, since it may hang after a death. A rank that closes says goodbye to all live ranks,
+  waits for their goodbyes, and exits. So no rank exits while another one would take its exit for a death.
+- Open MPI does not treat an exit with a nonzero code as a death. A rank that fails has notified the others. If it has
+  not, as after ``os._exit(1)``, the guardian (:mod:`asyncdist.launch.guardians`) turns the exit into death by a signal.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from asyncdist.wording import ranks_in_words
 
 logger = logging.getLogger("asyncdist.transports.mpi_survival")
 
-#: How long a rank that closes waits for the goodbyes of the others: their last requests may take as long as that.
+#: Seconds that a closing rank waits for the goodbyes of the others, whose last requests may take that long.
 _GOODBYE_S: Final = 15.0
 _GOODBYE_PERIOD_S: Final = 0.0005
 
 
 class SurvivingMpiTransport(MpiMessages):
-    """A rank of a job that goes on when others die.
+    """The transport of a job that continues when ranks die.
 
     Args:
-        check_library: is shown the MPI library's version before MPI_Init and may raise.
+        check_library: Function called with the MPI library's version string before MPI_Init; may raise.
 
     Raises:
-        TransportError: no usable MPI library, or a rank of this job is lost already.
+        TransportError: There is no usable MPI library, or a rank of this job is lost already.
     """
 
     def __init__(self, check_library: Callable[[str], None] | None = None) -> None:
@@ -74,15 +74,15 @@ class SurvivingMpiTransport(MpiMessages):
 
     def _check_world(self) -> None:
         if not hasattr(self._mpi.Comm, "Ack_failed"):
-            raise TransportError("to go on after the loss of a rank takes mpi4py 4.1: pip install 'mpi4py>=4.1'")
+            raise TransportError("continuing after the loss of a rank requires mpi4py 4.1: pip install 'mpi4py>=4.1'")
         world = self._mpi.COMM_WORLD
         world.Set_errhandler(self._mpi.ERRORS_RETURN)
         failed = world.Get_failed()
         if failed.size:
-            raise TransportError(f"{failed.size} ranks of this job are lost, and a new world takes all of them")
+            raise TransportError(f"{failed.size} ranks of this job are lost, and a new world needs all ranks")
 
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
-        if dest in self._lost:  # MPI completes a small message to a dead rank as if it had arrived
+        if dest in self._lost:  # MPI completes small sends to a dead rank
             return _FailedRequest(self._loss_of(dest))
         return SendRequest(self._isend(buffer, dest, tag), buffer, self._fail, dest)
 
@@ -111,11 +111,11 @@ class SurvivingMpiTransport(MpiMessages):
             listen(rank)
 
     def note_met(self) -> None:
-        """Let the others hear of this rank's end from now on: none of them waits in a call of MPI that needs all."""
+        """Let the others notice this rank's exit from now on, since no rank waits in a call of MPI that needs all."""
         rank_program.tell_guardian(rank_program.IN_WORLD)
 
     def close(self) -> None:
-        """Say goodbye, and wait until every rank that lives has said so, or is lost."""
+        """Say goodbye, and wait until every other rank has said goodbye or is lost."""
         self._listen = lambda _: None
         nothing = bytearray()
         peers = [rank for rank in range(self.size) if rank != self.rank and rank not in self._lost]
@@ -131,7 +131,7 @@ class SurvivingMpiTransport(MpiMessages):
         self.close_failed()
 
     def abort(self, exit_code: int) -> None:
-        """End the job through the guardian: after a death MPI_Abort may leave an mpirun that never ends."""
+        """End the job through the guardian, since mpirun may never end if MPI_Abort is called after a death."""
         if rank_program.tell_guardian(rank_program.ENDS_JOB):
             os._exit(exit_code)
         super().abort(exit_code)
@@ -154,11 +154,11 @@ class SurvivingMpiTransport(MpiMessages):
                 self._note_losses(peer)
                 raise self._loss_of(peer) from error
             self._note_losses()
-            raise RankLostError("a rank is gone that was sending a message", rank=ANY_SOURCE) from error
+            raise RankLostError("a rank that was sending a message is gone", rank=ANY_SOURCE) from error
         super()._fail(error, status, buffer, peer)
 
     def _acknowledge(self, error: BaseException) -> bool:
-        """Acknowledge a death, if ``error`` tells a receive from any source of one: the receive goes on."""
+        """Acknowledge the death if ``error`` reports one, so that receives from any source continue."""
         mpi = self._mpi
         is_death = isinstance(error, mpi.Exception) and error.Get_error_class() == mpi.ERR_PROC_FAILED_PENDING
         if is_death:
@@ -166,7 +166,7 @@ class SurvivingMpiTransport(MpiMessages):
         return is_death
 
     def _note_losses(self, *known: int) -> None:
-        """Acknowledge all deaths, and tell the listener of those that are new."""
+        """Acknowledge all deaths, and notify the listener of the new ones."""
         self._comm.Ack_failed()
         failed, group = self._comm.Get_failed(), self._comm.Get_group()
         found = {*known, *(failed.Translate_ranks(None, group) if failed.size else ())}
@@ -181,12 +181,12 @@ class SurvivingMpiTransport(MpiMessages):
             self._listen(rank)
 
     def _report(self) -> None:
-        """Say on the lowest rank that lives who is lost."""
+        """Log the lost ranks, on the lowest live rank."""
         live = [rank for rank in range(self.size) if rank not in self._lost]
         if live[0] == self.rank:
             lost = sorted(self._lost)
             logger.warning(
-                "%s %s lost; the job goes on with %d of %d ranks",
+                "%s %s lost; the job continues with %d of %d ranks",
                 ranks_in_words(lost),
                 "are" if len(lost) > 1 else "is",
                 len(live),
@@ -195,7 +195,7 @@ class SurvivingMpiTransport(MpiMessages):
 
 
 class _FailedRequest:
-    """A request that has failed before it was started."""
+    """A request that failed before it was started."""
 
     cancelled: Final = False
     source: Final = ANY_SOURCE
@@ -208,4 +208,4 @@ class _FailedRequest:
         raise self._error
 
     def cancel(self) -> None:
-        """Do nothing: it has failed."""
+        """Do nothing: the request has failed."""

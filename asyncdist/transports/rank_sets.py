@@ -1,8 +1,8 @@
-"""Holds ranks in one integer, a bit for each.
+"""Holds a set of ranks in one integer, with a bit for each rank.
 
-Every rank of a world keeps several sets of others, those that have left among them. As sets of Python they took some 50
-bytes for each rank that is in them, so that a world of 10,000 simulated ranks needed gigabytes; as bits an eighth of
-one, and news of thousands of ranks are merged in a microsecond.
+Every rank of a world keeps several sets of ranks, such as those that have left. Python's sets take some 50 bytes for
+each element, so a world of 10,000 simulated ranks needed gigabytes. A bit takes an eighth of a byte, and sets of
+thousands of ranks are merged in a microsecond.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ class RankSet(MutableSet[int]):
     """A set of ranks, which yields them in ascending order.
 
     Args:
-        ranks: the ranks that are in it, from 0.
+        ranks: Ranks in the set, each >= 0.
 
     Attributes:
-        bits: bit r is set where rank r is in it.
+        bits: Integer whose bit r is set if rank r is in the set.
     """
 
     __slots__ = ("bits",)
@@ -59,11 +59,11 @@ class RankSet(MutableSet[int]):
         return self.bits == other.bits if isinstance(other, RankSet) else super().__eq__(other)
 
     def add(self, rank: int) -> None:
-        """Put a rank in; nothing where it is in already."""
+        """Add a rank if it is not in the set."""
         self.bits |= 1 << rank
 
     def discard(self, rank: int) -> None:
-        """Take a rank out; nothing where it is not in."""
+        """Remove a rank if it is in the set."""
         self.bits &= ~(1 << rank)
 
     def __ior__(self, others: Any) -> RankSet:

@@ -1,4 +1,4 @@
-"""Tells of each message that a transport sends and receives, for recordings."""
+"""Reports each message that a transport sends and receives, for recordings."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from asyncdist.transports.persistent_send import PersistentSend
 
 
 class RecordedTransport(Transport):
-    """Does what another transport does, and tells of its messages.
+    """Wraps another transport and reports its messages.
 
-    Collectives of the backend's own, and memory that is read without messages, are not told.
+    The backend's own collectives and one-sided reads of memory are not reported.
 
     Args:
-        inner: the other one.
-        tell: called with ``"sent"`` or ``"received"``, the other rank, the tag and the size in bytes.
+        inner: Transport to wrap.
+        tell: Function called with ``"sent"`` or ``"received"``, the other rank, the tag and the size in bytes.
     """
 
     def __init__(self, inner: Transport, tell: Callable[[str, int, int, int], None]) -> None:
@@ -45,11 +45,11 @@ class RecordedTransport(Transport):
     def start_send(self, buffer: Buffer, dest: int, tag: int) -> Request | None:
         try:
             return self._inner.start_send(buffer, dest, tag)
-        finally:  # what fails it, the loss of the other rank, is told before
+        finally:  # the loss that makes the test fail is reported first
             self._tell("sent", dest, tag, as_bytes(buffer).nbytes)
 
     def prepare_send(self, nbytes: int, dest: int, tag: int) -> PersistentSend | None:
-        """Return None: such a send would be started without being told."""
+        """Return None, since the starts of a prepared send would not be reported."""
         del nbytes, dest, tag
         return None
 
@@ -119,7 +119,7 @@ class RecordedTransport(Transport):
 
 
 class _RecordedReceive:
-    """Tells when a receive has brought a message."""
+    """Reports the message of a receive when it has completed."""
 
     def __init__(self, request: Any, tag: int, tell: Callable[[str, int, int, int], None]) -> None:
         self._request = request
@@ -155,7 +155,7 @@ class _RecordedReceive:
 
 
 class _RecordedPersistentReceive(_RecordedReceive):
-    """The same for one that is posted repeatedly."""
+    """Reports the messages of a persistent receive."""
 
     def start(self) -> None:
         self._request.start()

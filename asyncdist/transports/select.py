@@ -21,17 +21,16 @@ logger = logging.getLogger("asyncdist.transports.select")
 
 
 def detect(transport: str) -> environment.Launch:
-    """Return what started this process, the program's own process group included.
+    """Return how this process was started; a process group that the program has initialised counts too.
 
     Raises:
-        TransportError: this process is a child of a rank, or a child that imports the script, which is not to start
-            there.
-        ValueError: as :func:`launch.detect`.
+        TransportError: This process is a child of a rank, or a child that imports the script and must not start a rank.
+        ValueError: A variable of the launcher is invalid.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise TransportError(
-            "this process is a child of multiprocessing (a worker of a DataLoader?) that imports the script, and is no "
-            'rank: in the script, start under if __name__ == "__main__":'
+            "this process is a child of multiprocessing (a worker of a DataLoader?) that imports the script, and is "
+            'not a rank: in the script, start under if __name__ == "__main__":'
         )
     group = None
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -56,7 +55,7 @@ def open_transport(name: str, started: environment.Launch) -> Transport:
 
     Args:
         name: ``"mpi"`` or ``"torch"``.
-        started: What started this process.
+        started: How this process was started.
 
     Raises:
         TransportError: The transport cannot be used in a rank that was started this way.
@@ -74,8 +73,8 @@ def _open_mpi(started: environment.Launch) -> MpiMessages:
     is_worker = multiprocessing.parent_process() is not None and started.source != environment.NO_LAUNCHER
     if is_worker and started.transport == "mpi":
         raise TransportError(
-            "this process is a child of a rank and has its variables, with which MPI would take it for that rank: open "
-            "the world there, or start this program as a job of its own, with asyncdist run"
+            "this process is a child of a rank and has its variables, so MPI would take it for that rank: open "
+            "the world in the rank, or start this program as a job of its own, with asyncdist run"
         )
     kind = SurvivingMpiTransport if mpi_launchers.survives_rank_loss() else MpiTransport
     transport: MpiMessages = kind(functools.partial(mpi_launchers.check_library, started))
@@ -93,7 +92,7 @@ def _open_mpi(started: environment.Launch) -> MpiMessages:
 
 
 def _open_torch() -> Transport:
-    """Open torch.distributed. Its ranks meet in the user's process group, or at the address in the variables."""
+    """Open torch.distributed. Its ranks meet in the user's process group or at the address in the environment."""
     from asyncdist.transports.torch_distributed.meeting.rendezvous import is_group_initialised
     from asyncdist.transports.torch_distributed.transport import TorchTransport
 

@@ -126,7 +126,7 @@ def test_an_outsider_is_refused_and_disturbs_no_rank(tmp_path: Path) -> None:
         address = told.address("first")
         port = int(address.partition(":")[2])
         pids = [told.until(f"{rank}.0")["pid"] for rank in range(2)]
-        assert listens_at(port) == {"0100007F"}, "the loopback interface alone"
+        assert listens_at(port) == {"0100007F"}, "only on the loopback interface"
         store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=10), wait_for_workers=False)
         running = json.loads(store.get("asyncdist/running")[SEAL_NBYTES:])
         world = running["world"]
@@ -145,7 +145,7 @@ def test_an_outsider_is_refused_and_disturbs_no_rank(tmp_path: Path) -> None:
         told.folder.joinpath("enough").touch()
         assert (told.code(joins), told.code(first)) == (0, 0)
         assert secret not in told.everything()
-        refusals = [line for line in told.said("first").splitlines() if "no process with the job's secret" in line]
+        refusals = [line for line in told.said("first").splitlines() if "without a valid seal" in line]
         assert 1 <= len(refusals) <= 2, "ranks 0 and 1 say it, each once, whichever value was found first"
         assert secret_files.find(secret_files.name_of(port), environment.shared_directories()) is None
 

@@ -36,7 +36,7 @@ def test_each_operation_on_a_killed_rank_says_that_it_is_lost() -> None:
     result = mpi.run_ranks(3, SCRIPTS / "lost_members.py", timeout_s=60, survive=True).check()
     expected = dict.fromkeys(result.reports[1], f"RankLostError {lost_members.VICTIM}")
     assert len(expected) == 16 and result.reports == {1: expected, 2: expected}
-    assert result.stderr == "rank 0 is lost; the job goes on with 2 of 3 ranks\n"
+    assert result.stderr == "rank 0 is lost; the job continues with 2 of 3 ranks\n"
 
 
 @pytest.mark.parametrize(

@@ -257,7 +257,7 @@ def test_ranks_that_never_come_are_named() -> None:
     """Each rank prints the error that test_missing_ranks_are_named_before_the_start_is_abandoned raises."""
     result = run_source(4, SHORT_START, missing=(1, 3)).check(1, 1)
     for rank in (0, 2):
-        assert f"rank {rank} waits for ranks [1, 3], which did not come" in result.stderr
+        assert f"rank {rank} waits for ranks [1, 3], which did not arrive" in result.stderr
 
 
 @pytest.mark.long
@@ -287,7 +287,7 @@ def test_one_rank_of_each_host_says_what_it_waits_for(
     place = environment.TorchRendezvous(1, 2, "127.0.0.1", port, False, why_missing="It may be elsewhere")
     with pytest.raises(TransportError, match=r"rank 1 .*\brank 0\b.*It may be elsewhere"):
         rendezvous._await_server(place, time.monotonic() + 0.1, "rank 0")
-    said = f"rank 1 waits for rank 0: nobody serves a store at 127.0.0.1:{port} (MASTER_ADDR, MASTER_PORT) yet"
+    said = f"rank 1 waits for rank 0: no process serves a store at 127.0.0.1:{port} (MASTER_ADDR, MASTER_PORT) yet"
     assert [said in text and text.endswith(". It may be elsewhere") for text in caplog.messages] == (
         [True] if local_rank == "0" else []
     )
@@ -303,7 +303,7 @@ def test_missing_ranks_are_named_before_the_start_is_abandoned(
     with pytest.raises(TransportError, match=f"rank {rank} "):
         Gathering(SealedStore(dist.HashStore(), JobSecret()), rank, 3, time.monotonic() + 0.1).come()
     missing = {0: [1, 2], 1: [0]}
-    said = f"rank {rank} waits for ranks {missing.get(rank)}: they have not come to the start of the world yet"
+    said = f"rank {rank} waits for ranks {missing.get(rank)}: they have not arrived at the start of the world yet"
     assert [said in text for text in caplog.messages] == ([True] if rank in missing else [])
 
 
@@ -443,7 +443,7 @@ def test_a_rank_restarted_while_others_gather_is_answered_again() -> None:
 @pytest.mark.parametrize("ranks", [(0, 0), (0, 1, 1)])
 def test_two_processes_of_one_rank_are_named_by_both_and_rank_0(ranks: tuple[int, ...]) -> None:
     for text in gather(SealedStore(dist.HashStore(), JobSecret()), ranks, 3):
-        assert text.startswith(f"rank {ranks[-1]} has come twice: ")
+        assert text.startswith(f"rank {ranks[-1]} exists twice: ")
 
 
 def test_a_rank_beyond_rank_0s_count_fails_on_both() -> None:

@@ -77,7 +77,10 @@ ad.run(main)
     ("option", "message"),
     [
         ("", "asyncdist run: rank 1 on host2 could not connect to host1 (10.213.77.1 on port 1024: No route"),
-        ("--survive", "TransportError: rank 1 on host2 failed as it waited for all 2 ranks to open their worlds: MPI"),
+        (
+            "--survive",
+            "TransportError: rank 1 on host2 failed while it waited for all 2 ranks to open their worlds: MPI",
+        ),
     ],
     ids=["ending", "surviving"],
 )

@@ -333,7 +333,7 @@ def test_nothing_is_written_after_the_licence_is_taken_back() -> None:
     neighbour = PeerProcess(licence.pid, licence.address, licence.token)
     licence.revoke()
     target = torch.zeros(8, dtype=torch.uint8)
-    with pytest.raises(OSError, match="has taken its token back"):
+    with pytest.raises(OSError, match="has revoked its token"):
         neighbour.write(torch.ones(8, dtype=torch.uint8).data_ptr(), target.data_ptr(), 8)
     assert not target.any()
 

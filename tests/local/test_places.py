@@ -340,7 +340,7 @@ def test_second_process_with_a_living_rank_is_refused_at_once(store: SealedStore
     """Regression: it waited for the others until the start was given up; they had begun long before."""
     begun = Process(place(0))
     newcomers._entered.clear()  # those of this process: the second one is another process
-    with pytest.raises(TransportError, match="rank 0 is there already: the world of this job has begun"):
+    with pytest.raises(TransportError, match="rank 0 exists already: the world of this job has begun"):
         Entrance(place(0), TIMEOUT_S)
     begun.mesh.close()
 

@@ -75,7 +75,7 @@ def check(kills: Kills, result: Result) -> dict[str, float]:
     result.check()  # the exit code is 0
     live = sorted(set(range(RANKS)) - set(kills.at))
     assert sorted(result.reports) == live, result.output()
-    lines = [line for line in result.stderr.splitlines() if "the job goes on" in line]
+    lines = [line for line in result.stderr.splitlines() if "the job continues" in line]
     assert 1 <= len(lines) <= len(kills.at), result.output()
     assert all(str(rank) in lines[-1] for rank in kills.at), result.output()
     assert "Traceback" not in result.stderr, result.output()

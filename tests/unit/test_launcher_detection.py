@@ -290,7 +290,7 @@ def test_open_mpi_under_the_plugin_of_mpich_names_its_own_plugin() -> None:
         mpi_launchers.check_world_size(
             2, 1, "Open MPI v5.0.11", source=started.source, environ=environ, list_plugins=list
         )
-    assert "(srun --mpi=list says what is there)" in str(caught.value)
+    assert "(srun --mpi=list shows the plugins)" in str(caught.value)
     assert "different MPIs" not in str(caught.value)
     for hydra in (HYDRA, environ | {"HYDI_CONTROL_FD": "7"}, environ | {"SLURM_STEP_NUM_TASKS": "1"}):
         assert not slurm.is_sruns("PMI_SIZE", hydra)
@@ -314,12 +314,12 @@ MPICH = (
 @pytest.mark.parametrize(
     ("version", "tasks", "started", "way"),
     [
-        ("5.0.2", {}, "srun started 2 ranks, and tells them", "srun --mpi=pmi2 -n 2 "),
-        ("4.1", {}, "srun started 2 ranks, and tells them", "srun --mpi=pmi2 -n 2 "),
+        ("5.0.2", {}, "srun started 2 ranks, and connects them", "srun --mpi=pmi2 -n 2 "),
+        ("4.1", {}, "srun started 2 ranks, and connects them", "srun --mpi=pmi2 -n 2 "),
         (
             "5.0.2",
             {"SLURM_STEP_NUM_TASKS": "1", "PMIX_RANK": "0", "SLURM_PROCID": "0"},
-            "1 rank, and tells it",
+            "1 rank, and connects it",
             "-n 1 ",
         ),
     ],

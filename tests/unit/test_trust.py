@@ -146,9 +146,9 @@ def test_a_rank_with_another_secret_than_rank_0_says_so(
     served = serving.serve("127.0.0.1", 0)
     SealedStore(served, OTHER).set(rendezvous._PORT, "1")
     place = environment.TorchRendezvous(1, 2, "127.0.0.1", served.port, False, secret=OURS)
-    with pytest.raises(TransportError, match=r"another secret than this rank: .* ASYNCDIST_JOB_SECRET_FILE"):
+    with pytest.raises(TransportError, match=r"another secret than this rank's: .* ASYNCDIST_JOB_SECRET_FILE"):
         rendezvous._announced_port(place, time.monotonic() + 0.5)
-    assert "this rank has another secret than the others" in caplog.text
+    assert "this rank's secret differs from the others'" in caplog.text
 
 
 # -- connections ------------------------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ def test_connection_to_a_process_without_the_secret_is_closed() -> None:
     store = HashStore()
     assert connect(SealedStore(store, OURS), SealedStore(store, OURS)) == [None, None]
     with_other = connect(SealedStore(store, OURS), SealedStore(store, OTHER))
-    assert "what is connected as place 1 of 2 does not know the job's secret" in with_other
+    assert "the process connected as place 1 of 2 does not know the job's secret" in with_other
     elsewhere = connect(SealedStore(store, OURS).part("one world"), SealedStore(store, OURS).part("another"))
     assert any(elsewhere), "proofs of another world do not count"
 

@@ -8,13 +8,13 @@ import sys
 
 
 def reason(error: RuntimeError) -> str:
-    """Return what torch says, without the place in its source, its advice and its stack."""
+    """Return the message of torch's error, without source location, advice and stack."""
     text = str(error).partition("\n")[0].partition(". This is typically")[0]
     return re.sub(r"^\[[^]]*\.(cc|cpp|h):\d+\] ", "", text)
 
 
 def end_process(peer: int, exit_code: int) -> None:
-    """End this process, as ``peer`` has asked. Called by threads: the loop may be blocked, hence aborts."""
+    """Abort this process at the request of ``peer``. Threads call this, since the loop may be blocked."""
     sys.stderr.write(f"asyncdist: rank {peer} aborted the job: process {os.getpid()} ends\n")
     sys.stderr.flush()
     os._exit(exit_code)

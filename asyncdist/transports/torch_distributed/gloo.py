@@ -1,26 +1,26 @@
 """Sends messages to one peer over gloo's blocking point-to-point calls.
 
-gloo's requests cannot be polled: a ``Work`` turns complete only inside ``wait()`` (pytorch#30723). So threads wait, in
-C++ and without the GIL, and hand what has come to the loop through an inbox. They know no message, tag or receive.
-Two private groups, apart from the user's: *control* carries frames of at most ``SLOT_NBYTES``, *bulk* everything
-larger, so that a small message does not queue behind a large one.
+gloo's requests cannot be polled: a ``Work`` completes only inside ``wait()`` (pytorch#30723). So threads wait, in C++
+and without the GIL, and pass received data to the loop through an inbox. They do not know messages, tags or receives.
+There are two private groups in addition to the user's: *control* carries frames of at most ``SLOT_NBYTES``, *bulk*
+carries everything larger, so that a small message does not queue behind a large one.
 
-- **Small messages** travel inside control frames, into a ring of receives of one size that are always posted. At most
-  ``WINDOW_COUNT`` frames are unacknowledged; what comes meanwhile shares the next one. So a rank that is slow to take
-  frames, as one is whose training holds the GIL, is sent fuller ones, and no queue builds up behind it.
-- **Large ones** are announced by a frame, and sent on bulk at once. gloo moves the bytes when the receiver, having
-  found the receive that they belong to, posts its own buffer: nothing is copied, and no message is ever longer than
-  its receive, which would end the process.
-- **Streams**, whose receives are posted first, need no announcement: see
+- **Small messages** travel inside control frames, which fill a ring of posted receives of one size. At most
+  ``WINDOW_COUNT`` frames are unacknowledged; messages sent meanwhile share the next frame. So a rank that takes frames
+  slowly, for example since its training holds the GIL, gets fuller frames, and no queue builds up.
+- **Large messages** are announced by a frame and sent on bulk at once. gloo moves the bytes when the receiver has found
+  the matching receive and posts its buffer. Nothing is copied, and no message is longer than its receive, which would
+  end the process.
+- **Streams** need no announcement, since their receives are posted first: see
   :mod:`asyncdist.transports.torch_distributed.gloo_streams`.
-- **Acknowledgements**, cumulative, in every frame, say which sends are complete: only then does the loop call
-  ``wait()`` on them, some at a time, which returns at once. No handle is dropped before, which would wedge the pair.
-- **Loss**: a peer's death fails the receives that are always posted to it, one on each group. Whichever thread ends
-  second tells the loop, so that everything the peer has sent comes first, and nothing writes to a buffer afterwards.
-- **The end**: waiters can be woken only by closing their connections, which a wait that runs into its timeout does; a
-  thread that still waits while the interpreter exits aborts the process.
+- **Acknowledgements** in every frame are cumulative and tell which sends are complete. Only then does the loop call
+  ``wait()`` on them, in batches, which returns at once. Dropping a handle earlier would block the pair forever.
+- **Loss**: the death of a peer fails the receive that is always posted to it on each group. The second of the two
+  threads to end notifies the loop. By then, all data of the peer has arrived, and no thread writes to a buffer.
+- **Close**: waiting threads wake up only if their connections are closed, which a wait that times out does. A thread
+  still waiting when the interpreter exits would abort the process.
 
-Waits have no timeout otherwise: one that passes closes every connection of its group.
+Other waits have no timeout, since a timeout closes every connection of its group.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ from asyncdist.transports.torch_distributed.gloo_transfers import (
 )
 
 SLOT_NBYTES: Final = 16384
-#: Of a frame: acknowledged frames, and bytes of the frame. Then come entries.
+#: Header of a frame: number of acknowledged frames, size of the frame in bytes. Entries follow.
 _FRAME: Final = struct.Struct("<QQ")
-#: Of an entry: kind, tag, number of the transfer, bytes of the message. Then come the bytes, if it has them with it.
+#: Header of an entry: kind, tag, number of the transfer, size of the message in bytes. The bytes of a small one follow.
 _ENTRY: Final = struct.Struct("<B3xIQQ")
 INLINE_NBYTES_MAX: Final = SLOT_NBYTES - _FRAME.size - _ENTRY.size
 WINDOW_COUNT: Final = 8
-#: Twice the window: some frames have no limit.
+#: Twice the window, since some frames are sent even if the window is full.
 _RING_COUNT: Final = 2 * WINDOW_COUNT
 _ACK_AFTER_COUNT: Final = WINDOW_COUNT // 2
-#: Frames whose receives are posted again together, and whose sends are waited for together. Each receive posted is a
-#: packet that wakes the peer's gloo; a wait with cold caches takes 5 us, the next three 0.5 us each.
+#: Number of frames whose receives are posted again, and whose sends are waited for, in one batch. Each posted receive
+#: is a packet that wakes the peer's gloo; a wait with cold caches takes 5 us, the next three 0.5 us each.
 _BATCH_COUNT: Final = 4
 
-#: Shorter frames are sent as this many bytes, so that their memory can be used again.
+#: Size to which shorter frames are padded, so that their memory can be reused.
 _SHORT_NBYTES: Final = 256
 
 _MESSAGE: Final = 1
@@ -79,12 +79,12 @@ _CONTROL_TAG: Final = 1
 _WATCH_TAG: Final = 0x7FFFFFFD
 _ANNOUNCED_TAG_COUNT: Final = 0x40000000
 
-#: Between the two ends of a dead peer's connections.
+#: Seconds between the ends of a dead peer's two connections.
 _LINGER_S: Final = 0.1
 
 
 class _Upload(Transfer):
-    """An announced message, at its sender: the ``number``-th one to that peer."""
+    """An announced message at its sender; ``number`` counts the announced messages to that peer."""
 
     def __init__(self, number: int, view: memoryview, send: Send) -> None:
         super().__init__(number % _ANNOUNCED_TAG_COUNT, readable(view))
@@ -93,7 +93,7 @@ class _Upload(Transfer):
 
 
 class _Download(Transfer):
-    """An announced message, at its receiver."""
+    """An announced message at its receiver."""
 
     def __init__(self, number: int, view: memoryview, receive: Receive | None) -> None:
         super().__init__(number % _ANNOUNCED_TAG_COUNT, bytes_tensor(view))
@@ -102,7 +102,7 @@ class _Download(Transfer):
 
 
 class _Frame:
-    """A frame to be sent, and gloo's view of its memory, which takes 6 us to make when caches are cold."""
+    """A frame to send, with a reusable tensor over its memory, which takes 6 us to make with cold caches."""
 
     __slots__ = ("data", "tensors")
 
@@ -135,20 +135,20 @@ class _Announced:
 class Link:
     """This rank's end of the connections to one peer.
 
-    Everything belongs to the loop but the methods that are threads, ``_run_*``.
+    All methods run on the loop, except ``_run_*``, which run on threads.
 
     Args:
-        peer: the peer's rank.
-        place: its rank in the two groups.
-        control: the group for frames.
-        bulk: the group for large messages.
-        matcher: takes what comes.
-        on_lost: called once, on the loop, when the peer is gone.
+        peer: Rank of the peer.
+        place: Rank of the peer in the two groups.
+        control: Group for frames.
+        bulk: Group for large messages.
+        matcher: Matcher that receives the messages.
+        on_lost: Function called once, on the loop, when the peer is gone.
 
     Attributes:
-        error: the loss of the peer, or None.
-        said_goodbye: whether the peer has said that it closes.
-        is_replaced: whether another process has the peer's place, so that what still comes from this one is dropped.
+        error: Error that reports the loss of the peer, or None.
+        said_goodbye: Whether the peer has announced that it closes.
+        is_replaced: Whether another process has replaced the peer, so that late messages of the peer are dropped.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class Link:
     # -- sending ----------------------------------------------------------------------------------------------------
 
     def send(self, view: memoryview, tag: int) -> Send:
-        """Start sending; a small message has left when the window has room."""
+        """Start sending. A small message leaves immediately if the window has room."""
         send = Send(self._callbacks, view.nbytes)
         send.error = self.error
         if send.error is not None:
@@ -213,7 +213,7 @@ class Link:
         return send
 
     def send_granted(self, view: memoryview, tag: int) -> Send:
-        """Start sending a message whose receive the peer has posted; see ``gloo_streams``."""
+        """Start sending a message of a granted tag, whose receive the peer posts; see ``gloo_streams``."""
         if self.error is None:
             return self._passage(tag).send(view)
         send = Send(self._callbacks, view.nbytes)
@@ -229,7 +229,7 @@ class Link:
         return self._posted_count - self._acknowledged_count < WINDOW_COUNT
 
     def _post_queued(self) -> None:
-        """Fill frames while the window has room."""
+        """Send queued entries in frames while the window has room."""
         queued = self._queued
         while queued and self._has_room:
             entries = bytearray()
@@ -247,11 +247,12 @@ class Link:
                     send.done = True
 
     def _post(self, entries: bytes | bytearray = b"") -> bool:
-        """Give gloo a frame of these, whether the window has room or not. From any thread.
+        """Send a frame of these entries, even if the window is full. May be called from any thread.
 
-        False where the connection is closed, which the threads are about to report.
+        Returns:
+            False if the connection is closed, which the threads are about to report.
         """
-        with self._posting:  # frames are acknowledged in this order
+        with self._posting:  # frames are acknowledged in the order of their sends
             received_count = self._received_count
             nbytes = _FRAME.size + len(entries)
             is_short = nbytes <= _SHORT_NBYTES
@@ -270,7 +271,7 @@ class Link:
     # -- receiving --------------------------------------------------------------------------------------------------
 
     def receive_granted(self, buffer: Buffer, tag: int) -> Receive:
-        """Post a receive of that tag, whose message will be no larger; see ``gloo_streams``."""
+        """Post a receive on a granted tag, whose message must not be larger; see ``gloo_streams``."""
         if self.error is None:
             return self._passage(tag).receive(buffer)
         receive = Receive(self._matcher, buffer, self.peer, tag)
@@ -292,7 +293,7 @@ class Link:
         return self._passages[tag]
 
     def fetch(self, download: _Download) -> None:
-        """Bring an announced message here."""
+        """Start the transfer of an announced message to this rank."""
         self._downloads[download.number] = download
         self._start("post", self._run_post)
         self._start("land", self._run_land)
@@ -328,18 +329,18 @@ class Link:
             self._drop_acknowledged()
 
     def _drop_acknowledged(self) -> None:
-        """Let go of what the peer has: gloo wants a wait before, which returns at once."""
+        """Drop the acknowledged frames, after the wait that gloo requires, which returns at once."""
         while self._waited_count < self._acknowledged_count:
             self._waited_count += 1
-            with self._posting:  # a thread may have posted it and not noted it yet
+            with self._posting:  # a thread may have sent the frame but not recorded it yet
                 work, frame = self._sent.popleft()
-            with contextlib.suppress(RuntimeError):  # the peer has it, and has died since
+            with contextlib.suppress(RuntimeError):  # the peer has received it, and has died since
                 work.wait(FOREVER)
             if len(frame.data) == _SHORT_NBYTES:
                 self._spare.append(frame)
 
     def _on_taken(self, upload: _Upload) -> None:
-        """Complete a send: the peer has all of it."""
+        """Complete a send that the peer has received completely."""
         with contextlib.suppress(RuntimeError):
             upload.wait()
         upload.send.done = True
@@ -355,7 +356,7 @@ class Link:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def say_goodbye(self) -> None:
-        """Tell the peer that the connections will be closed."""
+        """Notify the peer that the connections will be closed."""
         self._post(_ENTRY.pack(_GOODBYE, 0, 0, 0))
 
     def abort(self, exit_code: int) -> None:
@@ -363,9 +364,9 @@ class Link:
         self._post(_ENTRY.pack(_ABORT, exit_code, 0, 0))
 
     def _on_ended(self, why: str) -> None:
-        """Fail what involves the peer, which is gone.
+        """Fail the requests that involve the peer, which is gone.
 
-        Handles and buffers of what was under way stay until the groups are closed.
+        Handles and buffers of the transfers in progress are kept until the groups are closed.
         """
         if self.error is not None:
             return
@@ -386,14 +387,14 @@ class Link:
         self._on_lost(self.peer, self.error)
 
     def join(self, deadline: float) -> list[str]:
-        """Wait for the threads, whose connections have been closed; the names of those that did not end."""
+        """Wait for the threads after their connections were closed; return the names of threads that did not end."""
         self.stop()
         for thread in self._threads.values():
             thread.join(max(0.0, deadline - time.monotonic()))
         return [thread.name for thread in self._threads.values() if thread.is_alive()]
 
     def stop(self) -> None:
-        """Let the threads end that do not wait in gloo; the others are woken by the end of the connections."""
+        """End the threads that do not wait in gloo; the others end when the connections are closed."""
         self._to_post.put(None)
         self._to_land.put(None)
         for passage in self._passages.values():
@@ -401,7 +402,7 @@ class Link:
 
     @property
     def has_ended(self) -> bool:
-        """Whether all threads have ended, so that nothing writes to a buffer any more."""
+        """Whether all threads have ended, so that no thread writes to a buffer any longer."""
         return not any(thread.is_alive() for thread in self._threads.values())
 
     # -- threads ----------------------------------------------------------------------------------------------------
@@ -425,7 +426,7 @@ class Link:
             self._callbacks.put(self._on_ended, why)
 
     def _run_control(self) -> None:
-        """Take frames out of the ring."""
+        """Take received frames from the ring."""
         buffers = [bytearray(SLOT_NBYTES) for _ in range(_RING_COUNT)]
         tensors = [[bytes_tensor(buffer)] for buffer in buffers]
         with self._until_closed("control", "watch"):
@@ -447,17 +448,17 @@ class Link:
                     try:
                         for tensor in tensors[slot + 1 - _BATCH_COUNT : slot + 1]:
                             works.append(self._control.recv(tensor, self._place, _CONTROL_TAG))
-                    except RuntimeError as error:  # the peer is gone; what it had sent lies in the rest of the ring
+                    except RuntimeError as error:  # the peer is gone; its last frames are in the ring
                         closed = error
 
     def _run_watch(self) -> None:
-        """Wait for what never comes: the connection ends first."""
+        """Wait for a message that is never sent, so that the end of the bulk connection is noticed."""
         with self._until_closed("watch", "control"):
             nothing = torch.zeros(TRAILER_NBYTES, dtype=torch.uint8, device="cpu")
             self._bulk.recv([nothing], self._place, _WATCH_TAG).wait(FOREVER)
 
     def _run_post(self) -> None:
-        """Hand transfers to gloo. The loop cannot: it may take as long as another transfer."""
+        """Pass transfers to gloo, which may block for as long as another transfer, so the loop cannot do it."""
         with contextlib.suppress(RuntimeError):  # closed: the other threads report it
             while (transfer := self._to_post.get()) is not None:
                 if isinstance(transfer, _Download):
@@ -465,10 +466,10 @@ class Link:
                     self._to_land.put(transfer)
                 else:
                     transfer.post(self._bulk.send, self._place)
-                del transfer  # and with it the memory of a message that may have arrived
+                del transfer  # frees the memory of a message that may have arrived
 
     def _run_land(self) -> None:
-        """Wait for the downloads, in the order in which they were posted."""
+        """Wait for the downloads in the order in which they were posted."""
         with contextlib.suppress(RuntimeError):
             while (download := self._to_land.get()) is not None:
                 download.wait()

@@ -26,7 +26,7 @@ _LOOPBACK: Final = "127.0.0.1"
 
 
 def close_connections(group: Any) -> None:
-    """Close every connection of the group, as a wait that times out does (pytorch wraps gloo's own behaviour)."""
+    """Close every connection of the group by letting a wait time out, on which gloo closes them."""
     with contextlib.suppress(RuntimeError):
         group.recv_anysource([torch.zeros(1, dtype=torch.uint8, device="cpu")], _POISON_TAG).wait(
             timedelta(milliseconds=1)
@@ -34,21 +34,21 @@ def close_connections(group: Any) -> None:
 
 
 def prove_connections(groups: Sequence[Any], rank: int, size: int, timeout: timedelta, store: SealedStore) -> None:
-    """Let each process of new gloo groups prove to each other one, over their connection, that it knows the secret.
+    """Check over each connection of new gloo groups that the process at the other end knows the job's secret.
 
-    gloo takes whoever reaches its port, and names the number of a connection, for that rank. Where the processes
-    connect is sealed in the store, so an outsider can only come before a rank to the port of another one: it has no
-    proof, and the groups are given up.
+    gloo accepts any process that reaches its port and names the number of a connection. The addresses are sealed in the
+    store, so an outsider can only connect to a rank's port before another rank does. It cannot give the proof, and the
+    groups are abandoned.
 
     Args:
-        groups: The groups.
-        rank: This process's place in them.
-        size: How many processes there are.
-        timeout: For all proofs.
-        store: The part of the store by which the processes have met: its name is that of their connections.
+        groups: New groups.
+        rank: Place of this process in the groups.
+        size: Number of processes.
+        timeout: Timeout for all proofs together.
+        store: Part of the store through which the processes met; its prefix identifies their connections.
 
     Raises:
-        TransportError: A process did not prove it; names it.
+        TransportError: A process, named in the message, did not give the proof.
     """
     if store.secret.is_missing:
         return
@@ -67,7 +67,7 @@ def prove_connections(groups: Sequence[Any], rank: int, size: int, timeout: time
                     f"place {peer} of {size} did not prove that it knows the job's secret: {reason(error)}"
                 ) from error
             if not torch.equal(tensor, _as_tensor(store.secret.proof(name, peer, rank))):
-                raise TransportError(f"what is connected as place {peer} of {size} does not know the job's secret")
+                raise TransportError(f"the process connected as place {peer} of {size} does not know the job's secret")
         for send in sends:
             send.wait(timeout)
 
@@ -79,10 +79,10 @@ def _as_tensor(data: bytes) -> torch.Tensor:
 def make_gloo_groups(store: Any, rank: int, size: int, timeout: timedelta, *, is_loopback: bool = False) -> list[Any]:
     """Make the groups for frames and for tensors; ``rank`` is this process's place in them.
 
-    Where all ranks are on this host, ``is_loopback``, gloo listens at the loopback interface alone.
+    With ``is_loopback``, all ranks are on this host, and gloo listens only on the loopback interface.
 
     Raises:
-        TransportError: as :func:`make_gloo_group`.
+        TransportError: This torch has no gloo, or the ranks cannot reach each other.
     """
     with probed_connections():
         return [
@@ -96,7 +96,7 @@ def make_gloo_group(
     """Make a private gloo group.
 
     Raises:
-        TransportError: this torch has no gloo, or the ranks do not reach each other.
+        TransportError: This torch has no gloo, or the ranks cannot connect to each other.
     """
     if not (dist.is_available() and dist.is_gloo_available()):
         raise TransportError(f"torch {torch.__version__} was built without gloo, which the torch transport needs")
@@ -109,6 +109,6 @@ def make_gloo_group(
         return dist.ProcessGroupGloo(PrefixStore(name, store), rank, size, options)
     except RuntimeError as error:
         raise TransportError(
-            f"gloo found no way between the {size} ranks ({reason(error)}); it uses the interface of this host's name, "
-            "or the one in GLOO_SOCKET_IFNAME"
+            f"gloo could not connect the {size} ranks ({reason(error)}); it uses the interface of this host's name: "
+            "to choose another, set GLOO_SOCKET_IFNAME"
         ) from error

@@ -1,4 +1,4 @@
-"""Makes the links over gloo to all peers and the groups below them, and closes them."""
+"""Makes and closes the links over gloo to all peers."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ T = TypeVar("T", Send, Receive)
 
 logger = logging.getLogger("asyncdist.transports.torch_distributed.gloo_mesh")
 
-#: How long the training thread may keep the GIL from a thread that has something to hand over. Python's 5 ms add up:
-#: a frame takes the GIL twice, a large message four times at each end.
+#: Seconds that the training thread may keep the GIL while a transport's thread waits for it. Python's 5 ms would add
+#: up: a frame takes the GIL twice, a large message four times at each end.
 _SWITCH_INTERVAL_S: Final = 0.0002
 _GOODBYE_S: Final = 0.5
-#: How long the threads may take to end, together. They need milliseconds once their connections are closed, but where
-#: 32 ranks share two cores each has a hundred threads, which end one after the other.
+#: Seconds that all threads together may take to end. They need milliseconds once their connections are closed; but if
+#: 32 ranks share two cores, each rank has a hundred threads, which end in turn.
 JOIN_S: Final = 30.0
-#: The same of a peer that is lost, or where the job has failed: a wait for bytes that were on their way may never end.
+#: The same limit for a lost peer or a failed job: a wait for bytes that were in transit may never end.
 HOPELESS_JOIN_S: Final = 0.4
 _ABORT_S: Final = 0.05
 
 
 class Mesh:
-    """The links to all peers, and the two groups below them.
+    """Owns the links to all peers and their gloo groups.
 
     Args:
-        groups: of all ranks that were there at the beginning, for frames and for tensors; none where this one has no
-            peers, or came later.
-        rank: this one.
-        size: how many there are.
-        matcher: takes what comes.
-        reception: knows of ranks that come later, or are started again, where that may happen.
+        groups: Groups for frames and for tensors of all ranks that began the world; empty if this rank has no peers or
+            joined later.
+        rank: This process's rank.
+        size: Number of ranks.
+        matcher: Matcher that receives the messages.
+        reception: Admits ranks that join later or are restarted; None if no rank may.
 
     Attributes:
-        vacant: the places to which no process has come yet.
+        vacant: Ranks for which no process has arrived yet.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class Mesh:
         self.lost: frozenset[int] = frozenset()
         self.links: dict[int, Link] = {}
         self._groups = list(groups)
-        self._pairs: dict[int, list[Any]] = {}  # by peer, the groups of two with it
+        self._pairs: dict[int, list[Any]] = {}  # groups of two, keyed by peer
         self._replaced: list[tuple[Link, list[Any]]] = []
-        self._incarnations: dict[int, int] = {}  # of the processes that were met later than at the beginning
+        self._incarnations: dict[int, int] = {}  # of processes that were met after the world had begun
         self._announced: dict[int, int] = {}
-        self._met: dict[int, tuple[int, list[Any]]] = {}  # and not accepted yet
+        self._met: dict[int, tuple[int, list[Any]]] = {}  # processes that are not accepted yet
         self.missed: frozenset[int] = frozenset()
         self.vacant: frozenset[int] = frozenset()
         self._switch_interval_s = sys.getswitchinterval()
@@ -90,7 +90,7 @@ class Mesh:
             reception.start(self._on_announced, self._on_met, self._on_missed)
 
     def set_loss_listener(self, listen: Callable[[int], None]) -> None:
-        """Have ``listen(rank)`` called on the loop for each lost peer; at once for those that are lost already."""
+        """Have ``listen(rank)`` called on the loop for each lost peer; immediately for peers that are lost already."""
         self._listen = listen
         for rank in sorted(self.lost):
             listen(rank)
@@ -102,16 +102,16 @@ class Mesh:
         if self._announced.get(rank, 0) > self._incarnations.get(rank, 0):
             self._want(rank)
 
-    # -- ranks that come later --------------------------------------------------------------------------------------
+    # -- ranks that join later --------------------------------------------------------------------------------------
 
     def set_return_listener(self, listen: Callable[[int, int], None]) -> None:
-        """Have ``listen(rank, incarnation)`` called, in a turn of the loop, when a new process has been met."""
+        """Have ``listen(rank, incarnation)`` called by the loop when a new process has been met."""
         self._listen_to_returns = listen
         for rank, (incarnation, _) in self._met.items():
             self._tell_return(rank, incarnation)
 
     def _tell_return(self, rank: int, incarnation: int) -> None:
-        if self._listen_to_returns is not None:  # it polls, so it is not called by a poll
+        if self._listen_to_returns is not None:  # called by the loop: it polls, so a poll must not call it
             asyncio.get_running_loop().call_soon(self._listen_to_returns, rank, incarnation)
 
     def _on_announced(self, newcomer: tuple[int, int]) -> None:
@@ -143,7 +143,7 @@ class Mesh:
             self.missed |= {rank}
 
     def accept(self, rank: int, incarnation: int) -> bool:
-        """Let a process that has been met have the place of the one before it."""
+        """Let a process that has been met replace the earlier process of its rank."""
         if rank not in self.lost or self._met.get(rank, (None,))[0] != incarnation:
             return False
         _, (control, bulk) = self._met.pop(rank)
@@ -161,9 +161,9 @@ class Mesh:
         return True
 
     def unmet(self, request: T, rank: int) -> T:
-        """Fail a request that involves a rank to which this one is not connected: nobody is there yet, or not met."""
+        """Fail a request that involves a rank to which this one is not connected yet."""
         why = (
-            f"no process has come to the place of rank {rank} yet"
+            f"no process of rank {rank} has joined yet"
             if rank in self.vacant
             else f"rank {rank} is not connected yet to rank {self._rank}"
         )
@@ -180,7 +180,7 @@ class Mesh:
         """Say goodbye, wait for the peers to do so, and close the connections.
 
         Args:
-            join_s: how long to wait for the threads. Those that do not end are warned of: what they were for is over.
+            join_s: Seconds to wait for the threads; threads that do not end are logged as a warning.
         """
         self._listen = lambda _: None
         self._listen_to_returns = None

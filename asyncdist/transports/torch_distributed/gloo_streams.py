@@ -1,16 +1,16 @@
-"""Moves large messages that need no announcement, since their receives are posted first: those of streams.
+"""Moves the large messages of streams, which need no announcement since their receives are posted first.
 
-Gloo cannot be left to match most messages by itself. A receive may be from any source, may be smaller than its message
-(which would end the process), and may be abandoned; so a large message is announced, and fetched once its receive is
-found. On a *granted* tag the caller promises what makes that needless: a receive names its source, and no message is
-larger than its receive. Both ends then hand theirs to gloo at once, which matches them in their order.
+gloo cannot match most messages on its own. A receive may be from any source, may be smaller than its message (which
+would end the process), and may be abandoned; so a large message is announced, and fetched once its receive is found. On
+a *granted* tag the caller guarantees that a receive names its source and that no message is larger than its receive.
+Both ends then pass their requests to gloo at once, which matches them in order.
 
-- The trailer says how long the message is, which may be less than its buffer.
-- Gloo takes no receive back. A receiver that cancels one asks the sender to answer it with *nothing*, once all messages
-  before it have been sent; if its own message is on its way already, the request is void.
-- The thread that has waited for a message acknowledges it, in a control frame, before the receiver's loop hears of it:
-  a sender that trains, or streams the next chunk, is not kept waiting for a receiver that does. (A wait for its own
-  send, or for the trailer's, would end sooner, but never where the peer dies while bytes are on their way.)
+- The trailer holds the message's size, which may be less than the buffer's.
+- gloo cannot cancel a receive. A receiver that cancels one asks the sender to answer it with *nothing* in its turn. If
+  the message of that receive is already in transit, the sender ignores this.
+- The thread that has waited for a message acknowledges it in a control frame, before the receiver's loop is notified.
+  So a sender never waits for a receiver whose training blocks its loop. (Waiting for its own send, or the trailer's,
+  would end sooner, but never if the peer dies while bytes are in transit.)
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from asyncdist.transports.base import Buffer
 from asyncdist.transports.matching import Matcher, Receive, Send
 from asyncdist.transports.torch_distributed.gloo_transfers import Transfer, bytes_tensor, readable
 
-#: In a trailer, in place of the message's size: there is no message, since the receive has been cancelled.
+#: Value of a trailer without a message, which answers a cancelled receive.
 _NOTHING: Final = -1
-#: Of gloo's tags for these; those below are of announced messages.
+#: Smallest of gloo's tags for granted messages; announced messages use the smaller ones.
 _FIRST_TAG: Final = 0x40000000
 
 
 class _GrantedReceive(Receive):
-    """A receive request of one passage; ``number`` counts them from 1."""
+    """A receive of one passage; ``number`` counts the passage's receives from 1."""
 
     __slots__ = ("_passage", "number", "transfer")
 
@@ -49,19 +49,19 @@ class _GrantedReceive(Receive):
 
 
 class Passage:
-    """One granted tag between this rank and a peer, both ways.
+    """Sends and receives on one granted tag between this rank and a peer.
 
-    Everything belongs to the loop but the methods that are threads, ``_run_*``.
+    All methods run on the loop, except ``_run_*``, which run on threads.
 
     Args:
-        tag: the tag.
-        peer: its rank.
-        place: its rank in gloo's group.
-        bulk: gloo's group.
-        matcher: whose inbox the threads tell.
-        start: starts a thread, given its name and what it runs, unless there is one of that name.
-        acknowledge: tells the peer, from any thread, that a message of its has landed.
-        ask_for_nothing: asks the peer to answer the receive of that number with nothing.
+        tag: Granted tag.
+        peer: Rank of the peer.
+        place: Rank of the peer in gloo's group.
+        bulk: gloo's group for large messages.
+        matcher: Matcher to whose inbox the threads report.
+        start: Starts a thread with the given name and function, unless there is a thread of that name.
+        acknowledge: Notifies the peer, from any thread, that one of its messages has arrived.
+        ask_for_nothing: Asks the peer to answer the receive of the given number with nothing.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Passage:
         self._to_land: queue.SimpleQueue[_GrantedReceive | None] = queue.SimpleQueue()
 
     def send(self, view: memoryview) -> Send:
-        """Start sending the next message, for which the peer has posted a receive, or is about to."""
+        """Start sending the next message, for which the peer has posted a receive or is about to."""
         send = self._send(view, view.nbytes)
         self._send_nothing()
         return send
@@ -109,21 +109,21 @@ class Passage:
         return send
 
     def _send_nothing(self) -> None:
-        """Answer the receives that are next and have been cancelled."""
+        """Answer the next receives with nothing, as long as they are cancelled."""
         while self._sent_count + 1 in self._unwanted:
             self._unwanted.remove(self._sent_count + 1)
             self._send(memoryview(b""), _NOTHING)
 
     def on_unwanted(self, number: int) -> None:
-        """Note that the peer has cancelled its receive of that number."""
+        """Record that the peer has cancelled its receive of that number."""
         if number > self._sent_count:
             self._unwanted.add(number)
             self._send_nothing()
 
     def on_acknowledged(self) -> None:
-        """Note that the oldest message has landed."""
+        """Complete the oldest message, which has arrived."""
         upload, send = self._uploads.popleft()
-        with contextlib.suppress(RuntimeError):  # the peer has it, and has died since
+        with contextlib.suppress(RuntimeError):  # the peer has received it, and has died since
             upload.wait()
         send.done = True
 
@@ -147,25 +147,25 @@ class Passage:
         receive.complete()
 
     def lose(self, error: RankLostError) -> None:
-        """Fail what is under way, since the peer is gone. Its handles and buffers stay."""
+        """Fail the sends and receives in progress, since the peer is gone. Their handles and buffers are kept."""
         for _, send in self._uploads:
             send.error = error
         for receive in self._receives:
             receive.error = error
 
     def stop(self) -> None:
-        """Let the threads end; those that wait in gloo are woken by its end."""
+        """End the threads; those that wait in gloo end when its connections are closed."""
         self._to_send.put(None)
         self._to_land.put(None)
 
     # -- threads ----------------------------------------------------------------------------------------------------
 
     def _run_sends(self) -> None:
-        """Hand messages to gloo, which writes them here and now as far as the connection takes them."""
+        """Pass messages to gloo, which writes on this thread as much as the connection takes."""
         with contextlib.suppress(RuntimeError):  # closed: the link's threads report it
             while (upload := self._to_send.get()) is not None:
                 upload.post(self._bulk.send, self._place)
-                del upload  # and with it, once it has landed, the memory of a stream that has ended
+                del upload  # frees the memory of an ended stream, once the message has arrived
 
     def _run_landings(self) -> None:
         """Post receives, and wait for the oldest when all are posted."""

@@ -1,6 +1,6 @@
-"""Moves large messages over gloo: the bytes, and eight more behind them, the *trailer*.
+"""Moves large messages over gloo: the data, followed by eight more bytes, the *trailer*.
 
-The trailer is what is waited for: a wait for data that is on its way does not end when the peer dies.
+Threads wait for the trailer, since a wait for data in transit does not end when the peer dies.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ def bytes_tensor(buffer: Any) -> torch.Tensor:
 
 
 def readable(view: memoryview) -> torch.Tensor:
-    """Make a tensor over what is to be sent. torch wants it writable."""
+    """Make a tensor over the bytes to send, which torch requires to be writable."""
     return bytes_tensor(bytearray(view) if view.readonly else view)
 
 
 class Transfer:
-    """A large message on its way, at either end.
+    """A large message in transit, at either end.
 
     Args:
-        tag: gloo's, the same on both ends.
-        data: what is sent, or where it is received.
-        mark: what the sender's trailer says.
+        tag: gloo's tag, the same on both ends.
+        data: Bytes to send, or buffer to receive into.
+        mark: Number in the sender's trailer.
 
     Attributes:
-        tag: as above.
-        works: gloo's handles, data first.
+        tag: gloo's tag.
+        works: gloo's handles of the data and of the trailer, in this order.
     """
 
     __slots__ = ("_data", "_mark", "_posting", "tag", "works")
@@ -48,25 +48,25 @@ class Transfer:
     def __init__(self, tag: int, data: torch.Tensor, mark: int = 0) -> None:
         self.tag = tag
         self.works: list[Any] = []
-        # Held until gloo has both. An Event, and a mark by torch.tensor, cost a stream 50 us more (cold caches).
+        # Held until gloo has data and trailer. An Event and torch.tensor would cost a stream 50 us more (cold caches).
         self._posting = threading.Lock()
         self._posting.acquire()
         self._mark = bytearray(_MARK.pack(mark))
         self._data = data
 
     def post(self, start: Callable[[list[torch.Tensor], int, int], Any], peer: int) -> None:
-        """Give gloo the data and the trailer. May block for as long as another transfer is being read or written."""
+        """Pass the data and the trailer to gloo. May block while another transfer is being read or written."""
         self.works.append(start([self._data], peer, self.tag))
         self.works.append(start([bytes_tensor(self._mark)], peer, self.tag))
         self._posting.release()
 
     def wait(self) -> None:
-        """Wait until it is complete; for the trailer first, as the module's docstring explains."""
+        """Wait until the transfer is complete, for the trailer first, as the module's docstring explains."""
         with self._posting:
             for work in reversed(self.works):
                 work.wait(FOREVER)
 
     @property
     def mark(self) -> int:
-        """The number in the trailer, once it is complete."""
+        """Number in the trailer, once the transfer is complete."""
         return int(_MARK.unpack(self._mark)[0])

@@ -1,9 +1,9 @@
-"""Has the kernel look whether the hosts of peers are still there.
+"""Makes the kernel probe whether the hosts of peers are still up.
 
-A process that ends closes its connections, and its peers hear of it at once. A host that is unplugged, crashes or is
-cut off says nothing: without probes a connection to it stays open for ever while nothing is sent, and for a quarter of
-an hour once something is. Messages between ranks could not tell such a host from a rank in a step of ten minutes. The
-kernel can: that of a living host acknowledges for a process that computes, and for one that is stopped.
+When a process ends, its connections are closed, and its peers notice at once. When a host is unplugged, crashes or is
+cut off, nothing is sent: without probes, a connection to it stays open forever if idle, and for 15 minutes otherwise.
+Messages between ranks could not distinguish such a host from a rank in a step of ten minutes. Probes can, since the
+kernel of a live host acknowledges them even while the process computes or is stopped.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-#: A connection on which nothing has come for `IDLE_S` is probed so often; the host is gone if none is acknowledged.
+#: A connection idle for `IDLE_S` seconds is probed `PROBE_COUNT` times, every `INTERVAL_S` seconds. If no probe is
+#: acknowledged, the host is gone.
 IDLE_S: Final = 5
 INTERVAL_S: Final = 5
 PROBE_COUNT: Final = 3
-#: The same where data is under way, which is not probed. It is given up also where the peer takes none of it for so
-#: long, as a process that is stopped in the middle of a large message.
+#: Seconds after which a connection with unacknowledged data, which is not probed, is closed. It is closed even if the
+#: peer's host is up but the process takes no data for so long, such as one stopped in the middle of a large message.
 UNACKNOWLEDGED_S: Final = 30
 
 
 @contextlib.contextmanager
 def probed_connections() -> Iterator[None]:
-    """Have the connections to other hosts that are made in the block probed. On Linux; elsewhere it does nothing."""
+    """Enable probes on the connections to other hosts that the body makes. Does nothing except on Linux."""
     earlier = set(_descriptors())
     yield
     probe_all(set(_descriptors()) - earlier)
 
 
 def probe_all(descriptors: Iterable[int] | None = None) -> None:
-    """Have connections to other hosts probed: all of this process, or those among these descriptors."""
+    """Enable probes on connections to other hosts: on these descriptors, or on all descriptors of this process."""
     for descriptor in _descriptors() if descriptors is None else descriptors:
         with contextlib.suppress(OSError), _opened(descriptor) as connection:
             if _is_to_another_host(connection):
@@ -41,7 +42,7 @@ def probe_all(descriptors: Iterable[int] | None = None) -> None:
 
 
 def probe(connection: socket.socket) -> None:
-    """Have one connection probed."""
+    """Enable probes on one connection."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, INTERVAL_S)
@@ -54,11 +55,11 @@ def _descriptors() -> list[int]:
 
 
 def _opened(descriptor: int) -> socket.socket:
-    """Return a socket of our own over the same connection: the library's descriptor stays the library's."""
+    """Return a socket with a duplicate of the descriptor, so that closing it leaves the library's own open."""
     copy = os.dup(descriptor)
     try:
         return socket.socket(fileno=copy)
-    except OSError:  # no socket
+    except OSError:  # not a socket
         os.close(copy)
         raise
 

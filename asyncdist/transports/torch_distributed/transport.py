@@ -1,7 +1,7 @@
-"""Serves ranks that torchrun started, or anything else that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+"""Connects ranks started by torchrun or by any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
-They find each other in :mod:`asyncdist.transports.torch_distributed.meeting.rendezvous`. Messages go through gloo
-(:mod:`asyncdist.transports.torch_distributed.gloo`) and are matched with receives in
+The ranks find each other in :mod:`asyncdist.transports.torch_distributed.meeting.rendezvous`. Messages are sent through
+gloo (:mod:`asyncdist.transports.torch_distributed.gloo`) and matched with receives in
 :mod:`asyncdist.transports.matching`.
 """
 
@@ -25,7 +25,7 @@ from asyncdist.transports.torch_distributed.meeting.rendezvous import Rendezvous
 from asyncdist.trust.living_ranks import LivingRank
 from asyncdist.wording import plural
 
-#: How long the ranks wait for each other at the start.
+#: Seconds that the ranks wait for each other at the start.
 START_TIMEOUT_S = 300.0
 _GROUP_TIMEOUT: Final = timedelta(seconds=60)
 
@@ -37,7 +37,7 @@ def _place(rendezvous: Rendezvous | None) -> tuple[int, int]:
 
 
 def _claim(rendezvous: Rendezvous | None) -> LivingRank | None:
-    """Return the claim of this process to be its rank.
+    """Claim this process's rank on this host, and return the claim.
 
     Raises:
         TransportError: Another process of this user on this host runs as that rank.
@@ -50,24 +50,24 @@ def _claim(rendezvous: Rendezvous | None) -> LivingRank | None:
     if pid is not None:
         other = f"process {pid} of this host" if pid else "a process of another container of this host"
         raise TransportError(
-            f"rank {rendezvous.rank} is there already: {other} runs as that rank of the job (RANK, "
-            "MASTER_PORT), and this process is refused. A job of its own needs another MASTER_PORT, or a launcher",
+            f"rank {rendezvous.rank} exists already: {other} runs as that rank of the job (RANK, "
+            "MASTER_PORT), and this process is refused. A separate job needs another MASTER_PORT, or a launcher",
             rank=rendezvous.rank,
         )
     return claim
 
 
 class TorchTransport(MatchedTransport):
-    """The ranks of a torch.distributed job, on gloo.
+    """Sends messages between the ranks of a torch.distributed job, through gloo.
 
     Args:
-        rendezvous: where they meet; None where the user's process group says who there is.
-        granted_tags: those on which a receive names its source, and no message is larger than its receive, which is
-            posted for it: streams', which take less time so.
-        start_timeout_s: how long to wait for the other ranks.
+        rendezvous: Place where the ranks meet; None if the user's process group defines the ranks.
+        granted_tags: Tags of streams, which are faster since each receive names its source and is posted for a message
+            that is not larger.
+        start_timeout_s: Seconds to wait for the other ranks.
 
     Raises:
-        TransportError: the ranks do not find each other; names those that did not come.
+        TransportError: The ranks do not find each other; the message names the missing ones.
     """
 
     name = "torch"
@@ -125,7 +125,7 @@ class TorchTransport(MatchedTransport):
         self._granted_tags = granted_tags
         self._mesh = gloo_mesh.Mesh(groups, rank, size, self._matcher, reception)
         self._is_closed = False
-        atexit.register(self.close_failed)  # threads that wait in gloo at the interpreter's end abort the process
+        atexit.register(self.close_failed)  # threads still waiting in gloo at exit abort the process
 
     def _send_away(self, view: memoryview, dest: int, tag: int) -> Request:
         link = self._mesh.links.get(dest)

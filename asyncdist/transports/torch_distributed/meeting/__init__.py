@@ -1,1 +1,1 @@
-"""How the processes of a torch.distributed job find each other, and make the groups on which they talk."""
+"""Lets the processes of a torch.distributed job find each other and make their gloo groups."""

@@ -1,9 +1,9 @@
-"""Makes gloo groups of ranks of which any may end meanwhile: either all ranks have the groups, or none.
+"""Makes gloo groups of ranks that may end meanwhile: either all ranks get the groups, or none.
 
-gloo looks for the ranks in the store first, and then connects to them; both in C++, where no thread can be woken. It
-gives up late on a process that has ended: of two ranks, the one that listens waits for five times the timeout. So the
-waiting in the store is done here, where a check ends it at any time, and the timeout is for the connecting alone, which
-takes milliseconds.
+gloo first looks for the ranks in the store and then connects to them, both in C++, where a thread cannot be woken. It
+notices late that a process has ended: of two ranks, the one that listens waits for five times the timeout. This module
+therefore waits in the store itself, where a check can end the wait at any time. gloo's timeout covers only the
+connecting, which takes milliseconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from asyncdist.errors import TransportError
 from asyncdist.transports.torch_distributed import gloo_groups
 from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
 
-#: The pause between two looks, and what is added for each rank.
+#: Seconds between two looks at the store, and seconds added for each rank.
 _PAUSE_S: Final = 0.01
 _PAUSE_PER_RANK_S: Final = 0.0005
 _ALL, _SOME = "all ranks are connected", "not all ranks are connected"
@@ -35,19 +35,19 @@ def make_gloo_groups(
     is_loopback: bool = False,
     check: Callable[[], object] = lambda: None,
 ) -> list[Any]:
-    """Make the groups for frames and for tensors, if every rank can; they decide it together.
+    """Make the groups for frames and for tensors if every rank can; the ranks decide this together.
 
     Args:
-        store: a part of it for this attempt alone.
-        rank, size: as of :func:`gloo_groups.make_gloo_groups`.
-        connect_s: gloo's timeout for the connecting, once all are there.
-        timeout_s: for all of it, the connecting aside.
-        is_loopback: whether all ranks are on this host.
-        check: called again and again meanwhile; raises where waiting is in vain.
+        store: Part of the store for this attempt only.
+        rank, size: This process's place in the groups, and the number of places.
+        connect_s: gloo's timeout in seconds for connecting, once all ranks have arrived.
+        timeout_s: Timeout in seconds for the rest.
+        is_loopback: Whether all ranks are on this host.
+        check: Function called repeatedly meanwhile; raises if waiting is pointless.
 
     Raises:
-        TransportError: a rank cannot, or has given up; another attempt may be made.
-        BaseException: as ``check``.
+        TransportError: A rank cannot make the groups or has given up; another attempt may be made.
+        BaseException: ``check`` raised it.
     """
     deadline = time.monotonic() + timeout_s
 
@@ -56,7 +56,7 @@ def make_gloo_groups(
         if store.check(["decision"]) and _text(store, "decision") != _ALL:
             raise TransportError("another rank is not connected to all")
         if time.monotonic() >= deadline:
-            raise TransportError(f"not all of the {size} ranks have come within {timeout_s:g} s")
+            raise TransportError(f"not all of the {size} ranks arrived within {timeout_s:g} s")
 
     watched = _WatchedStore(store, look, _PAUSE_S + size * _PAUSE_PER_RANK_S)
     groups: list[Any] = []
@@ -69,7 +69,7 @@ def make_gloo_groups(
         if _decide(store, _ALL) != _ALL:
             raise TransportError("another rank is not connected to all")
     except BaseException as error:
-        if _decide(store, _SOME) == _ALL:  # by another rank, just now
+        if _decide(store, _SOME) == _ALL:  # another rank has just decided so
             return groups
         for group in groups:
             gloo_groups.close_connections(group)
@@ -80,7 +80,7 @@ def make_gloo_groups(
 
 
 def _decide(store: Any, decision: str) -> str:
-    """Decide whether all ranks are connected, unless another rank has done so; return what was decided."""
+    """Decide whether all ranks are connected, unless another rank has decided; return the decision."""
     return bytes(store.compare_set("decision", "", decision)).decode()
 
 
@@ -89,15 +89,15 @@ def _text(store: Any, key: str) -> str:
 
 
 class _WatchedStore(Store):
-    """Hands gloo's questions on to a store, and looks again and again whether waiting is in vain.
+    """Passes gloo's calls to a store, and checks repeatedly whether waiting is pointless.
 
     Args:
-        store: that is asked.
-        look: raises where it is.
-        pause_s: between two looks.
+        store: Store to call.
+        look: Function that raises if waiting is pointless.
+        pause_s: Seconds between two checks.
 
     Attributes:
-        error: what it has raised, which gloo makes another error of.
+        error: Exception raised by ``look``, which gloo replaces by another error.
     """
 
     def __init__(self, store: Any, look: Callable[[], object], pause_s: float) -> None:

@@ -1,22 +1,22 @@
-"""Lets a rank that is started again, or comes later than the others, join a running world, through its store.
+"""Lets a restarted rank, or a rank that starts later than the others, join a running world through its store.
 
-A process is named by its rank and its *incarnation*: how often the rank had been started again before. The world's
-store has a log of the processes that have come since the world began. To come, a process adds its name; each other
-process reads the log several times a second, in a thread, so that no step waits for it. Two processes that have both
-noted that they want to meet then make two gloo groups of two, each in a thread, anew where that fails; from there on
-:mod:`asyncdist.transports.torch_distributed.gloo_mesh` treats them as any other peers.
+A process is named by its rank and its *incarnation*, the number of earlier restarts of the rank. The world's store has
+a log of the processes that have arrived since the world began. A newcomer adds its name. Each other process reads the
+log several times a second, in a thread, so that no step waits for it. When two processes have recorded that they want
+to meet, they make two gloo groups of two, each in a thread, and retry if that fails. From then on,
+:mod:`asyncdist.transports.torch_distributed.gloo_mesh` treats them like any other peers.
 
-- A process wants to meet another one only once it has found the one before it lost. The first that has done so
-  welcomes the newcomer, which waits for that before it opens its world.
-- The launcher notes in the store which processes have ended, and nobody waits for these.
-- A process that reads a later incarnation of its own rank says that it lives, and the newcomer is refused.
-- The places of a world that are empty at its beginning are the highest ones. A process that comes there is always a
-  newcomer: it waits for the world to begin, and for the next one where all have left that. There may be none before it
-  that another process could have lost, so whoever hears of it wants to meet it, and welcomes it.
-- A rank that is started again before its world has begun takes part in the beginning, as a first process. So does one
-  that comes when the others have left their world, and may begin the next one; it hears when they have ended. A world
-  has begun when all ranks are connected; where one is killed before, all gather again.
-- When no process of the world lives, nobody is left to welcome a newcomer. The newcomers then begin the next world.
+- A process wants to meet a newcomer only once it considers the earlier process of that rank lost. The first process
+  that does so welcomes the newcomer, which opens its world only after the welcome.
+- The launcher records in the store which processes have ended, so that no process waits for them.
+- A process that reads a later incarnation of its own rank reports that it is alive, and the newcomer is refused.
+- The ranks that are vacant when a world begins are the highest ones. A process of such a rank is always a newcomer: it
+  waits for the world to begin, or for the next world if all processes have left this one. It may have no predecessor
+  that could be lost, so every process that reads its name wants to meet it and welcomes it.
+- A rank that is restarted before its world has begun takes part in the beginning. So does a rank that is restarted
+  after the others have left their world, since they may begin the next one; it is notified when they have ended. A
+  world has begun when all ranks are connected. If a rank is killed before that, all ranks gather again.
+- If no process of the world is alive, no process can welcome a newcomer. The newcomers then begin the next world.
 """
 
 from __future__ import annotations
@@ -43,50 +43,50 @@ from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedSt
 
 logger = logging.getLogger("asyncdist.transports.torch_distributed.meeting.newcomers")
 
-#: The pause between two looks at the log.
+#: Seconds between two reads of the log.
 _PERIOD_S: Final = 0.1
-#: A process looks this often at the log for each time that it writes down again which world runs, if that is gone.
+#: Number of reads of the log after which a process writes the name of the running world again if it was deleted.
 _LOOKS_PER_RENEWAL: Final = 10
-#: How long a newcomer waits to be welcomed. Processes that end are found lost within a second, hosts within 30 s.
+#: Seconds that a newcomer waits for its welcome. Ended processes are found lost within 1 s, hosts within 30 s.
 _WELCOME_S: Final = 60.0
-#: How long two processes that both want to meet may take to come to an attempt, and by attempt to connect then: where
-#: one ends just then the other is in gloo for five times as long, and cannot end before. A lost packet costs 1 s.
+#: Seconds that two processes which want to meet have to arrive at an attempt, and seconds to connect in each attempt.
+#: If one process ends while they connect, the other is stuck in gloo for five times as long. A lost packet costs 1 s.
 _PAIR_S: Final = 20.0
 _PAIR_CONNECT_S: Final = (0.5, 1.0, 2.0, 2.0)
-#: How long the first groups may take, for gloo gives up late on a process that has ended; and how often to gather.
+#: Seconds for connecting the first groups (gloo notices late that a process has ended), and number of attempts.
 _CONNECT_S: Final = 10.0
 _CONNECT_PER_RANK_S: Final = 0.5
 _ATTEMPT_COUNT: Final = 3
-#: How long a process that was started later than the store tries to reach it.
+#: Seconds that a process started later than the store tries to reach it.
 _REACH_S: Final = 10.0
 _RUNNING: Final = "running"
-#: What the launcher says before it stops serving the store.
+#: Key that the launcher sets before it stops serving the store.
 _OVER: Final = "over"
-#: Names a rank that the launcher does not start again.
+#: Key of a rank that the launcher does not restart.
 _GONE: Final = "gone"
 
 
 class Entrance:
-    """This process's way into a world to which ranks may be added.
+    """Lets this process enter a world that later ranks may join.
 
     Args:
-        rendezvous: where the ranks meet.
-        timeout_s: how long to wait for the other ranks.
+        rendezvous: Place where the ranks meet.
+        timeout_s: Seconds to wait for the other ranks.
 
     Attributes:
-        common: the part of the store that belongs to the job.
-        store: the part of that which belongs to the world.
-        incarnation: how often this rank had been started again before; 0 for one that was there when the world began.
-        vacant: the places to which no process had come yet.
-        nonce: a number that all processes of the world share.
-        process: what the launcher calls this process. Its incarnation there may be larger: it counts the starts.
-        running: The value of the store by which processes that come later find this world.
-        groups: those of all ranks, where this one was there when the world began.
+        common: Part of the store that belongs to the job.
+        store: Part of the job's store that belongs to the world.
+        incarnation: Number of this rank's restarts since the world began; 0 if this process began the world.
+        vacant: Ranks for which no process had arrived yet.
+        nonce: Number that all processes of the world share.
+        process: Launcher's name of this process. The incarnation in it counts all starts, so it may be larger.
+        running: Value in the store by which later processes find this world.
+        groups: Groups of all ranks if this process began the world; otherwise empty.
 
     Raises:
-        DisagreementError: the world that runs is of another job, size or version.
-        LateError: this rank was started again, or comes later, and others have ended.
-        TransportError: the ranks do not find each other; or the process before this one lives.
+        DisagreementError: The running world belongs to another job, or has another size or version.
+        LateError: This rank was restarted or joins late, and other ranks have ended.
+        TransportError: The ranks do not find each other, or the earlier process of this rank is alive.
     """
 
     def __init__(self, rendezvous: Rendezvous, timeout_s: float) -> None:
@@ -107,7 +107,7 @@ class Entrance:
                 raise self._late("the store of the job has closed") from error
         if not rendezvous.incarnation and rendezvous not in _entered and self.common.check([_RUNNING]):
             raise TransportError(
-                f"rank {rendezvous.rank} is there already: the world of this job has begun with another process as "
+                f"rank {rendezvous.rank} exists already: the world of this job has begun with another process as "
                 "that rank (RANK), and this process is refused",
                 rank=rendezvous.rank,
             )
@@ -122,7 +122,7 @@ class Entrance:
         _entered[rendezvous] = token
 
     def _open_store(self) -> SealedStore:
-        """Return the store of the job, which serves already where this process comes later than others."""
+        """Return the store of the job, which must already exist if this process was restarted or joins late."""
         if not self._rendezvous.incarnation:
             return open_store(self._rendezvous, self._deadline)
         try:
@@ -132,13 +132,13 @@ class Entrance:
 
     def _late(self, why: str) -> LateError:
         rank = self._rendezvous.rank
-        how = "joins the others" if rank >= self._first_count else "was started again"
+        how = "joins the others" if rank >= self._first_count else "was restarted"
         return LateError(f"rank {rank} {how}, and {why}", rank=rank)
 
     def _join(self, *, is_late: bool) -> str:
-        """Join the world that runs, and return its token; return "" if none of it is left, and the next one may begin.
+        """Join the running world and return its token; return "" if all have left it, so that the next one may begin.
 
-        A process that comes to a place that was empty at the beginning begins no world: it waits for the next one.
+        A process of a rank that was vacant at the beginning (``is_late``) begins no world: it waits for the next one.
         """
         left = _entered.get(self._rendezvous, "")
         while True:
@@ -158,14 +158,14 @@ class Entrance:
                 return ""
             self._check_others()
             if time.monotonic() >= self._deadline:
-                raise TransportError(f"rank {self._rendezvous.rank} waits for the others to begin a world")
+                raise TransportError(f"rank {self._rendezvous.rank} has waited in vain for the others to begin a world")
             time.sleep(_PERIOD_S)
 
     def _begin(self) -> str:
         """Begin a world with all other ranks; return its token.
 
-        A rank may be killed after it has come, and before the others are connected to it. These gather again then, and
-        its next process comes too.
+        If a rank is killed after its arrival, before the others are connected to it, all gather again with its next
+        process.
         """
         attempt = 1
         while True:
@@ -182,10 +182,10 @@ class Entrance:
                 logger.info("rank %d gathers again with the others: %s", self._rendezvous.rank, error)
 
     def _make_groups(self) -> list[Any]:
-        """Make the groups of all ranks that are there, if every one can.
+        """Make the groups of all ranks that begin the world, if every rank can.
 
         Raises:
-            TransportError: one cannot.
+            TransportError: A rank cannot make the groups.
         """
         rank, count = self._rendezvous.rank, self._first_count
         if count == 1:
@@ -201,20 +201,20 @@ class Entrance:
         )
 
     def _has_exited(self, rank: int, incarnation: int) -> bool:
-        """Return whether the launcher has noted the end of this process of the world that runs."""
+        """Return whether the launcher has recorded that this process of the running world has ended."""
         process = f"{rank}.{incarnation}"
-        if not incarnation:  # it began the world, perhaps not the first one of the job
+        if not incarnation:  # it began this world, perhaps not the job's first
             if not self.store.check([f"process/{rank}"]):
                 return False
             process = _text(self.store, f"process/{rank}")
         return bool(self.common.check([f"exited/{process}"]))
 
     def _check_others(self) -> None:
-        """Raise if no world can begin: a rank is not started again, or one of the first has ended before this one."""
+        """Raise if no world can begin, since a rank is not restarted or a rank needed for it has ended."""
         if self._rendezvous.admits_restarted and self.common.check([_GONE]):
             gone = int(_text(self.common, _GONE))
             raise TransportError(
-                f"rank {gone} was killed and is not started again, and without it no world can begin", rank=gone
+                f"rank {gone} was killed and is not restarted, and without it no world can begin", rank=gone
             )
         if self._rendezvous.incarnation:
             if any(self.common.check([f"ended/{other}"]) for other in range(self._first_count)):
@@ -223,8 +223,8 @@ class Entrance:
                 raise self._late("the job is over")
 
 
-#: Places at which this process has come to a world, with its token. To the next world it comes as a first process,
-#: unless the place is one that is empty at the beginning.
+#: Rendezvous at which this process has entered a world, with the world's token. It takes part in the beginning of the
+#: next world, unless its rank is vacant then.
 _entered: dict[Rendezvous, str] = {}
 
 
@@ -233,21 +233,21 @@ def _identity(rendezvous: Rendezvous) -> dict[str, Any]:
 
 
 def _check_running(running: str, rendezvous: Rendezvous) -> str:
-    """Return the token of the world that runs, if this process may be of it."""
+    """Return the running world's token; raise if its job, size or version differs."""
     theirs = json.loads(running)
     for what, mine in _identity(rendezvous).items():
         if theirs[what] != mine:
             raise DisagreementError(
-                f"rank {rendezvous.rank} was started again with {what} {mine!r:.80}, and the world that runs has "
-                f"{theirs[what]!r:.80}; allowed: the same",
+                f"rank {rendezvous.rank} was restarted with {what} {mine!r:.80}, but the running world has "
+                f"{theirs[what]!r:.80}; they must be equal",
                 rank=rendezvous.rank,
             )
     return str(theirs["world"])
 
 
 def _say_ended(common: Any, rank: int) -> None:
-    """Say that this process has ended by itself, so that its rank is not started again."""
-    with contextlib.suppress(RuntimeError):  # the store has ended before
+    """Record that this process has ended normally, so that its rank is not restarted."""
+    with contextlib.suppress(RuntimeError):  # the store has closed already
         common.set(f"ended/{rank}", "")
 
 
@@ -260,10 +260,10 @@ def come(
     """Add this process to the log, and wait until another one welcomes it.
 
     Args:
-        store: The part of the store that belongs to the world.
-        rendezvous: Where the ranks meet.
+        store: Part of the store that belongs to the world.
+        rendezvous: Place where the ranks meet.
         timeout_s: Seconds to wait for the welcome.
-        has_exited: Tells whether the launcher has noted the end of a process, by its rank and incarnation.
+        has_exited: Function of a rank and an incarnation: whether the launcher has recorded the end of that process.
 
     Returns:
         The newest incarnation of each rank in the log, 0 if there is none; None if all processes of the world have left
@@ -278,14 +278,14 @@ def come(
         number = _read(store, number, newest)
     if newest[rank] >= incarnation:
         raise TransportError(
-            f"rank {rank} has been started again {newest[rank]} times already, and this process would be its start "
-            f"number {incarnation} (ASYNCDIST_INCARNATION)",
+            f"rank {rank} has been restarted {newest[rank]} times already, but ASYNCDIST_INCARNATION says that this "
+            f"process is restart number {incarnation}; it must be larger",
             rank=rank,
         )
     deadline = time.monotonic() + timeout_s
     while True:
         if store.check([f"lives/{rank}.{incarnation}"]):
-            raise TransportError(f"rank {rank} still lives, so it is not to be started again", rank=rank)
+            raise TransportError(f"rank {rank} is still alive, so it must not be restarted", rank=rank)
         if store.check([f"welcome/{rank}.{incarnation}"]):
             return newest
         number = _read(store, number, newest)
@@ -293,15 +293,15 @@ def come(
             return None
         if time.monotonic() >= deadline:
             raise TransportError(
-                f"rank {rank} was started again, and within {timeout_s:g} s no other rank has found that the process "
-                "before it is lost",
+                f"rank {rank} was restarted, but within {timeout_s:g} s no other rank has found its earlier process "
+                "lost",
                 rank=rank,
             )
         time.sleep(_PERIOD_S / 2)
 
 
 def _read(store: Any, number: int, newest: list[int]) -> int:
-    """Read the log from an entry on, and note the incarnations; return the number of the next entry."""
+    """Read the log from entry ``number``, record the incarnations, and return the number of the next entry."""
     while store.check([f"newcomer/{number}"]):
         entry = _parse(_text(store, f"newcomer/{number}"))
         if entry is not None and entry[0] < len(newest):
@@ -311,7 +311,7 @@ def _read(store: Any, number: int, newest: list[int]) -> int:
 
 
 def _have_left(store: Any, newest: list[int], rank: int, first_count: int) -> bool:
-    """Return whether a process has closed the world, and no other is in it: newcomers may wait for each other."""
+    """Return whether a process has closed the world and none is left in it, so that newcomers could only wait."""
     others = [(other, n) for other, n in enumerate(newest) if other != rank and (n or other < first_count)]
     closed = [process for process in others if store.check([f"closed/{process[0]}.{process[1]}"])]
     inside = [(other, n) for other, n in others if not n or store.check([f"welcome/{other}.{n}"])]
@@ -321,9 +321,9 @@ def _have_left(store: Any, newest: list[int], rank: int, first_count: int) -> bo
 def _have_died(
     store: Any, newest: list[int], rank: int, first_count: int, has_exited: Callable[[int, int], bool]
 ) -> bool:
-    """Return whether all processes that were in the world have ended, and newcomers alone are left.
+    """Return whether all processes that were in the world have ended, so that only newcomers are left.
 
-    Ends are looked up before welcomes: a process that has ended welcomes none afterwards.
+    Ends are read before welcomes, since a process that has ended welcomes no newcomer afterwards.
     """
     others = [(other, n) for other, n in enumerate(newest) if other != rank and (n or other < first_count)]
     living = [process for process in others if not has_exited(*process)]
@@ -331,7 +331,7 @@ def _have_died(
 
 
 def _parse(entry: str) -> tuple[int, int] | None:
-    """Return rank and incarnation of an entry of the log; None for one that no process of this world has written."""
+    """Return the rank and incarnation of a log entry; None if no process of this world has written the entry."""
     found = re.fullmatch(r"([0-9]{1,9}) ([0-9]{1,9}) [0-9a-f]+", entry)
     return None if found is None else (int(found[1]), int(found[2]))
 
@@ -341,19 +341,19 @@ def _text(store: Any, key: str) -> str:
 
 
 class Reception:
-    """Reads the log of a world for one process, and makes groups of two with those that it wants to meet.
+    """Reads the log of a world for one process, and makes groups of two with the processes that it wants to meet.
 
     Args:
-        common: the part of the store that belongs to the job.
-        store: the part of that which belongs to the world.
-        rank: this one.
-        incarnation: this process's.
-        process: what its launcher calls it.
-        callbacks: the loop's.
-        running: The value of the store by which processes that come later find this world.
-        late_places: those that were empty when the world began.
-        vacant: those of them to which no process had come when this one did.
-        is_loopback: Whether all ranks, those that come later included, are on this host.
+        common: Part of the store that belongs to the job.
+        store: Part of the job's store that belongs to the world.
+        rank: This process's rank.
+        incarnation: This process's incarnation.
+        process: Launcher's name of this process.
+        callbacks: Callback queue of the loop.
+        running: Value in the store by which later processes find this world.
+        late_places: Ranks that were vacant when the world began.
+        vacant: Ranks for which no process had arrived when this one did.
+        is_loopback: Whether all ranks, including later ones, are on this host.
     """
 
     def __init__(
@@ -380,7 +380,7 @@ class Reception:
         self._store = store
         self._rank = rank
         self._callbacks = callbacks
-        self._wanted: dict[int, tuple[int, bool]] = {}  # by rank: incarnation, and whether to welcome it
+        self._wanted: dict[int, tuple[int, bool]] = {}  # incarnation and whether to welcome it, by rank
         self._guard = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="asyncdist-newcomers", daemon=True)
@@ -394,12 +394,12 @@ class Reception:
         on_met: Callable[[tuple[int, int, list[Any]]], None],
         on_missed: Callable[[tuple[int, int]], None],
     ) -> None:
-        """Begin to read.
+        """Start to read the log.
 
         Args:
-            on_announced: called on the loop with the rank and incarnation of each newcomer.
-            on_met: called on the loop with rank, incarnation and the two groups when a process has been met.
-            on_missed: called on the loop with rank and incarnation of a process that has left the world before that.
+            on_announced: Function called on the loop with the rank and incarnation of each newcomer.
+            on_met: Function called on the loop with rank, incarnation and the two groups when a process has been met.
+            on_missed: Function called on the loop with rank and incarnation of a process that left the world unmet.
         """
         self._on_announced = on_announced
         self._on_met = on_met
@@ -407,22 +407,22 @@ class Reception:
         self._thread.start()
 
     def want(self, rank: int, incarnation: int, *, welcomes: bool) -> None:
-        """Meet a process as soon as it wants that too; in place of an earlier one of that rank.
+        """Meet a process as soon as it wants to meet too. This replaces a request for an earlier process of its rank.
 
         Args:
-            rank, incarnation: of the process.
-            welcomes: whether this rank has found the process before it lost.
+            rank, incarnation: Rank and incarnation of the process.
+            welcomes: Whether this rank considers the earlier process lost, so that it welcomes this one.
         """
         with self._guard:
             self._wanted[rank] = incarnation, welcomes
 
     def close(self) -> None:
-        """Say that this process meets nobody any more."""
+        """Record that this process meets no other process any longer."""
         self._closing.set()
         try:
             self._store.set(f"closed/{self._rank}.{self.incarnation}", "")
         except RuntimeError as error:
-            logger.debug("the store has ended: %s", reason(error))
+            logger.debug("the store has closed: %s", reason(error))
         self._thread.join(_PAIR_S)
 
     def _run(self) -> None:
@@ -432,19 +432,19 @@ class Reception:
             said: set[str] = set()
             for look in itertools.count():
                 try:
-                    if look % _LOOKS_PER_RENEWAL == 0:  # another user of this host may have deleted the value
+                    if look % _LOOKS_PER_RENEWAL == 0:  # another user of this host may have deleted it
                         common.compare_set(_RUNNING, "", self._running)
                     number = self._read_log(store, number)
                     self._look_for_wanted(store, said)
                 except RuntimeError as error:  # another user of this host may have deleted a value since it was seen
-                    common.check([_OVER])  # raises if the store has ended
-                    logger.info("rank %d reads the store again: %s", self._rank, reason(error))
+                    common.check([_OVER])  # raises if the store has closed
+                    logger.info("rank %d retries to read the store: %s", self._rank, reason(error))
                 if self._closing.wait(_PERIOD_S) or common.check([_OVER]):
                     return
         except RuntimeError as error:
             if not self._closing.is_set():
                 logger.warning(
-                    "rank %d: the store has ended, so no rank can join any more: %s", self._rank, reason(error)
+                    "rank %d: the store has closed, so ranks can no longer join: %s", self._rank, reason(error)
                 )
 
     def _read_log(self, store: Any, number: int) -> int:
@@ -481,7 +481,7 @@ class Reception:
             if has_closed:
                 self._callbacks.put(self._on_missed, (rank, incarnation))
             else:
-                # No daemon: a thread that is in gloo while the interpreter exits would abort the process.
+                # Not a daemon: a thread that is still in gloo when the interpreter exits would abort the process.
                 threading.Thread(
                     target=self._meet, name=f"asyncdist-meeting-{rank}", args=(rank, incarnation, place), daemon=False
                 ).start()
@@ -490,17 +490,15 @@ class Reception:
         try:
             groups = self._connect(rank, incarnation, place)
         except (RuntimeError, TransportError) as error:
-            logger.info(
-                "rank %d did not meet rank %d, started again %d times: %s", self._rank, rank, incarnation, error
-            )
+            logger.info("rank %d did not meet rank %d, restarted %d times: %s", self._rank, rank, incarnation, error)
         else:
             self._callbacks.put(self._on_met, (rank, incarnation, groups))
 
     def _connect(self, rank: int, incarnation: int, place: str) -> list[Any]:
-        """Make the groups of two, at one of some attempts.
+        """Make the groups of two, in several attempts.
 
         Raises:
-            RuntimeError, TransportError: neither process has them.
+            RuntimeError, TransportError: Neither process has the groups.
         """
         store, common = self._store.clone(), self._common.clone()
         process = _text(store, f"{place}/{rank}")
@@ -509,7 +507,7 @@ class Reception:
             if self._closing.is_set():
                 raise _EndedError("this process has left the world")
             if store.check([f"closed/{rank}.{incarnation}"]) or common.check([f"exited/{process}"]):
-                raise _EndedError("that process has ended, or left the world")
+                raise _EndedError("that process has ended or left the world")
 
         for number, connect_s in enumerate(_PAIR_CONNECT_S, 1):
             part = store.part(f"{place}/{number}")
@@ -527,9 +525,9 @@ class Reception:
             except _EndedError:
                 raise
             except TransportError as error:
-                logger.info("rank %d, attempt %d to meet rank %d: %s", self._rank, number, rank, error)
-        raise TransportError(f"{len(_PAIR_CONNECT_S)} attempts have failed")
+                logger.info("rank %d: attempt %d to meet rank %d failed: %s", self._rank, number, rank, error)
+        raise TransportError(f"all {len(_PAIR_CONNECT_S)} attempts failed")
 
 
 class _EndedError(TransportError):
-    """One of two processes that want to meet is over, so another attempt is in vain."""
+    """Raised if one of two processes that want to meet has ended, so that another attempt is pointless."""

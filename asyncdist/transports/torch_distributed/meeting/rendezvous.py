@@ -4,20 +4,19 @@ The first of these stores that exists is used:
 
 - the store of the user's process group;
 - under torchrun, the store of its agent;
-- a store of our own, which rank 0 serves at a port that the system chooses. Rank 0 announces that port at MASTER_PORT,
-  in a second server that it stops before any rank continues. So MASTER_PORT is free for the user's
-  ``init_process_group``, which finds no keys of ours there. (torch uses the same keys again after
-  ``destroy_process_group``; in a server that lived on they would lead to connections of the previous group.)
+- a store that rank 0 serves at a port chosen by the system. Rank 0 announces that port at MASTER_PORT, in a second
+  server that it stops before any rank continues. MASTER_PORT is then free for the user's ``init_process_group``. (torch
+  reuses its keys after ``destroy_process_group``; on the same server, they would name connections of the old group.)
 
-A store may still hold keys of earlier workers, and torchrun's agents may disagree on how often they have restarted
-theirs. So a world is identified by a token, which its rank 0 draws, and not by a number. Every rank says hello with a
-token of its own. Rank 0 answers each hello with the world's token, also a newer hello of the same rank, until all ranks
-have gathered under it; then it says go. The answer to a hello whose rank has ended does no harm. Where rank 0 itself is
-started again before it has said go, its new process answers all hellos with another token, and the ranks follow that.
+A store may still hold keys of earlier workers, and torchrun's agents may disagree on their number of restarts. So a
+world is identified by a random token of its rank 0 instead of a number. Every rank says hello with a token of its own.
+Rank 0 answers each hello with the world's token, even a newer hello of the same rank, until all ranks have gathered
+under it; then it says go. An answer to a rank that has ended does no harm. If rank 0 is restarted before it has said
+go, its new process answers all hellos with another token, which the ranks adopt.
 
-A rank that rank 0 does not expect, since that rank's WORLD_SIZE is larger, would wait without a word. So a rank without
-an answer repeats its hello under a key where rank 0 looks for such ranks. Rank 0 answers it too, and both find that
-their sizes differ.
+Rank 0 does not expect a rank whose WORLD_SIZE is larger, and this rank would wait silently. So a rank without an answer
+repeats its hello under a key where rank 0 looks for such ranks. Rank 0 answers it too, and both find that their sizes
+differ.
 """
 
 from __future__ import annotations
@@ -44,35 +43,35 @@ from asyncdist.trust.job_secret import JobSecret
 
 logger = logging.getLogger("asyncdist.transports.torch_distributed.meeting.rendezvous")
 
-#: The pause between two looks. A wait inside the store would see no signal, and logs warnings.
+#: Seconds between two looks at the store. A wait inside the store would ignore signals and log warnings.
 _PAUSE_S: Final = 0.02
-#: Added for each rank, since the store answers some ten thousand questions a second.
+#: Seconds added for each rank, since the store answers only some ten thousand requests a second.
 _PAUSE_PER_RANK_S: Final = 0.0005
 _CONNECT_S: Final = 1.0
 _SHORTEST_CONNECT_S: Final = 0.1
 _UNANSWERED: Final = "unanswered"
-#: How long nobody may serve a store before one rank of each host says what it waits for.
+#: Seconds without a served store after which one rank of each host logs that it waits.
 NOTICE_S: Final = 5.0
-#: How long ranks may be missing before rank 0 says so: imports on many hosts take long.
+#: Seconds after which rank 0 logs the missing ranks; imports on many hosts take long.
 MISSING_NOTICE_S: Final = 30.0
 
 
 class Rendezvous(Protocol):
-    """Describes where the ranks meet. Equal objects stand for the same place.
+    """Describes where the ranks meet. Equal objects denote the same place.
 
     Attributes:
-        rank: this process's rank.
-        size: the number of ranks.
-        address: the address of the host that serves the store.
-        port: the store's port.
-        is_store_served: whether another process serves the store already, as torchrun's agent does.
-        incarnation: how often this rank had been started again before, by its launcher.
-        admits_restarted: whether ranks may join the world later: those that are killed and started again, or new ones.
-        job: what the launcher calls the job.
-        empty_count: how many places, the highest, have no process when the world begins.
-        why_missing: why rank 0 may be at another address, for errors; empty where nothing is known of that.
-        secret: The secret of the job.
-        is_loopback: Whether all ranks, those that come later included, are on this host.
+        rank: This process's rank.
+        size: Number of ranks.
+        address: Address of the host that serves the store.
+        port: Port of the store.
+        is_store_served: Whether another process, such as torchrun's agent, serves the store already.
+        incarnation: Number of earlier restarts of this rank by its launcher.
+        admits_restarted: Whether restarted or new ranks may join the world later.
+        job: Launcher's name of the job.
+        empty_count: Number of ranks, the highest ones, that have no process when the world begins.
+        why_missing: Sentence for errors on why rank 0 may be at another address; empty if no reason is known.
+        secret: Secret of the job.
+        is_loopback: Whether all ranks, including later ones, are on this host.
     """
 
     @property
@@ -111,17 +110,17 @@ def join_store(rendezvous: Rendezvous | None, rank: int, size: int, timeout_s: f
     """Wait for all ranks of a world, and return its part of a store.
 
     Args:
-        rendezvous: where the ranks meet; None if the user's process group has a store.
-        rank: this rank.
-        size: the number of ranks.
-        timeout_s: how long the ranks wait for each other.
+        rendezvous: Place where the ranks meet; None if the user's process group has a store.
+        rank: This process's rank.
+        size: Number of ranks.
+        timeout_s: Seconds to wait for the other ranks.
 
     Returns:
-        The part of the store that belongs to this world alone.
+        The part of the store that only this world uses.
 
     Raises:
-        TransportError: the store cannot be served or reached, ranks are missing, or one rank exists twice; the ranks
-            are named.
+        TransportError: The store cannot be served or reached, ranks are missing, or one rank exists twice; the message
+            names the ranks.
     """
     if rendezvous is not None:
         return join_world(rendezvous, timeout_s)[0]
@@ -136,9 +135,9 @@ def join_store(rendezvous: Rendezvous | None, rank: int, size: int, timeout_s: f
 def join_world(
     rendezvous: Rendezvous, timeout_s: float, check: Callable[[], object] = lambda: None
 ) -> tuple[SealedStore, str]:
-    """Do as :func:`join_store`; return the world's part of the store, and its token. Nobody waits for empty places.
+    """Wait for all ranks that begin a world, and return the world's part of the store and its token.
 
-    ``check`` is called again and again meanwhile, and raises where waiting is in vain.
+    ``check`` is called repeatedly meanwhile, and raises if waiting is pointless.
     """
     deadline = time.monotonic() + timeout_s
     place = _place_of(rendezvous)
@@ -151,13 +150,13 @@ def join_world(
         place.forget()
         raise
     finally:
-        place.free_port()  # nobody has gone on
+        place.free_port()  # no rank has continued yet
     gathering.let_go()
     return gathering.world, gathering.token
 
 
 def _address_of(store: Any) -> str:
-    """Return the address at which a store of the user's is served; empty if it is in a file, or not known."""
+    """Return the address at which the user's store is served; empty if it is a file or unknown."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return str(getattr(store, "host", ""))
@@ -167,21 +166,21 @@ def open_store(rendezvous: Rendezvous, deadline: float) -> SealedStore:
     """Return the store at which the ranks meet, which other worlds use too.
 
     Raises:
-        TransportError: it cannot be reached.
+        TransportError: The store cannot be reached.
     """
     return _place_of(rendezvous).open(deadline)
 
 
 def _loopback_hint(rendezvous: Rendezvous) -> str:
-    """Return why rank 0 may miss ranks of other hosts, for errors; empty if its launcher has started all on this host.
+    """Return why ranks of other hosts may be missing, for errors; empty if all ranks were started on this host.
 
-    Some launchers give rank 0 alone MASTER_ADDR=localhost, for a store that listens at all addresses.
+    Some launchers set MASTER_ADDR=localhost for rank 0 only, for a store that listens at all addresses.
     """
     if rendezvous.rank or not rendezvous.is_loopback or environment.local_size() == rendezvous.size:
         return ""
     return (
-        f". Rank 0 listens at the loopback interface alone, since its MASTER_ADDR is {rendezvous.address}: if ranks "
-        "are on other hosts, give rank 0 the MASTER_ADDR that they have"
+        f". Rank 0 listens only on the loopback interface, since its MASTER_ADDR is {rendezvous.address}: if ranks "
+        "are on other hosts, give rank 0 the same MASTER_ADDR as theirs"
     )
 
 
@@ -192,16 +191,16 @@ class _Gathering:
     """Carries out one rank's part of the handshake that starts a world.
 
     Args:
-        store: the store that all ranks of this world use, and ranks of other worlds may use.
-        rank: this rank.
-        size: the number of ranks.
-        deadline: when to give up, by ``time.monotonic``.
-        check: see :func:`join_world`.
-        hint: Why ranks may be missing, for warnings and errors; begins with a full stop if there is any.
+        store: Store that all ranks of this world use, and that ranks of other worlds may use.
+        rank: This process's rank.
+        size: Number of ranks.
+        deadline: Time of ``time.monotonic`` at which to give up.
+        check: See :func:`join_world`.
+        hint: Reason why ranks may be missing, for warnings and errors; empty, or begins with a full stop.
 
     Attributes:
-        world: the part of the store that belongs to this world, once this rank knows it.
-        token: of this world, likewise.
+        world: Part of the store that belongs to this world, once this rank knows it.
+        token: Token of this world, once this rank knows it.
     """
 
     def __init__(
@@ -227,7 +226,7 @@ class _Gathering:
         self.token = ""
 
     def come(self) -> None:
-        """Wait: rank 0 until all ranks have come, the others until rank 0 lets them continue."""
+        """Wait: rank 0 until all ranks have arrived, the others until rank 0 lets them continue."""
         try:
             self._store.set(f"hello/{self._rank}", self._hello)
             if self._rank == 0:
@@ -236,10 +235,10 @@ class _Gathering:
                 self._follow()
         except ValueError as error:
             raise TransportError(
-                f"rank {self._rank} found in the store what no rank of this job writes there: {error}"
+                f"rank {self._rank} found a value in the store that no rank of this job writes: {error}"
             ) from error
         except RuntimeError as error:
-            # The rank that serves the store has ended; its deadline may come a moment before ours.
+            # The rank that serves the store has ended; its deadline may be slightly earlier than this rank's.
             raise TransportError(
                 f"{self._who_is_missing()} before the store closed: {reason(error)}", missing=self._missing
             ) from error
@@ -296,15 +295,15 @@ class _Gathering:
     def _is_answered(self) -> bool:
         if self._store.check([f"answer/{self._hello}"]):
             return True
-        self._store.check(["hello/0"])  # reports it where rank 0 has another secret
+        self._store.check(["hello/0"])  # logs a warning if rank 0 has another secret
         self._store.set(_UNANSWERED, f"{self._rank} {self._hello}")
         return False
 
     def _may_go(self) -> bool:
         """Return whether rank 0 has said go; until then, read which ranks are missing.
 
-        Rank 0 lists them, since n ranks that look for each other would look n * n times. A rank 0 that was killed and
-        started again answers once more, with a token of its own.
+        Rank 0 lists the missing ranks, since n ranks that look for each other would make n * n requests. A restarted
+        rank 0 answers again, with a new token.
         """
         if self.world.check(["go"]):
             return True
@@ -330,11 +329,11 @@ class _Gathering:
             pause_s = min(1.5 * pause_s, longest_s)
 
     def _tell_who_is_missing(self) -> None:
-        """Warn of it on rank 0, or on one or two ranks of each host where that is missing."""
+        """Log the missing ranks, on rank 0 or, if that is missing, on one or two ranks of each host."""
         if self._rank == 0 or (not self.token and environment.local_rank() in (None, 0, 1)):
             logger.warning(
-                "rank %d waits for ranks %s: they have not come to the start of the world yet, and may have ended; it "
-                "goes on for up to %.0f s%s",
+                "rank %d waits for ranks %s: they have not arrived at the start of the world yet, and may have ended; "
+                "it waits for up to %.0f s more%s",
                 self._rank,
                 self._missing,
                 max(0.0, self._deadline - time.monotonic()),
@@ -342,7 +341,7 @@ class _Gathering:
             )
 
     def _check_alone(self) -> None:
-        """Raise if another process runs as this rank. The process before a restart has ended, and says nothing."""
+        """Raise if another process runs as this rank. A process that was restarted has ended, and raises nothing."""
         newest = _text(self._store, f"hello/{self._rank}")
         if newest != self._hello:
             self._store.set(f"twice/{newest}", "")
@@ -351,12 +350,10 @@ class _Gathering:
 
     def _check_single(self, rank: int, hello: str) -> None:
         if self._store.check([f"twice/{hello}"]):
-            raise TransportError(
-                f"rank {rank} has come twice: two processes were started as this rank (RANK)", rank=rank
-            )
+            raise TransportError(f"rank {rank} exists twice: two processes were started as this rank (RANK)", rank=rank)
 
     def _who_is_missing(self) -> str:
-        return f"rank {self._rank} waits for ranks {self._missing}, which did not come to the start of the world"
+        return f"rank {self._rank} waits for ranks {self._missing}, which did not arrive at the start of the world"
 
 
 def _text(store: Any, key: str) -> str:
@@ -368,7 +365,7 @@ def _join(ranks: Sequence[int]) -> str:
 
 
 def _check_sizes(rank: int, size: int, size_of_0: int) -> None:
-    """Raise if a rank's size differs from rank 0's. Both check, and the first one to find it raises for both."""
+    """Raise if a rank's size differs from rank 0's. Both ranks check this."""
     if size != size_of_0:
         raise TransportError(f"rank {rank} is one of {size} ranks (WORLD_SIZE), rank 0 one of {size_of_0}", rank=rank)
 
@@ -393,11 +390,11 @@ class _Place:
         return self._store
 
     def forget(self) -> None:
-        """Open a new store next time, as the ranks do that have not come."""
+        """Open a new store next time, since ranks that have not arrived will do so too."""
         self._store = None
 
     def free_port(self) -> None:
-        """Free the user's port by closing the server there."""
+        """Free the user's port by closing the server on it."""
         self._announcement = None
 
     def _find(self, deadline: float) -> Any:
@@ -418,7 +415,7 @@ _place_of = functools.cache(_Place)
 
 
 def _announced_port(rendezvous: Rendezvous, deadline: float) -> int:
-    """Return the port that rank 0 announces at MASTER_PORT, where a group being destroyed may still serve at first."""
+    """Return the port that rank 0 announces at MASTER_PORT, where an old group's store may still serve at first."""
     refusals, cause = Refusals(), ""
     while True:
         _await_server(rendezvous, deadline, "rank 0")
@@ -434,7 +431,7 @@ def _announced_port(rendezvous: Rendezvous, deadline: float) -> int:
             if time.monotonic() >= deadline:
                 raise TransportError(f"{_who_waits(rendezvous)}: {error}", missing=[0]) from error
         if time.monotonic() >= deadline:
-            raise TransportError(f"{_who_waits(rendezvous)}, which has not come there{cause}", missing=[0])
+            raise TransportError(f"{_who_waits(rendezvous)}, which has not arrived there{cause}", missing=[0])
         time.sleep(_PAUSE_S)
 
 
@@ -452,9 +449,9 @@ def _serve(rendezvous: Rendezvous, port: int) -> Any:
 
 
 def _reach(rendezvous: Rendezvous, port: int, deadline: float) -> Any:
-    """Connect to a store that has just been seen to listen, and may be gone by now.
+    """Connect to a store that has just been found to listen, but may be gone by now.
 
-    torch then tries for its timeout, pauses for as long, and tries again: with 60 s, two minutes of silence.
+    If it is gone, torch tries for its timeout, pauses for as long, and tries again: with 60 s, two minutes of silence.
     """
     connect_s = min(max(_SHORTEST_CONNECT_S, deadline - time.monotonic()), serving.TIMEOUT.total_seconds())
     try:
@@ -476,7 +473,7 @@ def _place(rendezvous: Rendezvous, port: int) -> str:
 
 def _await_server(rendezvous: Rendezvous, deadline: float, whose: str) -> None:
     waits = f"rank {rendezvous.rank} waits for {whose}"
-    place = f"nobody serves a store at {_place(rendezvous, rendezvous.port)}"
+    place = f"no process serves a store at {_place(rendezvous, rendezvous.port)}"
     cause = f". {rendezvous.why_missing}" if rendezvous.why_missing else ""
     for until in (min(time.monotonic() + NOTICE_S, deadline), deadline):
         try:
@@ -487,19 +484,19 @@ def _await_server(rendezvous: Rendezvous, deadline: float, whose: str) -> None:
                 raise TransportError(f"{waits}, but {place}: {error}{cause}", port=rendezvous.port) from error
             if environment.local_rank() in (None, 0):
                 left_s = deadline - until
-                logger.warning("%s: %s yet, and it goes on for up to %.0f s (%s)%s", waits, place, left_s, error, cause)
+                logger.warning("%s: %s yet; it waits for up to %.0f s more (%s)%s", waits, place, left_s, error, cause)
 
 
 def await_listener(address: str, port: int, deadline: float) -> None:
     """Wait until a process listens at a port. The store's own wait sees no signal, and logs warnings.
 
     Args:
-        address: name or address of a host.
-        port: a TCP port there.
-        deadline: when to give up, by ``time.monotonic``.
+        address: Name or address of a host.
+        port: TCP port of that host.
+        deadline: Time of ``time.monotonic`` at which to give up.
 
     Raises:
-        OSError: no process listens by then; the reason of the last attempt.
+        OSError: No process listened before the deadline; this is the error of the last attempt.
     """
     while True:
         try:

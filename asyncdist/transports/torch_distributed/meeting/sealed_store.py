@@ -1,9 +1,9 @@
-"""Makes a store of torch.distributed believable: a value counts if a process with the job's secret has written it.
+"""Seals the values of a torch.distributed store, so that only values of processes with the job's secret count.
 
-torch's store asks nobody who he is: any process that reaches its port reads and writes each key. Here each value is
-written with a seal (:class:`asyncdist.trust.job_secret.JobSecret`), and one without a sound seal counts as absent. So
-garbage neither names a newcomer nor ends a thread. Who reaches the port can still delete values, so that ranks that
-meet or join do not find each other.
+torch's store has no authentication: any process that reaches its port can read and write each key. Here each value is
+written with a seal (:class:`asyncdist.trust.job_secret.JobSecret`), and a value without a valid seal counts as absent.
+So foreign values can neither name a newcomer nor end a thread. A process that reaches the port can still delete values,
+so that ranks which meet or join do not find each other.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from asyncdist.validation import printable
 
 logger = logging.getLogger("asyncdist.transports.torch_distributed.meeting.sealed_store")
 
-#: How long a value that is there, without a sound seal, may take to become sound; as torch's store waits for one.
+#: Seconds that ``get`` waits for a value with a valid seal, as torch's store waits for a value.
 _TIMEOUT_S: Final = 60.0
 _PAUSE_S: Final = 0.01
-#: A process reports refused values once in so many seconds.
+#: Seconds between two reports of refused values.
 _REPORT_PERIOD_S: Final = 60.0
-#: What a read expects to find: no sealed value is as short.
+#: Value that a read passes as the expected one: no sealed value is as short.
 _NOTHING: Final = "?"
-#: How often a value without a sound seal is replaced, where another process writes it again and again.
+#: Number of times that a value without a valid seal is replaced if another process keeps writing it.
 _ATTEMPT_COUNT: Final = 8
 
 
 class Refusals:
-    """Reports values that were refused: the first at once, then as a number, once a minute at most.
+    """Logs refused values: the first one immediately, later ones as a count, at most once a minute.
 
     Args:
-        clock: Returns seconds.
+        clock: Function that returns the time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -49,7 +49,7 @@ class Refusals:
         self._quiet_until = float("-inf")
 
     def note(self, key: str, value: bytes) -> None:
-        """Count a refused value, unless it is the one that was refused under this key before."""
+        """Count a refused value, unless it was the last one refused under this key."""
         with self._guard:
             if self._seen.get(key) == value:
                 return
@@ -59,14 +59,14 @@ class Refusals:
             if now < self._quiet_until:
                 return
             count, self._count, self._quiet_until = self._count, 0, now + _REPORT_PERIOD_S
-        # Rank 0 finds nothing refused where the others cannot read the port that it has announced.
+        # Not only rank 0 warns: it refuses nothing if only the others cannot read the port that it has announced.
         level = logging.WARNING if environment.local_rank() in (None, 0, 1) else logging.INFO
         more = f" and {count - 1} more" if count > 1 else ""
         logger.log(
             level,
-            "the store of this job has a value%s that no process with the job's secret has written, and it is ignored: "
-            "'%s'. Another program writes there, or this rank has another secret than the others: give all ranks the "
-            "same %s (docs/trust.md)",
+            "the store of this job has a value%s without a valid seal, which is ignored: "
+            "'%s'. Another program writes to the store, or this rank's secret differs from the others': give all "
+            "ranks the same %s (docs/trust.md)",
             more,
             printable(key)[:80],
             environment.SECRET_FILE_VARIABLE,
@@ -74,19 +74,19 @@ class Refusals:
 
 
 class SealedStore(Store):
-    """The part of a store that belongs to the processes with one secret.
+    """Gives the processes with one secret their part of a store.
 
-    It has the methods of torch's stores that asyncdist and gloo use, with text or bytes as values.
+    It has the methods of torch's stores that asyncdist and gloo use, with strings or bytes as values.
 
     Args:
-        inner: A store of torch.
-        secret: The job's.
-        prefix: Begins each key, and belongs to what a seal holds for.
-        refusals: Reports the refused values of all parts.
+        inner: Store of torch.
+        secret: Secret of the job.
+        prefix: Prefix of each key, which the seals cover.
+        refusals: Log of the refused values of all parts.
 
     Attributes:
-        secret: The job's.
-        prefix: Names this part; no other part of this job has it.
+        secret: Secret of the job.
+        prefix: Prefix of each key; no other part of this job has it.
     """
 
     def __init__(self, inner: Any, secret: JobSecret, prefix: str = "", refusals: Refusals | None = None) -> None:
@@ -98,11 +98,11 @@ class SealedStore(Store):
         self._sound: set[str] = set()
 
     def part(self, name: str) -> SealedStore:
-        """Return the part of this store with the keys that begin with ``name`` and a slash."""
+        """Return the part of this store whose keys begin with ``name`` and a slash."""
         return SealedStore(self._inner, self.secret, f"{self.prefix}{name}/", self._refusals)
 
     def clone(self) -> SealedStore:
-        """Return the same store over a connection of its own."""
+        """Return the same store over a separate connection."""
         return SealedStore(self._inner.clone(), self.secret, self.prefix, self._refusals)
 
     def set(self, key: str, value: Any) -> None:
@@ -110,10 +110,10 @@ class SealedStore(Store):
         self._inner.set(self.prefix + key, self._seal(key, value))
 
     def get(self, key: str) -> bytes:
-        """Return a value, when one with a sound seal is there.
+        """Wait for a value with a valid seal, and return it.
 
         Raises:
-            RuntimeError: There is none within a minute, or the store has closed.
+            RuntimeError: There is no such value within a minute, or the store has closed.
         """
         give_up_at = time.monotonic() + _TIMEOUT_S
         while (value := self._read(key)) is None:
@@ -123,7 +123,7 @@ class SealedStore(Store):
         return value
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all of these keys have values with sound seals."""
+        """Return whether all of these keys have values with valid seals."""
         if not self._inner.check([self.prefix + key for key in keys]):
             return False
         for key in keys:
@@ -134,9 +134,9 @@ class SealedStore(Store):
         return True
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Write ``desired`` if the value is ``expected``; an empty one means that there is no sound value. Return it.
+        """Write ``desired`` if the value is ``expected``, and return the value; "" stands for no value.
 
-        A value without a sound seal is replaced where none is expected.
+        A value without a valid seal counts as no value.
         """
         mine = self._seal(key, desired)
         before: Any = self._seal(key, expected) if expected else ""
@@ -149,10 +149,10 @@ class SealedStore(Store):
         return b""
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Return when all of these keys have values with sound seals.
+        """Wait until all of these keys have values with valid seals.
 
         Raises:
-            RuntimeError: Some have none in time.
+            RuntimeError: Some keys have no such value in time.
         """
         give_up_at = time.monotonic() + (_TIMEOUT_S if timeout is None else timeout.total_seconds())
         while not self.check(keys):
@@ -161,20 +161,20 @@ class SealedStore(Store):
             time.sleep(_PAUSE_S)
 
     def why_absent(self, key: str) -> str:
-        """Return a cause for an error about a key without a sound value; empty if nothing is written there."""
+        """Return the cause of an error about a key without a valid value; empty if the key has no value at all."""
         name = self.prefix + key
         if not self._inner.check([name]) or self._read(key) is not None:
             return ""
         return (
-            f". What is written there has another secret than this rank: give all ranks the same "
+            f". The value there was written with another secret than this rank's: give all ranks the same "
             f"{environment.SECRET_FILE_VARIABLE} (docs/trust.md)"
         )
 
     def _read(self, key: str) -> bytes | None:
-        """Return the value that is there now; None if there is none with a sound seal.
+        """Return the present value; None if there is no value with a valid seal.
 
-        ``get`` of torch's stores waits for a value, and sees no signal then: another process may have deleted the value
-        since it was seen. A comparison with a value that never is there does not wait.
+        ``get`` of torch's stores would wait, without handling signals, if another process has deleted the value since
+        it was seen. A comparison with a value that never occurs does not wait.
         """
         found = bytes(self._inner.compare_set(self.prefix + key, _NOTHING, _NOTHING))
         return None if found == _NOTHING.encode() else self._unseal(key, found)

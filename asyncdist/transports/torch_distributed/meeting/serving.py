@@ -13,13 +13,13 @@ TIMEOUT: Final = timedelta(seconds=60)
 
 
 def serve(address: str, port: int, *, size: int | None = None, is_open: bool = False) -> Any:
-    """Serve a store at this address of this host; where that is a name, or ``is_open``, at all of its addresses.
+    """Serve a store at an address of this host; at all its addresses if that is a name or if ``is_open`` is set.
 
     Args:
-        address: Where the other processes look for it.
-        port: The port; 0 lets the system choose one.
-        size: The number of processes, where it is known.
-        is_open: Whether processes that know the host by other addresses come too.
+        address: Address at which the other processes look for the store.
+        port: Port of the store; 0 lets the system choose one.
+        size: Number of processes; None if unknown.
+        is_open: Whether processes that know the host by other addresses connect too.
 
     Raises:
         RuntimeError: The store cannot be served there.
