@@ -1,16 +1,16 @@
-"""One-sided selective averaging: each rank decides for itself, and reads the snapshots that others have exposed.
+"""One-sided selective averaging: each rank decides for itself, and reads the snapshots that other ranks expose.
 
-There is no coordinator, and ranks share no rounds. A replacement, as a member sees it:
+There is no coordinator, and ranks share no rounds. A replacement, as seen by a member:
 
-1. every ``average_every`` steps it publishes a snapshot of its state, with its metric, and goes on training;
-2. at some time it judges, by its age or by its metric, that it is to be replaced;
-3. it draws donors, and reads the newest snapshot of each, one after the other in rank order, into one accumulator.
-   Where memory is shared the donors do not notice; elsewhere they answer at their own safe points;
-4. at its next ``step`` the average is in place of its weights.
+1. Every ``average_every`` steps the member publishes a snapshot of its state, with its metric, and continues training.
+2. At some time it judges, by its age or by its metric, that it should be replaced.
+3. It draws donors, and reads the newest snapshot of each, in rank order, into one accumulator. With shared memory,
+   the donors do nothing; otherwise they answer at their own safe points.
+4. In its next ``step``, the average replaces its weights.
 
-Invariants: weights change only inside ``step``; a snapshot is taken only inside ``step``; a snapshot is read whole, in
-one version, with the metric that was published with it, or not at all; a replacement that does not complete leaves the
-weights untouched and says why. The donors hold all that a reader needs, so no rank waits for another.
+Invariants: Weights change, and snapshots are taken, only inside ``step``. A snapshot is read completely, in one
+version, with the metric that was published with it, or not at all. A replacement that does not complete leaves the
+weights unchanged and reports the reason. Donors hold everything that a reader needs, so no rank waits for another.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("protocols.one_sided.policy")
 
-#: Attempts of one replacement: each begins with a fresh look at the others, after a snapshot was overwritten meanwhile.
+#: Number of attempts of one replacement. Each looks at the others anew, since a snapshot was overwritten meanwhile.
 _ATTEMPT_COUNT: Final = 3
 _NEVER: Final = 1 << 62
 
 
 @with_options(OneSidedOptions, CommonOptions, OneSidedRules, AveragingOptions, ReadOptions)
 class OneSidedSelectiveAveragingPolicy(PortedOneSided):
-    """Selective averaging without a coordinator (after torchgfn's one-sided policies; see the module's text).
+    """Selective averaging without a coordinator (after torchgfn's one-sided policies; see the module's docstring).
 
     ::
 
@@ -63,15 +63,17 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
                 info = await policy.step(loss=loss)
 
     Args:
-        model: see :class:`SpawnPolicy`. Its floating and complex entries are averaged; integer and bool ones
-            (BatchNorm's counter) are taken from the best of the donors.
-        optimizer: keeps its state when weights are replaced, unless ``optimizer_state="reset"``.
-        average_every, options: see below. At each due step a rank publishes its state and metric, and is judged by it;
-            a step that replaces the weights does neither, since its metric is that of the old ones. In a group of more
-            than 33 ranks a rank looks at 32 others, drawn anew each time, or as many as it draws donors.
+        model: Model to train; see :class:`SpawnPolicy`. Its floating and complex entries are averaged; integer and
+            bool entries (BatchNorm's counter) are taken from the best donor.
+        optimizer: Optimizer of the model. It keeps its state when weights are replaced, unless
+            ``optimizer_state="reset"``.
+        average_every, options: Options, listed below. At each due step a rank publishes its state and metric, and is
+            judged by the metric. A step that replaces the weights does neither, since its metric is that of the old
+            weights. In a group of more than 33 ranks, a rank looks at 32 others, drawn anew each time, or at as many
+            as it draws donors.
 
     Raises:
-        TypeError, ValueError: an option, the model or the optimizer is not what it should be.
+        TypeError, ValueError: An option, the model or the optimizer is invalid.
     """
 
     @validation.names_options()
@@ -111,7 +113,7 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
         self._blanks = BlankMetrics()
         self._replacement: Replacement | None = None
         self._task: asyncio.Task[None] | None = None
-        self._draws: tuple[Any, ...] | None = None  # the random state to go on from
+        self._draws: tuple[Any, ...] | None = None  # random state from which a loaded policy continues
         self._needs_step = False
         self._given_up = NOTHING
         self._step_count = 0
@@ -124,7 +126,7 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
     # -- the user's calls, beyond SpawnPolicy's ---------------------------------------------------------------------
 
     def statistics(self) -> OneSidedStatistics:
-        """Return what this member has done so far."""
+        """Return the counts and durations of this member so far."""
         return OneSidedStatistics(
             total_iterations=self._step_count,
             agents_killed=self._counts["killed"],
@@ -182,19 +184,22 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
             self._counts,
             chunk_nbytes=self._chunk_nbytes,
         )
-        # One that is loaded goes on with its life, if it has one: where its metric judged it, it had none.
+        # A loaded policy continues its life; it has none if it was saved with a mode that judges by the metric.
         has_life = self._rules.replacement_mode != "age" or self._dies_at != _NEVER
         if self._draws is None or not has_life:
             self._begin_life()
         self._services.leftover_probes.append(self._leftovers)
 
     async def _stop(self, error: BaseException | None) -> None:
-        """Leave the policy. Readers that are being answered get the rest first, unless ``error`` makes it pointless."""
-        assert self._exposure is not None, "a policy that has not started is not left"
+        """Leave the policy. Without ``error``, wait first until current readers have received their snapshots."""
+        assert self._exposure is not None, "the policy was stopped before it started"
         replacement = self._replacement
         if replacement is not None:
             if replacement.complete:
-                logger.info("replacement %d: the average had arrived and was not applied", replacement.number)
+                logger.info(
+                    "replacement %d: the policy ended before a step applied the average",
+                    replacement.number,
+                )
             if self._task is not None:
                 self._task.cancel()
             self._give_up(replacement, "the policy ended")
@@ -204,11 +209,11 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
                 deadline = self._world.time() + self._averaging.drain_timeout_s
                 await self._services.engine.until(self._is_quiet, WaitId(WaitKind.OWN_READS), deadline=deadline)
         finally:
-            self._task = None  # its error would keep a donor's memory
+            self._task = None  # a reference to its error would keep a donor's memory
             self._states.clear()
-            if not self._leftovers():  # it would keep model and buffers for the life of the world
+            if not self._leftovers():  # a registered probe keeps model and buffers alive
                 self._services.leftover_probes.remove(self._leftovers)
-            if not self._is_publishing:  # else when the device has written the last of it
+            if not self._is_publishing:  # otherwise _expose closes it, after the device's copy
                 await self._exposure.close(deadline)
 
     def _is_quiet(self) -> bool:
@@ -255,7 +260,7 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
         return info
 
     def _act(self) -> StepInfo:
-        """Apply an average that is complete, or report a replacement that was given up."""
+        """Apply a complete average, or report an abandoned replacement."""
         info, self._given_up = self._given_up, NOTHING
         replacement = self._replacement
         if replacement is not None and replacement.complete:
@@ -264,7 +269,7 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
         return info
 
     def _watch_metric(self, metric: float) -> None:
-        """Warn once if the metric is not finite; on the first member, once, if it becomes worse as it trains."""
+        """Warn once if the metric is not finite, and once, on the first member, if it gets worse during training."""
         self._blanks.add((metric,))
         if self._blanks.take_found():
             logger.warning("%s", blank_warning(self._journal.title(), "this rank's metric"))
@@ -274,17 +279,17 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
                 logger.warning("%s", trend_warning(self._journal.title(), self._metric_mode, wrong))
 
     def _publish(self, metric: float) -> None:
-        """Expose the weights of this moment, and their metric."""
+        """Expose the current weights and their metric."""
         assert self._exposure is not None, "a step outside the policy"
         self._own_metric = metric
         self._watch_metric(metric)
         self._counts["nonfinite"] += not abs(metric) < float("inf")
         if self._is_publishing:
-            self._unpublished["a device is still copying the last one"] += 1
+            self._unpublished["a device is still copying the last snapshot"] += 1
             return
         memory = self._exposure.begin()
         if memory is None:
-            self._unpublished["a reader still has the last one but one"] += 1
+            self._unpublished["a reader still uses the memory of an earlier snapshot"] += 1
             return
         began_at, iteration = self._world.time(), self.iteration
         state = self._states.get(memory.data_ptr())
@@ -299,14 +304,14 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
         self._services.engine.watch(copy, what, lambda _: self._expose(state, iteration, metric, began_at))
 
     def _expose(self, state: FlatBuffers, iteration: int, metric: float, began_at: float) -> None:
-        """Publish a snapshot that is whole. One that holds NaN gets NaN as its metric, so that no rank takes it.
+        """Publish a complete snapshot. If it holds NaN, its metric is NaN, so that no rank takes it.
 
-        This rank judges itself by that metric too: a rank that has diverged is the one to be replaced.
+        This rank judges itself by that metric, too, because a diverged rank should be replaced.
         """
         assert self._exposure is not None, "a step outside the policy"
         self._is_publishing = False
         if self._stage == "closed":
-            self._services.spawn_service(self._exposure.close(None), name="the end of what this rank exposes")
+            self._services.spawn_service(self._exposure.close(None), name="closing of this rank's exposed snapshots")
             return
         if not self._own.may_be_given(state):
             self._unpublished["weights are not finite (the metric is published, as NaN)"] += 1
@@ -320,13 +325,13 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
         mode = self._rules.replacement_mode
         if mode == "age":
             return self._step_count >= self._dies_at
-        if mode == "threshold":  # the own metric alone decides
+        if mode == "threshold":  # only this rank's own metric counts
             own = self._own_metric
             return is_due and own is not None and is_dying(self._world.rank, {self._world.rank: own}, self._rules)
         return is_due
 
     async def _begin_replacement(self) -> None:
-        """Judge and read in the background. The first turn of the loop is taken now, while the metrics are fresh."""
+        """Start to judge and read in the background. The task runs its first turn now, while the metrics are fresh."""
         replacement = self._replacement = Replacement(self._counts["killed"] + 1, self._world.time())
         self._dies_at = self._step_count + self.average_every if self._dies_at != _NEVER else _NEVER  # if this fails
         self._task = self._services.spawn_service(self._replace(replacement), name=f"replacement {replacement.number}")
@@ -338,7 +343,7 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
             self._dies_at = self._born_at + self._random.randint(*self._rules.age_range)
 
     def _apply(self, replacement: Replacement) -> StepInfo:
-        """Put the new weights in place."""
+        """Replace the weights by the average."""
         began_at = self._world.time()
         new = NewWeights(
             round=replacement.number,
@@ -364,9 +369,9 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
     # -- a replacement, in the background ---------------------------------------------------------------------------
 
     async def _replace(self, replacement: Replacement) -> None:
-        """Judge, choose and read, until the average is whole or there is a reason to give up."""
+        """Judge, choose and read, until the average is complete or the replacement is abandoned."""
         deadline = self._world.time() + self._read_timeout_s
-        reason = "it was under way"
+        reason = "it was cancelled"
         try:
             for _ in range(_ATTEMPT_COUNT):
                 try:
@@ -383,43 +388,43 @@ class OneSidedSelectiveAveragingPolicy(PortedOneSided):
             if reason or self._replacement is not replacement:
                 self._reader.release(replacement)
         if reason:
-            logger.info("replacement %d: given up, %s", replacement.number, reason)
+            logger.info("replacement %d: abandoned: %s", replacement.number, reason)
             self._give_up(replacement, reason)
         elif self._replacement is replacement:
             replacement.complete = self._needs_step = True
             self._note_time("read", replacement.judged_at)
 
     async def _attempt(self, replacement: Replacement, deadline: float) -> str:
-        """Look at the others once, and average the snapshots of those chosen.
+        """Get the metrics of the other ranks once, and average the snapshots of the chosen donors.
 
         Returns:
             The reason why there is no average; "" if there is one, or if this rank need not be replaced.
 
         Raises:
-            UnreadableError: another attempt may succeed.
+            UnreadableError: The attempt failed; another attempt may succeed.
         """
         rank, count_max = self._world.rank, sample_count(self._group.size, self._rules)
         answered_by = min(deadline, self._world.time() + self._read_timeout_s / 4)
         metrics = await self._reader.metrics(self._own_metric, count_max, self._random.sample, answered_by)
         if self._rules.replacement_mode == "worst_ratio" and not is_dying(rank, metrics, self._rules):
             if self._replacement is replacement:
-                self._replacement = None  # it lives on
+                self._replacement = None  # this rank is not replaced
             return ""
         self._counts["killed"] = replacement.number
         choice = choose(rank, metrics, self._group.size, self._rules, self._random.sample)
         if choice is None and self._group.size - 1 > count_max:
-            raise UnreadableError(f"nobody of {count_max} that were drawn has anything to give")
+            raise UnreadableError(f"none of the {count_max} ranks that were drawn can be a donor")
         if choice is None:
-            return "nobody has anything to give"
+            return "no other rank can be a donor"
         mean = await self._reader.read(replacement, choice, deadline)
         if not mean.is_agreed:
-            assert replacement.average is not None, "a mean of nothing"
+            assert replacement.average is not None, "a mean without an accumulator"
             entry = self._own.unsound_entry(replacement.average)
-            return f"the donors differ in infinite values: of {entry!r}"
+            return f"the donors differ in infinite values: in {entry!r}"
         return ""
 
     def _give_up(self, replacement: Replacement, reason: str) -> None:
-        """Give a replacement up; the next step says so."""
+        """Abandon a replacement; the next step reports it."""
         if self._replacement is not replacement:
             return
         self._replacement = None

@@ -19,17 +19,17 @@ from asyncdist.tensors.means import WeightedMean
 
 @dataclass(slots=True, eq=False)
 class Replacement:
-    """Tracks one replacement of this rank's weights, from the judgement until the average is applied or given up.
+    """Tracks one replacement of this rank's weights, from the judgement until the average is applied or abandoned.
 
     Attributes:
-        number: counts the replacements of this rank, from 1.
-        judged_at: when the rank judged that it was to be replaced, on the world's clock.
-        donors: whose snapshots have been added, ascending.
-        weights, versions, iterations: of the donors' snapshots, in the donors' order.
-        best: the donor of the integer and bool entries; -1 without donors.
-        average: the accumulator; None before the first donor, and for fresh weights.
-        complete: whether the next step may apply it.
-        nbytes: received so far.
+        number: Number among this rank's replacements, from 1.
+        judged_at: Time on the world's clock at which the rank judged that it should be replaced.
+        donors: Donors whose snapshots were added, ascending.
+        weights, versions, iterations: Weights, versions and iterations of the donors' snapshots, in the same order.
+        best: Donor of the integer and bool entries; -1 without donors.
+        average: Accumulator; None before the first donor, and for fresh weights.
+        complete: Whether the next step may apply the average.
+        nbytes: Number of bytes received so far.
     """
 
     number: int
@@ -45,23 +45,23 @@ class Replacement:
 
 
 class UnreadableError(Exception):
-    """An attempt to read the donors failed; another one may succeed."""
+    """An attempt to read the donors failed; the next attempt may succeed."""
 
 
 class DonorReader:
     """Reads metrics and snapshots of the other members.
 
     Args:
-        rank: this rank.
-        group: the policy's members.
-        window: the versions that the members publish.
-        packing: where the entries of the state lie in a snapshot.
-        flat: the state of this rank's model.
-        counts: the policy's; ``torn`` counts discarded reads, ``received`` counts bytes.
-        chunk_nbytes: of the pieces in which a snapshot is read.
+        rank: This rank.
+        group: Members of the policy.
+        window: Window in which the members publish their snapshots.
+        packing: Layout of the state's entries in a snapshot.
+        flat: State of this rank's model.
+        counts: Counts of the policy; ``torn`` counts discarded reads, ``received`` counts bytes.
+        chunk_nbytes: Size in bytes of the chunks in which a snapshot is read.
 
     Attributes:
-        accumulators: lends the buffers in which averages are made.
+        accumulators: Pool of the buffers in which averages are computed.
     """
 
     def __init__(
@@ -87,13 +87,13 @@ class DonorReader:
     async def metrics(
         self, own_metric: float | None, count_max: int, sample: Sample, deadline: float
     ) -> dict[int, float]:
-        """Return the newest metric of each member that is looked at, and this rank's own; a member may have none.
+        """Return this rank's metric and the newest metrics of other members, by rank; some may have none.
 
         Args:
-            own_metric: this rank's.
-            count_max: how many others are looked at. Where there are more, so many of them are drawn.
-            sample: draws them.
-            deadline: on the loop's clock. Those that have to answer, and have not by then, have none.
+            own_metric: This rank's metric; None if there is none yet.
+            count_max: Largest number of other members to ask. If there are more, they are drawn at random.
+            sample: Draws the members.
+            deadline: Time on the loop's clock. A member that must answer, and has not by then, has no metric.
         """
         asked = self._others if len(self._others) <= count_max else sorted(sample(self._others, count_max))
         records = await self._window.published_by_each(asked, deadline=deadline)
@@ -104,7 +104,7 @@ class DonorReader:
         """Average the newest snapshots of the chosen donors into ``replacement``, in rank order.
 
         Raises:
-            UnreadableError: a snapshot was overwritten while it was read, or its donor has nothing to give any more.
+            UnreadableError: A snapshot was overwritten while it was read, or a chosen rank can no longer be a donor.
         """
         replacement.best = choice.best
         for values in (replacement.donors, replacement.weights, replacement.versions, replacement.iterations):
@@ -115,7 +115,7 @@ class DonorReader:
         return mean
 
     def release(self, replacement: Replacement) -> None:
-        """Take the accumulator back, if there is one."""
+        """Return the accumulator, if there is one, to the pool."""
         if replacement.average is not None:
             self.accumulators.release(replacement.average)
             replacement.average = None
@@ -123,16 +123,16 @@ class DonorReader:
     async def _read_donor(
         self, replacement: Replacement, choice: Choice, donor: int, mean: WeightedMean, deadline: float
     ) -> None:
-        """Add the newest snapshot of ``donor``, even if it is newer than the one that the donor was chosen for.
+        """Add the newest snapshot of ``donor``, even if the donor was chosen for an earlier one.
 
-        So a slow rank succeeds, however often its donors have published since it chose.
+        A slow rank therefore succeeds, however often its donors have published since it chose them.
         """
         record = await self._window.published_by(donor, deadline=deadline)
         if record is None:
             raise UnreadableError(f"rank {donor} left")
         weight = choice.weight(record.metric)
         if weight == 0.0:
-            raise UnreadableError(f"the metric of rank {donor} is {record.metric} by now")
+            raise UnreadableError(f"the metric of rank {donor} has become {record.metric}, which has no weight")
         if replacement.average is None:
             replacement.average = self.accumulators.acquire()
         mean.begin(weight)
@@ -140,7 +140,7 @@ class DonorReader:
             await self._add(replacement, donor, record, mean, deadline, exact=donor == choice.best)
         except OutdatedError as error:
             self._counts["torn"] += 1
-            raise UnreadableError(f"overwritten under its reader: {error}") from error
+            raise UnreadableError(f"a snapshot was overwritten while it was read: {error}") from error
         replacement.donors.append(donor)
         replacement.weights.append(weight)
         replacement.versions.append(record.version)
@@ -156,9 +156,9 @@ class DonorReader:
         *,
         exact: bool,
     ) -> None:
-        """Add one snapshot to the mean, each chunk as it arrives; with ``exact``, copy what is not averaged, too."""
+        """Add one snapshot to the mean, each chunk as it arrives; with ``exact``, copy integer and bool entries."""
         average = replacement.average
-        assert average is not None, "nowhere to add to"
+        assert average is not None, "no accumulator was acquired"
         end = self._packing.nbytes if exact else self._packing.averaged_nbytes
         starts = range(0, end, self._chunk_nbytes)
         ring = self._ring
@@ -182,4 +182,4 @@ class DonorReader:
             whole = True
         finally:
             if not whole and self._ring is ring:
-                self._ring = ChunkRing(self._chunk_nbytes)  # discarded chunks may still land in the old one
+                self._ring = ChunkRing(self._chunk_nbytes)  # discarded chunks may still arrive in the old ring

@@ -1,9 +1,9 @@
-"""Decides who is replaced, and by whom, when each rank decides for itself.
+"""Decides, on each rank for itself, whether the rank is replaced and which ranks are its donors.
 
-Pure functions on plain values, as in `protocols.selective.rules`: no asyncio, no transport, no clock, no torch. Chance
-is an argument. There is no coordinator: a rank knows its own metric and the newest ones that others have published,
-and what two ranks know need not agree. In a group of more than `SAMPLE_COUNT` others a rank looks at so many of them,
-drawn anew each time, so that a replacement costs it the same in a group of any size.
+The module holds pure functions on plain values, as `protocols.selective.rules`: no asyncio, transport, clock or torch;
+the random source is an argument. There is no coordinator. A rank knows its own metric and the newest published metrics
+of others, and two ranks may know different metrics. In a group of more than `SAMPLE_COUNT` other ranks, a rank looks at
+that many of them, drawn anew each time. A replacement therefore costs the same in a group of any size.
 """
 
 import math
@@ -23,20 +23,20 @@ from asyncdist.protocols.ranking import (
     replacer_count,
 )
 
-#: When a rank is replaced.
+#: Criterion by which a rank is replaced.
 ReplacementMode: TypeAlias = Literal["age", "threshold", "worst_ratio"]
 REPLACEMENT_MODES: Final[tuple[ReplacementMode, ...]] = get_args(ReplacementMode)
 
-#: Others whose newest metrics a rank looks at when it judges and chooses; more only where it draws more donors.
+#: Number of other ranks whose newest metrics a rank compares; more only if it draws more donors.
 SAMPLE_COUNT: Final = 32
-#: In a larger group one that is not judged by metrics looks at twice as many as it draws, or so many: some of them may
-#: have nothing to give.
+#: In a larger group, a rank judged by its age looks at twice the number of its donors, but at least at this number of
+#: ranks, since some of them may not be fit to be donors.
 AGE_SAMPLE_COUNT: Final = 8
-#: Donors that are drawn at most where neither their number nor their part was given.
+#: Largest number of donors if neither `donor_count` nor `donor_ratio` is given.
 DEFAULT_DONOR_COUNT_MAX: Final = 8
 DEFAULT_DONOR_RATIO: Final = 0.5
 
-#: Draws so many of the ranks, without repetition, as `random.Random.sample` does.
+#: Draws the given number of ranks without repetition, as `random.Random.sample`.
 Sample = Callable[[Sequence[int], int], list[int]]
 
 
@@ -57,7 +57,7 @@ class OneSidedRules(JudgingRules):
     """Holds the options that decide who is replaced and by whom.
 
     Raises:
-        ValueError: An option is of the wrong type or outside the allowed range; it names option, value and range.
+        ValueError: An option has the wrong type or is outside its range. The message names option, value and range.
     """
 
     replacement_mode: ReplacementMode = option(
@@ -107,14 +107,14 @@ class ReadOptions(Options):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Describes what replaces a rank.
+    """Describes the average that replaces a rank.
 
     Attributes:
-        donors: Ascending; empty for `reset_weights`.
-        best: The donor whose integer and bool entries are taken; -1 without donors.
-        floor: What a donor's weight is counted from; None where all weigh 1.
+        donors: Ranks of the donors, ascending; empty for `reset_weights`.
+        best: Donor whose integer and bool entries are taken; -1 without donors.
+        floor: Metric at which a donor's weight is 0; None if all donors weigh 1.
         sign: 1.0 if larger metrics are better, -1.0 if smaller ones are.
-        exponent: Of the power of two that gains are divided by, so that weights stay inside float32.
+        exponent: Exponent of the power of two by which gains are divided, so that weights fit into float32.
     """
 
     donors: tuple[int, ...]
@@ -124,9 +124,10 @@ class Choice:
     exponent: int = 0
 
     def weight(self, metric: float) -> float:
-        """Weigh the snapshot that is really read, by the metric that was published with it.
+        """Return the weight of a snapshot that was published with ``metric``.
 
-        That may be a newer one than the choice was made by. It weighs 0 if there is nothing to gain from it any more.
+        The snapshot may be newer than the one for which its donor was chosen. Its weight is 0 if it is no longer
+        better than `floor`.
         """
         if not math.isfinite(metric):
             return 0.0
@@ -139,7 +140,7 @@ class Choice:
 
 
 def _gain(metric: float, floor: float, sign: float) -> tuple[float, int]:
-    """Return mantissa and exponent of the gain of `metric` over `floor`, which may exceed the largest float."""
+    """Return mantissa and exponent of the gain of `metric` over `floor`. The gain may exceed the largest float."""
     gain = sign * (metric - floor)
     if math.isfinite(gain):
         return math.frexp(gain)
@@ -148,23 +149,23 @@ def _gain(metric: float, floor: float, sign: float) -> tuple[float, int]:
 
 
 def is_among_worst(rank: int, metrics: Mapping[int, float], rules: OneSidedRules) -> bool:
-    """Tell whether `rank` is one of those that `worst_ratio` replaces.
+    """Return whether `worst_ratio` replaces `rank`.
 
     Args:
-        rank: Any of them.
-        metrics: Rank to metric, of every rank that has one.
+        rank: A rank of `metrics`.
+        metrics: Metric of every rank that has one, by rank.
         rules: The options.
     """
     return rank in _worst(metrics, rules)
 
 
 def is_dying(rank: int, metrics: Mapping[int, float], rules: OneSidedRules) -> bool:
-    """Judge a rank by its metric.
+    """Return whether `rank` is replaced because of its metric; always False with the mode `age`.
 
     Args:
-        rank: Who is judged.
-        metrics: Rank to metric: its own, and the newest that each of the others has published.
-        rules: The options. `age` does not judge metrics: the answer is False.
+        rank: Rank that is judged.
+        metrics: Metrics by rank: that of `rank`, and the newest published by each of the others.
+        rules: The options.
     """
     if rules.replacement_mode == "threshold":
         return is_worse(metrics[rank], rules.threshold_metric, rules.metric_mode)
@@ -172,7 +173,7 @@ def is_dying(rank: int, metrics: Mapping[int, float], rules: OneSidedRules) -> b
 
 
 def donor_limit(member_count: int, rules: OneSidedRules) -> int:
-    """Return how many donors are drawn at most; the ratio is taken as the decimal that the user wrote."""
+    """Return the largest number of donors; `donor_ratio` counts as the decimal number that the user wrote."""
     if rules.donor_count is not None:
         return int(rules.donor_count)
     ratio = DEFAULT_DONOR_RATIO if rules.donor_ratio is None else rules.donor_ratio
@@ -182,7 +183,7 @@ def donor_limit(member_count: int, rules: OneSidedRules) -> int:
 
 
 def sample_count(member_count: int, rules: OneSidedRules) -> int:
-    """Return how many others a rank looks at, at most, when it judges itself and chooses its donors."""
+    """Return the largest number of other ranks whose metrics a rank compares when it judges itself and chooses."""
     limit = donor_limit(member_count, rules)
     if rules.replacement_mode == "age" and member_count - 1 > SAMPLE_COUNT:
         return max(AGE_SAMPLE_COUNT, 2 * limit)
@@ -192,21 +193,21 @@ def sample_count(member_count: int, rules: OneSidedRules) -> int:
 def choose(
     rank: int, metrics: Mapping[int, float], member_count: int, rules: OneSidedRules, sample: Sample
 ) -> Choice | None:
-    """Choose what replaces `rank`.
+    """Choose the donors that replace `rank`, and their weights.
 
-    Donors are drawn among those with a finite metric whom the same rules would not replace: an average of the dying
-    is no help. `best_only` takes the best of the drawn. For `weighted_mean` a donor weighs what it gains over the
-    worst of the drawn and the replaced; those that gain nothing are left out, unless none gains anything.
+    Donors are drawn among the ranks with a finite metric which the same rules would not replace. `best_only` takes the
+    best of them. With `weighted_mean`, the weight of a donor is the gain of its metric over the worst metric among the
+    drawn ranks and `rank`. Donors without a gain are left out, unless no donor has one.
 
     Args:
-        rank: Who is replaced.
-        metrics: As for `is_dying`; the own one may be missing, in a rank that has lived for less than a cadence.
-        member_count: Of the group, this rank included.
+        rank: Rank that is replaced.
+        metrics: Metrics by rank, as for `is_dying`; that of `rank` may be missing if it has not published yet.
+        member_count: Number of ranks in the group, this one included.
         rules: The options.
         sample: Draws donors.
 
     Returns:
-        None where no other rank has anything to give.
+        The choice; None if no other rank can be a donor.
     """
     if rules.averaging_strategy == "reset_weights":
         return Choice((), -1)
@@ -232,7 +233,7 @@ def choose(
 
 
 def _weighted(rank: int, drawn: Sequence[int], best: int, metrics: Mapping[int, float], rules: OneSidedRules) -> Choice:
-    """Fix what weights are counted from: the snapshots that are read may come with newer metrics."""
+    """Choose donors and `floor` for `weighted_mean`; weights are computed later, from the snapshots' own metrics."""
     finite = {other: metrics[other] for other in metrics if other != rank or math.isfinite(metrics[other])}
     floor = metrics[order_worst_first(finite, rules.metric_mode)[0]]
     donors = tuple(other for other in drawn if metrics[other] != floor)

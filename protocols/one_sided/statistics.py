@@ -12,12 +12,12 @@ from asyncdist.wording import size_in_words
 
 @dataclass(frozen=True, slots=True)
 class Durations:
-    """Sums up how long one kind of work took.
+    """Sums up the durations of one kind of work.
 
     Attributes:
-        count: how often it was done.
-        total_s: all of it.
-        largest_s: the longest one.
+        count: Number of durations.
+        total_s: Sum of the durations in seconds.
+        largest_s: Longest duration in seconds.
     """
 
     count: int = 0
@@ -25,29 +25,29 @@ class Durations:
     largest_s: float = 0.0
 
     def plus(self, duration_s: float) -> Durations:
-        """Return the same with one more duration."""
+        """Return the sums with one more duration."""
         return Durations(self.count + 1, self.total_s + duration_s, max(self.largest_s, duration_s))
 
 
 @dataclass(frozen=True, slots=True)
 class OneSidedStatistics:
-    """Counts what a member has done so far. The first four have the names that torchgfn's policies give them.
+    """Counts the events of one member so far. The first four counts are named as in torchgfn's policies.
 
     Attributes:
-        total_iterations: steps taken.
-        agents_killed: how often this rank was to be replaced, by its own judgement.
-        num_replacements: how often it was: new weights in place.
-        averaging_ranks: snapshots of donors in them, together.
-        age: steps since the weights were last replaced, or since the start.
-        version: snapshots published.
-        unpublished: cadences without a snapshot, by reason.
-        nonfinite_metric_count: metrics that were NaN or infinite.
-        torn_read_count: reads of a version that its donor had begun to overwrite; they were discarded.
-        lost_read_count: reads that ended because the donor was lost.
-        abandoned: replacements that came to nothing, by reason.
-        received_nbytes: read from donors, discarded reads included.
-        timing: ``"publish"``, ``"read"`` (from the judgement to the whole average) and ``"apply"``.
-        title: which policy it is, and on which rank; "" if it is not known.
+        total_iterations: Number of steps.
+        agents_killed: How often this rank judged that it should be replaced.
+        num_replacements: How often its weights were replaced.
+        averaging_ranks: Number of donors' snapshots in all these replacements.
+        age: Number of steps since the weights were last replaced, or since the start.
+        version: Number of snapshots published.
+        unpublished: Number of due steps without a snapshot, by reason.
+        nonfinite_metric_count: Number of metrics that were NaN or infinite.
+        torn_read_count: Number of reads discarded because the donor had begun to overwrite the snapshot.
+        lost_read_count: Number of reads that ended because the donor was lost.
+        abandoned: Number of abandoned replacements, by reason.
+        received_nbytes: Number of bytes read from donors, including discarded reads.
+        timing: Durations of ``"publish"``, ``"read"`` (from the judgement to the complete average) and ``"apply"``.
+        title: Name of the policy and its rank; "" if unknown.
     """
 
     total_iterations: int
@@ -70,7 +70,7 @@ class OneSidedStatistics:
         return "\n".join(part for part in (self.title, self.format_counts(), self.format_times()) if part)
 
     def format_counts(self) -> str:
-        """Return one line for each count that is not 0, and for the first six in any case."""
+        """Return a table of the first six counts, and of all others that are not 0."""
         rows: list[tuple[str, object]] = [
             (name.replace("_", " "), value) for name, value in self._counts() if value or name in _ALWAYS
         ]
@@ -80,7 +80,7 @@ class OneSidedStatistics:
         return format_table("", rows)
 
     def format_times(self) -> str:
-        """Return one line for each kind of work that is timed."""
+        """Return a table with one line for each kind of timed work."""
         rows = [
             (name, f"{found.total_s:.4f} s in {found.count}, {1e3 * found.largest_s:.2f} ms at most")
             for name, found in self.timing.items()
@@ -94,5 +94,5 @@ class OneSidedStatistics:
                 yield name.replace("_count", "s"), value
 
 
-#: Names that torchgfn's tables have.
+#: Counts that are always shown: those in torchgfn's tables.
 _ALWAYS: Final = ("total_iterations", "agents_killed", "num_replacements", "averaging_ranks", "age", "version")

@@ -1,1 +1,1 @@
-"""Averages replicas that several ranks hold together: a replica is one member of a selective-averaging policy."""
+"""Selective averaging among replicas of several ranks each: a replica is one member of the policy."""

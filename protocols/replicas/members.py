@@ -1,8 +1,8 @@
-"""Keeps a leader's role in a round, and what has happened to it, for the other ranks of its replica.
+"""Repeats the events of a replica's leader on the other ranks of the replica.
 
-Each of these has a :class:`RoundMember` of its own, which is told the same in the same order (:func:`follow`). So all
-ranks of a replica have one role, but for what happens to their own streams. Like `protocols.selective.member` it is
-synchronous, and knows neither a loop nor a clock.
+Every rank of a replica has its own :class:`RoundMember`. Those of the followers receive the leader's events in the same
+order (:meth:`FollowingMember.repeat`). All ranks of a replica therefore have the same role in a round, except for
+events of their own streams. Like `protocols.selective.member`, the module is synchronous, without a loop or a clock.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,20 +12,21 @@ from typing import Any, Final, TypeAlias
 from asyncdist.protocols.selective.member import EnterEpoch, Instructions, RoundMember
 from asyncdist.protocols.selective.messages import Assign, End, Frozen
 
-#: The coordinator is gone, as the reason says; another one has begun an epoch.
+#: Kinds of two events: the coordinator is gone, with a reason; and a new coordinator has begun an epoch.
 GONE: Final = "gone"
 EPOCH: Final = "epoch"
 
-#: What the leader tells its replica: a kind, the round or the epoch, and the fields of the coordinator's message.
+#: Event that the leader passes on: its kind, its round or epoch, and the fields of the coordinator's message.
 Happening: TypeAlias = tuple[str, int, tuple[Any, ...]]
 
 
 class LeadingMember(RoundMember):
-    """Is the member whose events others repeat.
+    """Records the leader's events, which the followers repeat.
 
     Attributes:
-        assignment_count: of assignments so far. Rounds may have the number of an earlier coordinator's.
-        happenings: since the replica was told of the last one.
+        assignment_count: Number of assignments so far. It identifies a round, since a new coordinator may reuse round
+            numbers.
+        happenings: Events that the replica does not know yet.
     """
 
     __slots__ = ("assignment_count", "happenings")
@@ -36,7 +37,7 @@ class LeadingMember(RoundMember):
         self.happenings: list[Happening] = []
 
     def take_happenings(self) -> tuple[Happening, ...]:
-        """Return, once, what has happened."""
+        """Remove and return the recorded events."""
         happenings, self.happenings = tuple(self.happenings), []
         return happenings
 
@@ -67,14 +68,14 @@ class LeadingMember(RoundMember):
         return super().on_epoch(epoch, incarnation)
 
     def on_failed(self, round: int, reason: str) -> Instructions:
-        """As :class:`RoundMember`; the whole replica gives the round up."""
+        """As :class:`RoundMember`; the whole replica abandons the round."""
         instructions = super().on_failed(round, reason)
         if instructions:
             self._add(End.__name__, round, reason)
         return instructions
 
     def on_refused(self, round: int, reason: str) -> Instructions:
-        """As :class:`RoundMember`; the whole replica gives the round up."""
+        """As :class:`RoundMember`; the whole replica abandons the round."""
         instructions = super().on_refused(round, reason)
         if instructions:
             self._add(End.__name__, round, reason)
@@ -85,11 +86,11 @@ class LeadingMember(RoundMember):
 
 
 class FollowingMember(RoundMember):
-    """Is the member of a rank that follows its replica's leader.
+    """Repeats the events of the replica's leader on another rank.
 
     Attributes:
-        assignment_count: of assignments so far; equal to the leader's where both speak of one round.
-        failure: why this rank has given that round up; "" if it has not.
+        assignment_count: Number of assignments so far; equal to the leader's if both are in the same round.
+        failure: Reason why this rank has abandoned that round; "" if it has not.
     """
 
     __slots__ = ("assignment_count", "failure")
@@ -113,13 +114,13 @@ class FollowingMember(RoundMember):
         return instructions
 
     def repeat(self, happenings: Sequence[Happening], counterparts: Mapping[int, int]) -> Iterator[Instructions]:
-        """Repeat what has happened at the leader, and yield this member's answer to each event in turn.
+        """Repeat the leader's events, and yield this member's instructions for each.
 
-        The instructions of one event are to be carried out before the next event.
+        The caller carries out the instructions of one event before it asks for the next.
 
         Args:
-            happenings: At the leader.
-            counterparts: Maps each replica's leader to the rank that this rank exchanges with, in the same order.
+            happenings: Events of the leader.
+            counterparts: Counterpart of this rank in each replica, keyed by the replica's leader.
         """
         for kind, number, fields in happenings:
             if kind == Assign.__name__:
@@ -131,7 +132,7 @@ class FollowingMember(RoundMember):
             elif kind == GONE:
                 yield self.on_coordinator_gone(fields[0])
             else:
-                assert kind == EPOCH, f"the leader tells of {kind!r}"
+                assert kind == EPOCH, f"unknown event {kind!r} of the leader"
                 yield (EnterEpoch(number),)
 
 

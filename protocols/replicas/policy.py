@@ -1,12 +1,12 @@
-"""Selective averaging among replicas that several ranks hold together, as under DDP: a replica is one member.
+"""Selective averaging among replicas of several ranks each, as under DDP: a replica is one member of the policy.
 
-The first rank of each replica leads it: leaders report, donate and take averages among each other, and each hands the
-weights that it has taken to its replica, at the same iteration on all of its ranks. So that few steps wait for a
-message, this is so at every ``swap_every``-th iteration alone: the ranks of a replica then exchange a few bytes, and
-the weights if they have changed. In between, they go on as without a policy.
+The first rank of each replica is its leader. Leaders report, donate and take averages among each other, and each passes
+new weights on to all ranks of its replica at the same iteration. To keep steps that wait for a message rare, this
+happens only at every ``swap_every``-th iteration. The ranks of a replica then exchange a few bytes, and the weights if
+they have changed. In between, they train as without a policy.
 
-Where a replica's ranks hold a part of the model each, as under `fully_shard`, each of them takes averages of its own
-part: :mod:`protocols.replicas.shards`.
+If each rank of a replica holds a part of the model, as under `fully_shard`, each averages its own part:
+:mod:`protocols.replicas.shards`.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from asyncdist.wording import ranks_in_words
 
 logger = logging.getLogger("protocols.replicas.policy")
 
-#: Ranks of a replica leave within one step of each other, which may take seconds.
+#: Seconds before a rank warns that others of its replica have not left. They leave within a step, which may be long.
 _LEAVING_TOLD_AFTER_S: Final = 20.0
-_NO_POPULATION: Final = "replicas are one population, whose first leader coordinates it"
+_NO_POPULATION: Final = "replicas are one population, whose first leader is the coordinator"
 
 _NOT_OF_REPLICAS: Final = PopulationOptions.__annotations__.keys() - MemberOptions.__annotations__.keys()
 
@@ -60,10 +60,10 @@ class ReplicaPolicyOptions(ReplicaOptions, MemberOptions, total=False):
 
 
 class _AmongLeaders(AsyncSelectiveAveragingPolicy):
-    """Is the policy of the leaders, whose models others keep equal to their replicas.
+    """Averages among the leaders of the replicas.
 
     Attributes:
-        has_come: whether a report is due at this step; the policy of the replicas counts their iterations.
+        has_come: Whether a report is due at this step. Set by the policy of the replicas, which counts the iterations.
     """
 
     keeps_replicas: ClassVar[bool] = True
@@ -75,7 +75,7 @@ class _AmongLeaders(AsyncSelectiveAveragingPolicy):
 
 @with_options(ReplicaPolicyOptions, CommonOptions, SelectiveRules, AveragingOptions)
 class ReplicaAveragingPolicy(Ported):
-    """Selective averaging of replicas: the worst ones take the average of the good ones.
+    """Selective averaging of replicas: the worst replicas take the average of good ones.
 
     ::
 
@@ -85,32 +85,32 @@ class ReplicaAveragingPolicy(Ported):
                 loss = train_step(model, optimizer, batch)
                 info = await policy.step(loss=loss)
 
-    All ranks of a replica must call ``step`` equally often, as the synchronisation of their gradients makes them do
-    anyway. They leave together: a rank that leaves waits for the others, and warns if they do not come. A replica that
-    loses a rank is lost: its others get RankLostError in ``step``, and with that, unless they leave the policy, the job
-    ends.
+    All ranks of a replica must call ``step`` equally often, which the synchronisation of gradients requires anyway.
+    They leave together: a rank that leaves waits for the others, and warns if they do not leave. If a rank is lost, its
+    replica is lost: the replica's other ranks get RankLostError in ``step``. The job then ends, unless they leave the
+    policy.
 
-    A model that ``fully_shard`` has sharded over the ranks of its replica stays so: each rank exchanges its shards with
-    the ranks of the other replicas that hold the same ones, and no rank receives more of the model than its own part.
-    Events, ``nbytes`` and statistics are about that part then, on each rank.
+    A model sharded by ``fully_shard`` over the ranks of its replica stays sharded. Each rank exchanges its shards with
+    the ranks of other replicas that hold the same shards, and receives no other part of the model. Events, ``nbytes``
+    and statistics are then about the rank's own part.
 
     Args:
-        model: the module, or DDP around it, or what ``fully_shard`` has sharded over all ranks of the replica and no
-            others, in the same way in all replicas. At the start a replica's first rank copies its weights to the
-            others; of a sharded model nothing is copied.
-        optimizer: of that model, on each rank.
-        replica_size: how many ranks make a replica: the first so many of the group, the next, and so on.
-        swap_every: at every so many steps weights may change; a divisor of ``average_every``, by default the largest
-            one up to a tenth of it.
-        average_every, metric, options: see below. A replica's metric is the mean of its ranks'. A sharded replica
-            takes no fresh weights (``"reset_weights"``).
+        model: The module, DDP around it, or a module sharded by ``fully_shard`` over exactly the ranks of the replica,
+            in the same way in all replicas. At the start, the replica's first rank copies its weights to the others,
+            unless the model is sharded.
+        optimizer: Optimizer of the model on this rank.
+        replica_size: Number of ranks in a replica. Replicas are consecutive ranks of the group.
+        swap_every: Number of steps between two at which weights may change; a divisor of ``average_every``, by default
+            the largest divisor up to a tenth of it.
+        average_every, metric, options: Options, listed below. A replica's metric is the mean of its ranks' metrics. A
+            sharded replica does not support fresh weights (``"reset_weights"``).
 
     Attributes:
-        is_sharded: whether each rank holds a part of its replica's model.
+        is_sharded: Whether each rank holds a part of its replica's model.
 
     Raises:
-        TypeError, ValueError: an argument is not what it should be; the ranks cannot be divided so; parameters are
-            sharded over other ranks than those of the replica, or DDP is over others.
+        TypeError, ValueError: An argument is invalid, the number of ranks is not a multiple of ``replica_size``, or
+            the model is sharded (or DDP works) over other ranks than those of the replica.
     """
 
     keeps_replicas: ClassVar[bool] = True
@@ -143,25 +143,25 @@ class ReplicaAveragingPolicy(Ported):
             validation.refuse("swap_every", swap_every, f"a divisor of average_every, which is {average_every}")
         self.is_sharded = self._holds_shards()
         if self.is_sharded and averaging.makes_fresh_weights:
-            validation.refuse("averaging_strategy", "reset_weights", "an average, where replicas are sharded")
+            validation.refuse("averaging_strategy", "reset_weights", "another strategy, since replicas are sharded")
         kind = ShardAveraging if self.is_sharded else _AmongLeaders
         inner: dict[str, Any] = {**options, "name": f"leaders of {self.name}"[:200], "group": None, "world": None}
         self._inner = kind(model, optimizer, average_every=average_every // self.swap_every, **inner)
         self._limit = self._inner._limit
         self._journal.include(self._inner._journal)
         self._replica: Group
-        self._others: Group | None = None  # those in other replicas with which this rank takes averages
+        self._others: Group | None = None  # ranks of other replicas with which this rank averages
         self._groups: list[Group] = []
 
     def statistics(self) -> SelectiveStatistics:
-        """Return what this replica has done so far: see :class:`SelectiveStatistics`.
+        """Return the statistics of this replica so far; see :class:`SelectiveStatistics`.
 
-        On its first rank; where the replica is sharded, on each rank what that one has done.
+        Only the replica's first rank has them. If the replica is sharded, each rank has statistics of its own part.
         """
         return replace(self._inner.statistics(), title=self._journal.title())
 
     def _holds_shards(self) -> bool:
-        """Whether this rank holds a part of the model, which no other rank of its replica holds."""
+        """Return whether this rank holds a part of the model that no other rank of its replica holds."""
         return bool(self._flat.mesh_ranks)
 
     def _options(self) -> Mapping[str, Any]:
@@ -173,7 +173,7 @@ class ReplicaAveragingPolicy(Ported):
 
     def _agreed_values(self) -> dict[str, str]:
         values = super()._agreed_values()
-        if self.is_sharded:  # the parts of a replica differ; counterparts compare theirs
+        if self.is_sharded:  # the parts of a replica differ; counterparts compare their parts
             values["model"] = "sharded"
             values.pop(LEFT_OUT, None)
         return values
@@ -210,11 +210,13 @@ class ReplicaAveragingPolicy(Ported):
             raise
 
     async def _start_among_groups(self) -> None:
-        """Make the groups, in which replicas become one, and averages are taken."""
+        """Make the groups of the replicas, and of the ranks that average with each other."""
         ranks, size, own = self._group.ranks, self.replica_size, self._group.index
         first = own - own % size
         if size == len(ranks) and own == 0:
-            logger.warning("all %d ranks are one replica, so nothing is averaged; %d are two replicas", size, 2 * size)
+            logger.warning(
+                "all %d ranks are one replica: nothing is averaged; two replicas need %d ranks", size, 2 * size
+            )
         self._replica = await self._new_group(ranks[first : first + size])
         if isinstance(self._inner, ShardAveraging):
             await self._check_shards()
@@ -235,16 +237,16 @@ class ReplicaAveragingPolicy(Ported):
         return self._groups[-1]
 
     async def _check_shards(self) -> None:
-        """Refuse parameters that are sharded over other ranks than those of a replica, and ranks in another order."""
+        """Raise ValueError if parameters are sharded over other ranks than the replica's, or the order differs."""
         if list(self._group.ranks) != sorted(self._group.ranks):
-            validation.refuse("group", list(self._group.ranks), "ranks in ascending order, where replicas are sharded")
+            validation.refuse("group", list(self._group.ranks), "ranks in ascending order, since replicas are sharded")
 
         def compare(meshes: list[tuple[int, ...]]) -> None:
             for rank, mesh in zip(self._replica.ranks, meshes, strict=True):
                 if mesh and (mesh != meshes[0] or len(mesh) != self.replica_size):
                     raise ValueError(
-                        f"the parameters of rank {rank} are sharded over the ranks {list(mesh)}; allowed: over the "
-                        f"{self.replica_size} ranks of its replica, {list(self._replica.ranks)}"
+                        f"the parameters of rank {rank} are sharded over the ranks {list(mesh)}; allowed: "
+                        f"the {self.replica_size} ranks of its replica, {list(self._replica.ranks)}"
                     )
 
         await reduce_and_broadcast(lambda: self._flat.mesh_ranks, compare, group=self._replica, world=self._world)
@@ -261,14 +263,14 @@ class ReplicaAveragingPolicy(Ported):
                 await self._free_groups()
 
     async def _wait_for_replica(self) -> None:
-        """Wait until all ranks of the replica leave, and warn where they do not come.
+        """Wait until all ranks of the replica leave, and warn if they take long.
 
-        A rank that has ended its loop early leaves the others in DDP's all-reduce, where no message reaches them.
+        If a rank ends its loop early, the others wait in DDP's all-reduce, where no message reaches them.
         """
         timer = asyncio.get_running_loop().call_later(_LEAVING_TOLD_AFTER_S, self._warn_of_leaving_alone)
         try:
             await reduce_and_broadcast(lambda: 0, sum, group=self._replica, world=self._world)
-        except AsyncdistError:  # a rank of the replica has left because of an error, which is told, or is lost
+        except AsyncdistError:  # a rank of the replica is lost, or has left with an error, which it reports
             return
         finally:
             timer.cancel()
@@ -277,7 +279,7 @@ class ReplicaAveragingPolicy(Ported):
         others = [rank for rank in self._replica.ranks if rank != self._world.rank]
         logger.warning(
             "rank %d has left its policy after %d steps, and waits for %s of its replica; if they wait for its "
-            "gradients, in DDP for example, they wait forever: all ranks of a replica must do equally many steps",
+            "gradients, in DDP for example, they wait forever: all ranks of a replica must do the same number of steps",
             self._world.rank,
             self.iteration,
             ranks_in_words(others),
@@ -311,12 +313,12 @@ class ReplicaAveragingPolicy(Ported):
         return info
 
     def _read_number(self, local_metric: MetricSource) -> float:
-        """Return the metric that is due; NaN if there is no new measurement."""
+        """Return the due metric; NaN if there is no new measurement."""
         value = self._read_new_metric(local_metric)
         return math.nan if value is None else value
 
     async def _metric_of_replica(self, local_metric: MetricSource) -> MetricSource:
-        """Return the mean of the ranks' metrics, on the leader. If the leader has no new one, the replica has none."""
+        """Return, on the leader, the mean of the ranks' metrics; none if the leader has no new measurement."""
         value = self._read_new_metric(local_metric)
         own = torch.tensor([math.nan if value is None else value], dtype=torch.float64, device="cpu")
         metrics = await self._world.collectives.gather(own, self._replica, self._replica.ranks[0])
@@ -325,7 +327,7 @@ class ReplicaAveragingPolicy(Ported):
         return math.fsum(map(float, metrics)) / self.replica_size if value is not None else lambda: NOT_MEASURED
 
     async def _copy_from_leader(self) -> None:
-        """Make this rank's weights those of the replica's first rank."""
+        """Copy the weights of the replica's first rank to this rank."""
         is_leader = self._world.rank == self._replica.ranks[0]
         if is_leader:
             self._flat.snapshot(self._buffers)
@@ -337,6 +339,6 @@ class ReplicaAveragingPolicy(Ported):
 
 
 def _largest_divisor(average_every: int) -> int:
-    """Return the largest divisor up to a tenth of it, at least 1."""
+    """Return the largest divisor of ``average_every`` that is at most a tenth of it; at least 1."""
     count = validation.count("average_every", average_every)
     return next(each for each in range(max(1, count // 10), 0, -1) if count % each == 0)

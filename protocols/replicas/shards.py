@@ -1,22 +1,23 @@
 """Selective averaging of shards: each rank of a replica exchanges its part of the model with its counterparts.
 
-The k-th rank of each replica is a counterpart of the k-th ranks of the others, and holds the same shards of the model.
-Shards travel between counterparts alone, so no rank ever holds, sends or receives more of the model than its own part,
-whatever the number of ranks in a replica.
+The k-th ranks of all replicas are counterparts: they hold the same shards of the model. Shards are sent only between
+counterparts, so no rank ever holds, sends or receives more of the model than its own part.
 
-The first rank of a replica leads it. It alone reports to the coordinator, and hears of rounds. The others hear of them
-from their leader, at *swap points*, which are iterations at which all ranks of a replica are in ``step``:
+The first rank of a replica is its leader. It alone sends reports to the coordinator and receives its messages. The
+other ranks, its followers, receive them from the leader at *swap points*: iterations at which all ranks of the replica
+are in ``step``. At a swap point:
 
-1. each rank says whether its part of an average is whole, or why it has given it up;
-2. the leader decides. It passes on what the coordinator has said since the last swap point. It may take its snapshot.
-   It applies an average if that is whole on all ranks of the replica; one that a rank has given up it gives up;
-3. all ranks do what the leader has done. Of a snapshot they say whether it is finite, and give it only if all are.
+1. Each rank reports whether its part of an average is complete, or why it has abandoned it.
+2. The leader decides, and passes on the coordinator's messages since the last swap point. It may take a snapshot. It
+   applies an average if all ranks have completed their parts, and abandons it if one rank has.
+3. The followers do the same. All ranks report whether their parts of a snapshot are finite, and send them only if all
+   are.
 
-Between two swap points nothing is exchanged inside a replica, while streams between counterparts go on.
+Between swap points, the ranks of a replica exchange nothing, and streams between counterparts continue.
 
-Invariants: the ranks of a replica take their snapshots for a round at one iteration, and apply its average at one
-iteration or not at all; on each of them it is that of the same donors with the same weights; nothing is awaited between
-the leader's decision and what it does about it, so that no message of the coordinator comes between.
+Invariants: The ranks of a replica take their snapshots for a round at the same iteration. They apply its average at the
+same iteration, from the same donors with the same weights, or not at all. The leader awaits nothing between its
+decision and the action, so that no message of the coordinator arrives in between.
 """
 
 from __future__ import annotations
@@ -43,21 +44,21 @@ from asyncdist.protocols.selective.scopes import PolicyScopes
 from asyncdist.protocols.step_info import NOTHING, StepInfo
 from asyncdist.protocols.wrappers import reshard
 
-#: What a leader does at a swap point, beside passing on what it has heard.
+#: Actions of a leader at a swap point, in addition to passing on messages.
 NOTHING_MORE: Final = 0
 SNAPSHOT: Final = 1
 APPLICATION: Final = 2
 
 
 class Status(NamedTuple):
-    """Says how far a rank is, at a swap point.
+    """Reports the state of a rank at a swap point.
 
     Attributes:
-        metric: where a report is due.
-        assignment_count: of rounds that the rank has heard of; the rest is about the last one.
-        is_complete: whether its part of the average is whole.
-        failure: why it has given its part up; "" if it has not.
-        trouble: what of its own state is not finite, where its part is whole; "" if nothing is.
+        metric: Metric of the rank if a report is due, else None.
+        assignment_count: Number of rounds known to the rank; the other fields are about the last of them.
+        is_complete: Whether its part of the average is complete.
+        failure: Reason why it has abandoned its part; "" if it has not.
+        trouble: Description of the rank's own non-finite state if its part is complete; "" if the state is finite.
     """
 
     metric: float | None
@@ -68,16 +69,16 @@ class Status(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """Says what a leader has done at a swap point.
+    """Reports the action of a leader at a swap point.
 
     Attributes:
-        happenings: what it has heard before.
-        action: one of the three.
-        iteration: of the leader.
-        trouble: what of the replica's own state was not finite, where an average was applied.
-        info: what its step returns.
-        coordinator: the rank that coordinates, as far as it knows.
-        epoch: of that one.
+        happenings: Events since the last swap point.
+        action: ``NOTHING_MORE``, ``SNAPSHOT`` or ``APPLICATION``.
+        iteration: Iteration of the leader.
+        trouble: Description of the replica's own non-finite state if an average was applied; "" if it was finite.
+        info: Fields of the :class:`StepInfo` that the leader's step returns.
+        coordinator: Rank of the coordinator; None if the leader knows of none.
+        epoch: Epoch of the coordinator.
     """
 
     happenings: tuple[Happening, ...]
@@ -90,19 +91,19 @@ class Decision(NamedTuple):
 
 
 class CounterpartChannels(MemberChannels):
-    """Are the channels of a follower, which tells the coordinator nothing."""
+    """Holds the channels of a follower, which sends nothing to the coordinator."""
 
     def tell(self, message: ControlMessage, coordinator: int, round: int) -> None:
-        """Do nothing: the leader hears of it at the next swap point."""
+        """Do nothing: the leader receives the rank's status at the next swap point."""
 
 
 class ShardAveraging(AsyncSelectiveAveragingPolicy):
-    """Is the policy of counterparts: of those that lead their replicas, or of others that follow.
+    """Averages among counterparts: the leaders of all replicas, or followers.
 
-    Its group holds the counterparts. :meth:`place` comes before ``async with``.
+    Its group holds the counterparts. :meth:`place` must be called before ``async with``.
 
     Attributes:
-        has_come: whether a report is due at this step; the policy of the replicas counts their iterations.
+        has_come: Whether a report is due at this step. Set by the policy of the replicas, which counts the iterations.
     """
 
     keeps_replicas: ClassVar[bool] = True
@@ -112,21 +113,21 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         self.has_come = False
         self._leading: LeadingMember | None = None
         self._following: FollowingMember | None = None
-        self._followed = Followed()  # where this rank follows
+        self._followed = Followed()  # used if this rank follows
         self._replica: Group
         self._counterparts: Mapping[int, int]
         self._ending: Channel[Leave]
         self._has_leader_left = False
-        self._is_torn = False  # a step has ended between what the leader did and what this rank was to do about it
+        self._is_torn = False  # a step ended between the leader's action and this rank's
 
     def place(self, world: World, replica: Group, counterparts: Group, leaders: Sequence[int]) -> None:
-        """Say which ranks this one averages with, and which of them lead.
+        """Set the ranks with which this rank averages, and the leaders.
 
         Args:
-            world: the policy's.
-            replica: the ranks of this replica; the first one leads.
-            counterparts: this rank's in all replicas.
-            leaders: of all replicas, in the same order.
+            world: World of the policy.
+            replica: Ranks of this replica; the first one is the leader.
+            counterparts: Counterparts of this rank in all replicas, including itself.
+            leaders: Leaders of all replicas, in the same order.
         """
         self._given_group, self._given_world, self._replica = counterparts, world, replica
         self._counterparts = dict(zip(leaders, counterparts.ranks, strict=True))
@@ -138,7 +139,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
     # -- starting and leaving ---------------------------------------------------------------------------------------
 
     def _takes_means(self) -> bool:
-        return self._leading is not None and super()._takes_means()  # else each rank of a replica would warn
+        return self._leading is not None and super()._takes_means()  # otherwise each rank of a replica would warn
 
     def _open_at_start(self, scopes: PolicyScopes, coordinator: int, replaced: Sequence[int]) -> None:
         self._ending = self._services.open_channel(
@@ -182,10 +183,10 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
             self._ending.close()
 
     def _tell_follower(self, rank: int) -> None:
-        """Let a follower leave: what it gives is asked for no more."""
+        """Notify a follower that it may leave, since its shards are no longer requested."""
         try:
             self._ending.send_nowait(Leave(), rank)
-        except AsyncdistError:  # it is gone, or is leaving by itself
+        except AsyncdistError:  # the follower is gone, or is already leaving
             return
 
     def _on_leader_left(self, _: Envelope[Leave]) -> None:
@@ -212,7 +213,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         return info
 
     async def _swap(self, local_metric: Callable[[], Any]) -> StepInfo:
-        """Do what is to be done at a swap point."""
+        """Carry out a swap point."""
         reshard(self.model)
         said = await self._exchange(functools.partial(self._status, local_metric), self._decide)
         decision = Decision(*said)
@@ -240,9 +241,9 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         return tuple(Status(metric, following.assignment_count, is_complete, following.failure, trouble))
 
     async def _decide(self, said: list[tuple[Any, ...]]) -> tuple[Any, ...]:
-        """Do what is to be done at this swap point, on the leader; from the first line after the await on at once."""
+        """Choose and carry out the leader's action at a swap point. Nothing is awaited after ``progress``."""
         member = self._leading
-        assert member is not None, "a follower decides nothing"
+        assert member is not None, "only the leader decides"
         await self._world.progress()
         statuses = [Status(*each) for each in said]
         followers = [each for each in statuses[1:] if each.assignment_count == member.assignment_count]
@@ -251,11 +252,11 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         action, trouble, info = NOTHING_MORE, "", roles.replacer.take_given_up()
         if member.state is State.CHOSEN:
             action, snapshot = SNAPSHOT, member.on_step()
-            assert isinstance(snapshot, TakeSnapshot), f"{snapshot} of a member that is chosen"
+            assert isinstance(snapshot, TakeSnapshot), f"{snapshot} of a chosen member"
             roles.take_snapshot(snapshot, self.iteration)
         elif member.state is State.COMPLETE and self._are_complete(followers):
             action, application = APPLICATION, member.on_step()
-            assert isinstance(application, Apply), f"{application} of a member that is complete"
+            assert isinstance(application, Apply), f"{application} of a complete member"
             trouble = next(filter(None, [self._own.trouble(), *(each.trouble for each in followers)]), "")
             info = roles.apply(application, self.iteration, trouble)
         if self.has_come:
@@ -268,14 +269,14 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         return len(followers) == self._replica.size - 1 and all(each.is_complete for each in followers)
 
     def _give_up_with(self, followers: Sequence[Status]) -> None:
-        """Give the round up on the leader if a follower has done so."""
+        """Abandon the round on the leader if a follower has done so."""
         for failure in [each.failure for each in followers if each.failure][:1]:
             self._opened.roles.give_up(self._member.round, failure)
 
     def _follow(self, decision: Decision, info: StepInfo) -> StepInfo:
-        """Do what the leader has done, on another rank of its replica, and return what the step says."""
+        """Repeat the leader's action on a follower, and return the information for its step."""
         member = self._following
-        assert member is not None, "the leader follows nobody"
+        assert member is not None, "the leader does not follow"
         self.iteration = decision.iteration
         self._followed.follow(decision.epoch, decision.coordinator)
         roles = self._opened.roles
@@ -291,7 +292,7 @@ class ShardAveraging(AsyncSelectiveAveragingPolicy):
         return info
 
     async def _copy(self, iteration: int) -> str:
-        """Take the snapshot that the leader has taken, and say why it cannot be given; "" if it can."""
+        """Take a snapshot, as the leader, and return why it cannot be sent to others; "" if it can."""
         if self._following is not None:
             snapshot = self._following.on_step()
             assert isinstance(snapshot, TakeSnapshot), f"{snapshot} where the leader took a snapshot"

@@ -170,7 +170,7 @@ def test_one_sided_policy_exposes_a_snapshot_once_it_is_copied(
         verify(entry, snapshots)
     assert len(applied) == sum(statistics.num_replacements for statistics in found) >= 10
     assert len(copies) >= sum(statistics.version for statistics in found) == len(snapshots)
-    late = sum(statistics.unpublished.get("a device is still copying the last one", 0) for statistics in found)
+    late = sum(statistics.unpublished.get("a device is still copying the last snapshot", 0) for statistics in found)
     assert test_count == 7 or bool(late) == (test_count == 40), late
 
 

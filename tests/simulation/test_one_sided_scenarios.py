@@ -19,10 +19,10 @@ FAULTS = tuple(f"fault {kind.__name__}" for kind in Fault.__args__ if kind not i
 OTHER = (
     "abandoned: a donor is lost",
     "abandoned: a donor was not read",
-    "abandoned: nobody has anything to give",
-    "abandoned: overwritten under its reader",
+    "abandoned: no other rank can be a donor",
+    "abandoned: a snapshot was overwritten while it was read",
     "starts that a loss ended",
-    "unpublished: a reader still has the last one but one",
+    "unpublished: a reader still uses the memory of an earlier snapshot",
     "unpublished: weights are not finite (the metric is published, as NaN)",
 )
 
