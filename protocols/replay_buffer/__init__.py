@@ -1,1 +1,1 @@
-"""Replay buffers served by ranks of the job."""
+"""Replay buffers, each served by a rank of the job."""

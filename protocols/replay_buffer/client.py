@@ -9,7 +9,7 @@
     async def serve(world):                                   # rank 3
         print(await serve_replay_buffer(clients=[0, 1, 2], capacity=100_000))
 
-Any number of tasks may have requests under way; those beyond the server's limit wait.
+Any number of tasks may have outstanding requests; those beyond the server's limit wait.
 """
 
 from __future__ import annotations
@@ -71,31 +71,32 @@ from asyncdist.runtime.failing.process_ends import end_forked_child
 from asyncdist.tensors.byte_views import split
 from asyncdist.waits import WaitId, WaitKind
 
-_REQUEST_COUNT: Final = 1 << 32  # the frame header has 32 bits for it
-#: A client repeats its ``Open`` after this time, then after twice as long, and so on. Between the end of one buffer and
-#: the start of the next no server receives; one that starts late finds all of them at once, and its mailbox is bounded.
+_REQUEST_COUNT: Final = 1 << 32  # request numbers have 32 bits in the frame header
+#: Seconds after which a client repeats its ``Open``; doubled each time. The server may be between two buffers and drop
+#: the message. Repeats are few, because a server that starts late receives all of them at once in a bounded mailbox.
 _OPEN_PERIOD_S: Final = 0.25
-#: How long to wait for the reason of a server that has left or gives items up.
+#: Seconds to wait for the reason if a server has left or aborts a stream.
 _REASON_TIMEOUT_S: Final = 1.0
 
 
 class ReplayBuffer:
     """A client of the replay buffer that ``server`` serves; see :func:`protocols.serve_replay_buffer`.
 
-    Used as ``async with ReplayBuffer(server) as buffer``, which waits for the server; leaving it waits for what is
-    under way, and the server ends when its last client has left.
+    Used as ``async with ReplayBuffer(server) as buffer``. Entering the block waits for the server, and leaving it waits
+    for outstanding requests. The server ends when its last client has left.
 
     Args:
-        server: the rank that serves.
-        name: which of its buffers. Leaving and entering again leads to the same one while another client is in it.
-        start_timeout_s: how long to wait for it.
-        world: the current one by default.
+        server: Rank of the server.
+        name: Name of the buffer on that rank. A rank that leaves and enters again finds the same items if another
+            client has stayed.
+        start_timeout_s: Seconds to wait for the server.
+        world: World of the client; the current one by default.
 
     Raises:
-        StartTimeoutError: that rank does not serve a buffer of that name in time.
-        DisagreementError: this rank is not one of its clients.
-        RankLostError, ClosedError: the server is lost; it has left, or serves no more; from every method.
-        RemoteError: an exception ended it, of its scoring hook, say; from every method.
+        StartTimeoutError: The rank did not serve a buffer of that name in time.
+        DisagreementError: This rank is not one of the buffer's clients.
+        RankLostError, ClosedError: The server is lost, or has left or stopped; from every method.
+        RemoteError: An exception ended the server, for example in its scoring hook; from every method.
     """
 
     @validation.names_options()
@@ -118,7 +119,7 @@ class ReplayBuffer:
         self._entry = 0
         self._adding_count = self._drawing_count = 0
         self._is_closed = False
-        # Draws may wait for items that this rank is yet to add, so adds have a limit of their own.
+        # Adds have a limit of their own, because draws may wait for items that this rank has not added yet.
         self._add_limit = self._draw_limit = RequestLimit(self._services.engine, 0)
         self._own_layout: RowLayout | None = None
         self._layout: RowLayout | None = None
@@ -126,7 +127,7 @@ class ReplayBuffer:
     async def __aenter__(self) -> Self:
         services, server = self._services, self._server
         if self._channel is not None:
-            raise LocalProtocolError("a ReplayBuffer is entered once; make another one")
+            raise LocalProtocolError("a ReplayBuffer can be entered only once; create another one")
         to_server, to_clients = scopes(server, self._name)
         self._channel = services.open_channel(
             ReplayMessage,
@@ -136,7 +137,7 @@ class ReplayBuffer:
             name=f"client of replay {self._name}",
             handler=self._on_message,
         )
-        # No other entry of this rank has this number, since each sends.
+        # No other entry of this rank has this number, since each entry sends messages.
         self._entry = self._channel.demultiplexer.sent_count
         services.on_gone(self._on_gone, among=(server,))
         try:
@@ -151,7 +152,7 @@ class ReplayBuffer:
         return self
 
     async def _enter(self) -> Welcome:
-        """Ask the server to be served, again and again, until it answers."""
+        """Send ``Open`` repeatedly until the server answers."""
         engine, what = self._services.engine, self._awaited()
         give_up_at, period_s = self._services.time() + self._start_timeout_s, _OPEN_PERIOD_S
         while self._welcome is None and self._error is None:
@@ -160,7 +161,7 @@ class ReplayBuffer:
                     f"rank {self._server} served no replay buffer {self._name!r} within {self._start_timeout_s:g} s",
                     missing=(self._server,),
                 )
-            if self._services.is_unmet(self._server):  # this rank was started again
+            if self._services.is_unmet(self._server):  # this rank was restarted
                 await engine.until(lambda: not self._services.is_unmet(self._server), what, deadline=give_up_at)
                 continue
             self._send(Open(self._entry))
@@ -176,7 +177,7 @@ class ReplayBuffer:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._channel is None or self._is_closed:  # by hand: after a start that failed, or a second time
+        if self._channel is None or self._is_closed:  # called directly: after a failed start, or twice
             return
         end_forked_child(self._services.process_id, error)
         try:
@@ -189,7 +190,7 @@ class ReplayBuffer:
                     self._awaited(WaitKind.REPLAY_ANSWERS),
                 )
         finally:
-            self._fail(ClosedError(f"the replay buffer {self._name!r} was left"))
+            self._fail(ClosedError(f"this rank has left the block of the replay buffer {self._name!r}"))
             self._close()
 
     def _awaited(self, kind: WaitKind = WaitKind.REPLAY_SERVER) -> WaitId:
@@ -210,19 +211,20 @@ class ReplayBuffer:
     # -- requests ---------------------------------------------------------------------------------------------------
 
     async def add(self, batch: Batch, *, priorities: torch.Tensor | Sequence[float] | None = None) -> float | None:
-        """Store the items of ``batch``; returns when they are there, with what the scoring hook said of them.
+        """Store the items of ``batch``, wait until they are stored, and return the result of the scoring hook.
 
         Args:
-            batch: a tensor (n, ...), or a dict by name or a tuple of tensors with the same n, in CPU memory. All
-                batches of all clients have the same form, names, dtypes and trailing shapes. It may change as soon as
-                this has returned.
-            priorities: (n,), finite and not negative, where the buffer is prioritised; the largest so far by default.
+            batch: Tensor of shape (n, ...), or a dict by name or a tuple of such tensors with the same n, in CPU
+                memory. All batches of all clients must have the same form, names, dtypes and trailing shapes. The batch
+                may be changed after the call has returned.
+            priorities: Priorities of shape (n,), finite and not negative, for a prioritised buffer; the largest so far
+                by default.
 
-        **Cancellation**: the items may be stored all the same, whole.
+        **Cancellation**: all items may be stored anyway.
 
         Raises:
-            ValueError, TypeError: the batch or the priorities are not as they must be.
-            DisagreementError: the buffer holds other items; the first difference is named.
+            ValueError, TypeError: The batch or the priorities are invalid.
+            DisagreementError: The buffer holds items of another layout; the message names the first difference.
         """
         self._welcomed()
         rows = self._layout_of(batch).pack(batch)
@@ -236,13 +238,13 @@ class ReplayBuffer:
         return score
 
     def _layout_of(self, batch: Batch) -> RowLayout:
-        """Return the layout of the first batch, which all later ones must have."""
+        """Return the layout of the first batch, which all later batches must have."""
         own = self._own_layout
         if own is not None and own.fits(batch):
             return own
         layout = RowLayout.of(batch)
         if own is not None:
-            raise ValueError(f"a batch unlike the first one: {own.difference(layout)}")
+            raise ValueError(f"the batch differs from the first one: {own.difference(layout)}")
         self._send(declare(layout))
         self._own_layout = layout
         return layout
@@ -251,21 +253,21 @@ class ReplayBuffer:
         """Draw ``n`` items, with replacement.
 
         Args:
-            n: how many. While the buffer holds fewer, this waits; without ``wait`` it draws as many as are held.
-            beta: of a prioritised buffer's importance weights: how much of the bias they undo, 0 to 1.
-            wait: for ``n`` items to be there.
+            n: Number of items.
+            beta: Exponent of a prioritised buffer's importance weights: how much of the bias they correct, 0 to 1.
+            wait: Whether to wait until the buffer holds ``n`` items; otherwise at most as many as it holds are drawn.
 
         Raises:
-            ValueError: n below 1, or beta out of range.
-            LocalProtocolError: n above the buffer's capacity, with ``wait``; every priority is zero.
-            BusyError: nothing is held yet, without ``wait``; fewer than n are held, and the clients that added have
-                left, or no client that could add has done so. A rank that has added is believed to go on, until it
-                leaves the block.
+            ValueError: ``n`` is below 1, or ``beta`` is out of range.
+            LocalProtocolError: ``n`` exceeds the buffer's capacity, with ``wait``; or every priority is zero.
+            BusyError: The buffer is empty, without ``wait``; or it holds fewer than ``n`` items, and no client is
+                expected to add more: those that added have left, or none has added. A client that has added is
+                expected to continue until it leaves the block.
         """
         count, beta = validation.count("n", n), validation.fraction("beta", beta)
         self._drawing_count += 1
         try:
-            if self._own_layout is None:  # a task that was started together with this one may be about to add
+            if self._own_layout is None:  # another task, started together with this one, may be about to add
                 await yield_to_loop()
             drawn: Drawn = await self._call(lambda request: (Draw(request, count, beta, wait), None), self._draw_limit)
             return await self._unpack(drawn, count)
@@ -276,14 +278,14 @@ class ReplayBuffer:
     async def update_priorities(
         self, ids: torch.Tensor | Sequence[int], priorities: torch.Tensor | Sequence[float]
     ) -> None:
-        """Give items that were sampled new priorities. Items that have been evicted meanwhile are skipped.
+        """Set new priorities of sampled items. Items that were evicted meanwhile are skipped.
 
         Args:
-            ids: (n,), of :class:`Sample`.
-            priorities: (n,), finite and not negative.
+            ids: Ids of the items, of shape (n,), from :class:`Sample`.
+            priorities: New priorities of shape (n,), finite and not negative.
 
         Raises:
-            ValueError: the buffer is not prioritised; lengths differ; a priority is out of range.
+            ValueError: The buffer is not prioritised, the lengths differ, or a priority is out of range.
         """
         which = as_ids(ids)
         values = as_priorities(priorities, len(which), self._is_prioritized)
@@ -292,7 +294,7 @@ class ReplayBuffer:
 
     @property
     def capacity(self) -> int:
-        """Items that the buffer holds at most."""
+        """Largest number of items in the buffer."""
         return self._welcomed().capacity
 
     @property
@@ -301,16 +303,18 @@ class ReplayBuffer:
 
     def _welcomed(self) -> Welcome:
         if self._welcome is None:
-            raise LocalProtocolError("a ReplayBuffer is used inside: async with ReplayBuffer(server) as buffer")
+            raise LocalProtocolError(
+                "a ReplayBuffer must be used inside its block: async with ReplayBuffer(server) as buffer"
+            )
         return self._welcome
 
     async def _change(self, make: Callable[[int, bytes], Add | Update], payload: npt.NDArray[np.uint8]) -> Any:
-        """Send what the server is to keep. It is copied only when the request may be sent."""
+        """Send a payload to be stored by the server. It is copied only when the request may be sent."""
 
         def with_payload(request: int) -> tuple[Add | Update, npt.NDArray[np.uint8] | None]:
             if len(payload) <= INLINE_NBYTES_MAX:
                 return make(request, payload.tobytes()), None
-            return make(request, b""), np.array(payload)  # a cancelled call leaves a stream that still reads it
+            return make(request, b""), np.array(payload)  # after a cancelled call, its stream still reads the payload
 
         self._adding_count += 1
         try:
@@ -327,11 +331,11 @@ class ReplayBuffer:
     ) -> Any:
         """Send a request when the limit allows it, and return its answer.
 
-        The next request may be sent when the answer has come, even if the caller of this one was cancelled.
+        The request counts against the limit until its answer arrives, even if its caller was cancelled.
 
         Args:
-            make: the request of that number, and what it streams when the server grants it.
-            limit: of its kind.
+            make: Function of the request's number that returns the request, and the payload to stream, if any.
+            limit: Limit for requests of this kind.
         """
         self._welcomed()
         await limit.acquire(self._awaited(WaitKind.REPLAY_ROOM))
@@ -349,20 +353,20 @@ class ReplayBuffer:
             if isinstance(message, Draw):
                 self._send(Withdraw(request))
             raise
-        except AsyncdistError:  # it has not been sent, so no answer comes, or the job has failed
+        except AsyncdistError:  # the request was not sent, or the job has failed: no answer will arrive
             self._complete(request, None, None)
             raise
         if call.error is not None:
             raise call.error
         if isinstance(message, Draw) != isinstance(call.answer, Drawn):
-            raise RemoteProtocolError(f"rank {self._server} answered {message!r:.80} by {call.answer!r:.80}")
+            raise RemoteProtocolError(f"rank {self._server} answered {message!r:.80} with {call.answer!r:.80}")
         return call.answer
 
     async def _unpack(self, drawn: Drawn, asked_count: int) -> Sample:
         nbytes = -1 if self._layout is None else drawn.count * (self._layout.nbytes + 16)
         is_whole = drawn.nbytes == nbytes and len(drawn.data) in (0, nbytes)
         if self._layout is None or not is_whole or not 0 <= drawn.count <= asked_count:
-            text = f"rank {self._server} gave {drawn.count} items of {self._layout} in {drawn.nbytes} bytes"
+            text = f"rank {self._server} sent {drawn.count} items of {self._layout} in {drawn.nbytes} bytes"
             raise RemoteProtocolError(text, rank=self._server)
         is_streamed = drawn.nbytes and not drawn.data
         payload = await self._receive(drawn) if is_streamed else np.frombuffer(drawn.data, np.uint8)
@@ -375,7 +379,7 @@ class ReplayBuffer:
         )
 
     async def _receive(self, drawn: Drawn) -> npt.NDArray[np.uint8]:
-        if self._error is not None:  # no grant is answered any more
+        if self._error is not None:  # grants are no longer answered
             raise self._error
         buffer = np.empty(drawn.nbytes, np.uint8)
         services, targets = self._services, split(buffer.data, CHUNK_NBYTES)
@@ -383,7 +387,7 @@ class ReplayBuffer:
             self._send(Grant(stream.slot, drawn.nbytes, CHUNK_NBYTES), round=drawn.request)
             try:
                 await stream.whole()
-            except StreamAborted as error:  # the server says why on another tag, which may be slower
+            except StreamAborted as error:  # the server sends the reason on another tag, which may be slower
                 await services.engine.until(
                     lambda: self._error is not None,
                     WaitId(WaitKind.REPLAY_END_REASON, name=self._name),
@@ -395,7 +399,7 @@ class ReplayBuffer:
 
     def _send(self, message: Any, *, round: int = 0) -> None:
         assert self._channel is not None
-        if self._is_closed:  # at ``Bye`` the server has stopped all that this could refer to
+        if self._is_closed:  # after ``Bye``, the server has stopped everything to which a message could refer
             return
         try:
             self._channel.send_nowait(message, self._server, round=round)
@@ -432,7 +436,7 @@ class ReplayBuffer:
         self._services.engine.recheck()
 
     def _refuse_grant(self, envelope: Envelope[ReplayMessage]) -> None:
-        """Answer a late grant: the items will not be sent any more, since the block was left."""
+        """Abort a late grant, because this rank has left the block."""
         if envelope.source == self._server:
             refuse_grant(self._services, envelope)
 
@@ -440,7 +444,9 @@ class ReplayBuffer:
         try:
             self._layout = declared(message)
         except ValueError as error:
-            self._fail(RemoteProtocolError(f"rank {self._server} declared no layout: {error}", rank=self._server))
+            self._fail(
+                RemoteProtocolError(f"rank {self._server} declared an invalid layout: {error}", rank=self._server)
+            )
 
     def _on_drawn(self, drawn: Drawn) -> None:
         call = self._calls.get(drawn.request)
@@ -477,10 +483,10 @@ class ReplayBuffer:
         if rank == self._server and self._welcome is None:
             self._fail(abandoned_error(self._services, self._server, self._name))
         elif rank == self._server:
-            self._services.spawn_service(self._hear_why(), name=f"the end of the replay buffer {self._name!r}")
+            self._services.spawn_service(self._hear_why(), name=f"end reason of the replay buffer {self._name!r}")
 
     async def _hear_why(self) -> None:
-        """Wait for the reason, which a server sends before it leaves: messages of other tags may overtake it."""
+        """Wait for the reason that a server sends before it leaves; the notice of its departure may overtake it."""
         error: AsyncdistError = abandoned_error(self._services, self._server, self._name)
         try:
             await self._services.engine.until(
@@ -489,13 +495,13 @@ class ReplayBuffer:
                 deadline=self._services.time() + _REASON_TIMEOUT_S,
             )
             await self._services.engine.drain()
-        except AsyncdistError as failure:  # of the job
+        except AsyncdistError as failure:  # the job has failed
             error = failure
         finally:
             self._fail(error)
 
     def _fail(self, error: AsyncdistError) -> None:
-        """End all calls with the first error: the server will answer no more."""
+        """End all calls with the first error, because the server will not answer any longer."""
         self._error = self._error or error
         for request in list(self._calls):
             self._complete(request, None, self._error)

@@ -1,4 +1,4 @@
-"""Holds what the server of a replay buffer knows about its clients, and tells whether they wait for each other."""
+"""Tracks the clients of a replay buffer's server, and detects whether they wait for each other."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import numpy.typing as npt
 from asyncdist.messaging.outbound_streams import OutboundStream
 from asyncdist.protocols.replay_buffer.messages import Add, Draw, Update
 
-#: Clients that a warning names.
+#: Largest number of clients that a warning names.
 _NAMED_COUNT_MAX: Final = 8
 
 
 @dataclass(slots=True, eq=False)
 class Client:
-    """Holds what the server knows about one stay of a client; a client that comes again gets a new one."""
+    """Holds the server's state of one client. A rank that enters the buffer again gets a new one."""
 
     rank: int
     entry: int = -1
@@ -40,10 +40,10 @@ class Client:
 
 
 def more_may_come(clients: Collection[Client]) -> bool:
-    """Tell whether any client may still add items.
+    """Return whether any client may still add items.
 
-    When others have left, or there are none, a client that draws and has never added is taken not to add. One that has
-    added is believed to go on: its draws may wait for another of its own tasks.
+    If other clients have left, or there are none, a client that draws and has never added is assumed not to add. A
+    client that has added is assumed to add more, since its draws may wait for another of its own tasks.
     """
     some_have_left = len(clients) == 1 or any(client.is_done for client in clients)
 
@@ -56,7 +56,7 @@ def more_may_come(clients: Collection[Client]) -> bool:
 
 
 def all_wait_to_draw(clients: Collection[Client], size: int) -> bool:
-    """Tell whether all clients that may add wait in draws of more than the ``size`` items that are held."""
+    """Return whether all clients that may add are waiting to draw more than the ``size`` items that are held."""
     one_waits = False
     for client in clients:
         waits = any(draw.waits and draw.count > size for draw in client.draws)
@@ -68,7 +68,7 @@ def all_wait_to_draw(clients: Collection[Client], size: int) -> bool:
 
 
 def describe_draws(clients: Collection[Client], size: int) -> str:
-    """Say which clients wait in draws of more than ``size`` items, and for how many."""
+    """Describe the clients that wait to draw more than ``size`` items, and the numbers of these items."""
     asked = {
         client.rank: [str(draw.count) for draw in client.draws if draw.waits and draw.count > size]
         for client in clients

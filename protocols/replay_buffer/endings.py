@@ -1,17 +1,17 @@
-"""Makes the errors that a client raises when its server ends before it."""
+"""Makes the errors that a client raises if its server ends first."""
 
 from asyncdist import ClosedError, RankLostError, RemoteError
 from asyncdist.messaging.services import Services
 
 
 def ended_error(server: int, name: str, kind: str, text: str) -> RemoteError | ClosedError:
-    """Return the error for a server that says why it has ended.
+    """Return the error for a server that has reported why it ended.
 
     Args:
-        server: its rank.
-        name: of its buffer.
-        kind: the name of an exception of its own; empty where it has none.
-        text: of that exception, or why.
+        server: Rank of the server.
+        name: Name of its buffer.
+        kind: Name of the exception that ended the server; empty if there is none.
+        text: Message of that exception, or the reason.
     """
     what = f"the replay buffer {name!r} on rank {server} ended before its clients"
     if kind:
@@ -20,8 +20,8 @@ def ended_error(server: int, name: str, kind: str, text: str) -> RemoteError | C
 
 
 def abandoned_error(services: Services, server: int, name: str) -> RankLostError | ClosedError:
-    """Return the error for a server that is gone and has said nothing."""
-    text = f"rank {server} serves the replay buffer {name!r} no more: it "
+    """Return the error for a server that is gone and has not reported why."""
+    text = f"rank {server} no longer serves the replay buffer {name!r}: it "
     if server in services.lost_ranks():
         return RankLostError(f"{text}is lost", rank=server)
     return ClosedError(f"{text}has left", rank=server)

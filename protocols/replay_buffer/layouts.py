@@ -1,4 +1,4 @@
-"""Has what client and server of a replay buffer share: scopes, layouts as messages, answers to late grants."""
+"""Functions that client and server of a replay buffer share: scopes, layouts as messages, answers to late grants."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from asyncdist.messaging.streams import Grant
 from asyncdist.protocols.replay_buffer.messages import Declare, ReplayMessage
 from asyncdist.protocols.replay_buffer.store import FORMS, Field, RowLayout, check_dtype
 
-#: No field of an item is larger: sizes of batches stay numbers that memory can have.
+#: Largest accepted size of an item's field, so that the sizes of batches do not overflow.
 ITEM_NBYTES_MAX: Final = 1 << 40
 
 
 def scopes(server: int, name: str) -> tuple[int, int]:
-    """Return the scopes of a buffer's messages: to the server, and to its clients."""
+    """Return the scopes of a buffer's messages to the server, and to its clients."""
     return wire.scope_of((server,), f"replay {name}", 0), wire.scope_of((server,), f"clients of replay {name}", 0)
 
 
 def declare(layout: RowLayout) -> Declare:
-    """Return a layout as a message."""
+    """Convert a layout to a message."""
     fields = layout.fields
     return Declare(
         layout.form, tuple(f.name for f in fields), tuple(f.dtype for f in fields), tuple(f.shape for f in fields)
@@ -33,23 +33,23 @@ def declared(message: Declare) -> RowLayout:
     """Return the layout that a message describes.
 
     Raises:
-        ValueError: it describes no layout.
+        ValueError: The message does not describe a valid layout.
     """
     form = FORMS.get(message.form)
     if form is None or not message.names:
-        raise ValueError(f"a batch of the form {message.form!r} with {len(message.names)} fields")
+        raise ValueError(f"invalid form {message.form!r} of a batch with {len(message.names)} fields")
     fields = []
     for name, dtype, shape in zip(message.names, message.dtypes, message.shapes, strict=True):
         check_dtype(dtype)
         fields.append(Field(name, dtype, shape))
-        spanned = tuple(max(1, size) for size in shape)  # torch computes with it where another size is 0, too
+        spanned = tuple(max(1, size) for size in shape)  # torch computes strides even if another size is 0
         if min(shape, default=0) < 0 or Field(name, dtype, spanned).nbytes > ITEM_NBYTES_MAX:
-            raise ValueError(f"a field of shape {shape}")
+            raise ValueError(f"invalid shape {shape} of a field")
     return RowLayout(form, tuple(fields))
 
 
 def refuse_grant(services: Services, envelope: Envelope[ReplayMessage]) -> None:
-    """Answer a grant that has come too late with an abort: its receiver waits for that, or for items, without end."""
+    """Answer a late grant with an abort, since its receiver waits without limit for items or an abort."""
     message = envelope.message
     if isinstance(message, Grant):
         stream = OutboundStream(services.slots, [], envelope.source, message.slot)

@@ -1,8 +1,8 @@
 """Defines the messages between a replay buffer and its clients.
 
-Items travel as bytes: those of a small batch inside the message (``data``), those of a larger one as a stream that the
-receiving side grants (:class:`asyncdist.messaging.streams.Grant`, with the request's number in the frame's header);
-then ``data`` is empty and ``nbytes`` says how many come. A client numbers its requests; each is answered once, by
+Items are sent as bytes. Those of a small batch are inside the message (``data``). Those of a larger batch are a stream
+of ``nbytes`` bytes that the receiving side grants (:class:`asyncdist.messaging.streams.Grant`, with the request's
+number in the frame's header); ``data`` is then empty. A client numbers its requests. Each is answered once, by
 ``Added``, ``Drawn`` or ``Failed``.
 """
 
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 
 from asyncdist.messaging.streams import Cancel, Grant
 
-#: Larger payloads go as streams: a frame has 64 KiB, and a long frame keeps short ones waiting.
+#: Larger payloads are sent as streams: a frame has 64 KiB, and a long frame delays short ones.
 INLINE_NBYTES_MAX = 32 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Client to server, first, and again until it is answered: asks to be served.
+    """Client to server, first and repeated until it is answered: asks to be served.
 
     Attributes:
-        entry: tells the clients of one buffer apart that this rank has one after the other.
+        entry: Number that distinguishes successive clients of the same buffer on this rank.
     """
 
     entry: int
@@ -27,13 +27,13 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Server to client: accepts the client, and says what it may do.
+    """Server to client: accepts the client, and describes the buffer.
 
     Attributes:
-        entry: of the ``Open`` that this answers.
-        capacity: items that the buffer holds at most.
-        in_flight_max: draws of one client that may be unanswered, and as many other requests beside them.
-        prioritized: whether priorities count.
+        entry: Entry of the ``Open`` that this answers.
+        capacity: Largest number of items in the buffer.
+        in_flight_max: Largest number of unanswered draws of one client, and of its other unanswered requests.
+        prioritized: Whether priorities count.
     """
 
     entry: int
@@ -44,7 +44,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Server to client, last: it is no client (any more), and why. Replaces ``Welcome``, or answers a violation."""
+    """Server to client, last: refuses the client instead of ``Welcome``, or after a violation, with the reason."""
 
     entry: int
     reason: str
@@ -52,7 +52,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Declare:
-    """Both ways, before the first item: says how an item lies in a row of bytes."""
+    """Both directions, before the first item: describes the layout of an item in a row of bytes."""
 
     form: str
     names: tuple[str, ...]
@@ -73,7 +73,7 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Client to server: asks for ``count`` items; without ``waits`` for as many as there are."""
+    """Client to server: asks for ``count`` items; without ``waits``, also accepts fewer if the buffer holds fewer."""
 
     request: int
     count: int
@@ -81,9 +81,9 @@ class Draw:
     waits: bool
 
     def __post_init__(self) -> None:
-        """Refuse what no client of ours asks for."""
+        """Raise ValueError for a request that no correct client sends."""
         if self.count < 1:
-            raise ValueError(f"a draw of {self.count} items")
+            raise ValueError(f"count must be >= 1, got {self.count}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,22 +98,23 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """Client to server: the caller of that draw was cancelled. The draw is answered all the same."""
+    """Client to server: the caller of a draw was cancelled. The draw is answered anyway."""
 
     request: int
 
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """Client to server: this client adds nothing more, and waits for what it has asked for."""
+    """Client to server: the client will add nothing more, and waits for the answers to its requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Server to client, last: the server ends, though its clients are not done.
+    """Server to client, last: the server ends before its clients are done.
 
     Attributes:
-        kind, text: the exception that ended it, as in :class:`asyncdist.RemoteError`; no kind where it was cancelled.
+        kind, text: Exception that ended it, as in :class:`asyncdist.RemoteError`; ``kind`` is empty if it was
+            cancelled.
     """
 
     kind: str
@@ -127,7 +128,7 @@ class Bye:
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """Server to client: these requests are done; ``scores`` has what the scoring hook returned for each."""
+    """Server to client: the requests are done; ``scores`` are the scoring hook's results, one for each request."""
 
     requests: tuple[int, ...]
     scores: tuple[float | None, ...]
@@ -145,7 +146,7 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Server to client: a request has failed, and why; ``later`` if it may succeed another time."""
+    """Server to client: a request has failed, with the reason; ``later`` if it may succeed when repeated."""
 
     request: int
     later: bool

@@ -1,4 +1,4 @@
-"""Keeps the requests of a replay buffer's client that are under way, and bounds their number."""
+"""Keeps the outstanding requests of a replay buffer's client, and bounds their number."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncdist.waits import WaitId
 
 
 class PendingCall:
-    """Keeps a request until it has been answered, even if its caller was cancelled."""
+    """Keeps a request until it is answered, even if its caller was cancelled."""
 
     __slots__ = ("answer", "error", "limit", "payload", "waiter")
 
@@ -30,9 +30,9 @@ class PendingCall:
 
 
 class RequestLimit:
-    """Bounds the requests of one kind that may be unanswered at a time; callers are served in order of arrival.
+    """Bounds the number of unanswered requests of one kind; callers are served in order of arrival.
 
-    asyncio's Semaphore does not serve: its waiters do not learn that the job has failed.
+    asyncio's Semaphore is not suitable, because its waiters are not notified of the job's failure.
     """
 
     def __init__(self, engine: Engine, count: int) -> None:
@@ -41,7 +41,7 @@ class RequestLimit:
         self._waiters: deque[asyncio.Future[None]] = deque()
 
     async def acquire(self, what: WaitId) -> None:
-        """Wait until one more request may be sent. Raises the error that ended the job, if one did."""
+        """Wait until one more request may be sent. Raises the job's error if the job has failed."""
         if self._count and not self._waiters:
             self._count -= 1
             return
@@ -52,12 +52,12 @@ class RequestLimit:
         except BaseException:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
-            elif not waiter.cancelled() and waiter.exception() is None:  # admitted in the moment of cancellation
+            elif not waiter.cancelled() and waiter.exception() is None:  # admitted at the moment of its cancellation
                 self.release()
             raise
 
     def release(self) -> None:
-        """Admit the next request, since one has been answered."""
+        """Admit the next request after an answer."""
         while self._waiters:
             waiter = self._waiters.popleft()
             if not waiter.done():

@@ -1,14 +1,14 @@
 """Serves a replay buffer: one coroutine on a rank of its own, for the clients assigned to it.
 
-1. A client says ``Open`` and is welcomed, or refused.
-2. Its batches are stored as they come. What has come in one pass is answered together.
-3. A draw is answered when there are enough items, or when no client is left to add them. Where all clients wait in
-   draws of more than is held, another task of one of them may still add: the server waits for that, with a warning.
-4. It ends when every client has said ``Bye``, has left or is lost.
+1. A client sends ``Open`` and is welcomed or refused.
+2. Its batches are stored as they arrive. Batches that arrive in one pass are answered together.
+3. A draw is answered when the buffer holds enough items, or when no client is left to add them. If all clients wait to
+   draw more items than the buffer holds, another task of one of them may still add. The server waits, and warns.
+4. The server ends when every client has sent ``Bye``, has left or is lost.
 
-Memory is bounded: ``capacity`` items, ``in_flight_max`` small requests per client, and per client one large batch that
-comes and one that goes at a time, for which nothing is allocated before. A client that is faster than the buffer waits.
-A client that breaks the protocol is refused; the others are still served.
+Memory is bounded: ``capacity`` items, ``in_flight_max`` small requests per client, and per client one large batch in
+each direction, allocated only when its turn has come. A client that is faster than the buffer waits. A client that
+violates the protocol is refused; the others are still served.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("protocols.replay_buffer.client")
 
-#: Judges the items of one ``add``; the result goes back to their sender.
+#: Scores the items of one ``add``; the result is returned to their sender.
 Score = Callable[[Batch], float | int | torch.Tensor | None]
 IN_FLIGHT_MAX: Final = 64
-#: How long all clients may only wait, in draws of more than is held, before a warning is logged.
+#: Seconds for which all clients may wait to draw more items than are held before a warning is logged.
 _PATIENCE_S: Final = 10.0
-#: More items in one request are not believed, nor more bytes: what is computed with them would overflow.
+#: Requests of more items or bytes are refused, since computations with them would overflow.
 _COUNT_MAX: Final = 1 << 32
 _PAYLOAD_NBYTES_MAX: Final = 1 << 60
 
@@ -84,22 +84,23 @@ async def serve_replay_buffer(
     """Serve a replay buffer to ``clients`` until the last of them is done.
 
     Args:
-        clients: the ranks that may use it; this one may be among them.
-        capacity: items that it holds at most; the oldest are dropped for new ones.
-        prioritized: draw items in proportion to priority^alpha (Schaul et al. 2016); else uniformly.
-        alpha: how much priorities count; 0 means not at all.
-        score: called with each batch that is added; what it returns is what ``add`` returns to the sender. It runs on
-            this rank's loop: while it does, no client is served. What it raises, this raises, and the clients get
-            RemoteError.
-        in_flight_max: adds and updates of one client that may be unanswered, and as many draws; its next one waits.
-        seed: of what is drawn.
-        name: tells buffers of one rank apart.
-        world: the current one by default.
+        clients: Ranks that may use the buffer, possibly including this one.
+        capacity: Largest number of items; the oldest are dropped for new ones.
+        prioritized: Whether to draw items in proportion to priority^alpha (Schaul et al. 2016) instead of uniformly.
+        alpha: Exponent of the priorities; 0 ignores them.
+        score: Called with each added batch; ``add`` returns the result to the sender. It runs on this rank's event
+            loop, and no client is served meanwhile. If it raises, this function raises the same exception, and the
+            clients get RemoteError.
+        in_flight_max: Largest number of unanswered adds and updates of one client, and of its unanswered draws; the
+            client's next request waits.
+        seed: Seed of the draws.
+        name: Name that distinguishes buffers of one rank.
+        world: World of the server; the current one by default.
 
     Raises:
-        ValueError, TypeError: an argument is out of range; no client; a score that is no number.
-        LocalProtocolError: this rank serves a buffer of that name already.
-        BaseException: what ``score`` raised.
+        ValueError, TypeError: An argument is out of range, ``clients`` is empty, or a score is not a number.
+        LocalProtocolError: This rank already serves a buffer of that name.
+        BaseException: ``score`` raised it.
     """
     world = world or current_world()
     check_clients(clients, world)
@@ -138,7 +139,7 @@ class _Server:
         self._stale_update_count = 0
         self._clients = {rank: Client(rank, is_done=rank in services.gone) for rank in clients}
         to_server, to_clients = scopes(services.rank, name)
-        # The requests, and beside them every ``Open``, a declaration, grants, cancels, withdrawals and a ``Bye``.
+        # The requests, and in addition every ``Open``, a declaration, grants, cancels, withdrawals and a ``Bye``.
         capacity = 2 * (len(clients) + 1) * (2 * in_flight_max + 32)
         self._channel: Channel[Any] = services.open_channel(
             ReplayMessage,
@@ -154,7 +155,7 @@ class _Server:
         channel = self._channel
         try:
             while not self._is_finished():
-                # An ``Open`` after the last client is done is for the next buffer of that name; it is sent again.
+                # An ``Open`` after the last client is done is for the next buffer of that name; it will be repeated.
                 while not self._is_finished() and (envelope := channel.receive_nowait()) is not None:
                     self._hear(envelope)
                 self._has_lost_one = False
@@ -183,7 +184,7 @@ class _Server:
         )
 
     def silent_clients(self) -> list[int]:
-        """Return the clients that are not done, and have sent nothing for a while."""
+        """Return the clients that are not done and have sent nothing for ``REMIND_AFTER_S``."""
         heard_before = self._services.time() - REMIND_AFTER_S
         waiting = (client for client in self._clients.values() if not client.is_done)
         return [client.rank for client in waiting if client.heard_at < heard_before]
@@ -199,7 +200,7 @@ class _Server:
                 return
             self._has_warned = True
             logger.warning(
-                "replay buffer %r on rank %d holds %d items; for %g s all of its clients have waited in draws of more, "
+                "replay buffer %r on rank %d holds %d items; for %g s all of its clients have waited to draw more, "
                 "and none has added: %s. Add first, draw less, or draw with wait=False",
                 self._name,
                 self._services.rank,
@@ -216,10 +217,10 @@ class _Server:
         return self._channel.is_ready or self._has_lost_one or self._failure is not None or self._is_finished()
 
     def _on_gone(self, rank: int) -> None:
-        if rank in self._clients:  # a client that leaves in order has its answers, and has said so
+        if rank in self._clients:  # a client that leaves normally has its answers, and has sent ``Bye``
             self._finish(self._clients[rank])
-            self._clients[rank] = Client(rank, is_done=True)  # started again, it counts its entries anew
-            self._has_lost_one = True  # others may have waited for its items
+            self._clients[rank] = Client(rank, is_done=True)  # a restarted rank counts its entries anew
+            self._has_lost_one = True  # other clients may have waited for its items
 
     def _finish(self, client: Client) -> None:
         client.is_open, client.is_done = False, True
@@ -231,7 +232,7 @@ class _Server:
             stream.stop()
         self._services.engine.recheck()
 
-    # -- what clients say -------------------------------------------------------------------------------------------
+    # -- messages of clients ----------------------------------------------------------------------------------------
 
     def _hear(self, envelope: Envelope[ReplayMessage]) -> None:
         client = self._clients.get(envelope.source)
@@ -240,22 +241,27 @@ class _Server:
         if client is None:
             if isinstance(envelope.message, Open):
                 own, assigned = self._services.rank, sorted(self._clients)
-                reason = f"rank {envelope.source} is no client of {self._name!r} on rank {own}: {assigned} are"
+                reason = (
+                    f"rank {envelope.source} is not a client of {self._name!r} on rank {own}; "
+                    f"its clients are {assigned}"
+                )
                 self._send_nowait(envelope.source, Refused(envelope.message.entry, reason))
             refuse_grant(self._services, envelope)
         elif isinstance(envelope.message, Open):
             self._admit(client, envelope.message.entry)
         elif client.is_refused and isinstance(envelope.message, Bye):
             client.is_done = True
-        elif client.is_open or isinstance(envelope.message, Grant):  # every grant is answered, at least with an abort
+        elif client.is_open or isinstance(envelope.message, Grant):  # every grant is answered, if only with an abort
             try:
                 self._obey(client, envelope)
             except RemoteProtocolError as error:
                 self._expel(client, str(error))
-        # all else is for an earlier buffer, or was sent before the client knew that it is refused
+        # other messages are for an earlier buffer, or were sent before the client knew that it was refused
 
     def _admit(self, client: Client, entry: int) -> None:
-        if client.rank in self._services.gone or entry == client.entry:  # it has sent another before the answer came
+        if (
+            client.rank in self._services.gone or entry == client.entry
+        ):  # the client repeated it before the answer arrived
             return
         self._finish(client)
         self._clients[client.rank] = Client(client.rank, entry, is_open=True, heard_at=client.heard_at)
@@ -264,7 +270,7 @@ class _Server:
         self._tell(self._clients[client.rank], welcome)
 
     def _expel(self, client: Client, reason: str) -> None:
-        """Serve a client no more, nor what it has sent since. This rank stays until the client has been told."""
+        """Stop serving a client, and drop its later messages. The server continues until the client is notified."""
         self._tell(client, Refused(client.entry, reason))
         was_done = client.is_done
         self._finish(client)
@@ -294,36 +300,38 @@ class _Server:
         try:
             layout = declared(message)
         except ValueError as error:
-            raise RemoteProtocolError(f"not a layout: {error}", rank=client.rank) from error
+            raise RemoteProtocolError(f"invalid layout: {error}", rank=client.rank) from error
         if self._layout is None:
             self._layout, self._row_nbytes = layout, layout.nbytes
         difference = self._layout.difference(layout)
         if difference is not None:
-            self._expel(client, f"its items are not like those that {self._name!r} holds: {difference}")
+            self._expel(client, f"its items differ from those in {self._name!r}: {difference}")
         client.has_declared = True
 
     def _on_payload(self, client: Client, message: Add | Update) -> None:
-        """Store what came inside the message, and grant what is too large for that."""
+        """Store a payload inside the message; grant a stream for a larger one."""
         if isinstance(message, Add) and not client.has_declared:
-            raise RemoteProtocolError(f"rank {client.rank} added items without saying what they are", rank=client.rank)
+            raise RemoteProtocolError(
+                f"rank {client.rank} added items before it declared their layout", rank=client.rank
+            )
         end, expected = self._sizes(message)
         if message.count < 0 or message.nbytes != expected or len(message.data) not in (0, expected):
-            what = f"{message.nbytes} bytes, {len(message.data)} of them here, for {message.count} items"
-            raise RemoteProtocolError(f"rank {client.rank} sent {what}: {end} bytes and priorities", rank=client.rank)
+            what = f"{message.nbytes} bytes, {len(message.data)} of them inside the message, for {message.count} items"
+            raise RemoteProtocolError(f"rank {client.rank} sent {what} of {end} bytes in all", rank=client.rank)
         is_small = message.count <= _COUNT_MAX and message.nbytes <= _PAYLOAD_NBYTES_MAX
         if not is_small or not 0 <= message.request <= wire.ROUND_MAX:
             what = f"{message.nbytes} bytes in request {message.request}"
-            raise RemoteProtocolError(f"rank {client.rank} sent {what}, which none of ours does", rank=client.rank)
+            raise RemoteProtocolError(f"rank {client.rank} sent {what}, more than allowed", rank=client.rank)
         if len(message.data) == expected:
             self._store_payload(client, message, np.frombuffer(message.data, np.uint8))
             return
         if len(client.large) == self._in_flight_max:
-            raise RemoteProtocolError(f"rank {client.rank} has more than {len(client.large)} adds under way")
+            raise RemoteProtocolError(f"rank {client.rank} has more than {len(client.large)} outstanding adds")
         client.large.append(message)
         self._receive_next(client)
 
     def _sizes(self, message: Add | Update) -> tuple[int, int]:
-        """Return the bytes of the rows or ids, and of these with the priorities behind them."""
+        """Return the size in bytes of the rows or ids, without and with the priorities that follow them."""
         if isinstance(message, Update):
             return 8 * message.count, 16 * message.count
         end = message.count * self._row_nbytes
@@ -356,10 +364,10 @@ class _Server:
             return None
         if isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1):
             return float(value)
-        raise TypeError(f"score returned a {type(value).__name__}; allowed: a number, a tensor of one element, or None")
+        raise TypeError(f"score must return a number, a tensor of one element, or None, got a {type(value).__name__}")
 
     def _receive_next(self, client: Client) -> None:
-        """Receive the next large batch of this client, one at a time."""
+        """Receive the client's next large batch; only one at a time."""
         if client.large and not client.is_receiving:
             client.is_receiving = True
             self._services.spawn_service(
@@ -368,12 +376,12 @@ class _Server:
 
     async def _receive(self, client: Client, message: Add | Update) -> None:
         try:
-            if client.is_open:  # else it has left meanwhile, and its successor has requests of the same numbers
+            if client.is_open:  # otherwise it has left, and its successor reuses the numbers
                 self._store_received(client, message, await self._receive_payload(client, message))
         except StreamAborted:
             self._fail(client, message.request, "withdrawn")
         except (BusyError, MemoryError) as error:
-            reason = f"no room for {message.nbytes} bytes on rank {self._services.rank}: {error}"
+            reason = f"cannot allocate {message.nbytes} bytes on rank {self._services.rank}: {error}"
             self._fail(client, message.request, reason, later=True)
         except RankLostError:
             self._finish(client)
@@ -394,7 +402,7 @@ class _Server:
         return buffer
 
     def _store_received(self, client: Client, message: Add | Update, buffer: npt.NDArray[np.uint8]) -> None:
-        """Store what has come as a stream. What ``score`` raises ends the server: this task is not awaited."""
+        """Store a streamed payload. An exception of ``score`` is stored, and ends the server."""
         try:
             self._store_payload(client, message, buffer)
         except Exception as error:
@@ -410,12 +418,12 @@ class _Server:
 
     def _on_draw(self, client: Client, message: Draw) -> None:
         if message.waits and message.count > self._store.capacity:
-            reason = f"n is {message.count}; {self._name!r} holds at most {self._store.capacity} items"
+            reason = f"n must be at most {self._store.capacity}, the capacity of {self._name!r}, got {message.count}"
             self._fail(client, message.request, reason)
         elif not self._store.size and not message.waits:
             self._fail(client, message.request, f"{self._name!r} holds nothing yet", later=True)
         elif len(client.draws) == self._in_flight_max:
-            raise RemoteProtocolError(f"rank {client.rank} has more than {len(client.draws)} draws under way")
+            raise RemoteProtocolError(f"rank {client.rank} has more than {len(client.draws)} outstanding draws")
         else:
             client.draws.append(message)
 
@@ -428,7 +436,7 @@ class _Server:
                 return
 
     def _answer_all(self) -> None:
-        """Confirm all items that have been added, and answer the draws for which there are enough."""
+        """Confirm all added items, and answer the draws for which the buffer holds enough."""
         for client in self._clients.values():
             if client.answers:
                 requests, scores = zip(*client.answers, strict=True)
@@ -440,7 +448,7 @@ class _Server:
                 self._answer_draws(client, may_grow)
 
     def _answer_draws(self, client: Client, may_grow: bool) -> None:
-        """Answer this client's draws as far as possible. A large one goes alone: it takes memory until granted."""
+        """Answer this client's draws as far as possible. Large ones are answered one at a time, to bound the memory."""
         size = self._store.size
         waiting: deque[Draw] = deque()
         for draw in client.draws:
@@ -448,7 +456,7 @@ class _Server:
                 if may_grow:
                     waiting.append(draw)
                 else:
-                    who = "nobody else may add" if len(self._clients) == 1 else "those who added have left"
+                    who = "no other client exists" if len(self._clients) == 1 else "those who added have left"
                     reason = f"n is {draw.count}; {self._name!r} holds {size} items, and {who}"
                     self._fail(client, draw.request, reason, later=True)
             elif client.outgoing or client.streams:
@@ -462,7 +470,7 @@ class _Server:
         count = min(draw.count, self._store.size)
         try:
             drawn = self._store.sample(count, beta=draw.beta)
-        except ValueError as error:  # no item has a chance
+        except ValueError as error:  # all priorities are zero
             self._fail(client, draw.request, str(error))
             return
         if not client.layout_sent:
@@ -503,7 +511,7 @@ class _Server:
         self._tell(client, Failed(request, later, reason))
 
     def _tell(self, client: Client, message: Any) -> None:
-        if client.is_open:  # else it has left, or has a successor: these requests are not its own
+        if client.is_open:  # otherwise it has left, or these requests are not its successor's
             self._send_nowait(client.rank, message)
 
     def _send_nowait(self, rank: int, message: Any) -> None:

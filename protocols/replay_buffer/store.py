@@ -1,8 +1,8 @@
 """Holds the items of a replay buffer and draws from them, in plain synchronous objects without messages.
 
 An **item** is one row of a batch: the same index of the leading dimension of each of its tensors. A
-:class:`RowLayout` turns batches into rows of bytes and back, so a :class:`ReplayStore` is one matrix of bytes, whatever
-the tensors are, and what it stores or gives out is one copy.
+:class:`RowLayout` converts batches to rows of bytes and back. A :class:`ReplayStore` is therefore one matrix of bytes
+for any tensors, and storing or drawing a batch takes one copy.
 
 Sampling is with replacement: uniform, or proportional to priority^alpha with importance weights (Schaul et al.,
 "Prioritized Experience Replay", ICLR 2016, section 3.3 and 3.4).
@@ -26,7 +26,7 @@ Rows: TypeAlias = npt.NDArray[np.uint8]
 Form: TypeAlias = Literal["tensor", "dict", "tuple"]
 FORMS: Final[dict[str, Form]] = {"tensor": "tensor", "dict": "dict", "tuple": "tuple"}
 
-#: Priorities are summed block by block, so that one item costs one small sum, and nothing ever drifts.
+#: Priorities are summed in blocks, so that changing an item costs one small sum, and rounding errors never accumulate.
 _BLOCK: Final = 512
 
 
@@ -40,7 +40,7 @@ class Field:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one item's part."""
+        """Size of the field in bytes, for one item."""
         return _dtype(self.dtype).itemsize * math.prod(self.shape)
 
     def __str__(self) -> str:
@@ -49,12 +49,12 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """Says how an item lies in a row of bytes: its fields one after the other.
+    """Describes the layout of an item in a row of bytes: its fields in turn.
 
     Attributes:
-        form: what a batch is: one tensor, a dict of them by name, or a tuple.
-        fields: in the order of the first batch; a tuple's are named by their index. In a row those of a dict lie in the
-            order of their names: dicts with equal keys are alike, whatever the order of their keys.
+        form: Form of a batch: one tensor, a dict of tensors by name, or a tuple of tensors.
+        fields: Fields in the order of the first batch; those of a tuple are named by their index. In a row, the fields
+            of a dict are in the order of their names, so that dicts with equal keys have the same layout.
     """
 
     form: Form
@@ -65,23 +65,23 @@ class RowLayout:
         """Return the layout of ``batch``.
 
         Raises:
-            TypeError: it has none of the three forms, or holds something other than dense tensors in CPU memory.
-            ValueError: it is empty, or its tensors have no leading dimension in common.
+            TypeError: The batch has none of the three forms, or holds something other than dense tensors in CPU memory.
+            ValueError: The batch is empty, or its tensors have no common leading dimension.
         """
         form, parts = _parts(batch)
         if not parts:
-            raise ValueError("a batch without tensors; at least one is needed")
+            raise ValueError("batch has no tensors; it must have at least one")
         lengths = set()
         for name, tensor in parts.items():
             check_dense(tensor, f"batch{_where(name)}")
             if tensor.device.type != "cpu":
-                raise TypeError(f"batch{_where(name)} is on {tensor.device}; a batch is in CPU memory")
+                raise TypeError(f"batch{_where(name)} is on {tensor.device}; it must be in CPU memory")
             if tensor.ndim == 0:
-                raise ValueError(f"batch{_where(name)} has no leading dimension; items are its rows")
+                raise ValueError(f"batch{_where(name)} has no leading dimension; it must have one row for each item")
             lengths.add(tensor.shape[0])
         if len(lengths) > 1:
             sizes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in parts.items())
-            raise ValueError(f"the tensors of a batch have the same leading dimension; these differ: {sizes}")
+            raise ValueError(f"the tensors of a batch must have the same leading dimension, got {sizes}")
         fields = tuple(
             Field(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape[1:]))
             for name, tensor in parts.items()
@@ -90,11 +90,11 @@ class RowLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one item."""
+        """Size of one item in bytes."""
         return sum(field.nbytes for field in self.fields)
 
     def fits(self, batch: Batch) -> bool:
-        """Return whether ``batch`` has this layout; :meth:`of` and a comparison take four times as long."""
+        """Return whether ``batch`` has this layout, four times as fast as :meth:`of` and a comparison."""
         form, parts = _parts(batch)
         if form != self.form or len(parts) != len(self.fields):
             return False
@@ -115,7 +115,7 @@ class RowLayout:
         return len(lengths) == 1
 
     def pack(self, batch: Batch) -> Rows:
-        """Return the rows of a batch of this layout: (items, ``nbytes``)."""
+        """Return the rows of a batch of this layout, with shape (items, ``nbytes``)."""
         columns = []
         parts = _parts(batch)[1]
         for field in self._in_a_row():
@@ -128,7 +128,7 @@ class RowLayout:
         return columns[0] if len(columns) == 1 else np.concatenate(columns, axis=1)
 
     def unpack(self, rows: Rows) -> Batch:
-        """Return the batch that was packed, in tensors of its own."""
+        """Return the batch that was packed, in new tensors."""
         parts, start = {}, 0
         for field in self._in_a_row():
             tensor = torch.empty((len(rows), *field.shape), dtype=_dtype(field.dtype), device="cpu")
@@ -146,7 +146,7 @@ class RowLayout:
         return sorted(self.fields, key=lambda field: field.name) if self.form == "dict" else self.fields
 
     def difference(self, other: RowLayout) -> str | None:
-        """Describe the first thing in which ``other`` differs; None if nothing does."""
+        """Describe the first difference between ``other`` and this layout; return None if they are equal."""
         if self.form != other.form:
             return f"a batch is a {other.form} here and a {self.form} there"
         theirs = {field.name: field for field in other.fields}
@@ -162,9 +162,9 @@ class RowLayout:
 
 
 def check_dtype(name: str) -> None:
-    """Refuse a name that is no torch dtype. Raises ValueError."""
+    """Raise ValueError if ``name`` is not a torch dtype."""
     if not isinstance(getattr(torch, name, None), torch.dtype):
-        raise ValueError(f"{name!r} is no dtype of torch")
+        raise ValueError(f"{name!r} is not a torch dtype")
 
 
 def _parts(batch: Any) -> tuple[Form, dict[str, Any]]:
@@ -173,11 +173,11 @@ def _parts(batch: Any) -> tuple[Form, dict[str, Any]]:
     if isinstance(batch, Mapping):
         wrong = [name for name in batch if not isinstance(name, str)]
         if wrong:
-            raise TypeError(f"batch has the key {wrong[0]!r}; keys are strings")
+            raise TypeError(f"batch has the key {wrong[0]!r}; keys must be strings")
         return "dict", dict(batch)
     if isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
         return "tuple", {str(index): tensor for index, tensor in enumerate(batch)}
-    raise TypeError(f"batch is a {type(batch).__name__}; allowed are a tensor, a dict of tensors by name, or a tuple")
+    raise TypeError(f"batch is a {type(batch).__name__}; allowed: a tensor, a dict of tensors by name, or a tuple")
 
 
 def _where(name: str) -> str:
@@ -190,7 +190,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _rows_of(tensor: torch.Tensor) -> Rows:
-    """Return the bytes of a contiguous tensor that is not empty, row by row."""
+    """Return the bytes of a contiguous tensor that is not empty, one row for each item."""
     return np.frombuffer(byte_view(tensor), np.uint8).reshape(tensor.shape[0], -1)
 
 
@@ -199,9 +199,9 @@ class Drawn:
     """Holds items that were sampled.
 
     Attributes:
-        ids: int64 (n,): what each is called in ``update_priorities``.
-        weights: float64 (n,): importance weights, the largest possible being 1; all 1 where sampling is uniform.
-        rows: uint8 (n, bytes of an item).
+        ids: int64 (n,): identifies each item for ``update_priorities``.
+        weights: float64 (n,): importance weights, at most 1; all 1 if sampling is uniform.
+        rows: uint8 (n, bytes of an item): the items.
     """
 
     ids: npt.NDArray[np.int64]
@@ -213,9 +213,9 @@ class ReplayStore:
     """Keeps a bounded number of items; the oldest are dropped for new ones.
 
     Args:
-        capacity: items that it holds at most.
-        alpha: how much priorities count, from 0 (not at all) upwards; None for uniform sampling without priorities.
-        seed: of what is drawn.
+        capacity: Largest number of items.
+        alpha: Exponent of the priorities, >= 0 (0 ignores them); None for uniform sampling without priorities.
+        seed: Seed of the draws.
     """
 
     def __init__(self, capacity: int, *, alpha: float | None, seed: int) -> None:
@@ -229,23 +229,23 @@ class ReplayStore:
 
     @property
     def size(self) -> int:
-        """The number of items that are held."""
+        """Number of items that are held."""
         return min(self.added_count, self.capacity)
 
     @property
     def evicted_count(self) -> int:
-        """The number of items that were dropped for new ones."""
+        """Number of items that were dropped for new ones."""
         return self.added_count - self.size
 
     def add(self, rows: Rows, priorities: npt.NDArray[np.float64] | None = None) -> None:
-        """Take items in. Those without a priority get the largest one so far, so that each is seen soon.
+        """Store items. Those without a priority get the largest one so far, so that each is drawn soon.
 
         Args:
-            rows: (n, bytes of an item); of more than ``capacity`` the last stay.
+            rows: Items, with shape (n, bytes of an item); if n > ``capacity``, only the last ones are kept.
             priorities: float64 (n,), finite and not negative.
 
         Raises:
-            ValueError: a priority is too large to be raised to alpha and summed up; nothing is stored.
+            ValueError: A priority is too large to be raised to alpha and summed; nothing is stored.
         """
         if not len(rows):
             return
@@ -269,13 +269,13 @@ class ReplayStore:
                 self._set_priorities(places, powers[skipped:])
 
     def sample(self, n: int, *, beta: float = 0.4) -> Drawn:
-        """Draw ``n`` items with replacement; there is at least one.
+        """Draw ``n`` items with replacement from a store that is not empty.
 
         Args:
-            n: how many.
-            beta: how much of the bias of unequal chances the weights undo, 0 (nothing) to 1 (all).
+            n: Number of items.
+            beta: Exponent of the weights: how much of the bias of unequal chances they correct, 0 (none) to 1 (all).
         """
-        assert self._rows is not None and self.size, "asked for items of an empty store"
+        assert self._rows is not None and self.size, "cannot draw from an empty store"
         if self._priorities is None:
             places = self._random.integers(self.size, size=n)
             weights = np.ones(n)
@@ -287,10 +287,10 @@ class ReplayStore:
         return Drawn(ids, weights, self._rows[places])
 
     def update(self, ids: npt.NDArray[np.int64], priorities: npt.NDArray[np.float64]) -> int:
-        """Give items new priorities, float64 (n,); returns how many of the items are not held (any more).
+        """Set the priorities, float64 (n,), of items; return the number of the items that are not held.
 
         Raises:
-            ValueError: as ``add``; none is changed.
+            ValueError: As ``add``; no priority is changed.
         """
         known = (ids >= self.evicted_count) & (ids < self.added_count)
         if self._priorities is not None:
@@ -298,13 +298,16 @@ class ReplayStore:
         return int(len(ids) - known.sum())
 
     def _powers(self, priorities: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Return priority^alpha, small enough that a store full of them has a sum."""
+        """Return priority^alpha. Raise ValueError if the sum of a full store of them could overflow."""
         assert self.alpha is not None, "uniform sampling has no priorities"
         with np.errstate(over="ignore"):
             powers = np.power(priorities, self.alpha)
         too_large = priorities[powers > np.finfo(np.float64).max / (2 * self.capacity)]
         if len(too_large):
-            raise ValueError(f"a priority is {float(too_large[0])!r}; {self.capacity} of it^{self.alpha} have no sum")
+            raise ValueError(
+                f"a priority is {float(too_large[0])!r}, which is too large: "
+                f"raised to {self.alpha}, {self.capacity} of it have no finite sum"
+            )
         return np.asarray(powers, np.float64)
 
     def _set_priorities(self, places: npt.NDArray[np.int64], powers: npt.NDArray[np.float64]) -> None:
@@ -314,14 +317,14 @@ class ReplayStore:
             self._priorities.set(places, powers)
 
     def _weights(self, places: npt.NDArray[np.int64], beta: float) -> npt.NDArray[np.float64]:
-        """Return (size * chance)^-beta, divided by the same of the least likely item that has a chance at all."""
+        """Return (size * chance)^-beta, divided by that of the least likely item with a chance above 0."""
         assert self._priorities is not None
         smallest = self._priorities.smallest()
         return np.asarray((smallest / self._priorities.of(places)) ** beta, np.float64)
 
 
 class _Priorities:
-    """Keeps a number for each place, and draws places in proportion to them."""
+    """Keeps a number for each place, and draws places in proportion to the numbers."""
 
     def __init__(self, capacity: int) -> None:
         block_count = -(-capacity // _BLOCK)
@@ -341,20 +344,20 @@ class _Priorities:
         self._smallest[blocks] = np.where(changed > 0, changed, np.inf).min(axis=1)
 
     def smallest(self) -> float:
-        """Return the smallest number above zero; infinity without any."""
+        """Return the smallest number above 0; infinity if there is none."""
         return float(self._smallest.min())
 
     def draw(self, at: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-        """Return the places at these fractions (0 to 1) of the total. Raises ValueError where all numbers are zero."""
+        """Return the places at the fractions ``at`` (0 to 1) of the total. Raise ValueError if all numbers are 0."""
         bounds = np.cumsum(self._sums)
         if not bounds[-1] > 0:
-            raise ValueError("every priority is zero; at least one must be above")
+            raise ValueError("every priority is zero; at least one must be above zero")
         wanted = at * bounds[-1]
         blocks = np.minimum(np.searchsorted(bounds, wanted, side="right"), np.flatnonzero(self._sums)[-1])
         inside = np.cumsum(self._values[blocks], axis=1)
-        # Exactly from the end of the block before: less would mean the first place, even one without a chance.
+        # Begin exactly at the end of the previous block: less would select the first place, even one with number 0.
         rest = wanted - np.concatenate(([0.0], bounds))[blocks]
-        # Rounding may put a number slightly beyond the end of its block: the last place with a chance is meant then.
+        # Rounding may lead slightly beyond the end of the block. The last place with a number above 0 is then meant.
         columns = (inside <= rest[:, None]).sum(axis=1)
         last = _BLOCK - 1 - (self._values[blocks][:, ::-1] > 0).argmax(axis=1)
         return np.asarray(blocks * _BLOCK + np.minimum(columns, last), np.int64)

@@ -1,4 +1,4 @@
-"""Checks what users give to a replay buffer, and defines what they get from it: samples and statistics."""
+"""Checks the arguments of users of a replay buffer, and defines its results: samples and statistics."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Sample:
     """Holds items that were drawn from a replay buffer, with replacement.
 
     Attributes:
-        batch: in the form that was added; each tensor (n, ...), of its own memory.
-        ids: int64 (n,): what :meth:`ReplayBuffer.update_priorities` calls them.
-        weights: float64 (n,): importance weights, at most 1; all 1 where sampling is uniform.
+        batch: Batch of the same form as added batches; each tensor has shape (n, ...) and its own memory.
+        ids: int64 tensor of shape (n,) that identifies the items for :meth:`ReplayBuffer.update_priorities`.
+        weights: float64 tensor of shape (n,): importance weights, at most 1; all 1 if sampling is uniform.
     """
 
     batch: Batch
@@ -31,14 +31,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class ReplayStatistics:
-    """Counts what a buffer has done.
+    """Counts the items of a buffer.
 
     Attributes:
-        added: items by the client that sent them.
-        drawn: items by the client that asked for them.
-        size: items that it holds.
-        evicted_count: items that were dropped for new ones.
-        stale_update_count: priorities of items that it did not hold any more.
+        added: Number of added items, by client.
+        drawn: Number of drawn items, by client.
+        size: Number of items that the buffer holds.
+        evicted_count: Number of items that were dropped for new ones.
+        stale_update_count: Number of new priorities for items that were no longer held.
     """
 
     added: dict[int, int]
@@ -49,17 +49,17 @@ class ReplayStatistics:
 
 
 def as_ids(ids: Any) -> npt.NDArray[np.int64]:
-    """Return what a user gives as ids; raises TypeError or ValueError for all else."""
-    given = _as_numbers("ids", ids, "whole numbers, as Sample.ids has them")
+    """Convert ids given by a user; raise TypeError or ValueError for invalid values."""
+    given = _as_numbers("ids", ids, "integers, as in Sample.ids")
     if given.size and given.dtype.kind not in "iu":
-        raise ValueError(f"ids is {ids!r:.80}; allowed: whole numbers, as Sample.ids has them")
+        raise ValueError(f"ids is {ids!r:.80}; allowed: integers, as in Sample.ids")
     return np.ascontiguousarray(given.astype(np.int64)).reshape(-1)
 
 
 def _as_numbers(name: str, values: Any, allowed: str) -> npt.NDArray[Any]:
     if isinstance(values, torch.Tensor):
         values = values.detach().cpu()
-        values = values.to(torch.float64) if values.is_floating_point() else values  # numpy knows no bfloat16
+        values = values.to(torch.float64) if values.is_floating_point() else values  # numpy has no bfloat16
     try:
         found = np.asarray(values)
     except (TypeError, ValueError):
@@ -70,13 +70,13 @@ def _as_numbers(name: str, values: Any, allowed: str) -> npt.NDArray[Any]:
 
 
 def as_priorities(values: torch.Tensor | Sequence[float], count: int, is_prioritized: bool) -> npt.NDArray[np.float64]:
-    """Return what a user gives as ``count`` priorities; raises TypeError or ValueError for all else."""
+    """Convert ``count`` priorities given by a user; raise TypeError or ValueError for invalid values."""
     if not is_prioritized:
         raise ValueError("priorities were given; this buffer draws uniformly (serve it with prioritized=True)")
     given = _as_numbers("priorities", values, "numbers, one for each item")
     found = np.ascontiguousarray(given.astype(np.float64)).reshape(-1)
     if len(found) != count:
-        raise ValueError(f"{len(found)} priorities for {count} items; each has one")
+        raise ValueError(f"priorities must be one number for each item, got {len(found)} for {count} items")
     wrong = found[~(np.isfinite(found) & (found >= 0))]
     if len(wrong):
         raise ValueError(f"a priority is {float(wrong[0])!r}; allowed: finite numbers from 0")
@@ -84,7 +84,7 @@ def as_priorities(values: torch.Tensor | Sequence[float], count: int, is_priorit
 
 
 def check_clients(clients: Any, world: World) -> None:
-    """Raise TypeError or ValueError unless ``clients`` is a list of different ranks."""
+    """Raise TypeError or ValueError unless ``clients`` is a list of distinct ranks."""
     allowed = f"allowed: ranks from 0 to {world.size - 1}, each once"
     if isinstance(clients, str) or not isinstance(clients, Sequence):
         raise TypeError(f"clients is {clients!r:.80}; {allowed}")

@@ -271,7 +271,7 @@ def test_an_exception_in_the_block_does_not_wait_for_answers() -> None:
                 waiting = asyncio.create_task(buffer.sample(3))
                 await asyncio.sleep(0)
                 raise KeyError("mine")
-        with pytest.raises(ad.ClosedError, match="was left"):
+        with pytest.raises(ad.ClosedError, match="this rank has left the block"):
             await waiting
         return None
 
@@ -285,12 +285,12 @@ def test_wrong_arguments_are_named() -> None:
     async def client(world: ad.World, buffer: ReplayBuffer) -> None:
         assert buffer.capacity == 1000
         await buffer.add(torch.ones(3, 2))
-        for batch, words in ((torch.ones(3, 3), "unlike the first"), (torch.ones(2, 2).double(), "float64")):
+        for batch, words in ((torch.ones(3, 3), "differs from the first"), (torch.ones(2, 2).double(), "float64")):
             with pytest.raises(ValueError, match=words):
                 await buffer.add(batch)
         with pytest.raises(ValueError, match=naming("n", 0, 1)):
             await buffer.sample(0)
-        with pytest.raises(ad.LocalProtocolError, match="n is 1001; 'replay' holds at most 1000 items"):
+        with pytest.raises(ad.LocalProtocolError, match="n must be at most 1000, the capacity of 'replay', got 1001"):
             await buffer.sample(1001)
         for beta in (2, "x"):
             with pytest.raises(ValueError, match=naming("beta", repr(beta), 0, 1)):
@@ -303,7 +303,7 @@ def test_wrong_arguments_are_named() -> None:
             await buffer.add(torch.ones(1, 2), priorities=[1.0])
         with pytest.raises(ValueError, match="uniformly"):
             await buffer.update_priorities([0], [1.0])
-        with pytest.raises(ad.LocalProtocolError, match="is entered once"):
+        with pytest.raises(ad.LocalProtocolError, match="can be entered only once"):
             await buffer.__aenter__()
 
     run(2, client)
@@ -311,13 +311,13 @@ def test_wrong_arguments_are_named() -> None:
 
 def test_wrong_priorities_are_named() -> None:
     async def client(world: ad.World, buffer: ReplayBuffer) -> None:
-        for wrong, words in (([1.0], "1 priorities for 2 items"), ([1.0, -1.0], "-1.0"), ([1.0, torch.nan], "nan")):
+        for wrong, words in (([1.0], "got 1 for 2"), ([1.0, -1.0], "-1.0"), ([1.0, torch.nan], "nan")):
             with pytest.raises(ValueError, match=words):
                 await buffer.add(torch.ones(2), priorities=wrong)
         with pytest.raises(TypeError, match=naming("priorities", "'ab'", "numbers, one for each item")):
             await buffer.add(torch.ones(2), priorities="ab")  # type: ignore[arg-type]
         for ids in ([1.7, 2], torch.tensor([1.0, 2.0])):
-            with pytest.raises(ValueError, match=naming("ids", "whole numbers, as Sample.ids has them")):
+            with pytest.raises(ValueError, match=naming("ids", "integers, as in Sample.ids")):
                 await buffer.update_priorities(ids, [1.0, 1.0])  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=naming("ids", "'ab'")):
             await buffer.update_priorities("ab", [1.0, 1.0])  # type: ignore[arg-type]
@@ -361,7 +361,9 @@ def test_non_client_rank_and_unlike_items_are_refused() -> None:
         if world.rank == 3:
             await serve_replay_buffer([0, 1], capacity=5)
         elif world.rank == 2:
-            with pytest.raises(ad.DisagreementError, match=r"rank 2 is no client of 'replay' on rank 3: \[0, 1\] are"):
+            with pytest.raises(
+                ad.DisagreementError, match=r"rank 2 is not a client of 'replay' on rank 3; its clients are \[0, 1\]"
+            ):
                 async with ReplayBuffer(3):
                     pass
         else:
@@ -407,5 +409,5 @@ def test_a_score_that_is_no_number_ends_the_job() -> None:
     async def client(world: ad.World, buffer: ReplayBuffer) -> None:
         await buffer.add(torch.ones(2))
 
-    with pytest.raises(TypeError, match="score returned a str; allowed: a number, a tensor of one element, or None"):
+    with pytest.raises(TypeError, match="score must return a number, a tensor of one element, or None, got a str"):
         run(2, client, score=lambda _: "good")

@@ -283,7 +283,7 @@ def test_server_that_gives_up_and_returns_is_still_received(seed: int) -> None:
 @pytest.mark.parametrize("seed", seeds(10))
 def test_lone_client_that_added_nothing_does_not_await_itself(seed: int) -> None:
     async def client(world: ad.World, buffer: ReplayBuffer) -> int:
-        with pytest.raises(ad.BusyError, match=r"n is 5; 'replay' holds 0 items, and nobody else may add"):
+        with pytest.raises(ad.BusyError, match=r"n is 5; 'replay' holds 0 items, and no other client exists"):
             await buffer.sample(5)
         drawing = world.spawn(buffer.sample(5))
         await buffer.add(torch.zeros(5, 2))
@@ -304,7 +304,7 @@ def test_draws_that_all_clients_await_warn_once_and_deadlock(seed: int, caplog: 
         ad.simulate(on_ranks(3, client), ranks=3, seed=seed)
     (said,) = (record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
     assert said == (
-        "replay buffer 'replay' on rank 2 holds 10 items; for 10 s all of its clients have waited in draws of more, "
+        "replay buffer 'replay' on rank 2 holds 10 items; for 10 s all of its clients have waited to draw more, "
         "and none has added: rank 0 for 100 and 200, rank 1 for 100 and 201. Add first, draw less, or draw with "
         "wait=False"
     )
@@ -372,11 +372,11 @@ def test_unlike_items_are_not_stored_after_the_refusal(seed: int) -> None:
         ([messages.Add(0, 1, False, 1 << 60, b"")], "1152921504606846976 bytes"),
         ([messages.Add(0, -1, False, -8, b"")], "-8 bytes"),
         ([messages.Update(0, 1 << 58, 1 << 60, b"")], "1152921504606846976 bytes"),
-        ([messages.Draw(number, 900, 0.4, True) for number in range(5)], "more than 4 draws under way"),
-        ([messages.Add(number, 9000, False, 72_000, b"") for number in range(6)], "more than 4 adds"),
-        ([messages.Declare("list", ("a",), ("float32",), ((1,),))], "not a layout"),
-        ([messages.Declare("tuple", ("0",), ("float32",), ((1 << 61,),))], "not a layout"),
-        ([messages.Declare("tuple", ("0",), ("float32",), ((0, 1 << 62),))], "not a layout"),
+        ([messages.Draw(number, 900, 0.4, True) for number in range(5)], "more than 4 outstanding draws"),
+        ([messages.Add(number, 9000, False, 72_000, b"") for number in range(6)], "more than 4 outstanding adds"),
+        ([messages.Declare("list", ("a",), ("float32",), ((1,),))], "invalid layout"),
+        ([messages.Declare("tuple", ("0",), ("float32",), ((1 << 61,),))], "invalid layout"),
+        ([messages.Declare("tuple", ("0",), ("float32",), ((0, 1 << 62),))], "invalid layout"),
         ([messages.Add(0, 1 << 60, False, 1 << 63, b"")], "9223372036854775808 bytes"),
         ([messages.Update(0, 1 << 59, 1 << 63, b"")], "9223372036854775808 bytes"),
         ([messages.Add(0, 1 << 59, False, 1 << 62, b"")], "4611686018427387904 bytes"),

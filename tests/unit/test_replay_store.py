@@ -108,14 +108,14 @@ def test_a_batch_that_fits_is_known_at_once() -> None:
 @pytest.mark.parametrize(
     ("batch", "words"),
     [
-        ("text", "batch is a str; allowed are a tensor, a dict of tensors by name, or a tuple"),
+        ("text", "batch is a str; allowed: a tensor, a dict of tensors by name, or a tuple"),
         (3, "batch is a int"),
-        ({}, "a batch without tensors"),
-        ((), "a batch without tensors"),
+        ({}, "batch has no tensors"),
+        ((), "batch has no tensors"),
         (torch.tensor(1.0), "batch has no leading dimension"),
-        ({"x": torch.ones(2), "y": torch.ones(3)}, r"differ: x \(2,\), y \(3,\)"),
+        ({"x": torch.ones(2), "y": torch.ones(3)}, r"got x \(2,\), y \(3,\)"),
         ({"x": [1, 2]}, r"batch\['x'\] is a list; allowed: a dense tensor"),
-        ({1: torch.ones(1)}, "batch has the key 1; keys are strings"),
+        ({1: torch.ones(1)}, "batch has the key 1; keys must be strings"),
         ((torch.ones(2).to_sparse(),), r"batch\['0'\] is a sparse tensor \(sparse_coo\); allowed: a dense tensor"),
         (torch.ones(2, device="meta"), "batch .*meta"),
     ],
@@ -225,7 +225,10 @@ def test_priorities_without_a_sum_are_refused_and_not_stored() -> None:
     store = ReplayStore(4, alpha=2.0, seed=0)
     store.add(rows_of([0, 1]), np.array([1e150, 1.0]))
     for wrong in (1e160, 1.3e154):
-        with pytest.raises(ValueError, match=re.escape(f"a priority is {wrong!r}; 4 of it^2.0 have no sum")):
+        with pytest.raises(
+            ValueError,
+            match=re.escape(f"a priority is {wrong!r}, which is too large: raised to 2.0, 4 of it have no finite sum"),
+        ):
             store.add(rows_of([2]), np.array([wrong]))
         with pytest.raises(ValueError, match="sum"):
             store.update(np.array([1]), np.array([wrong]))
