@@ -1,7 +1,8 @@
-"""Carries the messages by which ranks say who coordinates a policy, who asks to be admitted, and who emigrates.
+"""Carries the messages about a policy's coordinator, its newcomers and its emigrants.
 
-Those of all policies of a rank travel on one channel. A rank may be nominated, or told of a new coordinator, after it
-has left the policy: it answers that it has, for which it keeps a number for each policy that it has left.
+One channel carries these messages for all policies of a rank. A rank may be nominated, or notified of a new
+coordinator, after it has left the policy. It then answers that it has left, for which it keeps the number of each such
+policy.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ logger = logging.getLogger("protocols.selective.board")
 
 @dataclass(frozen=True, slots=True)
 class Nomination:
-    """Tells a rank that the coordinator of a policy is gone, and that it is the next; ``epoch`` is the last known."""
+    """Nominates a rank to coordinate: the coordinator of epoch ``epoch``, the newest that the sender knows, is gone."""
 
     policy: int
     epoch: int
@@ -31,7 +32,7 @@ class Nomination:
 
 @dataclass(frozen=True, slots=True)
 class TakeOver:
-    """Tells a member which rank coordinates in an epoch, and how often that one has been started again."""
+    """Notifies a member of an epoch's coordinator, with the number of restarts of the coordinator's rank."""
 
     policy: int
     epoch: int
@@ -50,15 +51,12 @@ SuccessionMessage: TypeAlias = Nomination | TakeOver | Declined
 IslandMessage: TypeAlias = Emigrant | Invitation | Declined
 BoardMessage: TypeAlias = SuccessionMessage | IslandMessage | Request | Welcome | Refusal | Over | Ambiguous
 
-#: Policies that a rank remembers to have left: those of long ago have no members any more.
+#: Number of policies that a rank remembers to have left; older ones no longer have members.
 LEFT_COUNT_MAX: Final = 1024
 
 
 class Board:
-    """Hands the messages about coordinators to the policies of one rank, and answers for those that it has left.
-
-    There is one for each rank.
-    """
+    """Passes messages to the policies of one rank, and answers for the policies that it has left. Each rank has one."""
 
     def __init__(self, services: Services) -> None:
         self._policies: dict[int, Callable[[Any, int], None]] = {}
@@ -85,17 +83,17 @@ class Board:
         """Call ``handler(message, source)`` for the messages about a policy, or between its islands.
 
         Args:
-            policy: its number.
-            handler: takes them.
-            key: of requests to be admitted to it; None where nobody asks for that.
-            on_request: takes these, and returns whether they may be granted, now or later.
+            policy: Number of the policy.
+            handler: Handles the messages.
+            key: Key of requests for admission to the policy; None if it takes no requests.
+            on_request: Handles a request, and returns whether it may be granted, now or later.
         """
         self._policies[policy] = handler
         if key is not None:
             self._askable[policy] = key, on_request
 
     def close(self, policy: int) -> None:
-        """Answer from now on that this rank has left the policy."""
+        """From now on, answer that this rank has left the policy."""
         del self._policies[policy]
         self._left[policy] = self._askable.pop(policy, (None,))[0]
         self._serving.discard(policy)
@@ -103,30 +101,30 @@ class Board:
             del self._left[next(iter(self._left))]
 
     def newest_left(self, key: int) -> int:
-        """Return the newest policy with this key of requests that this rank has left, or 0."""
+        """Return the newest policy with this key of requests that this rank has left; 0 if there is none."""
         return next((policy for policy in reversed(self._left) if self._left[policy] == key), 0)
 
     def leave(self, policy: int) -> None:
-        """Note that this rank has left a policy; it may coordinate it for the others until :meth:`close`."""
+        """Note that this rank has left a policy; it may still coordinate it until :meth:`close`."""
         self._serving.add(policy)
 
     def apply(self, application: Application) -> None:
-        """Hand the answers to a request of this rank to ``application``."""
+        """Pass the answers to this rank's requests to ``application``."""
         self._applications[application.key] = application
 
     def end_application(self, application: Application) -> None:
-        """Drop further answers."""
+        """Drop later answers to this application."""
         self._applications.pop(application.key, None)
 
     def send(self, message: BoardMessage, dest: int) -> None:
-        """Send, unless ``dest`` cannot be reached; what is not heard is asked for again."""
+        """Send a message, unless ``dest`` cannot be reached; senders repeat messages that are lost."""
         try:
             self._channel.send_nowait(message, dest)
         except (RankLostError, BusyError) as error:
             logger.debug("%s to rank %d: %s", type(message).__name__, dest, error)
 
     def _on_message(self, envelope: Envelope[Any]) -> None:
-        """Take a message in the loop's next turn: a pass may run while a policy carries out what it was told."""
+        """Handle a message in the loop's next turn, since a policy may be carrying out instructions during a pass."""
         self._loop.call_soon(self._handle, envelope.message, envelope.source)
 
     def _handle(self, message: BoardMessage, source: int) -> None:

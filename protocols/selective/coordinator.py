@@ -1,12 +1,12 @@
-"""Coordinates selective averaging: receives messages, asks the decision core, and sends what it answers.
+"""Coordinates selective averaging: receives messages, passes them to the decision core, and sends its answers.
 
-It runs on the group's first rank, beside that rank's training, or on a reserved rank that trains nothing
-(:mod:`protocols.selective.reserved`). When that rank is lost, another one runs a new coordinator, in a new epoch
-(:mod:`protocols.selective.leadership`). On a training rank it only gets its turn at that rank's safe points, so its
-answers are as late as that rank's step is long.
+The coordinator runs on the group's first rank, alongside that rank's training, or on a reserved rank that does not
+train (:mod:`protocols.selective.reserved`). If its rank is lost, another rank runs a new coordinator in a new epoch
+(:mod:`protocols.selective.leadership`). On a training rank it only runs at that rank's safe points, so its answers are
+delayed by up to one step.
 
-It belongs to the world, not to the policy: a rank may leave the policy while its coordinator serves the others, until
-the last member has left.
+It belongs to the world, not to the policy: a rank may leave the policy while its coordinator serves the other members,
+until the last one has left.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ _HEARD: Final = Heard()
 
 
 class Coordinator:
-    """Carries out what the decision core answers; it owns two channels and the core.
+    """Carries out the decisions of the core. It owns the core and two channels.
 
     Args:
-        services: of the coordinator's rank.
-        members: those of the policy's ranks that take part, as far as is known.
-        ranks: all of the policy's group.
-        rules: its options.
-        scopes: of the policy.
-        epoch: 0 for the coordinator that the members have agreed on, more for one that takes over.
-        model_nbytes: the bytes of one snapshot.
-        migration: talks to other islands; None where there are none.
-        journal: is told of reports and rounds; None for nobody.
+        services: Services of the coordinator's rank.
+        members: Ranks of the policy that take part, as far as is known.
+        ranks: All ranks of the policy's group.
+        rules: Options of the policy.
+        scopes: Scopes of the policy.
+        epoch: 0 for the coordinator that the members have agreed on; larger for a later coordinator.
+        model_nbytes: Size of a snapshot in bytes.
+        migration: Exchanges messages with other islands; None without islands.
+        journal: Records reports and rounds; None to record nothing.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Coordinator:
     ) -> None:
         self._services = services
         self._journal = journal or Journal("")
-        self._told: tuple[type, int] = (type(None), 0)  # of the round's messages, the last that is an event
+        self._told: tuple[type, int] = (type(None), 0)  # type and round of the last message that was an event
         self._migration = migration
         self._metric_mode = rules.metric_mode
         self._scopes = scopes
@@ -96,10 +96,10 @@ class Coordinator:
             incarnations={**services.restarted, services.rank: services.incarnation},
         )
         self._is_stopped = False
-        self._inform: Callable[[int], None] = lambda rank: None  # that another rank has taken over
+        self._inform: Callable[[int], None] = lambda rank: None  # notifies a rank of the new coordinator
         self._left: list[int] = []
-        self._newcomers: dict[int, int] = {}  # ranks whose request is to be heard, with their incarnations
-        self._guests: dict[int, int] = {}  # ranks of other islands that can give here, with their incarnations
+        self._newcomers: dict[int, int] = {}  # ranks with a request to handle, with their incarnations
+        self._guests: dict[int, int] = {}  # ranks of other islands to invite, with their incarnations
         self._gone = [rank for rank in members if rank in services.gone]
         services.on_gone(self._gone.append)
         self._reports: Channel[Report] = services.open_channel(
@@ -118,12 +118,13 @@ class Coordinator:
         """Coordinate until every member has left or is lost, or until :meth:`stop`.
 
         Args:
-            is_reserved: whether a user awaits this, and may cancel it while the members go on: they are told then.
+            is_reserved: Whether a user awaits this call. If the user cancels it before the members have left, they are
+                notified.
         """
         core, services = self._core, self._services
         try:
             while not self._is_over():
-                # Everything that has come is heard before any deadline is judged: this rank may have been computing.
+                # All arrived messages are handled before any deadline is judged: this rank may have been computing.
                 self._hear_all(self._control)
                 self._hear_all(self._reports)
                 while self._gone:
@@ -145,7 +146,9 @@ class Coordinator:
                 elif not self._is_over():
                     await services.engine.until(self._has_work, WaitId(WaitKind.REPORTS), deadline=deadline)
         except asyncio.CancelledError:
-            if is_reserved and services.engine.failure is None:  # donors would wait in vain for the end of their round
+            if (
+                is_reserved and services.engine.failure is None
+            ):  # otherwise donors would wait for the end of their round
                 self._send(core.on_stop())
             raise
         finally:
@@ -153,7 +156,7 @@ class Coordinator:
             self._close()
 
     def stop(self, inform: Callable[[int], None]) -> None:
-        """Stop, since another rank has taken over; ``inform`` is called with each rank that still sends a message."""
+        """Stop, since another rank coordinates; call ``inform`` with each rank that still sends a message here."""
         if not self._is_stopped:
             self._send(self._core.migrants.dismissals())
         self._is_stopped, self._inform = True, inform
@@ -164,7 +167,7 @@ class Coordinator:
         self._control.close(afterwards=afterwards)
 
     def note_left(self, rank: int) -> None:
-        """Note that a rank has left the policy, as it says itself."""
+        """Note that a rank has reported that it left the policy."""
         self._left.append(rank)
         self._services.engine.recheck()
 
@@ -173,17 +176,17 @@ class Coordinator:
         return self._core.members()
 
     def note_newcomer(self, rank: int, incarnation: int) -> None:
-        """Note that a process of ``rank`` asks to be admitted."""
+        """Note that a process of ``rank`` asks for admission."""
         self._newcomers[rank] = incarnation
         self._services.engine.recheck()
 
     def note_guest(self, rank: int, incarnation: int) -> None:
-        """Note that a rank of another island can give here."""
+        """Note that a rank of another island can give weights here."""
         self._guests[rank] = incarnation
         self._services.engine.recheck()
 
     def statistics(self) -> CoordinatorStatistics:
-        """Return what has been decided so far."""
+        """Return the counts of the decisions so far."""
         return self._core.statistics()
 
     def _tells_trend(self) -> bool:
@@ -202,14 +205,14 @@ class Coordinator:
         )
 
     def _hear_newcomer(self, rank: int, incarnation: int) -> None:
-        """Hear a request, unless the process that has made it is gone meanwhile: another one may have its place."""
+        """Handle a request, unless the process that made it is gone, and maybe replaced by another."""
         services = self._services
         if rank not in services.gone and services.restarted.get(rank, 0) == incarnation:
             self._control.admit(rank)
             self._send(self._core.on_newcomer(rank, incarnation, services.time()))
 
     def _hear_guest(self, rank: int, incarnation: int) -> None:
-        """Invite a rank of another island, unless that process is gone."""
+        """Invite a rank of another island, unless the announced process is gone."""
         services, scopes = self._services, self._scopes
         if self._migration is not None and rank not in services.gone and services.restarted.get(rank, 0) == incarnation:
             self._control.admit(rank)
@@ -217,7 +220,7 @@ class Coordinator:
             self._migration.invite(rank, scopes.to_members, scopes.to_coordinator, self._epoch)
 
     def _hear_all(self, channel: Channel[Report] | Channel[ControlMessage]) -> None:
-        """Hear all messages that have come, which is now: a thousand members report within one of this rank's steps."""
+        """Handle all arrived messages at the same `now`: a thousand members report within one of this rank's steps."""
         if self._is_stopped or not channel.is_ready:
             return
         now, envelopes = self._services.time(), channel.receive_all()
@@ -227,7 +230,7 @@ class Coordinator:
 
     def _hear(self, message: Report | ControlMessage, rank: int, number: int, now: float) -> Sequence[Send]:
         core = self._core
-        if self._is_stopped:  # by what came while the messages before this one were answered
+        if self._is_stopped:  # since an earlier message of this batch was handled
             self._inform(rank)
             return ()
         match message:
@@ -252,12 +255,12 @@ class Coordinator:
             case Joined() as joined:
                 return core.on_joined(rank, joined, now)
             case PackedAssign() | PackedFrozen() | End() | Rejoin() | Heard() | Admitted():
-                return ()  # these go the other way
+                return ()  # only the coordinator sends these
             case unknown:
                 assert_never(unknown)
 
     def _answer(self, rank: int) -> None:
-        """Tell a member that its report was heard, as most are in each round."""
+        """Confirm a report that asks for an answer, as those of the watching members do."""
         try:
             self._control.send_nowait(_HEARD, rank)
         except RankLostError:
@@ -280,7 +283,7 @@ class Coordinator:
             self._migration.emigrate(*emigrant)
 
     def _tell(self, send: Send) -> None:
-        """Tell the event that a round's first message of a kind stands for."""
+        """Record the event that a round's first message of a kind stands for."""
         match send.message:
             case PackedAssign(packed):
                 plan = unpack_plan(packed)

@@ -1,7 +1,8 @@
-"""Runs the coordinator where this rank coordinates, and exchanges the messages by which another rank takes over.
+"""Runs the coordinator on the coordinating rank, and exchanges the messages that change the coordinator.
 
-:mod:`protocols.selective.succession` decides; this carries its instructions out. A :class:`Leadership` belongs to one
-policy on one rank. It outlives the policy while its rank coordinates for the others, and holds no tensors.
+:mod:`protocols.selective.succession` makes the decisions, and this module carries them out. A :class:`Leadership`
+belongs to one policy on one rank. It outlives the policy while its rank coordinates for the other members, and holds no
+tensors.
 """
 
 from __future__ import annotations
@@ -34,24 +35,24 @@ from asyncdist.protocols.selective.succession import (
 logger = logging.getLogger("protocols.selective.leadership")
 
 
-_UNKNOWN: Final = "after a rank that is gone"  # of whose epoch only its end is heard
+_UNKNOWN: Final = "after a rank that is gone"  # which coordinated in an epoch unknown to this rank
 
 
 class Leadership:
-    """Knows who coordinates one policy, and coordinates it when it is this rank's turn.
+    """Knows which rank coordinates one policy, and coordinates it if that is this rank.
 
     Args:
-        services: Of this rank.
-        succession: This rank's view of who coordinates; it knows the coordinator.
-        members: The ranks of the policy's group.
-        rules, scopes: Of the policy.
-        model_nbytes: As for :class:`Coordinator`.
-        member: This rank's part in the rounds, which is notified when the coordinator is gone, when another one takes
-            over, and when a rank that was started again takes part; None if this rank is not a member, and coordinates
-            only in :meth:`serve_reserved`.
-        replaced: Members that were lost as they agreed to start. In the place of some there is a new process.
+        services: Services of this rank.
+        succession: This rank's view of the succession; it knows the coordinator.
+        members: Ranks of the policy's group.
+        rules, scopes: Options and scopes of the policy.
+        model_nbytes: Size of a snapshot in bytes.
+        member: This rank's part in the rounds. It is notified when the coordinator is gone or replaced, and when a
+            restarted rank takes part. None if this rank is not a member and only coordinates, in
+            :meth:`serve_reserved`.
+        replaced: Members that were lost while they agreed to start. Some may have been restarted.
         migration: Exchanges messages with other islands; None without islands.
-        journal: Notes the decisions of this rank; None for none.
+        journal: Records this rank's decisions; None to record nothing.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Leadership:
         self._migration = migration
         self._services = services
         self._members = tuple(members)
-        # Of all ranks of the world no list is made: each of thousands of ranks would have one.
+        # For the whole world this is a range: a list on each of thousands of ranks would take much memory.
         is_world = len(members) == services.size
         coordinator = succession.coordinator
         assert coordinator is not None, "a policy begins with a coordinator"
@@ -88,10 +89,10 @@ class Leadership:
         self._watch = Watch()
         self._serving: Coordinator | None = None
         self._served: CoordinatorStatistics | None = None
-        # Of ranks that were started again, and of all others where this rank was: the incarnation that takes part.
+        # Incarnation that takes part: of each restarted rank, and of all ranks if this one was restarted.
         self._admitted: dict[int, int] = {}
         self._replaced = tuple(replaced)
-        self._unnoted: list[int] = []  # ranks that are gone, as this object hears in a turn of its own
+        self._unnoted: list[int] = []  # ranks that are gone, and not yet handled in the loop's next turn
         self._board = services.shared(Board)
         self._board.open(scopes.policy, self._on_message, key_of(members, scopes.values), self._on_request)
         if migration is not None:
@@ -105,43 +106,45 @@ class Leadership:
 
     @staticmethod
     def listen(services: Services) -> None:
-        """Take messages about coordinators from now on: others may have started where this rank's start fails."""
+        """Begin to receive messages about coordinators: others may have started even if this rank's start fails."""
         services.shared(Board)
 
     def begin(self) -> None:
-        """Take note of the ranks that have gone since the start was agreed on."""
+        """Handle the ranks that have gone since the start was agreed on."""
         absent = sorted({*self._services.gone, *self._replaced})
-        self._unnoted.extend(absent)  # where this rank takes over from one of them, the others are no members either
+        self._unnoted.extend(absent)  # all at once: if this rank takes over from one, the others are not members either
         for rank in absent:
             self._note_peer(rank)
 
     @property
     def coordinator(self) -> int | None:
-        """The rank that coordinates, as far as this rank knows; None when it is gone."""
+        """The coordinator's rank, as far as this rank knows; None if that rank is gone."""
         return self._succession.coordinator
 
     @property
     def epoch(self) -> int:
-        """Of the coordinator; it grows whenever another rank takes over."""
+        """Epoch of the coordinator, which grows with each new coordinator."""
         return self._succession.epoch
 
     def statistics(self) -> CoordinatorStatistics | None:
-        """Return what has been decided here; None where this rank has never coordinated."""
+        """Return the statistics of this rank as a coordinator; None if it has never coordinated."""
         return self._serving.statistics() if self._serving is not None else self._served
 
     def note_stopped(self, rank: int) -> None:
-        """Note that the coordinator has stopped, as it says."""
+        """Note that the coordinator has announced that it stops."""
         if rank == self._succession.coordinator:
             self._lose("has stopped", rank)
 
     def note_admitted(self, rank: int, incarnation: int) -> None:
-        """Note that a new process in the place of ``rank``, maybe this one, takes part."""
+        """Note that a restarted process of ``rank``, which may be this rank, takes part."""
         if rank in self._everybody:
-            self._admitted[rank] = max(incarnation, self._admitted.get(rank, 0))  # older news may come later
+            self._admitted[rank] = max(
+                incarnation, self._admitted.get(rank, 0)
+            )  # an older incarnation may be reported later
             self._look_at(rank)
 
     def _look_at(self, rank: int) -> None:
-        """Let a rank take part, if the process that is admitted is the one that is there."""
+        """Let a rank take part, if its admitted process is the present one."""
         services = self._services
         known = services.incarnation if rank == services.rank else services.restarted.get(rank, 0)
         if self._admitted.get(rank) == known and rank not in services.gone:
@@ -150,14 +153,14 @@ class Leadership:
                 self._member.admit(rank, known)
 
     def note_welcome(self, welcome: Welcome, rank: int) -> None:
-        """Note what ``rank`` says, which coordinates, to this rank, which waits to be admitted."""
+        """Note the members and the coordinator, ``rank``, from a welcome to this rank, which waits for admission."""
         for member in welcome.members:
             self.note_admitted(*member)
         self._carry_out(self._succession.on_claim(welcome.epoch, rank, rank))
 
     @staticmethod
     def apply(services: Services, values: Mapping[str, str], ranks: Sequence[int], timeout_s: float) -> Application:
-        """Return an application to the policy on ``ranks`` that agrees in ``values``; it asks when it is awaited."""
+        """Return an application to the policy on ``ranks`` with these agreed values; it asks when it is awaited."""
         board = services.shared(Board)
         left = board.newest_left(key_of(ranks, values))
         application = Application(services, board, ranks, values, timeout_s, left=left)
@@ -165,16 +168,17 @@ class Leadership:
         return application
 
     def on_report(self, step: int, interval_s: float) -> bool:
-        """Look after the coordinator; called before each report of this rank.
+        """Check on the coordinator; called before each report of this rank.
 
-        Goes on looking for one while there is none, and takes over from one that does not attend to its task.
+        Without a coordinator, this rank continues to look for one. If the coordinator does not answer, this rank takes
+        over.
 
         Args:
-            step: the number of this rank's step.
-            interval_s: the time since its report before.
+            step: Number of this rank's step.
+            interval_s: Seconds since its previous report.
 
         Returns:
-            whether the report is to ask the coordinator for an answer.
+            Whether the report asks the coordinator for an answer.
         """
         if self._succession.coordinator is None:
             self._carry_out(self._succession.on_cadence())
@@ -189,16 +193,20 @@ class Leadership:
         return why is None
 
     def note_answer(self, step: int) -> None:
-        """Note that the coordinator has read a report that asked for an answer; ``step`` as in :meth:`on_report`."""
+        """Note that the coordinator has read a report that asked for an answer.
+
+        Args:
+            step: Number of this rank's step.
+        """
         self._watch.on_answer(step, self._services.time())
 
     async def serve_reserved(self) -> CoordinatorStatistics:
         """Coordinate in the caller's task until every member has left, or another rank has taken over."""
-        assert self._serving is not None, "this rank is no reserved coordinator"
+        assert self._serving is not None, "this rank is not a reserved coordinator"
         return await self._run(self._serving)
 
     def leave(self) -> None:
-        """Take part no longer. A coordinator that runs here serves the others until they have left."""
+        """Stop taking part. A coordinator on this rank serves the other members until they have left."""
         self._has_left = True
         self._board.leave(self._scopes.policy)
         if self._migration is not None:
@@ -218,8 +226,8 @@ class Leadership:
                 self._board.close(self._scopes.between)
 
     def _on_request(self, request: Request, source: int) -> bool:
-        """Answer a rank that asks to be admitted, where this rank coordinates; tell whether there is hope for it."""
-        if self._serving is None or source not in self._members:  # one that waits itself hopes for its coordinator
+        """Answer a request for admission if this rank coordinates; return whether the request may be granted."""
+        if self._serving is None or source not in self._members:  # a rank that waits itself relies on its coordinator
             is_waiting = (
                 self._succession.is_newcomer and self._admitted.get(self._services.rank) != self._services.incarnation
             )
@@ -233,19 +241,19 @@ class Leadership:
             self._serving.note_newcomer(source, request.incarnation)
         return True
 
-    # -- news -------------------------------------------------------------------------------------------------------
+    # -- events -----------------------------------------------------------------------------------------------------
 
     def _on_peer(self, rank: int) -> None:
         self._unnoted.append(rank)
         self._services.engine.loop.call_soon(self._note_peer, rank)
 
     def _on_met(self, rank: int) -> None:
-        """Note that this rank is connected to a new process of ``rank``, or that a new one is connected to it."""
+        """Note that this rank and a new process of ``rank`` are connected."""
         if rank in self._admitted:
             self._services.engine.loop.call_soon(self._look_at, rank)
 
     def _note_peer(self, rank: int) -> None:
-        """Note that a rank is lost, or that its main has returned; a coordinator goes on serving after that."""
+        """Note that a rank is lost, or that its main has returned; a coordinator continues to serve after that."""
         if rank in self._unnoted:
             self._unnoted.remove(rank)
         if rank not in self._everybody or self._is_closed:
@@ -267,7 +275,7 @@ class Leadership:
 
     def _on_message(self, message: SuccessionMessage, source: int) -> None:
         if source not in self._everybody:
-            logger.debug("rank %d, which is no member, sent a %s", source, type(message).__name__)
+            logger.debug("rank %d, which is not a member, sent a %s", source, type(message).__name__)
             return
         match message:
             case Declined():
@@ -284,7 +292,7 @@ class Leadership:
                 self._carry_out(self._succession.on_claim(epoch, coordinator, source))
 
     def _on_island_message(self, message: IslandMessage, source: int) -> None:
-        assert self._migration is not None, "a message of another island where there are no islands"
+        assert self._migration is not None, "a message from another island has arrived, but there are no islands"
         serving = self._serving
         news = self._migration.on_message(message, source, is_serving=serving is not None)
         if serving is not None:
@@ -295,7 +303,7 @@ class Leadership:
                     serving.note_left(rank)
 
     def _serves_in(self, epoch: int) -> bool:
-        """Whether this rank coordinates, in this epoch or a later one."""
+        """Whether this rank coordinates in this epoch or a later one."""
         return self._serving is not None and epoch <= self.epoch
 
     def _carry_out(self, steps: Steps) -> None:
@@ -313,7 +321,7 @@ class Leadership:
 
     def _follow(self, epoch: int, coordinator: int) -> None:
         if self._serving is not None:
-            logger.info("rank %d coordinates now, in place of this rank", coordinator)
+            logger.info("rank %d coordinates now, instead of this rank", coordinator)
             self._serving.stop(self._inform)
         if self._has_left:
             self._board.send(Declined(self._scopes.policy), coordinator)
@@ -327,7 +335,7 @@ class Leadership:
             self._member.follow(epoch, coordinator)
 
     def _inform(self, rank: int) -> None:
-        """Tell a rank that still addresses this one who coordinates now."""
+        """Notify a rank that still addresses this rank of the present coordinator."""
         if self.coordinator is not None:
             self._board.send(self._claim_of(self.coordinator), rank)
 
@@ -341,7 +349,7 @@ class Leadership:
         services = self._services
         available = self._succession.is_available
         members = [rank for rank in self._members if available(rank) and rank not in self._unnoted]
-        if self._serving is not None:  # in an epoch that others have left behind
+        if self._serving is not None:  # in an epoch that is over on other ranks
             self._serving.stop(self._inform)
         self._serve(epoch=epoch, members=members)
         for rank in self._everybody:

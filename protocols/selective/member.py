@@ -1,11 +1,12 @@
 """Implements the member's side of a round, as a state machine that turns events into instructions.
 
-`RoundMember` is the twin of `protocols.selective.rounds.RoundCoordinator`: a plain synchronous object without asyncio,
-torch or a clock, so the same events give the same instructions. `protocols.selective.roles.member_roles` tells it each
-event (a message of the coordinator, a step, the end of a copy or of an exchange) and carries the instructions out, in
-the order given. What only a step can do, to copy and to change weights, is a `StepAction`, which `on_step` returns.
+`RoundMember` is the counterpart of `protocols.selective.rounds.RoundCoordinator`: a plain synchronous object without
+asyncio, torch or a clock, so the same events give the same instructions. `protocols.selective.roles.member_roles`
+passes each event (a message of the coordinator, a step, the end of a copy or of an exchange) to it, and carries out the
+instructions in the given order. Copying and changing weights is only possible inside a step: these are `StepAction`
+values, which `on_step` returns.
 
-A member has one role at a time. `TRANSITIONS` is the whole of it:
+A member has one role at a time. `TRANSITIONS` lists all changes of its state:
 
 ========== ============================ ==================================================
 State      Meaning                      Left by
@@ -18,22 +19,22 @@ GIVING     donor; the snapshot is on    the end of the round
            offer
 ASKING     replacer; the round can      `Frozen`
            still change
-READING    replacer; adds what comes    the whole average, or a failure
+READING    replacer; adds the streams   the complete average, or a failure
 COMPLETE   replacer; the next step      the application
            applies the average
 LEAVING    declines every role          the end of the policy
 LASTING    leaves, with its snapshot    the end of the round
            still on offer
-OUT        takes no part any more       nothing
+OUT        takes no part any longer     nothing
 ========== ============================ ==================================================
 
-A newer assignment, `End` and the loss of the coordinator take any role away. A message of the coordinator that does not
-fit the state is late, and has no effect.
+A newer assignment, `End` and the loss of the coordinator end any role. A message of the coordinator that does not fit
+the state is late, and has no effect.
 
-On the sharded route a member may reduce, beside the role that it has: it adds up one part of the donors' snapshots, and
-gives the mean of that part to the replacers. It does so from the assignment to the end of the round, also when its own
-average is in place. It stops before where it does not give, or leaves before it has given or taken. A replacer that
-fetches parts for others of its host shares them as long.
+On the sharded route, a member may reduce in addition to its role: it adds up one part of the donors' snapshots, and
+gives the mean of that part to the replacers. It does so from the assignment to the end of the round, even if its own
+average has been applied. It stops early if it fails to give, or if it leaves before it has given or taken. A replacer
+that fetches parts for other ranks of its host shares them for the same time.
 """
 
 import math
@@ -59,7 +60,7 @@ from asyncdist.protocols.selective.messages import (
 
 
 class State(Enum):
-    """Says what a member does at this moment; see the module's table."""
+    """Names a member's activity; the module's table explains the values."""
 
     IDLE = auto()
     CHOSEN = auto()
@@ -74,7 +75,7 @@ class State(Enum):
 
 
 class Event(Enum):
-    """Names what moves a member from one state to another."""
+    """Names the causes of a member's changes of state."""
 
     CHOSEN_TO_GIVE = auto()
     CHOSEN_TO_TAKE = auto()
@@ -94,7 +95,7 @@ class Event(Enum):
 GIVING_STATES: Final = frozenset({State.CHOSEN, State.COPYING, State.GIVING, State.LASTING})
 _TAKING_STATES: Final = frozenset({State.ASKING, State.READING, State.COMPLETE})
 
-#: From state and event to the next state. A pair that is not listed does not happen, or is a late message.
+#: The next state for each state and event. A pair that is not listed is impossible, or a late message without effect.
 TRANSITIONS: Final[Mapping[tuple[State, Event], State]] = {
     (State.IDLE, Event.CHOSEN_TO_GIVE): State.CHOSEN,
     (State.IDLE, Event.CHOSEN_TO_TAKE): State.ASKING,
@@ -116,52 +117,52 @@ TRANSITIONS: Final[Mapping[tuple[State, Event], State]] = {
 
 
 class Tell(NamedTuple):
-    """Send the coordinator a message; ``round`` goes into the frame's header."""
+    """Send the coordinator a message, with ``round`` in the frame's header."""
 
     message: ControlMessage
     round: int = 0
 
 
 class EnterEpoch(NamedTuple):
-    """Exchange messages of this epoch from now on, and drop those of earlier ones."""
+    """Exchange messages of this epoch from now on, and drop messages of earlier epochs."""
 
     epoch: int
 
 
 class RefuseUpTo(NamedTuple):
-    """Answer replacers that ask for a snapshot of a round up to this one by the abort."""
+    """Abort the streams of replacers that ask for a snapshot of a round up to this one."""
 
     round: float
 
 
 class RefuseMeans(NamedTuple):
-    """Answer replacers that ask for a part of the mean of a round up to this one by the abort."""
+    """Abort the streams of replacers that ask for a part of the mean of a round up to this one."""
 
     round: int
 
 
 class Withdraw(NamedTuple):
-    """Stop the streams of the snapshot on offer, and offer it no more."""
+    """Withdraw the snapshot on offer, and stop its streams."""
 
 
 class Give(NamedTuple):
-    """Put the snapshot, taken at that iteration, on offer."""
+    """Offer the snapshot that was taken at this iteration."""
 
     round: int
     iteration: int
 
 
 class Ask(NamedTuple):
-    """Prepare the exchange of a round that is not frozen; with donors, ask them for their snapshots."""
+    """Prepare the exchange of a round that is not frozen, and ask its donors, if it has any, for their snapshots."""
 
     round: int
     assign: Assign
 
 
 class Reduce(NamedTuple):
-    """Ask the donors for the part that the assignment names; nothing is added before the round is frozen.
+    """Ask the donors for this member's part, and prepare to share the parts that it fetches for its host.
 
-    And get ready to share the parts that this member fetches for its host.
+    Nothing is added up before the round is frozen.
     """
 
     round: int
@@ -169,27 +170,27 @@ class Reduce(NamedTuple):
 
 
 class AddUp(NamedTuple):
-    """Make the mean of that part, and offer it to the replacers."""
+    """Make the mean of this member's part, and offer it to the replacers."""
 
     round: int
     frozen: Frozen
 
 
 class StopReducing(NamedTuple):
-    """Give the part up, and offer its mean no more."""
+    """Stop making the mean of the part, or withdraw it."""
 
     round: int
 
 
 class Read(NamedTuple):
-    """Add the donors' snapshots; report the outcome by `on_averaged` or `on_failed`."""
+    """Add up the donors' snapshots; `on_averaged` or `on_failed` reports the result."""
 
     round: int
     frozen: Frozen
 
 
 class Discard(NamedTuple):
-    """Stop the exchange, free what it holds, and let the next step report the reason."""
+    """Stop the exchange and free its memory; the next step reports the reason."""
 
     round: int
     reason: str
@@ -213,37 +214,37 @@ Instructions: TypeAlias = tuple[Instruction, ...]
 
 
 class TakeSnapshot(NamedTuple):
-    """Start to copy the weights, and report the end of the copy by `on_copied`."""
+    """Start to copy the weights; `on_copied` reports the end of the copy."""
 
     round: int
 
 
 class Apply(NamedTuple):
-    """Put the new weights in place; then call `on_applied`."""
+    """Apply the new weights, and then call `on_applied`."""
 
     round: int
     frozen: Frozen
 
 
-#: Only a step carries these out: weights are copied and changed in no other place.
+#: Actions that are only possible inside a step, because they copy or change weights.
 StepAction: TypeAlias = TakeSnapshot | Apply
 
 
 class RoundMember:
-    """Keeps the role of one member, and says what is to be done about it.
+    """Keeps one member's role, and turns events into instructions.
 
     Attributes:
-        state: what the member does now.
-        round: of the current role, 0 without one.
-        last_round: the newest round that this member was named in.
-        reducing: the round of which this member adds up a part, or shares what it fetches; 0 for none.
-        admitting: the newest round in which this member gave, or took, all of a rank's state; 0 for none.
-        wants_step: whether the next step has something to do; a step that finds it false does nothing.
-        newest: this member's newest report; None before the first.
-        is_joining: whether this rank was started again and waits to be admitted.
-        declined: roles refused, by reason.
-        abandoned: rounds given up as a replacer, by reason.
-        unapplied_count: averages that were complete and are never applied.
+        state: Activity of the member.
+        round: Round of the current role; 0 without a role.
+        last_round: Newest round that named this member.
+        reducing: Round in which this member adds up a part or shares fetched parts; 0 for none.
+        admitting: Newest round in which this member gave or took the whole state of a rank; 0 for none.
+        wants_step: Whether the next step has work to do.
+        newest: This member's newest report; None before the first one.
+        is_joining: Whether this rank was restarted and waits for admission.
+        declined: Number of refused roles, by reason.
+        abandoned: Number of rounds given up as a replacer, by reason.
+        unapplied_count: Number of complete averages that are never applied.
     """
 
     __slots__ = (
@@ -280,10 +281,10 @@ class RoundMember:
         self._adds_up = False
         self._applied_iteration = self._judged_iteration = -1
 
-    # ---------------------------------------------------------------- what the coordinator says
+    # ---------------------------------------------------------------- the coordinator's messages
 
     def on_assign(self, assign: Assign, round: int) -> Instructions:
-        """Take a role in a new round; the role in the last one ends."""
+        """Take a role in a new round, and end the role in the last round."""
         self.last_round = max(self.last_round, round)
         self._judged_iteration = max(self._judged_iteration, assign.judged_iteration)
         if self.state is State.OUT:
@@ -302,15 +303,15 @@ class RoundMember:
             self._go(Event.CHOSEN_TO_GIVE, round)
             return (*before, *self._reduce(round, assign))
         if self._applied_iteration > assign.judged_iteration and not assign.admits:
-            reason = f"replaced at iteration {self._applied_iteration}, after the one that was judged"
+            reason = f"replaced at iteration {self._applied_iteration}, after the judged iteration"
             return (*before, RefuseMeans(round), self._decline(round, reason))
         self._go(Event.CHOSEN_TO_TAKE, round)
         return (*before, *self._reduce(round, assign), Ask(round, assign))
 
     def on_frozen(self, frozen: Frozen, round: int) -> Instructions:
-        """Take the donors as fixed: their snapshots may be added."""
+        """Note that the donors are fixed, so that their snapshots may be added up."""
         adds_up: Instructions = ()
-        if round and self.reducing == round and not self._adds_up:  # 0 is no round
+        if round and self.reducing == round and not self._adds_up:  # 0 is not a round
             self._adds_up = True
             adds_up = (AddUp(round, frozen),)
         if self.state is not State.ASKING or self.round != round:
@@ -320,7 +321,7 @@ class RoundMember:
         return (*adds_up, Read(round, frozen)) if frozen.donors else adds_up
 
     def on_end(self, reason: str, round: int) -> Instructions:
-        """Give the role in that round up."""
+        """Give up the role in that round."""
         if self.state is State.OUT:
             return ()
         reducing = self._end_reducing() if self.reducing == round else ()
@@ -328,49 +329,53 @@ class RoundMember:
         return (*reducing, *giving, RefuseUpTo(round), *(self._end_taking(reason) if self.round == round else ()))
 
     def on_coordinator_gone(self, why: str) -> Instructions:
-        """Give the role up: the coordinator is lost, has stopped or is replaced, as ``why`` says."""
+        """Give up the role: the coordinator is lost, has stopped or is replaced, as ``why`` says."""
         if self.state is State.OUT:
             return ()
         giving = (*self._end_reducing(), *self._end_giving())
         return (*giving, RefuseUpTo(self.last_round), *self._end_taking(f"the coordinator {why}"))
 
     def on_epoch(self, epoch: int, incarnation: int) -> Instructions:
-        """Take part in the epoch of another coordinator; its predecessor is gone already."""
+        """Take part in the epoch of a new coordinator; its predecessor is gone already."""
         return (EnterEpoch(epoch), *self.on_rejoin(incarnation))
 
     def on_rejoin(self, incarnation: int) -> Instructions:
-        """Answer a coordinator that does not know this member; one that waits to be admitted says nothing."""
+        """Answer a coordinator that does not know this member; a rank that waits for admission does not answer."""
         return () if self.is_joining else (self.joined(self.newest, incarnation),)
 
     def joined(self, newest: Report | None, incarnation: int = 0) -> Tell:
-        """Return the message for a coordinator that has taken over; ``newest`` is this rank's newest report."""
+        """Return the message for a new coordinator; ``newest`` is this rank's newest report."""
         report = newest or Report(-1, 0.0, 0.0, 0.0)
         facts = self.last_round, self._applied_iteration, self._judged_iteration
         times = report.step_time_s, report.interval_s
         return Tell(Joined(*facts, report.iteration, report.value, *times, incarnation))
 
-    # ---------------------------------------------------------------- what the member does
+    # ---------------------------------------------------------------- steps, copies and exchanges
 
     def on_step(self) -> StepAction | None:
-        """Return what this step has to do."""
+        """Return the action that is due in this step; None if there is none."""
         self.wants_step = False
         if self.state is State.CHOSEN:
             self._go(Event.STEP, self.round)
             return TakeSnapshot(self.round)
         if self.state is State.COMPLETE:
             assert self._frozen is not None, f"round {self.round} is complete without having been frozen"
-            self.wants_step = True  # until it is applied: `model_builder` may raise, and the next step tries again
+            self.wants_step = True  # until it is applied: `model_builder` may raise, and the next step retries
             return Apply(self.round, self._frozen)
         return None
 
     def awaits_copy(self, round: int) -> bool:
-        """Return whether the copy for that round is still wanted."""
+        """Return whether the copy for that round is still needed."""
         return self.state is State.COPYING and self.round == round
 
     def on_copied(self, round: int, iteration: int, *, fault: str = "", state_safe_points: int = 0) -> Instructions:
-        """Take a snapshot that is whole, with ``state_safe_points`` as in `Ready`, or the reason why it gives none.
+        """Note that a copy is complete. No instructions are returned if its round has ended meanwhile.
 
-        Without instructions the round ended while it was copied.
+        Args:
+            round: Round of the copy.
+            iteration: Iteration of the copy.
+            fault: Reason why the copy cannot be given; "" if it can.
+            state_safe_points: Value of the same name in `Ready`.
         """
         if not self.awaits_copy(round):
             return ()
@@ -381,28 +386,28 @@ class RoundMember:
         return (Give(round, iteration), Tell(Ready(iteration, state_safe_points), round))
 
     def on_refused(self, round: int, reason: str) -> Instructions:
-        """Give up an average that is whole, since the rest of the donor's state has not come."""
+        """Give up a complete average, since the rest of the donor's state has not arrived."""
         if self.state is not State.COMPLETE or self.round != round:
             return ()
         self._go(Event.FAILED)
         return (self._discard(round, reason), Tell(Abandoned(reason), round))
 
     def on_averaged(self, round: int) -> bool:
-        """Take the average as whole, and tell whether it is still wanted."""
+        """Note that the average is complete, and return whether it is still needed."""
         if self.state is not State.READING or self.round != round:
             return False
         self._go(Event.AVERAGED, round)
         return True
 
     def on_failed(self, round: int, reason: str) -> Instructions:
-        """Give the round up, since its exchange has failed."""
+        """Give up the round, since its exchange has failed."""
         if self.state is not State.READING or self.round != round:
             return ()
         self._go(Event.FAILED)
         return (self._discard(round, reason), Tell(Abandoned(reason), round))
 
     def on_applied(self, iteration: int) -> Instructions:
-        """Take the new weights as being in place; reports up to this iteration are void."""
+        """Note that the new weights are in place; reports up to this iteration are void."""
         applied = Tell(Applied(iteration), self.round)
         self._go(Event.APPLIED)
         self.wants_step = False
@@ -411,11 +416,11 @@ class RoundMember:
         return (applied,)
 
     def on_leave(self) -> Instructions:
-        """Begin to leave: roles end, except that what is on offer stays there until its round has ended."""
+        """Begin to leave: roles end, but a snapshot on offer stays available until its round has ended."""
         if self.state is State.OUT:
             return ()
         instructions: list[Instruction] = []
-        if self.state not in (State.GIVING, State.IDLE):  # the others ask the donors for this member's part
+        if self.state not in (State.GIVING, State.IDLE):  # the replacers ask the donors for this member's part
             instructions += self._end_reducing()
         instructions += self._end_taking("the policy ended")
         if self.state in (State.CHOSEN, State.COPYING):
@@ -424,7 +429,7 @@ class RoundMember:
         return (*instructions, RefuseUpTo(math.inf))
 
     def on_left(self) -> Instructions:
-        """Finish: the streams that were waited for have ended, or time is up."""
+        """Finish leaving: the last streams have ended, or the timeout has passed."""
         if self.state is State.OUT:
             return ()
         instructions = (*self._end_reducing(), *self._end_giving(), Tell(Leave()))
@@ -434,7 +439,7 @@ class RoundMember:
     # ---------------------------------------------------------------- helpers
 
     def _go(self, event: Event, round: int = 0) -> None:
-        """Move as the table says."""
+        """Change the state according to the table."""
         assert (self.state, event) in TRANSITIONS, f"{event} in {self.state} of round {self.round}"
         self.state = TRANSITIONS[self.state, event]
         self.round = round
@@ -442,14 +447,14 @@ class RoundMember:
             self.wants_step = True
 
     def _reduce(self, round: int, assign: Assign) -> Instructions:
-        """Begin to reduce, or to share, if the assignment says so; there is no round 0."""
+        """Begin to reduce, or to share, if the assignment says so. There is no round 0."""
         if (assign.part < 0 and not assign.sources) or round < 1:
             return ()
         self.reducing, self._adds_up = round, assign.part < 0
         return (Reduce(round, assign),)
 
     def _end_reducing(self) -> Instructions:
-        """Reduce no more."""
+        """Stop reducing and sharing."""
         number, self.reducing = self.reducing, 0
         return (StopReducing(number),) if number else ()
 
@@ -473,7 +478,7 @@ class RoundMember:
         return (self._discard(number, reason),)
 
     def _discard(self, round: int, reason: str) -> Discard:
-        """Count a round that is given up; the next step says so, although the coordinator's `End` may come first."""
+        """Count a round that is given up. The next step reports it, even if the coordinator's `End` arrives first."""
         count_reason(self.abandoned, reason)
         self._frozen = None
         self.wants_step = True

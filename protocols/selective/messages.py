@@ -1,13 +1,13 @@
 """Defines the messages between the members and the coordinator of a selective-averaging policy.
 
-Every message is flat: ints, floats, strings, bools, bytes and tuples of ints or floats, which is all that the wire
-codec packs and checks. What all ranks of a round are told alike travels as `PackedAssign` and `PackedFrozen`, in few
-bytes, and is unpacked and checked when it is decoded (`protocols.selective.round.plan`). `Assign` and `Frozen` are what
-one rank makes of it. The round that a control message belongs to travels in the frame's header, never in the message,
-so that a frame of another round is recognised before its body is read. Parameter streams have their own vocabulary
-(`asyncdist.messaging.streams`). This module decides nothing and imports nothing of the runtime.
+Every message is flat: ints, floats, strings, bools, bytes and tuples of ints or floats, the types that the wire codec
+packs and checks. The content that is equal for all ranks of a round travels in packed form as `PackedAssign` and
+`PackedFrozen`, and is checked on decoding (`protocols.selective.round.plan`). Each rank unpacks its own `Assign` or
+`Frozen`. The round of a control message travels in the frame's header, never in the message, so that a frame of another
+round is recognised before its body is read. Parameter streams have their own messages (`asyncdist.messaging.streams`).
+This module decides nothing and imports nothing of the runtime.
 
-Invariant: `get_type_hints` of each class gives plain types, so annotations here are real objects, never strings.
+Invariant: `get_type_hints` of each class returns plain types, so annotations here are real objects, never strings.
 """
 
 import math
@@ -19,28 +19,28 @@ from typing import Final
 
 from asyncdist.protocols.selective.round.plan import place_of, unpack_freeze, unpack_plan
 
-#: Different reasons that are counted by themselves.
+#: Number of different reasons that are counted separately.
 REASON_LIMIT: Final = 32
 DONOR: Final = "donor"
 REPLACER: Final = "replacer"
 
-#: What was found right last: in a simulation a thousand members are told the same tuples.
+#: The tuples that were checked last: in a simulation a thousand members receive the same ones.
 _ascending: Final[dict[str, tuple[int, ...]]] = {}
 _weights: Final[dict[str, tuple[float, ...]]] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Member to coordinator, on the metric tag: how well this rank does.
+    """Member to coordinator, on the metric tag: the rank's metric and its pace.
 
     Attributes:
-        iteration: The step that `value` was measured at.
+        iteration: Step at which `value` was measured.
         value: The metric. NaN and infinities are legal: they rank worst and are counted.
-        step_time_s: How long it takes lately from one call of this rank's policy to the next. Deadlines that
-            wait for the rank are made from it.
-        interval_s: The time since this rank's report before.
-        asks: Whether the coordinator is to say that it has read this.
-        host: A number that ranks of one host share; 0 where it is not known.
+        step_time_s: Recent seconds from one call of this rank's policy to the next. Deadlines for the rank follow from
+            it.
+        interval_s: Seconds since this rank's previous report.
+        asks: Whether the coordinator is to confirm that it has read the report.
+        host: A number that ranks of one host share; 0 if unknown.
     """
 
     iteration: int
@@ -53,7 +53,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """Coordinator to a member whose report asks for it: it attends to its task."""
+    """Coordinator to a member whose report asks for an answer: it has read the report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,21 +61,21 @@ class Assign:
     """One rank's part in a round, and the start of it: replacers ask the donors as soon as they read it.
 
     Attributes:
-        role: `DONOR` or `REPLACER`, for that rank.
-        donors: All ranks asked to give, ascending; empty when weights are to be built anew.
-        replacers: All ranks asked to take, ascending.
-        judged_iteration: The iteration of the receiver's own report that the decision used, so that a replacer which
-            has applied an average since can decline.
-        best: The donor whose integer and bool entries are taken if all donors are ready; -1 when there is none.
-        admits: Whether the replacer is a newcomer, which takes the donor's optimizer and policy state too.
-        restarted: Those of the ranks above that have been started again, with their incarnations: the round is theirs,
-            and not that of a later process in the place of one.
-        reducers: On the sharded route the ranks that each add up one part of the donors' snapshots, ascending: all
+        role: `DONOR` or `REPLACER`, for the receiver.
+        donors: All ranks that are to give, ascending; empty if weights are to be built anew.
+        replacers: All ranks that are to take, ascending.
+        judged_iteration: Iteration of the receiver's report that the decision used. A replacer that has applied an
+            average since then can decline.
+        best: Donor whose integer and bool entries are taken if all donors are ready; -1 for none.
+        admits: Whether the replacer is a newcomer, which also takes the donor's optimizer and policy state.
+        restarted: Restarted ranks among the above, with their incarnations: the round belongs to these processes, not
+            to later ones of the same ranks.
+        reducers: On the sharded route, the ranks that each add up one part of the donors' snapshots, ascending: all
             donors or all replacers, or those of one host. Empty on the direct route.
-        part: Which part the receiver adds up: its place among the reducers, -1 for none.
-        sources: Where replacers share the receiver's host, and it is one of them, for each part the rank that it takes
-            the mean from: the reducer, where that is on this host, or the replacer that fetches it there for all.
-            Empty where each part comes from its reducer.
+        part: Index of the receiver among the reducers, which is the number of its part; -1 for none.
+        sources: For each part, the rank that the receiver takes the mean from, if several replacers share its host: the
+            reducer if that is on this host, otherwise the replacer that fetches the part for the host. Empty if each
+            part is taken from its reducer.
     """
 
     role: str
@@ -90,39 +90,39 @@ class Assign:
     sources: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse what no coordinator of ours decides."""
+        """Raise ValueError for values that no coordinator sends."""
         _check_sources(self.sources, self.reducers)
         if self.role not in (DONOR, REPLACER):
-            raise ValueError(f"there is no role {self.role!r}")
+            raise ValueError(f"role must be 'donor' or 'replacer', got {self.role!r}")
         _check_ascending(self.donors)
         _check_ascending(self.reducers, "reducers")
         if not -1 <= self.part < len(self.reducers) or (self.reducers and not self.donors):
             raise ValueError(f"part {self.part} of the reducers {self.reducers}, with the donors {self.donors}")
 
     def is_among(self, members: tuple[int, ...], population: Sequence[int] = ()) -> bool:
-        """Return whether every rank named is one of ``members``; a donor may also be another one of ``population``."""
+        """Return whether all named ranks are in ``members``; a donor may also be in ``population``."""
         named = *self.replacers, *self.reducers, *self.sources
         return set(members).issuperset(named) and _are_in(self.donors, members, population)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedAssign:
-    """Coordinator to each rank named in a round: the same for all, but for `sources`. Each finds its part by its rank.
+    """Coordinator to each rank named in a round, equal for all but for `sources`. Each rank finds its own part.
 
     Attributes:
-        plan: Of `protocols.selective.round.plan.Plan.packed`.
-        sources: As of `Assign`.
+        plan: Bytes of `protocols.selective.round.plan.Plan.packed`.
+        sources: Field of `Assign`.
     """
 
     plan: bytes
     sources: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse bytes of which no part can be made."""
+        """Raise ValueError for bytes that are not a plan."""
         _check_sources(self.sources, unpack_plan(self.plan).reducers)
 
     def opened(self, rank: int) -> Assign | None:
-        """Return the part of a rank; None where it has none."""
+        """Return the part of a rank; None if it has no part."""
         plan = unpack_plan(self.plan)
         place = place_of(rank, plan.named)
         if place < 0:
@@ -134,11 +134,12 @@ class PackedAssign:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Donor to coordinator: a finite snapshot, taken at `iteration`, is there for all who have asked, or will ask.
+    """Donor to coordinator: its finite snapshot is available to all replacers.
 
     Attributes:
-        iteration: As said.
-        state_safe_points: How many safe points each end needs for what a newcomer takes besides; 0 where none does.
+        iteration: Iteration of the snapshot.
+        state_safe_points: Number of safe points that each end needs to transfer the rest of the state to a newcomer; 0
+            without a newcomer.
     """
 
     iteration: int
@@ -147,24 +148,24 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Decline:
-    """Donor or replacer to coordinator: it takes no part in the round, and why."""
+    """Donor or replacer to coordinator: it takes no part in the round, for this reason."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """What a replacer or reducer is told when a round cannot change any more: what the donors send may be added.
+    """One rank's view of a frozen round: its donors no longer change, and their snapshots may be added up.
 
-    The three tuples run in parallel, ascending by rank, which is the order of the reduction.
+    The first three tuples are parallel, ascending by rank, which is the order of the sum.
 
     Attributes:
-        donors: Ranks that give; empty when the replacer builds fresh weights instead.
-        weights: Unnormalised; the receiver divides by the sum of the weights that arrived.
-        iterations: The step at which each donor took its snapshot.
-        best: The donor whose integer and bool entries are taken as they are; -1 when there is none.
-        timeout_s: How long the receiving replacer may take, counted from the moment it reads this.
-        reducers: Those of the assigned reducers that still add up their part.
+        donors: Ranks that give; empty if the replacer builds fresh weights instead.
+        weights: Unnormalised weights; the receiver divides by their sum.
+        iterations: Step at which each donor took its snapshot.
+        best: Donor whose integer and bool entries are taken unchanged; -1 for none.
+        timeout_s: Seconds that the receiving replacer may take from the moment when it reads this.
+        reducers: Assigned reducers that still add up their parts.
     """
 
     donors: tuple[int, ...]
@@ -175,43 +176,46 @@ class Frozen:
     reducers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse what no coordinator of ours decides."""
+        """Raise ValueError for values that no coordinator sends."""
         _check_ascending(self.donors)
         _check_ascending(self.reducers, "reducers")
         if not len(self.donors) == len(self.weights) == len(self.iterations):
-            raise ValueError(f"{self.donors}, {self.weights} and {self.iterations} do not run in parallel")
+            raise ValueError(
+                f"donors, weights and iterations must be of equal length, got {self.donors}, {self.weights} and "
+                f"{self.iterations}"
+            )
         if self.weights is not _weights.get("newest"):
             if not all(0.0 <= weight < math.inf for weight in self.weights):
-                raise ValueError(f"the weights are {self.weights}")
+                raise ValueError(f"weights must be finite and >= 0, got {self.weights}")
             _weights["newest"] = self.weights
         if not self.timeout_s >= 0.0:
             raise ValueError(f"the timeout is {self.timeout_s} s")
 
     def is_among(self, members: tuple[int, ...], population: Sequence[int] = ()) -> bool:
-        """Return whether every rank named is one of ``members``; a donor may also be another one of ``population``."""
+        """Return whether all named ranks are in ``members``; a donor may also be in ``population``."""
         return set(members).issuperset(self.reducers) and _are_in(self.donors, members, population)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedFrozen:
-    """Coordinator to replacers and reducers: `Frozen`, the same for all but for `timeout_s`.
+    """Coordinator to replacers and reducers: `Frozen`, equal for all but for `timeout_s`.
 
     Attributes:
-        freeze: Of `protocols.selective.round.plan.Freeze.packed`.
-        timeout_s: As of `Frozen`.
+        freeze: Bytes of `protocols.selective.round.plan.Freeze.packed`.
+        timeout_s: Field of `Frozen`.
     """
 
     freeze: bytes
     timeout_s: float
 
     def __post_init__(self) -> None:
-        """Refuse bytes that say nothing, and what no coordinator of ours decides."""
+        """Raise ValueError for bytes that are not a freeze, and for a negative timeout."""
         unpack_freeze(self.freeze)
         if not self.timeout_s >= 0.0:
             raise ValueError(f"the timeout is {self.timeout_s} s")
 
     def opened(self) -> Frozen:
-        """Return what it says."""
+        """Return the unpacked message."""
         freeze = unpack_freeze(self.freeze)
         facts = freeze.donors, freeze.weights, freeze.iterations, freeze.best
         return Frozen(*facts, self.timeout_s, freeze.reducers)
@@ -219,40 +223,40 @@ class PackedFrozen:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """Replacer to coordinator: new weights are in place since `iteration`; its reports up to then are void."""
+    """Replacer to coordinator: new weights are in place since `iteration`, which voids its reports up to then."""
 
     iteration: int
 
 
 @dataclass(frozen=True, slots=True)
 class Abandoned:
-    """Replacer to coordinator: it keeps its own weights in this round, and why."""
+    """Replacer to coordinator: it keeps its own weights in this round, for this reason."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Coordinator to a rank named in a round: it is over for that rank. An average not applied never will be."""
+    """Coordinator to a rank named in a round: its part is over. An average that is not yet applied never will be."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Member to coordinator: this rank ends its part in the policy for good. A coordinator that stops says it too."""
+    """Member to coordinator: this rank leaves the policy. A coordinator that stops sends it to the members."""
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Member to a coordinator that has taken over: what that one has to know of it before it takes part in a round.
+    """Member to a new coordinator: its state, which the coordinator needs before it names the member in a round.
 
     Attributes:
-        last_round: The newest round that this rank was named in; the coordinator goes on with higher numbers.
-        applied_iteration: Where it took its last average, -1 for none; its reports up to then are void.
-        judged_iteration: That of its newest report which an acting decision used, -1 for none.
+        last_round: Newest round that named this rank; the coordinator continues with higher numbers.
+        applied_iteration: Iteration of its last average, -1 for none; its reports up to then are void.
+        judged_iteration: Iteration of its newest report that a decision with a round has used; -1 for none.
         iteration, value, step_time_s, interval_s: Its newest report; the iteration is -1 if there is none.
-        incarnation: How often its process has been started again.
+        incarnation: Number of restarts of its process.
     """
 
     last_round: int
@@ -267,11 +271,11 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Rejoin:
-    """Coordinator to a member that reports and whose `Joined` has not come: say it again."""
+    """Coordinator to a member that reports without having joined: send `Joined` again."""
 
 
 def count_reason(counts: Counter[str], reason: str) -> None:
-    """Count a reason, which may hold numbers: beyond `REASON_LIMIT` different ones they are counted together."""
+    """Count a reason, which may contain numbers. Beyond `REASON_LIMIT` different ones, the others share a count."""
     counts[reason if reason in counts or len(counts) < REASON_LIMIT else "other"] += 1
 
 
@@ -281,7 +285,7 @@ def _are_in(donors: tuple[int, ...], members: tuple[int, ...], population: Seque
 
 def _check_sources(sources: tuple[int, ...], reducers: tuple[int, ...]) -> None:
     if sources and len(sources) != len(reducers):
-        raise ValueError(f"the sources {sources} of the reducers {reducers}")
+        raise ValueError(f"sources must name one rank for each reducer, got {sources} for the reducers {reducers}")
 
 
 def _check_ascending(ranks: tuple[int, ...], what: str = "donors") -> None:
@@ -290,7 +294,7 @@ def _check_ascending(ranks: tuple[int, ...], what: str = "donors") -> None:
     if all(one < two for one, two in pairwise(ranks)):
         _ascending[what] = ranks
     else:
-        raise ValueError(f"the {what} {ranks} are not in ascending order")
+        raise ValueError(f"the {what} must be in ascending order, got {ranks}")
 
 
 @dataclass(frozen=True, slots=True)

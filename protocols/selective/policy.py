@@ -1,21 +1,22 @@
 """Asynchronous selective averaging: the worst ranks take the average of the good ones, and no rank waits for another.
 
-This is the member's side: :mod:`protocols.selective.member` is its state machine, and
-:mod:`protocols.selective.roles.member_roles` carries its instructions out.
-:mod:`protocols.selective.coordinator` is the other side; :mod:`protocols.selective.rules` decides.
+This module is the member's side: :mod:`protocols.selective.member` is its state machine, and
+:mod:`protocols.selective.roles.member_roles` carries out its instructions. On the other side,
+:mod:`protocols.selective.coordinator` exchanges the messages, and :mod:`protocols.selective.rules` decides.
 A round, as a member sees it:
 
-1. every ``average_every`` steps it reports its metric, and goes on training;
-2. at some time the coordinator assigns it a role. A **donor** takes a snapshot of its state inside its next ``step``
-   and reports it; a **replacer** asks the donors, as many at once as its window holds, and each snapshot streams as
-   soon as it exists;
-3. when all donors have answered, the coordinator freezes the round. The replacer adds up in rank order what streams in,
-   and asks on; progress is made at the safe points of both. Where not all donors are in it, it asks these anew;
-4. at the replacer's next ``step`` the average is in place: weights change, and the coordinator is told;
-5. ``End`` closes the round for everyone named in it; the donor's snapshot is free again.
+1. Every ``average_every`` steps it reports its metric, and continues to train.
+2. At some time the coordinator assigns it a role. A **donor** takes a snapshot of its state inside its next ``step``
+   and reports it. A **replacer** asks the donors, as many at once as its window allows, and each snapshot is streamed
+   as soon as it exists.
+3. When all donors have answered, the coordinator freezes the round. The replacer adds up the streams in rank order, and
+   asks the remaining donors. Streams progress at the safe points of both ranks. If a donor was left out, the replacer
+   asks all others again.
+4. The replacer's next ``step`` applies the average and notifies the coordinator.
+5. ``End`` closes the round for every rank named in it, and frees the donor's snapshot.
 
 Invariants: weights change only inside ``step``; a snapshot is taken only inside ``step``; a rank has one role at a
-time; a round that does not complete leaves the weights untouched and says why.
+time; a round that does not complete leaves the weights unchanged and reports the reason.
 """
 
 from __future__ import annotations
@@ -69,12 +70,12 @@ logger = logging.getLogger("protocols.selective.policy")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Membership:
-    """Holds this rank's part in a policy, made as a whole when the policy opens.
+    """Holds this rank's part in a policy. It is created as a whole when the policy opens.
 
     Attributes:
         channels: Carry messages and streams.
         states: Gives this rank's state to newcomers.
-        roles: Carry out what the rounds ask of this rank.
+        roles: Carry out this rank's roles in rounds.
         coordination: Knows which rank coordinates.
         reporter: Reports the metric.
     """
@@ -88,9 +89,9 @@ class Membership:
 
 @with_options(SelectiveOptions, CommonOptions, SelectiveRules, AveragingOptions, IslandOptions, CoordinatorOptions)
 class AsyncSelectiveAveragingPolicy(Ported):
-    """Asynchronous selective averaging (after torchgfn's policy of that name; see the module's text).
+    """Asynchronous selective averaging, after torchgfn's policy of the same name.
 
-    Every ``average_every`` steps a rank reports its metric. When enough members have, the coordinator lets the worst
+    Every ``average_every`` steps a rank reports its metric. When enough members have reported, the worst
     ``replacement_ratio`` of them take the average of the others. No rank waits for another: a straggler is judged by
     its newest report.
 
@@ -101,19 +102,19 @@ class AsyncSelectiveAveragingPolicy(Ported):
                 loss = train_step(model, optimizer, batch)
                 info = await policy.step(loss=loss)
 
-    A rank that was started again (``world.incarnation``) enters in the same way, while the others go on: between two
-    rounds it takes the weights, optimizer state and iteration of a healthy member. That one copies its optimizer's
-    state in the same step as its weights, with Adam three times the model. Policies of one class that are open on the
-    same ranks each need a ``name``: without, such a rank gets DisagreementError.
+    A restarted rank (``world.incarnation``) enters the policy in the same way while the others continue: between two
+    rounds it takes the weights, optimizer state and iteration of a healthy member. That member copies its optimizer's
+    state in the same step as its weights; with Adam, these copies are three times the model. If several policies of one
+    class are open on the same ranks, each needs a ``name``. Without names, a restarted rank gets DisagreementError.
 
     Args:
-        model: see :class:`SpawnPolicy`. Its floating and complex entries are averaged; integer and bool ones
-            (BatchNorm's counter) are taken from the best donor.
-        optimizer: keeps its state when weights are averaged, unless ``optimizer_state="reset"``.
-        average_every, metric, options: see below.
+        model: The model; see :class:`SpawnPolicy`. Its floating and complex entries are averaged. Integer and bool
+            entries (BatchNorm's counter) are taken from the best donor.
+        optimizer: The optimizer, which keeps its state when weights are averaged, unless ``optimizer_state="reset"``.
+        average_every, metric, options: The options below.
 
     Raises:
-        TypeError, ValueError: an option, the model or the optimizer is not what it should be.
+        TypeError, ValueError: An option, the model or the optimizer has a wrong type or value.
     """
 
     admits_restarted: ClassVar[bool] = True
@@ -149,11 +150,11 @@ class AsyncSelectiveAveragingPolicy(Ported):
         self._resources = RoleResources.of(self._flat, self._own, timing, self._events, self)
         self._member = RoundMember()
         self._island: Island | None = None
-        self._visits: Visits | None = None  # without islands, and before the policy opens
-        self._membership: Membership | None = None  # before the policy opens
+        self._visits: Visits | None = None  # None without islands, and before the policy opens
+        self._membership: Membership | None = None  # None before the policy opens
 
     def statistics(self) -> SelectiveStatistics:
-        """Return what this member has done so far; before and during the start, nothing."""
+        """Return the counts of this member's work so far; all are 0 until the start is complete."""
         member, buffers = self._member, self._resources.buffers
         counts = SelectiveStatistics(
             iteration=self.iteration,
@@ -210,7 +211,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
         }
 
     async def __aenter__(self) -> Self:
-        """As :class:`SpawnPolicy`. Raises ValueError, also on one rank, for a coordinator or successor out of range."""
+        """Enter as :class:`SpawnPolicy`. Raises ValueError if a coordinator or successor is out of range."""
         world, coordinator = self._given_world or current_world(), self._coordinators.coordinator
         if coordinator is not None and coordinator >= world.size:
             validation.refuse("coordinator", coordinator, f"a rank from 0 to {world.size - 1}")
@@ -221,7 +222,7 @@ class AsyncSelectiveAveragingPolicy(Ported):
         return await super().__aenter__()
 
     def _choose_members(self) -> tuple[int, ...]:
-        """Return the ranks of this rank's island. Raises ValueError where the ranks cannot be divided so."""
+        """Return the ranks of this rank's island. Raises ValueError if the ranks cannot be divided as requested."""
         population = range(self._world.size) if self._group is self._world.group else self._group.ranks
         self._island = self._islands.island_of(self._world.rank, population, self._services.hosts)
         return self._group.ranks if self._island is None else self._island.ranks
@@ -260,13 +261,13 @@ class AsyncSelectiveAveragingPolicy(Ported):
         """Open the channels, and take part.
 
         Args:
-            scopes: The policy's.
-            coordinator: The rank that coordinates.
-            epoch: The coordinator's epoch, if this rank waits to be admitted.
-            replaced: Members that were lost before they agreed, or since and in whose place there is a new process.
+            scopes: Scopes of the policy.
+            coordinator: Rank of the coordinator.
+            epoch: Epoch of the coordinator, if this rank waits for admission.
+            replaced: Members that were lost before they agreed, or that were restarted since.
 
         Returns:
-            What this rank knows of the coordinator, or does as the coordinator.
+            This rank's view of the coordinator, which also runs the coordinator on this rank.
         """
         services, members = self._services, self._members
         states = self._open_states(scopes)
@@ -326,22 +327,25 @@ class AsyncSelectiveAveragingPolicy(Ported):
 
     @property
     def _opened(self) -> Membership:
-        assert self._membership is not None, "a policy that has not opened"
+        assert self._membership is not None, "the policy has not opened"
         return self._membership
 
-    # -- joining a policy that runs ---------------------------------------------------------------------------------
+    # -- joining a running policy -----------------------------------------------------------------------------------
 
     async def _join(self) -> None:
-        """Take all of a member's state, and then part in the policy that runs on the other ranks."""
+        """Take a member's whole state, and then take part in the policy that runs on the other ranks."""
         self._own.begin()
-        was_admitted, self._services.is_admitted = self._services.is_admitted, False  # until it is, it does not count
+        was_admitted, self._services.is_admitted = (
+            self._services.is_admitted,
+            False,
+        )  # it does not count until it is admitted
         Leadership.listen(self._services)
         values = self._agreed_values()
         application = Leadership.apply(self._services, values, self._members, self._start_timeout_s)
         try:
             try:
                 welcome, coordinator = await application.welcomed()
-            except ClosedError:  # all others were started again, too, and wait for each other
+            except ClosedError:  # all others were restarted, too, and wait for each other
                 if not was_admitted:
                     raise
                 await self._start_among_newcomers()
@@ -368,11 +372,11 @@ class AsyncSelectiveAveragingPolicy(Ported):
         return Arrival(self._member, roles, states, self, self._journal, model_nbytes=nbytes)
 
     def whole_state(self) -> Mapping[str, Any]:
-        """Return all of this member's state but its weights, for a rank that was started again."""
+        """Return all of this member's state except its weights, for a restarted rank."""
         return {"optimizer": self.optimizer.state_dict(), "policy": self.state_dict()}
 
     def restore_whole_state(self, parts: Mapping[str, Any]) -> int:
-        """Put the state of another member in place, and return its iteration."""
+        """Restore the state of another member, and return its iteration."""
         self.optimizer.load_state_dict(parts["optimizer"])
         self._restore(parts["policy"])
         return self.iteration
@@ -380,10 +384,10 @@ class AsyncSelectiveAveragingPolicy(Ported):
     # -- leaving ----------------------------------------------------------------------------------------------------
 
     async def _stop(self, error: BaseException | None) -> None:
-        """Leave the policy. Streams under way are finished first, unless ``error`` makes that pointless."""
+        """Leave the policy. Streams in progress are finished first, unless ``error`` makes that pointless."""
         opened = self._opened
         if self._member.state is State.COMPLETE:
-            logger.info("round %d: the average had arrived and was not applied; the policy ended", self._member.round)
+            logger.info("round %d: the policy ended before the complete average was applied", self._member.round)
         opened.roles.leave()
         if self._visits is not None:
             self._visits.leave()
@@ -398,11 +402,11 @@ class AsyncSelectiveAveragingPolicy(Ported):
             opened.states.close()
             opened.channels.close()
             opened.coordination.leave()
-            if not self._leftovers():  # it would keep model and buffers for the life of the world
+            if not self._leftovers():  # otherwise it would keep model and buffers alive as long as the world
                 self._services.leftover_probes.remove(self._leftovers)
 
     def _is_quiet(self) -> bool:
-        """Whether nothing of a round is left: no role, no stream of ours, nothing being discarded."""
+        """Whether this rank has no part in a round: no role, no stream, and no stream being discarded."""
         member = self._member
         is_moving = self._opened.roles.is_giving or member.reducing or self._services.slots.discarding_count
         is_abroad = self._visits is not None and not self._visits.is_quiet
@@ -432,19 +436,19 @@ class AsyncSelectiveAveragingPolicy(Ported):
         return info
 
     def _act(self) -> StepInfo:
-        """Do what waits for a step."""
+        """Do the work that is due in this step."""
         info = self._opened.roles.step(self.iteration)
         return info if self._visits is None else self._visits.located(info)
 
     # -- the coordinator's messages ---------------------------------------------------------------------------------
 
     async def _listen(self, leadership: Leadership, channels: MemberChannels, roles: MemberRoles) -> None:
-        """Hand the coordinator's messages to the roles, and to what this rank knows of the coordinator."""
+        """Pass the coordinator's messages to the roles, and to this rank's view of the coordinator."""
         own = self._world.rank
         known = self._members, () if self._island is None else self._island.population
         async for envelope in channels.control:
             if envelope.source != leadership.coordinator:
-                continue  # its loss was known before its last messages were read
+                continue  # its loss was noticed before its last messages were read
             match envelope.message:
                 case PackedAssign() as told if (assign := told.opened(own)) and assign.is_among(*known):
                     roles.take(assign, envelope.round)

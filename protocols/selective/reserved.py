@@ -1,4 +1,4 @@
-"""Coordinates a policy on a rank that is no member and trains nothing."""
+"""Coordinates a policy on a reserved rank, which is not a member and does not train."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from asyncdist.protocols.starting.differences import told_of_rivals
 async def coordinate(
     members: Sequence[int], *, world: World | None = None, start_timeout_s: float = 60.0
 ) -> CoordinatorStatistics:
-    """Coordinate one policy on a reserved rank, which is no member and trains nothing.
+    """Coordinate one policy on a reserved rank, which is not a member and does not train.
 
-    The members name this rank as ``coordinator=`` of their policy, and as its ``group=`` a group without this rank,
-    ``await ad.new_group(members)``. Returns when all of them have left, or when one of them has taken over, which does
-    not happen as long as this rank answers.
+    The members name this rank as ``coordinator=`` of their policy, and pass a group without this rank as ``group=``,
+    such as ``await ad.new_group(members)``. The call returns when all members have left, or when one of them has taken
+    over because this rank did not answer.
 
     Args:
-        members: the ranks of the policy's group, in the group's order.
-        world: the current one by default.
-        start_timeout_s: how long the start waits for the last member.
+        members: Ranks of the policy's group, in the group's order.
+        world: The world; by default the current one.
+        start_timeout_s: Seconds to wait for the last member at the start.
 
     Raises:
-        TypeError, ValueError: ``members`` is no list of ranks, names one twice or this one, or is empty; the timeout is
-            out of range.
-        StartTimeoutError, DisagreementError: as the policy's start on the members.
+        TypeError, ValueError: ``members`` is not a list of ranks, is empty, names a rank twice or names this rank; or
+            the timeout is out of range.
+        StartTimeoutError, DisagreementError: The start has failed, as on the members.
 
-    **Cancellation**: the members are told, and one of them takes over; each of them warns of it.
+    **Cancellation**: the members are notified and log a warning, and one of them takes over.
     """
     world = world or current_world()
     _check_members(members, world)

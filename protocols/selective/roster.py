@@ -1,4 +1,4 @@
-"""Keeps the members of one coordinator, and counts those that take part and those that have reported."""
+"""Keeps the members of one coordinator, and counts the live ones and those that have reported."""
 
 from collections.abc import Collection, Iterable, Mapping
 from decimal import ROUND_CEILING, Decimal
@@ -8,22 +8,22 @@ from asyncdist.protocols.selective.waiting import Pace, cadence_s, is_late
 
 
 class Roster:
-    """Knows the ranks that a coordinator has to do with. The counts are kept: there may be thousands of ranks.
+    """Tracks the ranks that a coordinator serves. It keeps counts, since there may be thousands of ranks.
 
     Args:
-        ranks: the first members.
-        quorum: the fraction of live members that must have reported.
-        have_joined: whether they are known to take part.
-        incarnations: of those whose process has been started again.
+        ranks: The initial members.
+        quorum: Fraction of live members that must have reported.
+        have_joined: Whether the initial members are known to take part.
+        incarnations: Incarnations of the restarted ranks.
 
     Attributes:
-        members: by rank, gone ones and newcomers included.
-        live_count: members that are waited for and judged.
-        fresh_count: those of them that have reported since the last decision.
-        quorum_count: how many of these meet the quorum, with those who live now.
+        members: All members by rank, including gone ones and newcomers.
+        live_count: Number of members that are waited for and judged.
+        fresh_count: Number of these that have reported since the last decision.
+        quorum_count: Number of reports that meet the quorum of the live members.
 
     Raises:
-        ValueError: no ranks, or a rank twice.
+        ValueError: There are no ranks, or a rank occurs twice.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Roster:
     ) -> None:
         ordered = sorted(ranks)
         if not ordered or len(set(ordered)) != len(ordered):
-            raise ValueError(f"members are {ordered}; allowed: at least one rank, each of them once")
+            raise ValueError(f"members must be one or more different ranks, got {ordered}")
         self.members = {rank: Member(joined=have_joined) for rank in ordered}
         for rank, incarnation in incarnations.items():
             if rank in self.members:
@@ -44,16 +44,16 @@ class Roster:
         self._count_live(len(ordered))
 
     def add(self, rank: int) -> None:
-        """Note a rank that an earlier coordinator has admitted."""
+        """Add a rank that an earlier coordinator has admitted."""
         self.members[rank] = Member(joined=False)
         self._count_live(1)
 
     def add_newcomer(self, rank: int, incarnation: int) -> None:
-        """Note a process that asks to be admitted, in the place of a member that is gone."""
+        """Add a process that asks for admission, in place of a member that is gone."""
         self.members[rank] = Member(joined=False, admitted=False, incarnation=incarnation)
 
     def admit(self, member: Member) -> None:
-        """Let a newcomer count."""
+        """Make a newcomer count."""
         member.admitted = member.joined = True
         self._count_live(1)
 
@@ -69,23 +69,23 @@ class Roster:
         self._count_live(-1 if member.admitted else 0)
 
     def note_host(self, rank: int, host: int) -> None:
-        """Note which host a rank says that it is on; 0 says nothing."""
+        """Note the host that a rank has reported; 0 if it has not reported one."""
         if host:
             self._hosts[rank] = host
 
     def hosts_of(self, ranks: Iterable[int]) -> dict[int, int]:
-        """Return the hosts of these ranks, or none where a member has not said it; a guest is on one of its own."""
+        """Return the hosts of these ranks; empty if a member's is unknown. Each guest gets a host of its own."""
         if not self._hosts:
             return {}
         hosts = {rank: self._hosts.get(rank, 0) if rank in self.members else -1 - rank for rank in ranks}
         return hosts if all(hosts.values()) else {}
 
     def live_ranks(self) -> list[int]:
-        """Return the ranks to which messages go, newcomers included."""
+        """Return the ranks that receive messages, including newcomers."""
         return [rank for rank, member in self.members.items() if member.live]
 
     def reported_since(self, moment: float) -> dict[int, ReportRecord]:
-        """Return the newest reports of live members that have come since then."""
+        """Return the newest reports of live members that have arrived since that moment."""
         return {
             rank: report
             for rank, member in self.members.items()
@@ -93,19 +93,19 @@ class Roster:
         }
 
     def spend_reports(self) -> None:
-        """Wait for a new report of every member: these have been judged."""
+        """Mark all reports as judged, so that the next decision waits for new ones."""
         for member in self.members.values():
             member.fresh = False
         self.fresh_count = 0
 
     def paces_of_others(self, now: float) -> dict[int, Pace]:
-        """Return what is known of the time of those members that have not reported since the last decision."""
+        """Return the paces of the members that have not reported since the last decision."""
         if self.fresh_count == self.live_count:
             return {}
         return {rank: member.pace(now) for rank, member in self.members.items() if not member.fresh and member.counts}
 
     def slowest_pace(self, ranks: Iterable[int], now: float) -> Pace | None:
-        """Return the longest step, shortest interval and longest silence of these; None where one has no interval."""
+        """Return the longest step, shortest interval and longest silence; None if an interval is unknown."""
         members = [self.members[rank] for rank in ranks]
         interval_s = min(
             min([member.interval_s for member in members], default=0.0),
@@ -117,9 +117,9 @@ class Roster:
         return Pace(max([member.step_s for member in members]), interval_s, now - heard_at)
 
     def stragglers(self, slow: Collection[int], start: float, now: float) -> list[tuple[int, float | None]]:
-        """Return those of `slow`, and members that are late for a decision, each with its report's time after `start`.
+        """Return the ranks in `slow` and the members that are late for a decision.
 
-        That is None where the report has not come.
+        Each rank has the seconds from `start` until its report arrived; None if it has not arrived.
         """
         if not slow and self.fresh_count == self.live_count:
             return []
@@ -135,7 +135,7 @@ class Roster:
         return tuple((rank, member.incarnation) for rank, member in self.members.items() if member.counts)
 
     def cadence_s(self) -> float:
-        """Return the time between reports of the median member."""
+        """Return the median member's time between reports, in seconds."""
         return cadence_s([member.interval_s for member in self.members.values() if member.live and member.admitted])
 
     def _count_live(self, more: int) -> None:

@@ -1,11 +1,12 @@
-"""Decides when selective averaging judges, and carries each round to its end: the coordinator's state machine.
+"""Decides when selective averaging judges its members, and carries each round to its end.
 
-`RoundCoordinator` turns events (a report, an answer, a departure, the time) into messages to send. Like the rules in
-`protocols.selective.rules` it is a plain synchronous object: the same calls give the same answers.
+`RoundCoordinator` is the coordinator's state machine: it turns events (a report, an answer, a departure, the time) into
+messages to send. Like the rules in `protocols.selective.rules`, it is a plain synchronous object: the same calls give
+the same answers.
 
-Invariants, asserted: rounds are numbered from 1 and never overlap; a rank has one role in a round; every rank named
-in a round that is still live gets exactly one `End` for it; nothing is sent to a rank that left or was lost; a round
-always has a deadline. Nothing that a peer sends can raise here: what does not fit is ignored and counted.
+Invariants, asserted: rounds are numbered from 1 and never overlap; a rank has one role in a round; every live rank
+named in a round gets exactly one `End` for it; no message goes to a rank that has left or was lost; a round always has
+a deadline. No message of a peer can make a call raise: messages that do not fit are ignored and counted.
 """
 
 import math
@@ -26,14 +27,14 @@ from asyncdist.protocols.selective.waiting import BELIEVED_MAX_S, Patience, beli
 class RoundCoordinator:
     """Turns the events of the coordinator's task into messages to send.
 
-    Messages decide at once; only `on_time` judges deadlines. So a coordinator that was busy during a training step
-    hands in everything that has arrived and calls `on_time` last, and no member is called late because the
-    coordinator was busy. All methods take `now`, in seconds of any clock that does not run backwards.
+    Messages cause decisions at once; only `on_time` judges deadlines. A coordinator that was busy during a training
+    step passes on all messages that have arrived and then calls `on_time`, so no member is late because the coordinator
+    was busy. All methods take `now`, in seconds of any monotonic clock.
 
     Attributes:
-        migrants: The member that is to give to another island, and the ranks of others that are to give here.
-        trend: Whether the best metric becomes worse.
-        blanks: Whether any metric is finite.
+        migrants: The emigrant to another island, and the guests from other islands.
+        trend: Detects that the best metric becomes worse.
+        blanks: Detects that no metric is finite.
     """
 
     def __init__(
@@ -46,23 +47,23 @@ class RoundCoordinator:
         may_join: Collection[int] | None = None,
         incarnations: Mapping[int, int] | None = None,
     ) -> None:
-        """Start with all members live and no report.
+        """Start with all members live and no reports.
 
         Args:
-            members: Those of the policy's ranks that take part, as far as is known.
+            members: Ranks of the policy that take part, as far as is known.
             rules: The options.
-            stream_safe_points: Safe points that each end of one donor's stream needs when a message progresses only
-                inside its owner's calls; in practice chunks per stream over chunks in flight, rounded up.
-            model_nbytes: The bytes of a snapshot; by them `route="auto"` chooses.
-            may_join: For one that takes over, all ranks of the policy: those that an earlier coordinator has admitted
-                may come beside the members, and no member is named in a round before its `Joined` has come.
-            incarnations: How often the processes of members have been started again; those not listed never.
+            stream_safe_points: Number of safe points that each end of one donor's stream needs if messages progress
+                only inside calls of the ends; in practice chunks per stream divided by chunks in flight, rounded up.
+            model_nbytes: Size of a snapshot in bytes, by which `route="auto"` chooses.
+            may_join: For a later coordinator, all ranks of the policy: ranks admitted by an earlier coordinator may
+                join in addition to the members, and no member is named in a round before its `Joined` has arrived.
+            incarnations: Number of restarts of each member's process; 0 for members that are not listed.
 
         Raises:
-            ValueError: No members, a member twice, or fewer than one safe point.
+            ValueError: There are no members, a member occurs twice, or there are fewer than one safe points.
         """
         if stream_safe_points < 1:
-            raise ValueError(f"stream_safe_points is {stream_safe_points}; allowed: 1 or more")
+            raise ValueError(f"stream_safe_points must be >= 1, got {stream_safe_points}")
         self._rules = rules
         self.roster = Roster(members, rules.quorum, have_joined=may_join is None, incarnations=incarnations or {})
         self._members = self.roster.members
@@ -71,7 +72,7 @@ class RoundCoordinator:
         self.migrants = Migrants(self._members, rules.migrate_every, rules.metric_mode)
         self.trend = MetricTrend(rules.metric_mode)
         self.blanks = BlankMetrics()
-        self._window_start: float | None = None  # first report since the last decision
+        self._window_start: float | None = None  # arrival of the first report since the last decision
         self._patience = Patience(rules.grace_s, stream_safe_points)
         self._largest_iteration = -1
         self._acted_at_iteration: int | None = None
@@ -90,18 +91,18 @@ class RoundCoordinator:
             model_nbytes=model_nbytes,
         )
 
-    # ---------------------------------------------------------------- what happened
+    # ---------------------------------------------------------------- events
 
     def on_report(
         self, rank: int, iteration: int, value: float, step_time_s: float, now: float, *, interval_s: float = 0.0
     ) -> tuple[Send, ...]:
-        """Take a member's report; the newest one counts, unless it was measured before its last average."""
+        """Handle a member's report. The newest one counts, unless it was measured before its last average."""
         member = self._members.get(rank)
         if member is None or not (member.live and member.admitted and member.joined):
             return self._on_strange_report(rank)
         self._note(("{:.6f} rank {} reports {} at iteration {}", (now, rank, value, iteration)))
         member.report_count += 1
-        # Nearly all are believed, and a call takes as long as ten comparisons.
+        # Nearly all values are plausible, and a call takes as long as ten comparisons.
         step_s = step_time_s if 0.0 < step_time_s <= BELIEVED_MAX_S else believed_s(step_time_s)
         member.hear(step_s, interval_s if 0.0 < interval_s <= BELIEVED_MAX_S else believed_s(interval_s), now)
         if not math.isfinite(value):
@@ -114,7 +115,7 @@ class RoundCoordinator:
             self._ignore("Report from before the average was applied")
             return ()
         member.report = as_record((iteration, value, step_s, now))
-        if member.fresh:  # a newer one before the next decision, which was not due, and is not for this
+        if member.fresh:  # a second report before the next decision does not make the decision due
             return ()
         roster, patience = self.roster, self._patience
         member.fresh = True
@@ -123,7 +124,7 @@ class RoundCoordinator:
             patience.on_arrival(rank, now)
         if self._window_start is None:
             self._window_start = now
-        # Of a thousand reports two change something: the one that meets the quorum, and the last one.
+        # Two reports of a thousand change something: the one that meets the quorum, and the last one.
         is_mere = roster.fresh_count < roster.quorum_count or patience.deadline is not None
         if is_mere and roster.fresh_count < roster.live_count and not self._newcomers:
             return ()
@@ -140,7 +141,7 @@ class RoundCoordinator:
         return (Send(rank, 0, Rejoin()),)
 
     def on_joined(self, rank: int, joined: Joined, now: float) -> tuple[Send, ...]:
-        """Take what a coordinator that has taken over has to know of a member, and the newest report of that one."""
+        """Handle a member's state, for a new coordinator, and its newest report."""
         if self.migrants.on_joined(rank, joined, now):
             return ()
         if rank not in self._members and rank in self._may_join:
@@ -155,7 +156,7 @@ class RoundCoordinator:
             member.applied_iteration = max(joined.applied_iteration, member.applied_iteration or 0)
         if joined.judged_iteration >= 0:
             self._acted_at_iteration = max(joined.judged_iteration, self._acted_at_iteration or 0)
-        # It may have missed that these were admitted.
+        # It may have missed the admission of these ranks.
         told = tuple(Send(rank, 0, Admitted(*known)) for known in self.roster.taking_part() if known[1])
         if joined.iteration < 0:
             return told
@@ -167,10 +168,10 @@ class RoundCoordinator:
         return self.roster.taking_part()
 
     def on_newcomer(self, rank: int, incarnation: int, now: float) -> tuple[Send, ...]:
-        """Take a request to be admitted. It may be repeated, since the answer may be lost."""
+        """Handle a request for admission. It may be repeated, since answers can be lost."""
         member = self._members.get(rank)
         if member is not None and member.live and member.admitted:
-            member.incarnation = incarnation  # admitted by an earlier coordinator, whose word has not come
+            member.incarnation = incarnation  # admitted by an earlier coordinator, whose message has not arrived
             return (Send(rank, 0, Admitted(rank, incarnation)),)
         if member is not None and (member.live or (member.admitted and member.incarnation == incarnation)):
             return ()  # it asks again; or it was admitted and has left, and this is an earlier request
@@ -182,7 +183,7 @@ class RoundCoordinator:
     def on_ready(
         self, rank: int, round: int, iteration: int, now: float, *, state_safe_points: int = 0
     ) -> tuple[Send, ...]:
-        """Take a donor's word that its snapshot waits; the last one freezes the round."""
+        """Note that a donor's snapshot is available; the last donor freezes the round."""
         state = self._round_of(rank, round, "Ready")
         if state is None:
             return ()
@@ -198,7 +199,7 @@ class RoundCoordinator:
         return self._advance(now)
 
     def on_decline(self, rank: int, round: int, reason: str, now: float) -> tuple[Send, ...]:
-        """Take a refusal: a replacer drops out at any time, a donor until the freeze."""
+        """Handle a refusal: a replacer may drop out at any time, a donor until the freeze."""
         state = self._round_of(rank, round, "Decline")
         if state is None:
             return ()
@@ -212,9 +213,9 @@ class RoundCoordinator:
         return self._advance(now)
 
     def on_applied(self, rank: int, round: int, iteration: int, now: float) -> tuple[Send, ...]:
-        """Take a replacer's success, which voids what it reported up to then.
+        """Note that a replacer has applied its average, which voids its reports up to then.
 
-        It is a fact about the rank's weights, so it counts even when the round's time was up before it came.
+        This is a fact about the rank's weights, so it counts even after the round's timeout.
         """
         member = self._live(rank, "Applied")
         if member is None or not self._course.take_answer(rank, round):
@@ -230,7 +231,7 @@ class RoundCoordinator:
         return (*admissions, *self._advance(now))
 
     def on_abandoned(self, rank: int, round: int, reason: str, now: float) -> tuple[Send, ...]:
-        """Take a replacer's failure: the round goes on for the others."""
+        """Note that a replacer has failed; the round continues for the others."""
         state = self._round_of(rank, round, "Abandoned")
         if state is None:
             return ()
@@ -242,25 +243,25 @@ class RoundCoordinator:
         return self._advance(now)
 
     def on_leave(self, rank: int, now: float) -> tuple[Send, ...]:
-        """Note that a member has left; it ends its streams, of both directions, by itself."""
+        """Note that a member has left. It ends its own streams in both directions."""
         return self._depart(rank, "left", now)
 
     def on_lost(self, rank: int, now: float) -> tuple[Send, ...]:
-        """Note that a member is lost, as the runtime says."""
+        """Note that the runtime has reported a member as lost."""
         return self._depart(rank, "was lost", now)
 
     def on_time(self, now: float) -> tuple[Send, ...]:
-        """Judge the deadlines. Call it when `next_deadline` has come, after everything that has arrived."""
+        """Judge the deadlines. Call this at `next_deadline`, after passing on all messages that have arrived."""
         return self._advance(now, timers=True)
 
     def on_stop(self) -> tuple[Send, ...]:
-        """Stop before the members do. Each of them is told that no more rounds are decided."""
+        """Stop before the members do, and notify them that no more rounds are decided."""
         return tuple(Send(rank, 0, Leave()) for rank in self.roster.live_ranks())
 
-    # ---------------------------------------------------------------- what is known
+    # ---------------------------------------------------------------- state
 
     def next_deadline(self) -> float | None:
-        """Return when `on_time` is due; None when only a message can cause a transition."""
+        """Return when `on_time` is due; None if only a message can cause a transition."""
         state = self._course.current
         return self._patience.deadline if state is None else state.deadline
 
@@ -297,7 +298,7 @@ class RoundCoordinator:
     # ---------------------------------------------------------------- transitions
 
     def _advance(self, now: float, *, timers: bool = False) -> tuple[Send, ...]:
-        """Make every transition that is due, one after the other."""
+        """Make all transitions that are due, in turn."""
         sends: list[Send] = []
         self._watch_quorum(now)
         while self._transition(sends, now, timers):
@@ -309,7 +310,7 @@ class RoundCoordinator:
         return tuple(sends)
 
     def _transition(self, sends: list[Send], now: float, timers: bool) -> bool:
-        """Make the next transition, if one is due, and tell whether there was one."""
+        """Make the next transition that is due, and return whether there was one."""
         state = self._course.current
         if state is None:
             is_due, is_near = self._decision_is_due(now, timers), self._patience.deadline is not None
@@ -334,7 +335,7 @@ class RoundCoordinator:
         return True
 
     def _watch_quorum(self, now: float) -> None:
-        """Start the grace period when the quorum is met, stop it when reports went with a rank or became void."""
+        """Start the grace period when the quorum is met; stop it if a report is void or its rank is gone."""
         if not self.roster.live_count or self.roster.fresh_count < self.roster.quorum_count:
             self._patience.on_no_quorum()
         elif self._patience.deadline is None:
@@ -342,14 +343,14 @@ class RoundCoordinator:
             self._patience.on_quorum(self.roster.paces_of_others(now), self.roster.cadence_s(), now - start, now)
 
     def _decision_is_due(self, now: float, timers: bool) -> bool:
-        """Tell whether all live members have reported, or enough of them and nobody is waited for any longer."""
+        """Return whether all live members have reported, or the quorum is met and the grace period is over."""
         deadline = self._patience.deadline
         return deadline is not None and (
             self.roster.fresh_count == self.roster.live_count or (timers and now >= deadline)
         )
 
     def _judge(self, sends: list[Send], now: float) -> None:
-        """Judge the newest reports and start a round if they call for one; either way the reports are spent."""
+        """Judge the newest reports, and start a round if they call for one. The reports do not count again."""
         self._decision_count += 1
         start = now if self._window_start is None else self._window_start
         usable = self.roster.reported_since(now - self._rules.max_report_age_s)
@@ -373,7 +374,7 @@ class RoundCoordinator:
         sends += self._course.start(decision, usable | guests if guests else usable, now)
 
     def _is_cooling_down(self) -> bool:
-        """Tell whether the last acting round is too recent, counted in iterations of the fastest member."""
+        """Return whether the last round is too recent, in iterations of the fastest member."""
         if self._rules.threshold is None or self._acted_at_iteration is None:
             return False
         return self._largest_iteration - self._acted_at_iteration < self._rules.cooldown
@@ -382,7 +383,7 @@ class RoundCoordinator:
         sends += self._course.end(state, reason, self._decision_count, now)
 
     def _depart(self, rank: int, how: str, now: float) -> tuple[Send, ...]:
-        """Take a member out of everything that waits for it; a second call does nothing."""
+        """Remove a member that is gone from all that waits for it; a second call does nothing."""
         self.migrants.remove(rank)
         member = self._members.get(rank)
         if member is None or not member.live:
@@ -397,27 +398,27 @@ class RoundCoordinator:
     # ---------------------------------------------------------------- helpers
 
     def _admit(self, rank: int, member: Member, now: float) -> tuple[Send, ...]:
-        """Let a newcomer count, which has a member's state now, and tell all."""
+        """Make a newcomer with a member's state count, and notify all ranks."""
         self._tell("{:.6f} rank {} is admitted", now, rank)
         self.roster.admit(member)
         self._newcomers.remove(rank)
-        # Those that have not joined may have left, and hear of it when they join; other newcomers are told.
+        # Members that have not joined may have left, and are notified when they join; other newcomers are notified now.
         dests = [dest for dest, other in self._members.items() if other.live and (other.joined or not other.admitted)]
         return tuple(Send(dest, 0, Admitted(rank, member.incarnation)) for dest in dests)
 
     def _live(self, rank: int, kind: str) -> Member | None:
-        """Return the member that a message came from; None, with a count, if that rank is no member or gone."""
+        """Return the member that sent a message; None, and count the message, if that rank is gone or not a member."""
         member = self._members.get(rank)
         if member is None or not member.live:
-            self._ignore(f"{kind} from a rank that is {'gone' if member else 'no member'}")
+            self._ignore(f"{kind} from a rank that is {'gone' if member else 'not a member'}")
             return None
         return member
 
     def _round_of(self, rank: int, number: int, kind: str) -> Round | None:
-        """Return the round that a message is about; None, with a count, if it is not the one under way."""
+        """Return a message's round; None, and count the message, if that is not the round in progress."""
         member, state = self._members.get(rank), self._course.current
         if member is None or not member.live:
-            self._live(rank, kind)  # which counts it
+            self._live(rank, kind)  # counts it
             return None
         if state is None or state.number != number:
             self._ignore(f"{kind} of another round")

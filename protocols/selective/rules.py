@@ -1,8 +1,8 @@
-"""Decides who replaces whom in selective averaging: the options that matter for it, and the decision on given metrics.
+"""Decides which ranks replace which in selective averaging: the options of the decision, and the decision itself.
 
-Pure functions on plain values: no asyncio, no transport, no clock, no torch, no randomness, so thousands of tests run
-in milliseconds. `protocols.selective.rounds` decides when to judge and carries each round to its end;
-`protocols.ranking` has the order of the ranks, ties and NaN included, and how many are replaced.
+Pure functions on plain values: no asyncio, transport, clock, torch or randomness, so thousands of tests run in
+milliseconds. `protocols.selective.rounds` decides when to judge and carries each round to its end. `protocols.ranking`
+defines the order of the ranks, with ties and NaN, and the number of replaced ranks.
 """
 
 import math
@@ -21,31 +21,31 @@ from asyncdist.protocols.ranking import (
     replacer_count,
 )
 
-#: How the donors' snapshots come to the replacers.
+#: The route of the donors' snapshots to the replacers.
 Route: TypeAlias = Literal["auto", "direct", "sharded"]
 _ROUNDS: Final = "stragglers and rounds"
-#: `"auto"` takes the sharded route where the busiest rank would else move twice as many models, and so many bytes more:
-#: below that the one step that it takes longer counts more (8 ranks on 2 cores, 4 MiB: 55 ms in place of 13).
+#: `"auto"` takes the sharded route if the busiest rank then moves at most half as many models, and this many bytes
+#: less. Below that, the additional step of the sharded route costs more (8 ranks on 2 cores, 4 MiB: 55 ms, not 13).
 _SHARDED_SAVING_NBYTES: Final = 64 << 20
 _SHARDED_COUNT_MIN: Final = 4
-#: Nor does it count where all ranks together have so many streams less.
+#: It also takes the sharded route if all ranks together then have this many streams less.
 _SHARDED_SAVING_STREAMS: Final = 128
-#: A stream costs a rank about as much as so many bytes, whatever its length.
+#: Fixed cost of a stream for a rank, in bytes.
 _STREAM_NBYTES: Final = 64 << 10
-#: On the sharded route a rank fetches for the replacers of its host where they are spared so much together: it takes a
-#: step longer.
+#: Bytes that a host must save in all before one of its replacers fetches parts for the others on the sharded route,
+#: which takes a step longer.
 SHARED_NBYTES_MIN: Final = 1 << 20
-#: The most that a rank is to send, or to take in, where fewer ranks reduce than could.
+#: Largest number of models that a rank may send, or receive, if only the ranks of one host reduce.
 _MODELS_MAX: Final = 2
 _NO_GUESTS: Final[Mapping[int, float]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectiveRules(JudgingRules):
-    """Holds the options of selective averaging that decide about rounds.
+    """Holds the options of selective averaging that the decisions depend on.
 
     Raises:
-        ValueError: An option is of the wrong type or outside the allowed range; it names option, value and range.
+        ValueError: An option has the wrong type or is out of range; the error has its name, value and allowed range.
     """
 
     threshold: float | None = option(
@@ -91,20 +91,20 @@ class SelectiveRules(JudgingRules):
         default="auto",
         group=_ROUNDS,
     )
-    #: Decisions from one emigrant to the next; 0 without islands.
+    #: Number of decisions between emigrants; 0 without islands.
     migrate_every: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Says what one set of metrics leads to.
+    """Describes the decision on one set of metrics.
 
     Attributes:
-        donors: Ascending; empty for `reset_weights`.
-        replacers: Ascending, never empty, disjoint from `donors`.
-        weights: One per donor, unnormalised, positive.
-        best: The donor with the best metric, whose integer and bool entries are taken; -1 without donors.
-        guests: Those of the donors that are in another island.
+        donors: Ranks that give, ascending; empty for `reset_weights`.
+        replacers: Ranks that take, ascending, at least one, none of them a donor.
+        weights: Unnormalised positive weight of each donor.
+        best: Donor with the best metric, whose integer and bool entries are taken; -1 without donors.
+        guests: Donors from other islands.
     """
 
     donors: tuple[int, ...]
@@ -115,7 +115,7 @@ class Decision:
 
     @property
     def waited_for(self) -> tuple[int, ...]:
-        """Ranks for whose steps the round waits until it is frozen: for a guest no longer than for the others."""
+        """Ranks whose steps the round waits for until the freeze; a guest is not waited for longer than the others."""
         own = tuple(rank for rank in self.donors if rank not in self.guests)
         return own or (self.replacers if self.donors else ())
 
@@ -123,18 +123,17 @@ class Decision:
 def averaging_weights(
     metrics: Mapping[int, float], donors: Sequence[int], *, averaging_strategy: str, metric_mode: str = "max"
 ) -> tuple[float, ...]:
-    """Return one unnormalised weight per donor, none negative, with a positive finite sum.
+    """Return one unnormalised weight per donor; all are >= 0, with a positive finite sum.
 
-    Unnormalised, because the receiver divides by the sum of the weights that really arrived, and because weights of
-    exactly 1 make the mean of 1, 2 and 3 exactly 2. For `weighted_mean` a donor weighs what it gains over the worst
-    finite participant, the replaced ones included; when none gains anything all weigh 1. Only the ratios matter, so
-    weights of a size that could overflow float32 (or float64, for metrics near its limits) are scaled by a power of
-    two, which changes no ratio.
+    They are unnormalised because the receiver divides by their sum, and because weights of exactly 1 make the mean of
+    1, 2 and 3 exactly 2. For `weighted_mean`, a donor's weight is its gain over the worst finite participant, including
+    the replaced ones; if no donor gains anything, all weigh 1. Only the ratios matter, so weights that could overflow
+    float32 (or float64, for metrics near its limits) are scaled by a power of two, which changes no ratio.
 
     Args:
-        metrics: The metrics of all participants.
+        metrics: Metric of each participant, by rank.
         donors: Ranks with finite metrics.
-        averaging_strategy: One of `STRATEGIES`; all but `weighted_mean` weigh evenly.
+        averaging_strategy: One of `STRATEGIES`; all but `weighted_mean` weigh equally.
         metric_mode: `"max"` or `"min"`.
     """
     even = (1.0,) * len(donors)
@@ -159,17 +158,17 @@ def decide(
 ) -> Decision | None:
     """Judge one set of metrics.
 
-    Donors whose weight is 0 are left out (they would send a whole model for nothing); the best donor never is. With
-    `reset_weights` no rank gives, so a round acts even when no metric is finite: fresh weights are the cure then.
+    Donors with weight 0 are left out, since their models would be sent for nothing; the best donor always has a weight.
+    With `reset_weights` no rank gives, so a round acts even if no metric is finite: fresh weights cure that.
 
     Args:
-        metrics: Rank to metric, of the participants.
-        rules: The options. The cooldown is the coordinator's affair, it needs a memory.
-        guests: Rank to metric, of ranks of other islands. None is replaced; those that are better than all that are
-            replaced are donors beside the others.
+        metrics: Metric of each participant, by rank.
+        rules: The options. The coordinator applies the cooldown, which needs a memory.
+        guests: Metric of each rank of another island. None of these is replaced; those that are better than all
+            replaced ranks become additional donors.
 
     Returns:
-        The decision; None when there is no rank to replace, no rank to give, or the threshold is not crossed.
+        The decision; None if there is no rank to replace, no rank to give, or the threshold is not crossed.
     """
     count = replacer_count(len(metrics), rules.replacement_ratio)
     if count == 0:
@@ -201,7 +200,7 @@ def decide(
 def _with_guests(
     candidates: Sequence[int], metrics: Mapping[int, float], guests: Mapping[int, float], bar: int, metric_mode: str
 ) -> tuple[list[int], Mapping[int, float]]:
-    """Return the donors, worst first, with the guests that are better than `bar`, the best rank that is replaced."""
+    """Return the donors, worst first, with the guests that are better than `bar`, the best replaced rank."""
     all_metrics = {**metrics, **guests}
     order = order_worst_first({rank: all_metrics[rank] for rank in (bar, *candidates, *guests)}, metric_mode)
     better = [rank for rank in order[order.index(bar) + 1 :] if math.isfinite(all_metrics[rank])]
@@ -211,26 +210,26 @@ def _with_guests(
 def reducers_of(
     decision: Decision, route: str, model_nbytes: int, turn: int = 0, hosts: Mapping[int, int] | None = None
 ) -> tuple[int, ...]:
-    """Return the ranks that each add up one part of the donors' snapshots; none for the direct route.
+    """Return the ranks that each add up one part of the donors' snapshots; empty for the direct route.
 
-    On the direct route each of D donors sends its model to each of R replacers, and the busiest rank moves as many
-    models as there are donors, or replacers. On the sharded one a donor sends each reducer a part, and the reducer
-    sends the mean of that part to each replacer: (D + R - 1) models in all. Those of the donors and replacers that are
-    more reduce, so that the busiest rank moves 1 + (min(D, R) - 1) / max(D, R) models: less than two. With donors and
-    replacers together it would be more where few are replaced, since a replacer takes a whole mean in already. Guests
-    only give. Where the hosts are known, those of one host alone reduce if that spares the busiest host's network and
-    no rank moves more than two models.
+    On the direct route, each of D donors sends its model to each of R replacers, and the busiest rank moves as many
+    models as there are donors or replacers. On the sharded route, a donor sends a part to each reducer, and the reducer
+    sends the mean of that part to each replacer: D + R - 1 models in all. The larger group of donors and replacers
+    reduces, so that the busiest rank moves 1 + (min(D, R) - 1) / max(D, R) models, which is less than two. Both groups
+    together would move more if few ranks are replaced, since a replacer receives a whole mean already. Guests only
+    give. If the hosts are known, only the ranks of one host reduce if that relieves the busiest host's network and no
+    rank moves more than two models.
 
-    Parts that take less time than a stream's own messages save nothing, so `"auto"` has fewer reducers for a small
-    model, with a single one D + R streams in place of D x R. They take turns.
+    Parts that take less time than a stream's own messages save nothing, so `"auto"` uses fewer reducers for a small
+    model, which take turns; a single reducer needs D + R streams instead of D x R.
 
     Args:
-        decision: Who gives, and who takes.
-        route: One of `Route`. `"auto"` takes the sharded one where that saves the busiest rank, or the busiest host's
-            network, many bytes, or all ranks together many streams.
-        model_nbytes: The bytes of one snapshot.
-        turn: The round's number.
-        hosts: Numbers of the hosts, by rank, where all are known.
+        decision: The donors and replacers.
+        route: One of `Route`. `"auto"` takes the sharded route if that saves many bytes on the busiest rank or on the
+            busiest host's network, or many streams in all.
+        model_nbytes: Size of a snapshot in bytes.
+        turn: Number of the round.
+        hosts: Number of each rank's host; None or empty if a host is unknown.
     """
     donors, replacers = decision.donors, decision.replacers
     own = tuple(rank for rank in donors if rank not in decision.guests)
@@ -257,16 +256,17 @@ def reducers_of(
 def sources_of(
     decision: Decision, reducers: tuple[int, ...], model_nbytes: int, hosts: Mapping[int, int]
 ) -> dict[int, tuple[int, ...]]:
-    """Return, by replacer, from which rank it takes the mean of each part; none who takes all from the reducers.
+    """Return, for each replacer, the rank that it takes the mean of each part from.
 
-    Replacers of one host share what comes from others: each part crosses the network once for each host in place of
-    once for each replacer. They take turns in fetching, so that each has about the same to fetch and to give.
+    Replacers that take all parts from the reducers have no entry. Replacers on one host share the parts from other
+    hosts: each part crosses the network once for each host, instead of once for each replacer. They take turns in
+    fetching, so that each has about the same amount to fetch and to give.
 
     Args:
-        decision: Who gives, and who takes.
-        reducers: The ranks that each make a part; none on the direct route.
-        model_nbytes: The bytes of one snapshot.
-        hosts: Numbers of the hosts, by rank; empty where they are not known.
+        decision: The donors and replacers.
+        reducers: Ranks that each make a part; empty on the direct route.
+        model_nbytes: Size of a snapshot in bytes.
+        hosts: Number of each rank's host; empty if a host is unknown.
     """
     if not reducers or not hosts:
         return {}
@@ -284,7 +284,7 @@ def sources_of(
 
 
 def _network_load(decision: Decision, hosts: Mapping[int, int]) -> float:
-    """Return how many models the network of the busiest host carries in one direction on the direct route."""
+    """Return the number of models in the busier direction of the busiest host's network on the direct route."""
     donors, replacers = (Counter(hosts[rank] for rank in ranks) for ranks in (decision.donors, decision.replacers))
     return max(
         max(replacers[host] * (donors.total() - donors[host]), donors[host] * (replacers.total() - replacers[host]))
@@ -295,7 +295,7 @@ def _network_load(decision: Decision, hosts: Mapping[int, int]) -> float:
 def _sharded_network_load(
     reducers: tuple[int, ...], decision: Decision, model_nbytes: int, hosts: Mapping[int, int]
 ) -> float:
-    """Return the same for the sharded route: the donors' parts, and the means, which leave while these come in."""
+    """Return the same number for the sharded route: the donors' parts and the means travel at the same time."""
     are_shared = bool(sources_of(decision, reducers, model_nbytes, hosts))
     replacers_ = {hosts[rank]: rank for rank in decision.replacers}.values() if are_shared else decision.replacers
     groups = decision.donors, replacers_, reducers
@@ -312,7 +312,7 @@ def _sharded_network_load(
 def _least_load(
     candidates: tuple[int, ...], decision: Decision, model_nbytes: int, hosts: Mapping[int, int]
 ) -> tuple[int, ...]:
-    """Return those who load the busiest host's network least: all candidates, or those of one host."""
+    """Return the candidates that load the busiest host's network least: all of them, or those of one host."""
     by_host: dict[int, list[int]] = {}
     for rank in candidates:
         by_host.setdefault(hosts[rank], []).append(rank)
@@ -321,7 +321,7 @@ def _least_load(
         like, unlike = unlike, like
     choices = [
         tuple(ranks)
-        for ranks in by_host.values()  # what each exchanges with the others of its kind, and with those it serves
+        for ranks in by_host.values()  # a rank's load from the other candidates, and from the ranks that it serves
         if len(ranks) > 1 and max(like - 1, len(ranks) - 1 + unlike) <= _MODELS_MAX * len(ranks)
     ]
     return min([candidates, *choices], key=lambda ranks: _sharded_network_load(ranks, decision, model_nbytes, hosts))

@@ -13,16 +13,16 @@ class PolicyScopes:
     """Holds the scopes of one policy, equal on all of its ranks.
 
     Args:
-        ranks: The ranks that agreed to start the policy, in the order of the agreement.
-        agreed: The result of the agreement.
-        population: A name that the policies of all islands have in common.
+        ranks: Ranks that agreed to start the policy, in the order of the agreement.
+        agreed: Result of the agreement.
+        population: Name that the policies of all islands share.
 
     Attributes:
-        policy: The number of the policy.
-        to_members, to_coordinator: The scopes of messages to the members, and to the coordinator.
-        between: The number that the policies of all islands have in common.
-        values: The values that all members agree in.
-        marks: Up to two different numbers with which members have marked their first weights.
+        policy: Number of the policy.
+        to_members, to_coordinator: Scopes of messages to the members, and to the coordinator.
+        between: Number that the policies of all islands share.
+        values: Values that all members agree on.
+        marks: Up to two different marks of the members' first weights.
     """
 
     def __init__(self, ranks: tuple[int, ...], agreed: Agreed, population: str = "") -> None:
@@ -35,7 +35,7 @@ class PolicyScopes:
 
     @classmethod
     def of_running(cls, welcome: Welcome, values: Mapping[str, str]) -> PolicyScopes:
-        """Return the scopes of a policy that runs on other ranks, and has welcomed this rank."""
+        """Return the scopes of a running policy that has welcomed this rank."""
         scopes = cls.__new__(cls)
         scopes.policy, scopes.values = welcome.policy, dict(values)
         scopes.to_members, scopes.to_coordinator = welcome.to_members, welcome.to_coordinator

@@ -1,4 +1,4 @@
-"""Defines what a member and the coordinator of selective averaging report about themselves."""
+"""Defines the statistics of a member and of the coordinator of selective averaging."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from asyncdist.wording import size_in_words
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """Names a live member that was late for a decision, or that got no role since the round would have waited for it.
+    """Names a live member that was late for a decision, or got no role because its round would have waited for it.
 
-    A member that has reported within the population's cadence, and is only between two reports, is not late.
+    A member whose last report is less than the population's cadence old is not late.
 
     Attributes:
-        decision: Which decision, counted from 1; not every decision starts a round.
+        decision: Number of the decision, from 1; not every decision starts a round.
         rank: The member.
-        offset_s: Its report's arrival after the first report of that decision; None while it has not come.
+        offset_s: Seconds from the decision's first report to the member's report; None while it has not arrived.
     """
 
     decision: int
@@ -31,7 +31,7 @@ class Straggler:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """Names a donor that a round went on without, and why."""
+    """Names a donor that a round continued without, and the reason."""
 
     round: int
     rank: int
@@ -40,27 +40,27 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorStatistics:
-    """Counts what a coordinator has done so far. The mappings are copies.
+    """Counts a coordinator's work so far. The mappings are copies.
 
     For ended rounds, replacers named = applied in time + abandoned + declined (as replacers) + overdue. An `Applied`
-    that comes after its round's time was up is counted in `applied` too, and in `ignored` as late.
+    that arrives after its round's timeout is counted in `applied`, and as late in `ignored`.
 
     Attributes:
-        reports: Reports received, by rank.
-        nonfinite_report_count: Reports whose metric was NaN or infinite.
-        decision_count: Times the reports were judged, with or without a round.
-        rounds_decided: Rounds started.
-        rounds_ended: Rounds ended; at most one less than decided.
-        routes: Rounds with donors, by the route that their snapshots took: `"direct"` or `"sharded"`.
-        applied: Averages applied, by rank.
-        abandoned: Replacers that gave up, left or were lost, by reason.
-        declines: Refusals, by rank, of either role.
-        overdue_count: Replacers that had not answered when their round's time was up.
-        left_out: Donors that rounds went on without, the latest ones.
-        stragglers: Members that decisions, or rounds, did not wait for, the latest ones.
-        ignored: Messages that fitted nothing, by what was wrong.
-        emigrant_count: Members that were chosen to give to another island.
-        guests: Ranks of other islands that gave to a round here, each after the round's number, the latest ones.
+        reports: Number of reports received, by rank.
+        nonfinite_report_count: Number of reports whose metric was NaN or infinite.
+        decision_count: Number of times the reports were judged, with or without a round.
+        rounds_decided: Number of rounds started.
+        rounds_ended: Number of rounds ended; at most one less than started.
+        routes: Number of rounds with donors, by the route of their snapshots: `"direct"` or `"sharded"`.
+        applied: Number of averages applied, by rank.
+        abandoned: Number of replacers that gave up, left or were lost, by reason.
+        declines: Number of refused roles, by rank.
+        overdue_count: Number of replacers that had not answered before their round's timeout.
+        left_out: Latest donors that rounds continued without.
+        stragglers: Latest members that decisions, or rounds, did not wait for.
+        ignored: Number of ignored messages, by reason.
+        emigrant_count: Number of members that were chosen to give to another island.
+        guests: Latest ranks of other islands that gave to a round here, as pairs of round and rank.
     """
 
     reports: Mapping[int, int]
@@ -80,21 +80,21 @@ class CoordinatorStatistics:
     guests: tuple[tuple[int, int], ...] = ()
 
 
-#: So many of the newest are kept.
+#: Number of entries that each list keeps.
 HISTORY_LENGTH: Final = 64
 _STORY_LENGTH: Final = 32
 
 
 class History:
-    """Keeps what has happened at a coordinator lately, for statistics and error messages.
+    """Keeps a coordinator's recent events, for statistics and error messages.
 
     Attributes:
-        left_out: donors that a round went on without.
-        stragglers: those that decisions did not wait for, each with the time at which the decision's reports began.
-        ignored: how many messages came too late or were not allowed, by kind.
-        guests: ranks of other islands that have given, each after its round.
-        note: does what :meth:`tell` does, of words and facts in a tuple: at half the time, for each report.
-        abandoned: replacers that came to nothing, by reason.
+        left_out: Donors that rounds continued without.
+        stragglers: Members that decisions did not wait for, each with the arrival time of the decision's first report.
+        ignored: Number of messages that were late or not allowed, by kind.
+        guests: Pairs of a round and a rank of another island that gave to it.
+        note: Takes the arguments of :meth:`tell` as one pair (template, facts), in half the time.
+        abandoned: Number of replacers that failed, by reason.
     """
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class History:
         self.note = self._story.append
 
     def tell(self, words: str, *facts: object) -> None:
-        """Note what happened. The text is made only when it is asked for, which is rare: making it takes long."""
+        """Record an event. Its string is formatted only if it is needed, since formatting is slow."""
         self._story.append((words, facts))
 
     def story(self) -> tuple[str, ...]:
@@ -115,23 +115,23 @@ class History:
         return tuple(words.format(*facts) for words, facts in self._story)
 
     def broken(self, fact: str) -> str:
-        """Return the words of an assertion that has failed."""
-        return "\n  ".join((fact, "the story so far:", *self.story()))
+        """Return the message of a failed assertion, with the latest events."""
+        return "\n  ".join((fact, "the latest events:", *self.story()))
 
     def ignore(self, what: str) -> None:
-        """Count a message that changes nothing."""
+        """Count a message without effect."""
         self.ignored[what] += 1
 
     def note_abandoned(self, reason: str) -> None:
-        """Count a replacer that came to nothing."""
+        """Count a failed replacer."""
         count_reason(self.abandoned, reason)
 
     def note_stragglers(self, decision: int, late: Iterable[tuple[int, float | None]], start: float) -> None:
-        """Note those that a decision, whose reports began at ``start``, or its round did not wait for."""
+        """Note the members that a decision, or its round, did not wait for; ``start`` is its first report's time."""
         self.stragglers.extend((Straggler(decision, rank, offset_s), start) for rank, offset_s in late)
 
     def note_arrival(self, rank: int, now: float) -> None:
-        """Fill in how late a straggler was, for the decisions that did not wait for it."""
+        """Set the offset of a straggler whose report has arrived."""
         for index, (straggler, start) in enumerate(self.stragglers):
             if straggler.rank == rank and straggler.offset_s is None:
                 self.stragglers[index] = (replace(straggler, offset_s=now - start), start)
@@ -139,31 +139,31 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class SelectiveStatistics:
-    """Counts what a member has done so far.
+    """Counts a member's work so far.
 
     Attributes:
-        iteration: steps taken.
-        report_count: metrics sent.
-        nonfinite_metric_count: how many of these were NaN or infinite.
-        snapshot_count: snapshots taken as a donor.
-        replacement_count: rounds applied.
-        abandoned: rounds given up as a replacer, by reason.
-        declined: roles refused, by reason.
-        unapplied_count: averages that were complete when the policy ended, or was told to forget them.
-        last_round: the newest round this rank was named in.
-        reduction_count: parts of an average that this rank has added up for the replacers of a sharded round.
-        reasked_count: parts of an average that this rank, as a replacer, has asked the donors for anew, since the rank
-            that was to add them up had failed.
-        sent_nbytes: bytes streamed as a donor, or as a reducer of a sharded round.
-        received_nbytes: bytes streamed, or read, as a replacer or as a reducer, abandoned rounds included.
-        read_nbytes: of these, read in the memory of donors on this host.
-        epoch: 0 under the first coordinator; it grows whenever another rank takes over.
-        coordinator_rank: the rank that coordinates, as far as this rank knows; None before the start and where it is
-            gone.
-        coordinator: on a rank that coordinates, or has coordinated, what it has decided there; else None.
-        island: the number of this rank's island, from 0; None without islands.
-        migration_count: snapshots that this rank has given to rounds of other islands.
-        title: which policy it is, and on which rank; "" if it is not known.
+        iteration: Number of steps.
+        report_count: Number of metrics reported.
+        nonfinite_metric_count: Number of these that were NaN or infinite.
+        snapshot_count: Number of snapshots taken as a donor.
+        replacement_count: Number of averages applied.
+        abandoned: Number of rounds given up as a replacer, by reason.
+        declined: Number of refused roles, by reason.
+        unapplied_count: Number of complete averages that were discarded, because the policy or the round ended first.
+        last_round: Newest round that named this rank.
+        reduction_count: Number of parts of an average that this rank has added up for the replacers of a sharded round.
+        reasked_count: Number of parts of an average that this rank, as a replacer, has requested from the donors
+            because their reducer had failed.
+        sent_nbytes: Number of bytes streamed as a donor, or as a reducer of a sharded round.
+        received_nbytes: Number of bytes streamed or read as a replacer or a reducer, including abandoned rounds.
+        read_nbytes: Number of these bytes that were read in the memory of donors on this host.
+        epoch: Epoch of the coordinator: 0 for the first one, larger for each later one.
+        coordinator_rank: Rank of the coordinator, as far as this rank knows; None before the start, and if the
+            coordinator is gone.
+        coordinator: Statistics of this rank as a coordinator; None if it has never coordinated.
+        island: Number of this rank's island, from 0; None without islands.
+        migration_count: Number of snapshots that this rank has given to rounds of other islands.
+        title: Name of the policy and of this rank; "" if unknown.
     """
 
     iteration: int
@@ -188,7 +188,7 @@ class SelectiveStatistics:
     title: str = ""
 
     def __str__(self) -> str:
-        """Return a table of what has happened: ``print(policy.statistics())``."""
+        """Return a table of the counts, for ``print(policy.statistics())``."""
         rows: list[tuple[str, object]] = [(_LABELS[name], getattr(self, name)) for name in _ALWAYS]
         others = {label: self._shown(name) for name, label in _LABELS.items() if name not in _ALWAYS}
         rows += [(label, value) for label, value in others.items() if value]
@@ -205,7 +205,7 @@ class SelectiveStatistics:
         return format_table(self.title, rows)
 
     def _shown(self, name: str) -> object:
-        """Return what the table says of a count, false where that is nothing."""
+        """Return a count as the table shows it; a false value leaves the row out."""
         value = getattr(self, name)
         if name == "island":
             return None if value is None else str(value)
@@ -213,7 +213,7 @@ class SelectiveStatistics:
 
 
 _ALWAYS: Final = ("iteration", "report_count", "snapshot_count", "replacement_count")
-#: How the table calls the counts, in its order.
+#: The names of the counts in the table, in its order.
 _LABELS: Final = {
     "iteration": "iteration",
     "report_count": "metrics reported",

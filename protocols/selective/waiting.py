@@ -1,14 +1,14 @@
-"""Decides how long a coordinator waits for reports, and which ranks a round would have to wait for too long.
+"""Decides how long a coordinator waits for reports, and which ranks would delay a round too much.
 
-Pure functions of what members say about their own time, and `Patience`, which keeps what they need. Two ideas:
+Pure functions of the times that members report, and `Patience`, which keeps their inputs. Two ideas:
 
-- **Grace.** Waiting for late reports is free as long as the round ends before the next reports come. So, after the
-  quorum, they are waited for during ``max(0, cadence - quorum_time - round_time)`` at most, which is the adaptive grace
-  window of Decoupled DiLoCo (eq. 3, ``gamma * max(0, tau * step - quorum_time - sync_time)``, with gamma 1), and only
-  for ranks that can be expected by then. docs/grace.md compares it with other windows.
-- **Roles.** Rounds do not overlap, so a rank whose steps are long would hold up all rounds that it has a role in. A
-  round may take as long as a cadence and a quarter, or twice as long as it does with the median rank, for nothing. A
-  rank that needs more takes part once the time since the last round that was held up makes that a tenth of it.
+- **Grace.** Waiting for late reports is free as long as the round ends before the next reports arrive. After the
+  quorum, late reports are waited for during ``max(0, cadence - quorum_time - round_time)`` at most, which is the
+  adaptive grace window of Decoupled DiLoCo (eq. 3, ``gamma * max(0, tau * step - quorum_time - sync_time)``, with gamma
+  1), and only for ranks that can be expected by then. docs/grace.md compares it with other windows.
+- **Roles.** Rounds do not overlap, so a rank with long steps would delay all rounds that give it a role. A round may
+  take a cadence and a quarter, or twice its time with the median rank, at no cost. A rank that needs longer takes part
+  only when the excess is at most a tenth of the time since the last delayed round.
 """
 
 import math
@@ -18,27 +18,27 @@ from functools import partial
 from statistics import median_low
 from typing import Final, NamedTuple
 
-#: A round may take so many cadences, or so many times what it takes with the median rank, and costs no other round.
+#: Number of cadences, and multiple of the time with the median rank, that a round may take without delaying others.
 FREE_CADENCES: Final = 1.25
 FREE_ROUNDS: Final = 2.0
-#: Times below this say little about a rank, in seconds: hosts are busy, and timers coarse.
+#: Seconds below which a time says little about a rank, because hosts are busy and timers coarse.
 NOISE_S: Final = 0.1
-#: The part of the time by which slow ranks may hold rounds up.
+#: Fraction of the time for which slow ranks may delay rounds.
 HELD_SHARE: Final = 0.1
-#: A longer reported time, in seconds, is not believed: every deadline stays finite.
+#: Upper limit for reported times, in seconds, so that every deadline is finite.
 BELIEVED_MAX_S: Final = 3600.0
-#: Steps of its own that a rank needs for its role, beside those of streams: to hear of it, and to have the result.
+#: Steps that a rank needs for its role, besides those of streams: one to receive it, and one to complete it.
 _ROLE_STEP_COUNT: Final = 2
-_RECENT_ROUND_COUNT: Final = 9  # their median time is what a round takes
+_RECENT_ROUND_COUNT: Final = 9  # their median is the duration of a round
 
 
 class Pace(NamedTuple):
-    """Holds what a coordinator knows of a member's time, in seconds; 0 is not known.
+    """Holds the coordinator's knowledge of a member's times, in seconds; 0 if unknown.
 
     Attributes:
-        step_s: How long its steps take; of its last two reports the shorter time.
-        interval_s: The time from one report to the next; of the last two the shorter one.
-        silent_s: The time since its newest report.
+        step_s: Duration of its steps; the shorter one of its last two reports.
+        interval_s: Time from one report to the next; the shorter one of the last two.
+        silent_s: Time since its newest report.
     """
 
     step_s: float
@@ -46,52 +46,52 @@ class Pace(NamedTuple):
     silent_s: float
 
 
-#: Half the time of Pace(...), which is made for each member in a round.
+#: Takes half the time of Pace(...); each round creates one for each member.
 as_pace: Final[Callable[[tuple[float, float, float]], Pace]] = partial(tuple.__new__, Pace)
 
 
 def believed_s(claimed_s: float) -> float:
-    """Return a time that deadlines can be made of: a report may claim anything. 0 is not known."""
+    """Return a reported time, limited so that deadlines can depend on it; 0 if it is not a positive finite number."""
     if 0.0 < claimed_s <= BELIEVED_MAX_S:
         return claimed_s
     return BELIEVED_MAX_S if BELIEVED_MAX_S < claimed_s < math.inf else 0.0
 
 
 def cadence_s(intervals_s: Sequence[float]) -> float:
-    """Return the population's time between reports, its median member's; 0 where no interval is known."""
+    """Return the median member's time between reports; 0 if no interval is known."""
     known = [interval_s for interval_s in intervals_s if interval_s > 0]
     return median_low(known) if known else 0.0
 
 
 def grace_s(cadence_s: float, quorum_s: float, rounds_s: Sequence[float]) -> float:
-    """Return how long reports may be waited for after the quorum so that no later round is delayed.
+    """Return how long reports may be waited for after the quorum without delaying a later round.
 
     Args:
-        cadence_s: The population's time between reports.
-        quorum_s: What the quorum took, from the first report.
-        rounds_s: How long the latest rounds took.
+        cadence_s: Seconds between reports of the population.
+        quorum_s: Seconds from the first report to the quorum.
+        rounds_s: Durations of the latest rounds, in seconds.
     """
     return max(0.0, cadence_s - quorum_s - (median_low(rounds_s) if rounds_s else 0.0))
 
 
 def is_expected(pace: Pace, cadence_s: float, within_s: float) -> bool:
-    """Tell whether a member's next report can be expected within that time.
+    """Return whether a member's next report can be expected within that time.
 
-    One that is overdue for longer than that has stopped for an unknown time. One whose interval is not known is taken
-    to have the population's cadence.
+    A member that is overdue for longer has stopped for an unknown time. A member with an unknown interval is assumed to
+    have the population's cadence.
     """
     return abs((pace.interval_s or cadence_s) - pace.silent_s) <= within_s
 
 
 def is_late(pace: Pace, cadence_s: float) -> bool:
-    """Tell whether a member without a report for a decision is a straggler, and not only between two reports."""
+    """Return whether a member without a report for a decision is a straggler, and not merely between two reports."""
     return pace.silent_s > FREE_CADENCES * cadence_s
 
 
 def hold_s(pace: Pace, stream_safe_points: int) -> float:
     """Return how long a round takes if this member has a role in it.
 
-    One that is overdue is taken to be away for as long again.
+    An overdue member is assumed to stay away for as long again.
     """
     step_s, interval_s, silent_s = pace
     overdue_s = silent_s - interval_s if 0 < interval_s < silent_s else 0.0
@@ -99,23 +99,23 @@ def hold_s(pace: Pace, stream_safe_points: int) -> float:
 
 
 def free_s(holds: Mapping[int, float], cadence_s: float) -> float:
-    """Return how long a round may take and delay no other."""
+    """Return how long a round may take without delaying another."""
     return max(FREE_CADENCES * cadence_s, FREE_ROUNDS * median_low(holds.values())) if holds else 0.0
 
 
 def slow_ranks(holds: Mapping[int, float], allowed_s: float) -> frozenset[int]:
-    """Return the members without which rounds take no longer than that; none if fewer than two would be left."""
+    """Return the members without which rounds stay within ``allowed_s``; empty if fewer than two others remain."""
     slow = frozenset(rank for rank, hold_s in holds.items() if hold_s > allowed_s)
     return slow if len(holds) - len(slow) >= 2 else frozenset()
 
 
 class Patience:
-    """Remembers whom a coordinator waits for and until when, and when slow ranks last held a round up.
+    """Tracks the members that a coordinator waits for, the deadline, and the last round that a slow rank delayed.
 
     Args:
-        grace_s: What the user allows for waiting: that long after the quorum, and in a round for a slow rank. None for
-            what delays no later round.
-        stream_safe_points: As for `RoundCoordinator`.
+        grace_s: Seconds that the user allows for waiting, after the quorum and in a round for a slow rank. None to wait
+            only as long as no later round is delayed.
+        stream_safe_points: Number of safe points that each end of one donor's stream needs.
 
     Attributes:
         awaited: Members that the decision waits for, once the quorum is met.
@@ -126,25 +126,25 @@ class Patience:
         self._tolerance_s = NOISE_S if grace_s is None else grace_s
         self._stream_safe_points = stream_safe_points
         self._rounds_s: deque[float] = deque(maxlen=_RECENT_ROUND_COUNT)
-        self._held_at = math.inf  # when the last round that a slow rank may have held up ended
-        self._holding: frozenset[int] = frozenset()  # those that may hold the next round up
+        self._held_at = math.inf  # end of the last round that a slow rank may have delayed
+        self._holding: frozenset[int] = frozenset()  # ranks that may delay the next round
         self._first_quorum_at = math.inf
-        self._complete_at: float | None = None  # when the quorum was met, or the last awaited report came
+        self._complete_at: float | None = None  # time of the quorum, or of the last awaited report
         self._limit_at = 0.0
         self.awaited: set[int] = set()
 
     @property
     def round_s(self) -> float:
-        """What the latest rounds took, in seconds; 0 where there was none."""
+        """Median duration of the latest rounds in seconds; 0 if there was none."""
         return median_low(self._rounds_s) if self._rounds_s else 0.0
 
     @property
     def deadline(self) -> float | None:
-        """When a decision is due, whether all have reported or not; None before the quorum is met."""
+        """Time at which a decision is due even if reports are missing; None before the quorum is met."""
         return self._limit_at if self.awaited and self._complete_at is not None else self._complete_at
 
     def on_quorum(self, others: Mapping[int, Pace], cadence_s: float, quorum_s: float, now: float) -> None:
-        """Decide which of the other members are waited for, and how long.
+        """Choose the members to wait for, and the deadline.
 
         A member that has never reported is expected within the first cadence after the first quorum.
         """
@@ -163,30 +163,30 @@ class Patience:
         }
 
     def on_no_quorum(self) -> None:
-        """Wait no more: a decision has been made, or reports went with a rank or became void."""
+        """Stop waiting: a decision was made, or the quorum is no longer met."""
         self._complete_at = None
         self.awaited.clear()
 
     def on_arrival(self, rank: int, now: float) -> None:
-        """Wait for a member no more: it has reported, or is gone."""
+        """Stop waiting for a member that has reported or is gone."""
         if rank in self.awaited:
             self.awaited.remove(rank)
             self._complete_at = now
 
     def on_void(self, rank: int) -> None:
-        """Wait for a member again, whose report counts no more."""
+        """Wait again for a member whose report no longer counts."""
         self.awaited.add(rank)
 
     def slow_ranks(
         self, paces: Iterable[tuple[int, Pace]], cadence_s: float, now: float, *, slowest: Pace | None = None
     ) -> frozenset[int]:
-        """Return those of the members that could be judged which get no role, since rounds would wait for them.
+        """Return the judged members that get no role because rounds would wait for them too long.
 
         Args:
-            paces: Theirs, each with its rank. Where `slowest` is quick enough they are not looked at.
-            cadence_s: The population's time between reports.
+            paces: Rank and pace of each judged member; not read if `slowest` is fast enough.
+            cadence_s: Seconds between reports of the population.
             now: The present time.
-            slowest: The longest step, shortest interval and longest silence of all of them; None says nothing.
+            slowest: Longest step, shortest interval and longest silence of all of them; None if unknown.
         """
         self._held_at = min(now, self._held_at)
         if slowest is not None and hold_s(slowest, self._stream_safe_points) <= max(
@@ -201,7 +201,7 @@ class Patience:
         return slow
 
     def on_round(self, named: Sequence[int], took_s: float, now: float) -> None:
-        """Note that a round has ended, which was frozen after all."""
+        """Note that a frozen round has ended."""
         self._rounds_s.append(took_s)
         if not self._holding.isdisjoint(named):
             self._held_at = now

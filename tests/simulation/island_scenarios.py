@@ -152,7 +152,7 @@ def drawn_faults(rng: random.Random, ranks: int) -> list[Fault]:
 
 def came_too_late(error: BaseException) -> bool:
     """Whether a rank was started again when the others of its island had ended, or were lost."""
-    return isinstance(error, ad.LateError) or "no other rank of this policy is there" in str(error)
+    return isinstance(error, ad.LateError) or "all other ranks of this policy are lost" in str(error)
 
 
 def scenario(seed: int, faults: Sequence[Fault] | None = None) -> SimReport[Any]:

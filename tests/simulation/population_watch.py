@@ -445,7 +445,7 @@ class _StopWatch:
 
 def reason_kind(reason: str) -> str:
     """A reason without its numbers."""
-    for start in ("the stream from rank", "round", "replaced at iteration", "the state of a member did not come"):
+    for start in ("the stream from rank", "round", "replaced at iteration", "the state of a member did not arrive"):
         if reason.startswith(start):
             tail = reason.partition("did not complete: ")[2]
             words = {"gave up": "aborted", "is gone": "donor lost", "in time": "timed out", "slots": "no slot"}

@@ -234,7 +234,7 @@ def test_a_newcomer_with_other_options_is_refused_alone() -> None:
     assert report.results[2] == _LATE
     (error,) = shared.errors
     assert isinstance(error, ad.DisagreementError)
-    assert "option grace_s is 0.002, that of the running policy is 0.001" in str(error)
+    assert "option grace_s is 0.002, but the running policy's is 0.001" in str(error)
     assert max(number for _, number in shared.given) > 20
 
 
@@ -276,7 +276,7 @@ def test_a_newcomer_is_refused_by_two_policies_of_one_name() -> None:
     faults = [Kill(2, at_s=0.02), Restart(2, at_s=0.021)]
     texts = simulate(main, ranks=3, faults=faults, network=Network(loss_detection_s=1e-4), until_s=1e4).results
     assert texts[:2] == ("", "")
-    assert "is in 2 policies of this class and name" in texts[2] and "give each a name= of its own" in texts[2]
+    assert "is in 2 policies of this class and name" in texts[2] and "give each policy a different name=" in texts[2]
 
 
 @pytest.mark.parametrize("inherited", [(), ("random", "numpy", "torch")])

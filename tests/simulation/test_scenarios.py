@@ -216,7 +216,7 @@ def test_it_happened_in_some_seed(seen: Counter[str], what: str) -> None:
 def test_every_reason_that_was_given_is_known_to_this_suite(seen: Counter[str]) -> None:
     kinds = ("abandoned: ", "declined: ", "left out: ")
     given = {name for name in +seen if name.startswith(kinds)}
-    rare = {"abandoned: round ...", "abandoned: the state of a member did not come ..."}
+    rare = {"abandoned: round ...", "abandoned: the state of a member did not arrive ..."}
     assert given - {*ABANDONED, *DECLINED, *LEFT_OUT} <= rare
 
 

@@ -120,8 +120,8 @@ def test_new_coordinator_ignores_a_rank_outside_the_policy() -> None:
     assert coordinator.on_report(3, 9, 1.0, 1.0, 0.0) == ()
     assert coordinator.members() == ((0, 0), (1, 0))
     assert coordinator.statistics().ignored == {
-        "Joined from a rank that is no member": 1,
-        "Report from a rank that is no member": 1,
+        "Joined from a rank that is not a member": 1,
+        "Report from a rank that is not a member": 1,
     }
 
 

@@ -165,7 +165,7 @@ def test_an_applied_that_comes_too_late_still_voids_the_reports() -> None:
     assert coordinator.statistics().applied[0] == 1
     assert coordinator.on_report(0, 30, -1.0, 0.5, 100.0) == ()
     assert coordinator.statistics().ignored == {
-        "Applied after the round's time was up": 1,
+        "Applied after the round's timeout": 1,
         "Applied from a rank that owes none": 1,
         "Report from before the average was applied": 1,
     }
@@ -332,16 +332,18 @@ def test_a_round_number_that_no_frame_can_carry_is_not_believed() -> None:
 
 @pytest.mark.parametrize("members", [[], [1, 1]])
 def test_members_are_checked(members: list[int]) -> None:
-    with pytest.raises(ValueError, match="members are"):
+    with pytest.raises(ValueError, match="members must be"):
         OpenedCoordinator(members, rules())
-    with pytest.raises(ValueError, match="stream_safe_points is 0"):
+    with pytest.raises(ValueError, match="stream_safe_points must be >= 1, got 0"):
         OpenedCoordinator([0], rules(), stream_safe_points=0)
 
 
 def test_a_broken_invariant_tells_the_story() -> None:
     coordinator = started()
     decision = Decision((1,), (0,), (1.0,), 1)
-    with pytest.raises(AssertionError, match=r"(?s)before the last one ended.*rank 3 reports 3\.0 at iteration 9"):
+    with pytest.raises(
+        AssertionError, match=r"(?s)before the previous round has ended.*rank 3 reports 3\.0 at iteration 9"
+    ):
         coordinator._course.start(decision, {}, 0.0)
 
 

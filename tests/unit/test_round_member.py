@@ -172,7 +172,7 @@ def test_a_report_from_before_the_last_average_makes_no_replacer() -> None:
     member = member_in(State.COMPLETE)
     member.on_step()
     member.on_applied(10)
-    reason = "replaced at iteration 10, after the one that was judged"
+    reason = "replaced at iteration 10, after the judged iteration"
     assert member.on_assign(TO_TAKE, 4) == (RefuseUpTo(3), RefuseMeans(4), Tell(Decline(reason), 4))
     assert member.state is State.IDLE and member.declined == {reason: 1}
 

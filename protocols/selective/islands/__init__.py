@@ -1,1 +1,1 @@
-"""Divides a population into islands, each a policy of its own, and lets the best rank of one give to another."""
+"""Divides a population into islands, each with its own policy; the best rank of one gives weights to another."""

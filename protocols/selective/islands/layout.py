@@ -1,7 +1,7 @@
 """Divides the ranks of a population into islands of equal size, by arithmetic: no rank holds a list of all islands.
 
-Where the ranks of a host do not follow each other, they are put together before that, so that an island has ranks of as
-few hosts as possible: what its members send each other seldom leaves one.
+Ranks of the same host are grouped first, so that an island spans as few hosts as possible and little of its traffic
+crosses hosts.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ from typing import Any, Literal, Self, TypeAlias
 from asyncdist import StartTimeoutError, validation
 from asyncdist.protocols.declared import Options, one_of, option, or_none, whole
 
-#: How the island is chosen that an emigrant goes to.
+#: How the destination island of an emigrant is chosen.
 MigrationRoute: TypeAlias = Literal["ring", "random"]
 
 
@@ -21,7 +21,8 @@ class IslandOptions(Options):
     """Holds the options for islands.
 
     Raises:
-        ValueError: An option is out of range, both numbers are given, or neither is and something is said of migration.
+        ValueError: An option is out of range, both ``islands`` and ``island_size`` are given, or a migration option is
+            given without either of them.
     """
 
     islands: int | None = option(
@@ -51,17 +52,17 @@ class IslandOptions(Options):
     )
 
     def __post_init__(self) -> None:
-        """Refuse wrong values on any number of ranks."""
+        """Check all values that do not depend on the number of ranks, and fill in the defaults."""
         Options.__post_init__(self)
         for name, default in (("migrate_every", 10), ("migration", "ring")):
             value = getattr(self, name)
             if value is not None and not self.are_on:
-                validation.refuse(name, value, "none without islands or island_size, as there is nowhere to migrate to")
+                validation.refuse(name, value, "None without islands or island_size; set one of these to migrate")
             object.__setattr__(self, name, default if value is None and self.are_on else value)
         if self.islands is not None and self.island_size is not None:
             raise ValueError(
                 f"islands is {self.islands} and island_size is {self.island_size}; allowed: one of them, "
-                "since the other one follows"
+                "which determines the other"
             )
 
     @property
@@ -70,48 +71,48 @@ class IslandOptions(Options):
         return self.islands is not None or self.island_size is not None
 
     def check_beside(self, averaging_strategy: str, **ranks: object) -> None:
-        """Refuse what has no meaning beside islands. Raises ValueError.
+        """Raise ValueError if another option of the policy cannot be used with islands.
 
         Args:
-            averaging_strategy: The policy's.
-            ranks: Options that name ranks for one coordinator.
+            averaging_strategy: The policy's averaging strategy.
+            ranks: Options that name ranks for a single coordinator.
         """
         if not self.are_on:
             return
         for name, value in ranks.items():
             if value not in (None, (), []):
-                validation.refuse(name, value, "none beside islands, each of which has a coordinator among its ranks")
+                validation.refuse(name, value, "None with islands, each of which has its own coordinator")
         if averaging_strategy == "reset_weights":
             validation.refuse(
-                "averaging_strategy", averaging_strategy, "one with donors beside islands, which exchange them"
+                "averaging_strategy", averaging_strategy, "a strategy that has donors, since islands exchange donors"
             )
 
     @contextlib.contextmanager
     def told_where_others_miss(self) -> Iterator[None]:
-        """Say what may be wrong where the body waits in vain for ranks of this island: they may be in another one."""
+        """Add a hint to a StartTimeoutError of the body: the missing ranks may be in another island."""
         try:
             yield
         except StartTimeoutError as error:
             if not self.are_on:
                 raise
             name, value = ("islands", self.islands) if self.island_size is None else ("island_size", self.island_size)
-            hint = f"here {name}={value}: whoever has another number waits elsewhere"
+            hint = f"this rank has {name}={value}: a rank with another value waits in another island"
             raise StartTimeoutError(f"{error.message}; {hint}", **error.facts) from None
 
     def agreed(self) -> dict[str, Any]:
-        """Return what must be equal on all members, as JSON values; nothing without islands."""
+        """Return the values that must be equal on all members, as JSON values; empty without islands."""
         return asdict(self) if self.are_on else {}
 
     def island_of(self, rank: int, population: Sequence[int], hosts: Sequence[int] | None = None) -> "Island | None":
-        """Return the island of a rank; None without islands, and for a rank that is alone.
+        """Return the island of a rank; None without islands, and if the rank is alone.
 
         Args:
-            rank: One of `population`.
-            population: The ranks in their order; `by_host` puts those of a host together.
-            hosts: As `by_host` takes them.
+            rank: A rank of ``population``.
+            population: All ranks in order, before `by_host` groups them.
+            hosts: The argument of the same name of `by_host`.
 
         Raises:
-            ValueError: They cannot be divided so; the numbers that are allowed are named.
+            ValueError: The ranks cannot be divided in this way. The error lists the allowed numbers.
         """
         count = len(population)
         if not self.are_on or count < 2:
@@ -130,15 +131,15 @@ class IslandOptions(Options):
 
 
 def by_host(population: Sequence[int], hosts: Sequence[int] | None) -> Sequence[int]:
-    """Return the ranks with those of each host together, hosts and the ranks of each in their order.
+    """Return the ranks grouped by host, with hosts and the ranks of each host in their original order.
 
     Args:
         population: The ranks.
-        hosts: For each rank of the world something that the ranks of its host have in common; None where all are on one
-            host, or that is not known.
+        hosts: A value for each rank of the world that is equal for ranks of the same host; None if all ranks are on one
+            host, or the hosts are unknown.
 
     Returns:
-        `population` itself where that is its order: of a whole world it is a `range`, which takes no memory.
+        ``population`` itself if it is grouped already. For a whole world it is a `range`, which takes no memory.
     """
     if hosts is None:
         return population
@@ -151,12 +152,12 @@ def by_host(population: Sequence[int], hosts: Sequence[int] | None) -> Sequence[
 
 @dataclass(frozen=True, slots=True)
 class Island:
-    """Says which ranks one island has, and which islands there are beside it.
+    """Describes one island: its ranks, and its place among the islands.
 
     Attributes:
-        index: Its number, from 0.
-        size: Its ranks, and those of every other island.
-        population: All ranks, in the order of the islands; of a whole world a `range`, which takes no memory.
+        index: Number of the island, from 0.
+        size: Number of ranks in each island.
+        population: All ranks, in the order of the islands. For a whole world it is a `range`, which takes no memory.
     """
 
     index: int
@@ -165,21 +166,21 @@ class Island:
 
     @classmethod
     def at(cls, rank: int, size: int, population: Sequence[int]) -> Self:
-        """Return the island that a rank is in."""
+        """Return the island that contains a rank."""
         return cls(population.index(rank) // size, size, population)
 
     def index_of(self, rank: int) -> int:
-        """Return the number of the island that a rank is in."""
+        """Return the number of the island that contains a rank."""
         return self.population.index(rank) // self.size
 
     @property
     def count(self) -> int:
-        """The number of islands."""
+        """Number of islands."""
         return len(self.population) // self.size
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of this island."""
+        """Ranks of this island."""
         return self.ranks_of(self.index)
 
     def ranks_of(self, index: int) -> tuple[int, ...]:

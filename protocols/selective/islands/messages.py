@@ -1,21 +1,22 @@
-"""Defines the messages that travel between islands. As in `protocols.selective.messages`, every one is flat."""
+"""Defines the messages between islands. All are flat, as in `protocols.selective.messages`."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Emigrant:
-    """Coordinator to a rank of another island: the best member here, which can give its weights to a round there.
+    """Announces the best member of an island, which can give its weights to a round of another island.
 
-    That rank passes it on to its coordinator, once.
+    The coordinator of the member's island sends it to a rank of the other island, which forwards it once to its
+    coordinator.
 
     Attributes:
-        policy: The number that the policies of all islands have in common.
-        rank, incarnation: Of that member.
-        digest: Of what the members here have agreed in.
-        is_passed_on: Whether a rank of the other island has passed it on.
-        marks: Up to two different numbers with which members here, and of islands whose emigrants have arrived here,
-            have marked their first weights.
+        policy: Number that the policies of all islands share.
+        rank, incarnation: Rank and incarnation of the member.
+        digest: Digest of the values that the members of its island have agreed on.
+        is_passed_on: Whether a rank of the other island has forwarded it.
+        marks: Up to two different marks of first weights, from members of this island and of islands whose emigrants
+            have arrived here.
     """
 
     policy: int
@@ -28,14 +29,15 @@ class Emigrant:
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """Coordinator to an emigrant: it may be a donor of a round of that coordinator's island.
+    """Invites an emigrant to be a donor in a round of another island.
 
-    It answers with `Joined`, over the channels of that island, as all does that follows.
+    The coordinator of that island sends it. The emigrant answers with `Joined`, and all later messages use the channels
+    of that island.
 
     Attributes:
-        policy: As in `Emigrant`.
+        policy: Number that the policies of all islands share.
         to_members, to_coordinator: Scopes of that island's messages.
-        epoch: Of its coordinator.
+        epoch: Epoch of the coordinator.
     """
 
     policy: int

@@ -1,8 +1,9 @@
-"""Chooses who emigrates from one island, and keeps those who have come from others until a round takes them.
+"""Chooses the emigrants of one island, and keeps the guests from other islands until a round uses them.
 
-Pure, like `protocols.selective.rounds`, of which it is a part. An island is a population of its own, and every so many
-decisions its best member is a donor in another one: the island model of evolutionary computing (Tanese 1989; Whitley,
-Rana and Heckendorn 1999), with a donor in place of a copy that moves in. An emigrant stays where it is.
+Pure: part of `protocols.selective.rounds`. An island is a population of its own. After a fixed number of decisions, its
+best member becomes a donor in another island. This is the island model of evolutionary computing (Tanese 1989; Whitley,
+Rana and Heckendorn 1999), except that the emigrant stays in its island and gives its weights, instead of a copy that
+moves.
 """
 
 from collections.abc import Mapping
@@ -15,12 +16,12 @@ from asyncdist.protocols.selective.waiting import FREE_ROUNDS, NOISE_S, believed
 
 T = TypeVar("T")
 
-#: So many guests wait at a coordinator; of more the newest do.
+#: Number of guests that wait at a coordinator; the newest replace the oldest.
 GUEST_COUNT_MAX: Final = 4
 
 
 class Guest(NamedTuple):
-    """Holds what a coordinator knows of a rank of another island."""
+    """Holds the report and the incarnation of a rank of another island."""
 
     report: ReportRecord
     incarnation: int
@@ -30,13 +31,14 @@ class Migrants:
     """Keeps the emigrant and the guests of one coordinator.
 
     Args:
-        members: Of the coordinator, which changes them; this puts the guests of a round among them, and takes them out.
-        every: Decisions from one emigrant to the next; 0 for none.
+        members: Members of the coordinator, which changes them. `Migrants` adds the guests of a round, and removes them
+            after it.
+        every: Number of decisions between emigrants; 0 disables emigration.
         metric_mode: `"max"` or `"min"`.
 
     Attributes:
-        emigrant_count: Those that were chosen so far.
-        named: Guests of the round under way.
+        emigrant_count: Number of emigrants chosen.
+        named: Guests of the round in progress.
     """
 
     def __init__(self, members: dict[int, Member], every: int, metric_mode: str) -> None:
@@ -51,7 +53,7 @@ class Migrants:
         self.named: tuple[int, ...] = ()
 
     def on_decision(self, number: int, reports: Mapping[int, ReportRecord]) -> None:
-        """Choose an emigrant, if it is time to: the best of those that were judged, if its metric is finite."""
+        """Choose an emigrant if one is due: the best of the judged members, if its metric is finite."""
         if not self._every or number % self._every or not reports:
             return
         best = order_worst_first({rank: report.value for rank, report in reports.items()}, self._metric_mode)[-1]
@@ -60,16 +62,16 @@ class Migrants:
             self.emigrant_count += 1
 
     def take_emigrant(self) -> tuple[int, int] | None:
-        """Return, once, the member that is to give to another island, and its incarnation."""
+        """Return, once, the chosen emigrant and its incarnation; None if there is none."""
         rank, self._emigrant = self._emigrant, None
         return None if rank is None else (rank, self._members[rank].incarnation)
 
     def invite(self, rank: int, incarnation: int) -> None:
-        """Note that a rank of another island is asked to be a guest."""
+        """Note that a rank of another island has been invited."""
         _put_newest(self._invited, rank, incarnation)
 
     def on_joined(self, rank: int, joined: Joined, now: float) -> bool:
-        """Keep a guest that has come for the next round, with its newest report; False for any other rank."""
+        """Keep an invited guest and its newest report for the next round; return False for any other rank."""
         if self._invited.get(rank) != joined.incarnation:
             return False
         del self._invited[rank]
@@ -78,12 +80,12 @@ class Migrants:
         return True
 
     def remove(self, rank: int) -> None:
-        """Forget a guest, which is gone."""
+        """Forget a guest that is gone."""
         self._invited.pop(rank, None)
         self._waiting.pop(rank, None)
 
     def usable(self, reports: Mapping[int, ReportRecord], oldest_at: float) -> dict[int, ReportRecord]:
-        """Return the reports of guests that a round may name: none that is old, or much slower than all members."""
+        """Return the reports of the guests that a round may name: neither stale nor much slower than all members."""
         if not self._waiting:
             return {}
         limit_s = FREE_ROUNDS * max([report.step_s for report in reports.values()], default=0.0) + NOISE_S
@@ -94,7 +96,7 @@ class Migrants:
         }
 
     def enter(self, guests: tuple[int, ...], round: int) -> None:
-        """Let these take part in a round, as members that do not count; the others that waited are not needed."""
+        """Add these guests to a round, as members that do not count, and drop the other waiting guests."""
         for rank in guests:
             incarnation = self._waiting[rank].incarnation
             self._members[rank] = Member(joined=True, admitted=False, incarnation=incarnation)
@@ -102,7 +104,7 @@ class Migrants:
         self._waiting.clear()
 
     def leave(self) -> None:
-        """Let them go: the round has ended."""
+        """Remove the guests from the members after their round."""
         for rank in self.named:
             del self._members[rank]
         self.named = ()
@@ -112,7 +114,7 @@ class Migrants:
         return {rank: member for rank, member in self._members.items() if rank not in self.named}
 
     def dismissals(self) -> list[Send]:
-        """Return what lets the guests of a round under way go: another rank coordinates, which knows none."""
+        """Return messages that release the guests of the round in progress: a new coordinator will not know them."""
         end = End("the coordinator is replaced")
         return [Send(rank, self._round, end) for rank in self.named if self._members[rank].live]
 

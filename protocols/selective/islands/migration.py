@@ -1,13 +1,13 @@
 """Exchanges the messages between the islands of one policy, on one rank.
 
-The coordinator of an island tells a rank of another island who is to give there, by default its coordinator. A rank
-that does not coordinate passes it on, once. It invites the emigrant, which may be a donor of the
-next round once it has answered. Nothing waits for that: where a message is lost no one gives, and the next emigrant
-follows. A rank that has left the policy says so; its island's next rank is
-told then, or a rank of the next island where all have left.
+The coordinator of an island announces its emigrant to a rank of another island, by default to that island's
+coordinator. A rank that does not coordinate forwards the announcement once. The other coordinator invites the emigrant,
+which may be a donor of the next round once it has answered. Nothing waits for an emigrant: if a message is lost, no
+weights migrate until the next emigrant is chosen. A rank that has left the policy declines, and the announcement goes
+to the next rank of its island, or to the next island if all its ranks have left.
 
-Emigrants also carry the marks of first weights, of which each island passes on its own and those that have arrived. So
-the first island is notified when ranks of other islands have begun with other weights.
+Emigrants also carry the marks of first weights: those of their own island, and those that have arrived from other
+islands. The first island thus learns when ranks of other islands began with different weights.
 """
 
 from __future__ import annotations
@@ -32,42 +32,42 @@ from asyncdist.protocols.selective.scopes import PolicyScopes
 
 logger = logging.getLogger("protocols.selective.islands.migration")
 
-#: So many islands are drawn, or looked at along the ring, for one whose ranks have not all gone.
+#: Number of islands that are tried, at random or along the ring, for one with a live rank.
 _TARGET_COUNT_MAX: Final = 64
 
 
 class GuestArrived(NamedTuple):
-    """Let a rank of another island give in this island."""
+    """Instructs the coordinator to admit a donor from another island."""
 
     rank: int
     incarnation: int
 
 
 class GuestLeft(NamedTuple):
-    """Count no longer on a rank of another island."""
+    """Instructs the coordinator to drop a guest."""
 
     rank: int
 
 
-#: An instruction for the coordinator of this island, on the rank where it runs.
+#: An instruction for the coordinator of this island, on the coordinating rank.
 GuestNews: TypeAlias = GuestArrived | GuestLeft
 
 
 class Migration:
-    """Sends the emigrants of an island where this rank coordinates it, and takes those of others.
+    """Sends the emigrants of this island and receives those of other islands, if this rank coordinates.
 
     Args:
-        services: Of this rank.
-        island: The island that this rank is in.
-        policy: The number that the policies of all islands have in common.
-        digest: A digest of the values that the members of this island have agreed in.
-        marks: The marks of these members' first weights.
-        draw: Chooses islands at random; None for the ring.
+        services: Services of this rank.
+        island: Island of this rank.
+        policy: Number that the policies of all islands share.
+        digest: Digest of the values that the members of this island have agreed on.
+        marks: Marks of these members' first weights.
+        draw: Generator that chooses islands at random; None for the ring.
         visits: Give this rank's weights to other islands.
         coordination: Knows which rank coordinates this island.
 
     Attributes:
-        is_first: Whether the island is the first one.
+        is_first: Whether this is the first island.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Migration:
         self._visits: Visits | None = visits
         self._coordination = coordination
         self._absent: set[int] = set()  # ranks of other islands that have left the policy
-        self._sent: tuple[Emigrant, int] | None = None  # the newest one, and where it went
+        self._sent: tuple[Emigrant, int] | None = None  # the newest emigrant, and the rank it was announced to
         self._has_warned = False
         self.is_first = island.index == 0
         self._board = services.shared(Board)
@@ -109,9 +109,10 @@ class Migration:
         """Return the migration of an island's policy.
 
         Args:
-            world, options: Of the policy.
-            scopes: Of the policy in this island.
-            island, visits, coordination: As for the class.
+            world: World of the policy.
+            options: Options of the policy.
+            scopes: Scopes of the policy in this island.
+            island, visits, coordination: The arguments of the class.
         """
         return cls(
             world.services,
@@ -125,13 +126,13 @@ class Migration:
         )
 
     def leave(self) -> None:
-        """Give nothing to other islands any more: this rank leaves the policy. It may go on coordinating."""
+        """Stop giving weights to other islands, since this rank leaves the policy. It may still coordinate."""
         self._visits = None
 
-    # -- where this rank coordinates --------------------------------------------------------------------------------
+    # -- on the coordinating rank -----------------------------------------------------------------------------------
 
     def emigrate(self, rank: int, incarnation: int) -> None:
-        """Tell another island that a member of this one can give there."""
+        """Announce to another island that a member of this island can give weights there."""
         self._send(Emigrant(self._policy, rank, incarnation, self._digest, marks=self._marks))
 
     def _send(self, emigrant: Emigrant) -> None:
@@ -141,7 +142,7 @@ class Migration:
             self._board.send(emigrant, dest)
 
     def _dests(self) -> Iterator[int]:
-        """Return the first rank that is there of each island that may be next."""
+        """Return the live ranks of the islands that may be next, in the order in which they are tried."""
         for index in self._targets():
             ranks = self._island.ranks_of(index)
             yield from (rank for rank in ranks if rank not in self._services.gone and rank not in self._absent)
@@ -152,24 +153,24 @@ class Migration:
             yield (own + (step if self._draw is None else self._draw.randrange(1, count))) % count
 
     def invite(self, rank: int, to_members: int, to_coordinator: int, epoch: int) -> None:
-        """Ask a rank of another island to be a guest here; see :class:`Invitation`."""
+        """Invite a rank of another island to be a guest here; see :class:`Invitation`."""
         self._board.send(Invitation(self._policy, to_members, to_coordinator, epoch), rank)
 
-    # -- news -------------------------------------------------------------------------------------------------------
+    # -- messages ---------------------------------------------------------------------------------------------------
 
     def on_message(self, message: IslandMessage, source: int, *, is_serving: bool) -> GuestNews | None:
-        """Take a message of another island.
+        """Handle a message from another island.
 
         Args:
             message: The message.
-            source: The rank that sent it.
+            source: Rank that sent it.
             is_serving: Whether the coordinator of this island runs on this rank.
 
         Returns:
-            An instruction for that coordinator, if there is one.
+            An instruction for that coordinator, or None.
         """
         if not self._island.is_elsewhere(source) and not isinstance(message, Emigrant):
-            logger.debug("rank %d, which is in no other island, sent a %s", source, type(message).__name__)
+            logger.debug("rank %d, which is not in another island, sent a %s", source, type(message).__name__)
             return None
         match message:
             case Emigrant():
@@ -182,14 +183,14 @@ class Migration:
         return None
 
     def _on_emigrant(self, emigrant: Emigrant, is_serving: bool) -> GuestArrived | None:
-        """Keep a guest if this rank coordinates, or pass it on to the rank that does."""
+        """Keep a guest if this rank coordinates; otherwise forward the message to the coordinator."""
         if not self._island.is_elsewhere(emigrant.rank):
             return None
         if emigrant.digest != self._digest:
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning(
-                    "rank %d of another island has another model or other options: no weights are taken from there",
+                    "rank %d of another island has another model or other options: its island's weights are not used",
                     emigrant.rank,
                 )
             return None
@@ -202,13 +203,13 @@ class Migration:
         return None
 
     def _note_marks(self, marks: tuple[int, ...], is_serving: bool) -> None:
-        """Note the marks of other islands. The first island warns when they begin to differ from its own."""
+        """Note the marks of other islands. The first island warns once when they differ from its own."""
         known, self._marks = self._marks, first_two((self._marks, marks))
         if self.is_first and is_serving and len(known) < 2:
             warn_of_first_weights(self._marks)
 
     def _on_declined(self, source: int, is_serving: bool) -> GuestLeft | None:
-        """Note that a rank of another island has left the policy, and send another rank what that one has not taken."""
+        """Note that a rank of another island has left the policy, and offer the emigrant to another rank."""
         self._absent.add(source)
         if not is_serving:
             return None

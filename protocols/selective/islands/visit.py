@@ -1,8 +1,8 @@
-"""Gives this rank's weights to rounds of other islands, in which it is a donor alongside its own island's rounds.
+"""Gives this rank's weights to rounds of other islands, alongside its own island's rounds.
 
 A :class:`Visit` has the state machine, the channels and the snapshots of a donor, in the scopes of the other island,
-whose coordinator and replacers treat it as any donor. Its role in its own island continues meanwhile. A visit is
-opened by an invitation, before any rank there asks for a snapshot, and kept for further rounds.
+whose coordinator and replacers treat it like any donor. This rank's role in its own island is unaffected. An invitation
+opens a visit before any rank of the other island asks for a snapshot. The visit is kept for later rounds.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ logger = logging.getLogger("protocols.selective.islands.visit")
 
 
 class Visit:
-    """Is a donor in one other island.
+    """Makes this rank a donor in one other island.
 
     Args:
-        services: Of this rank.
-        scopes: Of that island.
-        island: The island that this rank is in.
-        index: The number of the other island.
+        services: Services of this rank.
+        scopes: Scopes of the other island.
+        island: Island of this rank.
+        index: Number of the other island.
         own: This rank's member in its own island, which has the newest report.
         resources: The model, and the memory of the roles.
     """
@@ -60,7 +60,7 @@ class Visit:
         services.spawn_service(self._listen(), name="visit to another island")
 
     def on_invitation(self, invitation: Invitation, coordinator: int) -> None:
-        """Tell the coordinator that this rank is there, with its newest report."""
+        """Accept an invitation: send the coordinator this rank's newest report."""
         known = self._coordination
         if invitation.epoch < known.epoch or coordinator in self._services.gone:
             return
@@ -76,31 +76,31 @@ class Visit:
 
     @property
     def wants_step(self) -> bool:
-        """Whether the next step has something to do."""
+        """Whether a snapshot is to be taken in the next step."""
         return self._member.wants_step
 
     def on_step(self, iteration: int) -> None:
-        """Take a snapshot, if one is due."""
+        """Take a snapshot if one is due."""
         self._roles.step(iteration)
 
     def leave(self) -> None:
-        """Begin to leave: what is on offer stays there until its round has ended."""
+        """Begin to leave: a snapshot on offer stays available until its round has ended."""
         self._roles.leave()
 
     def close(self) -> None:
-        """Give nothing any more."""
+        """Stop giving weights, and close the channels."""
         self._roles.finish()
         self._services.off_gone(self._on_gone)
         self._channels.close()
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing of a round is left."""
+        """Whether this rank has no part in a round of that island."""
         return self._member.state is State.OUT or not self._roles.is_giving
 
     @property
     def snapshot_count(self) -> int:
-        """Snapshots that were given to that island."""
+        """Number of snapshots given to that island."""
         return self._roles.donor.snapshot_count
 
     @property
@@ -113,7 +113,7 @@ class Visit:
             self._services.engine.loop.call_soon(self._lose, rank)
 
     def _lose(self, rank: int) -> None:
-        """End the round of a coordinator that is gone; another one knows nothing of it."""
+        """End the round of a coordinator that is gone: a new coordinator does not know the round."""
         if rank == self._coordination.coordinator:
             self._coordination.follow(self._coordination.epoch, None)
             self._roles.lose_coordinator("is gone")
@@ -133,7 +133,7 @@ class Visit:
                     logger.debug("a coordinator of another island sent a %s", type(other).__name__)
 
     def _is_given(self, assign: Assign) -> bool:
-        """Return whether an assignment is one for a guest, which only gives, and names ranks that may be in it."""
+        """Return whether an assignment fits a guest: it is a donor's, and names only ranks that may be in the round."""
         return assign.role == DONOR and not assign.admits and assign.is_among(*self._known)
 
 
@@ -141,9 +141,9 @@ class Visits:
     """Holds the visits of one rank, by island.
 
     Args:
-        services: Of this rank.
-        island: The island that this rank is in.
-        own: This rank's member there.
+        services: Services of this rank.
+        island: Island of this rank.
+        own: This rank's member in that island.
         resources: The model, and the memory of the roles.
     """
 
@@ -156,7 +156,7 @@ class Visits:
         self._visits: dict[int, Visit] = {}
 
     def located(self, info: StepInfo) -> StepInfo:
-        """Return a step's result with this rank's island, and the donors that are in another one."""
+        """Return a step's result with this rank's island, and the donors from other islands."""
         if info is NOTHING:
             return info
         members = self._island.ranks
@@ -165,7 +165,7 @@ class Visits:
         )
 
     def on_invitation(self, invitation: Invitation, coordinator: int) -> bool:
-        """Prepare to be a donor in another island; False if this rank leaves."""
+        """Prepare to be a donor in another island; return False if this rank is leaving."""
         if self._is_leaving:
             return False
         index = self._island.index_of(coordinator)
@@ -177,7 +177,7 @@ class Visits:
 
     def _open_visit(self, index: int, invitation: Invitation) -> Visit:
         island = self._island
-        assert index != island.index, f"an invitation of island {index} to {island}"
+        assert index != island.index, f"island {index} invites a rank of its own, {island}"
         scopes = PolicyScopes.elsewhere(invitation.to_members, invitation.to_coordinator)
         return Visit(self._services, scopes, island, index, self._own, self._resources)
 
@@ -188,24 +188,24 @@ class Visits:
                 visit.on_step(iteration)
 
     def leave(self) -> None:
-        """Begin to leave."""
+        """Begin to leave all visits, and decline later invitations."""
         self._is_leaving = True
         for visit in self._visits.values():
             visit.leave()
 
     def close(self) -> None:
-        """Give nothing any more."""
+        """Stop giving weights to other islands."""
         for visit in self._visits.values():
             visit.close()
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing of a round elsewhere is left."""
+        """Whether this rank has no part in a round of another island."""
         return all(visit.is_quiet for visit in self._visits.values())
 
     @property
     def snapshot_count(self) -> int:
-        """Snapshots that were given to other islands."""
+        """Number of snapshots given to other islands."""
         return sum(visit.snapshot_count for visit in self._visits.values())
 
     @property

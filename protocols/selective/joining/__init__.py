@@ -1,1 +1,1 @@
-"""Lets a rank that was started again take part in selective averaging: admission, and the transfer of its state."""
+"""Lets a restarted rank rejoin selective averaging: admission, and the transfer of a member's state."""

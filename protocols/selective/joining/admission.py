@@ -1,12 +1,12 @@
-"""Keeps the ranks that ask to be admitted to a policy that runs, and chooses who gives each of them its state.
+"""Keeps the ranks that ask to be admitted to a running policy, and chooses the donor of their state.
 
-A newcomer is a new process in the place of a member that was lost. It is admitted by a round of its own, between two
-others, in which one donor gives it all of its state. Newcomers that wait together are admitted together. Until it has
-that state, a newcomer does not count: it is neither judged nor waited for.
+A newcomer is the new process of a lost member. A round of its own, between two other rounds, admits it: one donor gives
+it all of its state. Newcomers that wait at the same time are admitted together. Until it has the state, a newcomer does
+not count: it is neither judged nor waited for.
 
-Rounds do not overlap, so a newcomer that is slow holds up all of them. What an admission may take follows from what
-rounds take, and is doubled after each one that took too long; the others' rounds have nine times as long before the
-next attempt.
+Rounds do not overlap, so a slow newcomer delays all of them. The time limit of an admission follows from the duration
+of rounds, and doubles after each admission that exceeded it. Before the next attempt, other rounds have nine times as
+long.
 """
 
 import math
@@ -18,15 +18,15 @@ from asyncdist.protocols.selective.round.state import Member, ReportRecord
 from asyncdist.protocols.selective.rules import Decision, SelectiveRules
 from asyncdist.protocols.selective.waiting import HELD_SHARE
 
-#: How many take the state of one donor in one round.
+#: Number of newcomers that take the state of one donor in one round.
 NEWCOMER_COUNT_MAX: Final = 8
-#: What the first attempt may take: so many cadences, and so many times what rounds take.
+#: Time limit of the first attempt, in cadences and in durations of a round; the longer one applies.
 _FIRST_CADENCES: Final = 2.0
 _FIRST_ROUNDS: Final = 6.0
 
 
 class _Failures(NamedTuple):
-    """The attempts to admit one newcomer: how many have failed, and the decision and the time before the next one."""
+    """Counts the failed attempts to admit one newcomer, with the decision and the time before the next attempt."""
 
     failed_count: int = 0
     after_decision: int = -1
@@ -37,15 +37,15 @@ class Newcomers:
     """Keeps the newcomers of one coordinator.
 
     Args:
-        members: of the coordinator, which changes them.
-        rules: the options.
+        members: Members of the coordinator, which changes them.
+        rules: The options.
     """
 
     def __init__(self, members: Mapping[int, Member], rules: SelectiveRules) -> None:
         self._members = members
         self._rules = rules
         self._failures: dict[int, _Failures] = {}
-        self._admitted_after = -1  # the decision after which the newest round for newcomers came
+        self._admitted_after = -1  # the decision before the newest round for newcomers
 
     def __bool__(self) -> bool:
         return bool(self._failures)
@@ -55,17 +55,17 @@ class Newcomers:
         self._failures[rank] = _Failures()
 
     def remove(self, rank: int) -> None:
-        """Note that a rank has been admitted, or is gone."""
+        """Forget a rank that has been admitted or is gone."""
         self._failures.pop(rank, None)
 
     def on_round(self, ranks: Sequence[int], decision_count: int, held_s: float, now: float) -> None:
-        """Note that a round has ended. The others' next decision comes before those that it has not admitted.
+        """Note that a round has ended. Newcomers that it has not admitted wait for the others' next decision.
 
         Args:
-            ranks: newcomers.
-            decision_count: decisions so far.
-            held_s: for how long it has held the others up, if it took longer than allowed.
-            now: the present time.
+            ranks: The newcomers of the round.
+            decision_count: Number of decisions so far.
+            held_s: Seconds for which the round has delayed the others, if it exceeded its limit; otherwise 0.
+            now: The present time.
         """
         for rank in ranks:
             if rank in self._failures:
@@ -73,12 +73,12 @@ class Newcomers:
                 self._failures[rank] = _Failures(self._failures[rank].failed_count + 1, decision_count, next_at)
 
     def allowed_s(self, ranks: Sequence[int], cadence_s: float, round_s: float) -> float:
-        """Return how long a round that admits these may hold the others up, once it is known what rounds take.
+        """Return the seconds that a round may take to admit these ranks; infinite while round times are unknown.
 
         Args:
-            ranks: newcomers.
-            cadence_s: the population's time between reports; 0 is not known.
-            round_s: what rounds take; 0 is not known.
+            ranks: The newcomers.
+            cadence_s: Seconds between reports of the population; 0 if unknown.
+            round_s: Duration of a round in seconds; 0 if unknown.
         """
         first_s = max(_FIRST_CADENCES * cadence_s, _FIRST_ROUNDS * round_s)
         count = max((self._failures[rank].failed_count for rank in ranks), default=0)
@@ -87,11 +87,11 @@ class Newcomers:
     def next(
         self, decision_count: int, is_decision_near: bool, now: float
     ) -> tuple[Decision, dict[int, ReportRecord]] | None:
-        """Return the roles of a round that admits the next newcomers, and their reports; None where they have to wait.
+        """Return the roles and reports of a round that admits the next newcomers; None if they have to wait.
 
-        The best member gives, by the newest reports; after a failure the one after it. Where no metric is finite any
-        member gives whose weights are. Nobody is judged by a report.
-        They take turns with decisions, where the quorum for the next one is met.
+        The donor is the best member by the newest reports, and after a failure the next best. If no metric is finite,
+        any member with finite weights is the donor. No member is judged in this round. Admissions alternate with
+        decisions when the quorum for the next decision is met.
         """
         if is_decision_near and self._admitted_after == decision_count:
             return None

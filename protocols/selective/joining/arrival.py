@@ -1,4 +1,4 @@
-"""Takes a member's whole state at a newcomer, until the coordinator says that it is admitted."""
+"""Takes a member's whole state on a newcomer, until the coordinator has admitted it."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from asyncdist.protocols.selective.leadership import Leadership
 from asyncdist.protocols.selective.member import RoundMember, State
 from asyncdist.protocols.selective.roles.member_roles import MemberRoles
 
-#: The most that a newcomer takes: a number of bytes, and a multiple of its model's.
+#: Largest state that a newcomer accepts: a number of bytes plus a multiple of its model's size.
 _STATE_NBYTES_MAX: Final = 64 << 20
 _STATE_MODEL_COUNT_MAX: Final = 16
 
 
 class Arrival:
-    """Makes one newcomer, which has been welcomed, a member.
+    """Makes a welcomed newcomer a member.
 
     Args:
-        member: Knows whether this rank is admitted, and when weights are there.
-        roles: Take the weights.
-        states: Takes the rest of the state.
-        whole: This rank's state, which the state of a member replaces.
-        journal: Notes whose state this rank has taken.
-        model_nbytes: The size of the model, which bounds the state that a donor may give.
+        member: Knows whether this rank is admitted, and when its weights have arrived.
+        roles: Receive the weights.
+        states: Receives the rest of the state.
+        whole: This rank's state, which a member's state replaces.
+        journal: Records the donor of the state.
+        model_nbytes: Size of the model in bytes, which limits the size of the state.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class Arrival:
         self._nbytes_max = _STATE_NBYTES_MAX + _STATE_MODEL_COUNT_MAX * model_nbytes
 
     async def complete(self, application: Application, leadership: Leadership) -> None:
-        """Ask, and take the state whenever a round gives one, until this rank is admitted.
+        """Ask for admission, and take the state in each round that gives one, until this rank is admitted.
 
         Args:
-            application: Asks again and again.
-            leadership: Is notified of each further welcome, since another rank may coordinate meanwhile.
+            application: Repeats the request.
+            leadership: Is notified of each further welcome, since the coordinator may change meanwhile.
 
         Raises:
-            AsyncdistError: As :meth:`Application.until`.
+            AsyncdistError: See :meth:`Application.until`.
         """
         while self._member.is_joining:
             await application.until(self._has_news)
@@ -69,7 +69,7 @@ class Arrival:
         return not self._member.is_joining or self._member.state is State.COMPLETE
 
     async def _take_state(self) -> None:
-        """Take the rest of the state whose weights have arrived, and put all of it in place."""
+        """Receive the state that belongs to the received weights, and restore both."""
         exchange, number = self._roles.replacer.exchange, self._member.round
         assert exchange is not None, f"round {number} is complete without an exchange"
         try:
@@ -78,7 +78,7 @@ class Arrival:
             )
             parts = unpacked(state)
         except (AsyncdistError, TimeoutError) as error:
-            self._roles.give_up(number, f"the state of a member did not come: {error}")
+            self._roles.give_up(number, f"the state of a member did not arrive: {error}")
             return
         if self._roles.replacer.exchange is not exchange or exchange.average is None:
             return  # the round has ended meanwhile

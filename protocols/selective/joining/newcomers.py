@@ -1,8 +1,8 @@
 """Finds the policy that runs on the other ranks, and asks to be admitted to it.
 
-A newcomer asks all live ranks, again and again until it is admitted, since the rank that coordinates may change, or not
-have heard of it yet. The one that coordinates the policy compares class, name, model and options, and answers with what
-the newcomer needs to talk to the members. A rank that has left the policy says so.
+A newcomer asks all live ranks repeatedly until it is admitted, since the coordinator may change, or may not yet know of
+the newcomer. The coordinator compares class, name, model and options, and answers with the scopes that the newcomer
+needs to exchange messages with the members. A rank that has left the policy says so in its answer.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from asyncdist.messaging import wire
 from asyncdist.messaging.services import Services
 from asyncdist.waits import WaitId, WaitKind
 
-#: How long a newcomer waits at least before it asks again, in seconds; longer where answers take longer.
+#: Shortest time in seconds after which a newcomer asks again; it waits longer if answers take longer.
 _ASK_AGAIN_S: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Newcomer to all: it asks to be admitted to the policy that agrees in what ``digest`` stands for.
+    """Newcomer to all ranks: asks to be admitted to the policy whose agreed values have this digest.
 
-    It is short: all newcomers ask all ranks, and a short message takes none of their steps. ``left`` is the policy that
-    this process has left before: it asks for the next one, also where others are in that one still.
+    The message is short, since all newcomers ask all ranks, and a short message takes none of their steps. ``left`` is
+    the policy that this process left before, or 0. The newcomer then asks for the next policy, even if other ranks are
+    still in the previous one.
     """
 
     key: int
@@ -37,10 +38,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Coordinator to newcomer: it will be admitted between two rounds, and these are the scopes of the policy.
+    """Coordinator to newcomer: the policy's scopes; the newcomer will be admitted between two rounds.
 
-    ``members`` are those that take part now, each with its incarnation: they may take over, and others may not.
-    ``between`` is the number that the policies of all islands have in common.
+    ``members`` are the present members with their incarnations; only they may become the coordinator. ``between`` is
+    the number that the policies of all islands share.
     """
 
     key: int
@@ -54,7 +55,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Coordinator to newcomer: the running policy agrees in these values, which are others."""
+    """Coordinator to newcomer: the values of the running policy, which differ from the newcomer's."""
 
     key: int
     values: tuple[tuple[str, str], ...]
@@ -62,7 +63,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """Answers a request: this rank waits to be admitted itself, or has left that policy (``has_ended``)."""
+    """Answers a request: this rank is waiting for admission itself, or has left that policy (``has_ended``)."""
 
     key: int
     has_ended: bool
@@ -70,7 +71,7 @@ class Over:
 
 @dataclass(frozen=True, slots=True)
 class Ambiguous:
-    """Answers a request: this rank is in several policies of that class and name, on the same ranks."""
+    """Answers a request: this rank is in several policies of that class and name on the same ranks."""
 
     key: int
     count: int
@@ -80,17 +81,17 @@ AdmissionMessage: TypeAlias = Request | Welcome | Refusal | Over | Ambiguous
 
 
 def key_of(ranks: Sequence[int], values: Mapping[str, str]) -> int:
-    """Return a number for the policies of one class and name on these ranks, in a request and its answers."""
+    """Return the number of all policies of one class and name on these ranks, for requests and answers."""
     return wire.scope_of(ranks, f"{values.get('class')} {values.get('name')}", 0)
 
 
 def digest_of(ranks: Sequence[int], values: Mapping[str, str]) -> str:
-    """Return a digest of what the members of a policy have agreed in."""
+    """Return a digest of the values that the members of a policy have agreed on."""
     return hashlib.sha256(repr((tuple(ranks), sorted(values.items()))).encode()).hexdigest()[:16]
 
 
 class RequestBoard(Protocol):
-    """Carries the requests of newcomers, and their answers."""
+    """Carries the requests of newcomers and their answers."""
 
     def send(self, message: AdmissionMessage, dest: int) -> None:
         """Send a message, unless ``dest`` cannot be reached."""
@@ -100,16 +101,16 @@ class RequestBoard(Protocol):
 
 
 class Application:
-    """Asks for one newcomer, until it is admitted.
+    """Asks for the admission of one newcomer.
 
     Args:
-        services: of this rank.
+        services: Services of this rank.
         board: Carries the requests.
-        ranks: of the policy's group.
-        values: what this rank's policy would agree in.
-        timeout_s: how long it may take until a coordinator answers, and from each answer to the next one. To be
-            admitted takes as long as the rounds do that come before.
-        left: the policy of this class and name that this process has left before, or 0.
+        ranks: Ranks of the policy's group.
+        values: Values on which this rank's policy would agree.
+        timeout_s: Seconds to wait for a coordinator's answer, and then for each further answer. Admission itself takes
+            as long as the rounds before it.
+        left: Policy of this class and name that this process has left before, or 0.
     """
 
     def __init__(
@@ -135,20 +136,20 @@ class Application:
         self._asked: set[int] = set()
         self._met: set[int] = set()
         self._began_at = self._ask_again_at = services.time()
-        self._answer_s: float | None = None  # until the first one came
+        self._answer_s: float | None = None  # seconds until the first answer
         self._welcome: tuple[Welcome, int] | None = None
-        self._policy: int | None = None  # that has welcomed this rank
+        self._policy: int | None = None  # the policy that has welcomed this rank
         self._error: AsyncdistError | None = None
 
     def _others(self) -> list[int]:
         return [rank for rank in self._ranks if rank not in self._services.gone]
 
     def on_message(self, message: AdmissionMessage, source: int) -> None:
-        """Take an answer."""
+        """Handle an answer."""
         if self._answer_s is None:
             self._answer_s = self._services.time() - self._began_at
         match message:
-            case Welcome() if self._policy in (None, message.policy):  # not of the one that the others start next
+            case Welcome() if self._policy in (None, message.policy):  # not of the policy that the others start next
                 self._welcome = message, source
                 self._deadline = self._services.time() + self._timeout_s
             case Over(_, has_ended):
@@ -158,7 +159,7 @@ class Application:
             case Ambiguous(_, count):
                 text = (
                     f"rank {source} is in {count} policies of this class and name, and cannot know which of them this "
-                    "rank enters again; give each a name= of its own"
+                    "rank rejoins; give each policy a different name="
                 )
                 self._error = DisagreementError(text, difference="name")
             case Refusal(_, values):
@@ -166,38 +167,38 @@ class Application:
                     (item for item in values if self._values.get(item[0]) != item[1]), ("group", "other")
                 )
                 mine = self._values.get(name)
-                text = f"this rank's {name} is {mine}, that of the running policy is {there} (rank {source} says so)"
+                text = f"this rank's {name} is {mine}, but the running policy's is {there} (reported by rank {source})"
                 self._error = DisagreementError(text, difference=name)
         self._services.engine.recheck()
 
     def note_round(self) -> None:
-        """Note that this rank has been named in a round, which took its time: that is an answer too."""
+        """Note that a round has named this rank, which restarts the timeout like an answer."""
         self._deadline = self._services.time() + self._timeout_s
 
     def close(self) -> None:
-        """Take no answers any more."""
+        """Drop all later answers."""
         self._board.end_application(self)
 
     async def welcomed(self) -> tuple[Welcome, int]:
-        """Ask until a coordinator has answered, and return its answer and who it is.
+        """Ask until a coordinator has answered; return its answer and its rank.
 
         Raises:
-            AsyncdistError: as :meth:`until`.
+            AsyncdistError: See :meth:`until`.
         """
         await self.until(lambda: False)
         welcome = self.take_welcome()
-        assert welcome is not None, "an answer has come"
+        assert welcome is not None, "there is no answer"
         return welcome
 
     def take_welcome(self) -> tuple[Welcome, int] | None:
-        """Return the newest answer that was not taken yet, and who coordinates."""
+        """Return the newest answer that was not taken yet, and the coordinator's rank."""
         welcome, self._welcome = self._welcome, None
         if welcome is not None:
             self._policy = welcome[0].policy
         return welcome
 
     def _ask(self) -> None:
-        """Ask all ranks when it is time to, and those at once that are there since."""
+        """Ask all ranks if that is due; ask ranks that have appeared since the last request at once."""
         now, others = self._services.time(), self._others()
         if now >= self._ask_again_at:
             waited_s = now - self._began_at if self._answer_s is None else 2 * self._answer_s
@@ -214,14 +215,15 @@ class Application:
                 self._board.send(self._request, rank)
 
     async def until(self, is_over: Callable[[], bool]) -> None:
-        """Ask until ``is_over``, or until an answer has come.
+        """Ask until ``is_over`` returns True or an answer has arrived.
 
         Raises:
-            DisagreementError: class, name, model or an option differs, or several policies have this class and name.
-            LateError: all others have left the world; or the policy, and have begun no other one until the time is up.
-            ClosedError: all others were started again, too.
-            StartTimeoutError: the time is up.
-            RankLostError: no other rank is there any more.
+            DisagreementError: Class, name, model or an option differs, or several policies have this class and name.
+            LateError: All other ranks have left the world; or they have left the policy and started no other before the
+                timeout.
+            ClosedError: All other ranks were restarted, too.
+            StartTimeoutError: The timeout has passed.
+            RankLostError: No other rank is left.
         """
         services = self._services
         while not is_over() and self._welcome is None:
@@ -239,21 +241,22 @@ class Application:
                 return
             self._met |= {rank for rank in self._ranks if not services.is_unmet(rank)} | services.left_world()
             is_time_up = services.time() >= self._deadline
-            # A rank that was not met yet may have the policy: a slow one is met late. One met just now was not asked.
+            # A rank that was not met yet may have the policy: a slow rank is met late, and a rank met just now was not
+            # asked.
             others = self._others()
             are_over = self._over.issuperset(others)
             is_over_everywhere = are_over and self._met.issuperset(self._ranks)
             if self._policy is None and self._have_left.intersection(others):
-                is_over_everywhere = False  # they may enter the next one
+                is_over_everywhere = False  # they may enter the next policy
             if not (is_over_everywhere or is_time_up):
                 continue
             if are_over and (self._have_left or services.left_world().intersection(self._ranks)):
-                raise LateError("no other rank has this policy any more: this rank was started again too late")
+                raise LateError("this rank was restarted too late: no other rank has this policy any longer")
             if is_over_everywhere or (are_over and others):
-                raise ClosedError("no other rank has this policy any more: all are lost, or were started again, too")
+                raise ClosedError("no other rank has this policy any longer: all are lost or were restarted, too")
             if not others:
-                raise RankLostError("no other rank of this policy is there: all are lost", rank=self._ranks[0])
+                raise RankLostError("all other ranks of this policy are lost", rank=self._ranks[0])
             raise StartTimeoutError(
-                f"no coordinator of this rank's policy has answered for {self._timeout_s:g} s: it is not admitted",
+                f"this rank was not admitted: no coordinator of its policy has answered within {self._timeout_s:g} s",
                 missing=(),
             )

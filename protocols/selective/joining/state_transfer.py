@@ -1,8 +1,8 @@
-"""Carries the optimizer's state, and the policy's, from a donor to a newcomer: what goes with the weights of a round.
+"""Transfers the optimizer's and the policy's state from a donor to a newcomer, in addition to the weights.
 
-The donor copies its optimizer's state in the step in which it takes its snapshot, as bytes: a description without code,
-and the tensors behind it. The newcomer takes the size as a stream of its own, allocates, and takes the state as
-another. A donor that has left the policy, and sends no messages there any more, answers both by the abort.
+The donor copies its optimizer's state in the step that takes its snapshot, as bytes: a description without code,
+followed by the tensors. The newcomer receives the size as one stream, allocates memory, and receives the state as
+another. A donor that has left the policy no longer sends messages there, and answers both requests with an abort.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from asyncdist.tensors.byte_views import byte_view, split
 logger = logging.getLogger("protocols.selective.joining.state_transfer")
 
 _ALIGNMENT_NBYTES: Final = 16
-#: Stands for a tensor in the description: dtype, shape, and where its bytes begin.
+#: Marks a tensor in the description, followed by its dtype, its shape, and the offset of its bytes.
 _TENSOR: Final = "asyncdist tensor"
 _LENGTH_NBYTES: Final = 8
 
@@ -34,7 +34,7 @@ StateMessage: TypeAlias = Grant | Cancel
 
 
 def packed(value: Any) -> torch.Tensor:
-    """Return a copy of a tree of dicts, lists, tuples, numbers, texts and tensors, as bytes."""
+    """Return a copy of a tree of dicts, lists, tuples, numbers, strings and tensors, as bytes."""
     tensors: list[tuple[int, torch.Tensor]] = []
     end = 0
 
@@ -63,21 +63,21 @@ def packed(value: Any) -> torch.Tensor:
 
 
 def unpacked(data: torch.Tensor) -> Any:
-    """Return what :func:`packed` was given; its tensors are views of ``data``.
+    """Return the tree that :func:`packed` was given; its tensors are views of ``data``.
 
     Raises:
-        RemoteProtocolError: the bytes are something else.
+        RemoteProtocolError: The bytes are not a packed tree.
     """
     try:
         return _unpacked(data)
-    except Exception as error:  # torch raises errors of many kinds for what it does not understand
-        raise RemoteProtocolError(f"{data.numel()} bytes that are no state: {error}") from error
+    except Exception as error:  # torch raises errors of many kinds for malformed data
+        raise RemoteProtocolError(f"{data.numel()} bytes are not a valid state: {error}") from error
 
 
 def _unpacked(data: torch.Tensor) -> Any:
     length = int.from_bytes(bytes(byte_view(data[:_LENGTH_NBYTES])), "little")
     if not 0 <= length <= data.numel() - _LENGTH_NBYTES:
-        raise ValueError(f"a description of {length} bytes in a state of {data.numel()}")
+        raise ValueError(f"the description has {length} bytes, but the state has {data.numel()}")
     head = -(-(_LENGTH_NBYTES + length) // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
 
     def restore(node: Any) -> Any:
@@ -85,13 +85,13 @@ def _unpacked(data: torch.Tensor) -> Any:
             _, name, shape, begin = node
             dtype = getattr(torch, str(name).removeprefix("torch."), None)
             if not isinstance(dtype, torch.dtype):
-                raise ValueError(f"a tensor of dtype {name!r}")
+                raise ValueError(f"a tensor has the unknown dtype {name!r}")
             count = 1
             for extent in shape:
                 count *= extent
             nbytes = count * dtype.itemsize
             if min((begin, *shape)) < 0 or head + begin + nbytes > data.numel():
-                raise ValueError(f"a tensor of {nbytes} bytes at {begin} in a state of {data.numel()}")
+                raise ValueError(f"a tensor has {nbytes} bytes at offset {begin}, but the state has {data.numel()}")
             if not nbytes:
                 return torch.empty(shape, dtype=dtype, device="cpu")
             return data[head + begin : head + begin + nbytes].view(dtype).view(shape)
@@ -109,20 +109,20 @@ def _mapped(change: Any, node: Any) -> Any:
 
 
 def _chunks(state: torch.Tensor | None, nbytes: int) -> list[memoryview] | None:
-    """Return what answers a grant of so many bytes: the size, or the state; None where it is neither's."""
+    """Return the answer to a grant of ``nbytes``: the state's size, or the state; None if neither has that length."""
     if state is not None and nbytes == _LENGTH_NBYTES:
         return [memoryview(bytearray(state.numel().to_bytes(_LENGTH_NBYTES, "little")))]
     return split(byte_view(state), CHUNK_NBYTES) if state is not None and nbytes == state.numel() else None
 
 
 class WholeState(Protocol):
-    """Is all of a member's state but its weights."""
+    """Provides all of a member's state except its weights."""
 
     def whole_state(self) -> Mapping[str, Any]:
         """Return the state, as a tree of dicts, lists, tuples, numbers, strings and tensors."""
 
     def restore_whole_state(self, parts: Mapping[str, Any]) -> int:
-        """Put the state of a member in place, and return the iteration from which this rank continues."""
+        """Restore the state of a member, and return the iteration from which this rank continues."""
 
 
 def copied(whole: WholeState) -> torch.Tensor | None:
@@ -130,16 +130,16 @@ def copied(whole: WholeState) -> torch.Tensor | None:
     try:
         return packed(whole.whole_state())
     except (TypeError, ValueError) as error:
-        logger.warning("a rank that was started again cannot be admitted: the optimizer's state: %s", error)
+        logger.warning("a restarted rank cannot be admitted, since the optimizer's state cannot be copied: %s", error)
         return None
 
 
 class StateTransfer:
-    """Gives this rank's state to newcomers, or takes another's.
+    """Gives this rank's state to newcomers, or receives another rank's state.
 
     Args:
-        services: Of this rank.
-        scope: A scope that only the policy's members use.
+        services: Services of this rank.
+        scope: Scope that only the policy's members use.
     """
 
     def __init__(self, services: Services, scope: int) -> None:
@@ -151,53 +151,53 @@ class StateTransfer:
         )
 
     def offer(self, round: int, state: torch.Tensor) -> None:
-        """Give ``state`` in that round, until :meth:`withdraw`."""
+        """Offer ``state`` in that round, until :meth:`withdraw`."""
         self._offered = round, state
 
     def admit(self, rank: int) -> None:
-        """Ask the new process of a rank that was started again, too: it takes part."""
+        """Accept the new process of a restarted rank as a peer."""
         self._channel.admit(rank)
 
     def withdraw(self) -> None:
-        """Give nothing any more; a stream under way is stopped."""
+        """Withdraw the state on offer, and stop its streams."""
         self._offered = None
         for stream in self._under_way.values():
             stream.stop()
 
     def withdraw_up_to(self, round: int) -> None:
-        """Give nothing of rounds up to this one, whose weights are not given either."""
+        """Withdraw the state if its round is not after this one, since that round's weights are not given either."""
         if self._offered is not None and self._offered[0] <= round:
             self.withdraw()
 
     def close(self) -> None:
-        """Give and take nothing any more; a newcomer that still asks is answered by the abort."""
+        """Stop giving and receiving states; a newcomer that still asks receives an abort."""
         self.withdraw()
         self._channel.close(afterwards=self._on_message)
 
     async def take(self, donor: int, round: int, *, nbytes_max: int, deadline: float) -> torch.Tensor:
-        """Return the state that ``donor`` gives in that round.
+        """Receive the state that ``donor`` gives in that round.
 
         Raises:
-            RankLostError: the donor is gone.
-            TimeoutError: the deadline passed.
-            RemoteProtocolError: the donor gives none, or gave up, or its state is larger than ``nbytes_max``.
+            RankLostError: The donor is gone.
+            TimeoutError: The deadline has passed.
+            RemoteProtocolError: The donor offers no state or has aborted, or its state is larger than ``nbytes_max``.
         """
         size = torch.empty(_LENGTH_NBYTES, dtype=torch.uint8, device="cpu")
         await self._receive(size, donor, round, deadline)
         nbytes = int.from_bytes(bytes(byte_view(size)), "little")
         if not _LENGTH_NBYTES < nbytes <= nbytes_max:
-            raise RemoteProtocolError(f"rank {donor} gives a state of {nbytes} bytes", rank=donor)
+            raise RemoteProtocolError(f"rank {donor} offers a state of {nbytes} bytes", rank=donor)
         state = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         await self._receive(state, donor, round, deadline)
         return state
 
     async def _receive(self, into: torch.Tensor, donor: int, round: int, deadline: float) -> None:
-        """Take one stream."""
+        """Receive one stream."""
         services = self._services
 
         def cancel(slot: int) -> None:
             if donor not in services.gone:
-                with contextlib.suppress(BusyError):  # the stream itself hears that another process has the place
+                with contextlib.suppress(BusyError):  # the stream itself is notified if another process has the rank
                     self._channel.send_nowait(Cancel(slot), donor)
 
         with services.slots.inbound(donor, split(byte_view(into), CHUNK_NBYTES), cancel) as stream:

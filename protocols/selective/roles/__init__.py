@@ -1,1 +1,1 @@
-"""Carries out what a member does in a round: it reports its metric, gives its weights, or takes the average."""
+"""Carries out a member's part in a round: it reports its metric, gives its weights, or takes the average."""

@@ -1,4 +1,4 @@
-"""Defines what a member knows of its coordinator, on a rank that may coordinate and on a rank that only follows."""
+"""Defines a member's knowledge of its coordinator, on ranks that may coordinate and on ranks that only follow."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ class KnowsCoordinator(Protocol):
 
     @property
     def coordinator(self) -> int | None:
-        """The rank that coordinates, as far as this rank knows; None when that rank is gone."""
+        """The coordinator's rank, as far as this rank knows; None if that rank is gone."""
 
 
 class Coordination(KnowsCoordinator, Protocol):
-    """Is a member's side of the question who coordinates: :class:`Leadership`, or :class:`Followed`."""
+    """Describes how a member takes part in choosing the coordinator: :class:`Leadership` or :class:`Followed`."""
 
     @property
     def epoch(self) -> int:
         """The coordinator's epoch, which grows with each new coordinator."""
 
     def statistics(self) -> CoordinatorStatistics | None:
-        """Return what this rank has decided as the coordinator; None if it has never coordinated."""
+        """Return the statistics of this rank as a coordinator; None if it has never coordinated."""
 
     def on_report(self, step: int, interval_s: float) -> bool:
-        """Look after the coordinator before a report, and return whether the report asks for an answer."""
+        """Check on the coordinator before a report, and return whether the report asks for an answer."""
 
     def leave(self) -> None:
-        """Take part no longer."""
+        """Stop taking part."""
 
 
 class Followed:
-    """Knows the coordinator from another rank's messages, on a rank that never coordinates.
+    """Knows the coordinator from messages of other ranks, on a rank that never coordinates.
 
     Attributes:
-        coordinator, epoch: The newest ones that were received.
+        coordinator, epoch: The newest coordinator, and its epoch.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Followed:
         """Return None: this rank never coordinates."""
 
     def on_report(self, step: int, interval_s: float) -> bool:
-        """Return False: another rank looks after the coordinator."""
+        """Return False: another rank checks on the coordinator."""
         del step, interval_s
         return False
 

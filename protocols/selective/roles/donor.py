@@ -1,7 +1,7 @@
 """Carries out a donor's part in a round: copies this rank's weights inside a step, and offers the copy.
 
-For a newcomer it copies the rest of the member's state, too, in the same step: copied later, the optimizer's state
-would belong to other weights. That step is longer by these copies; with Adam it copies three times the model.
+For a newcomer, the donor also copies the rest of its state in the same step: a later copy of the optimizer's state
+would not match the weights. These copies make the step longer; with Adam they are three times the size of the model.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Copy:
     """Describes a copy of this rank's weights.
 
     Attributes:
-        round: The round that asks for it.
-        snapshot: The buffers that hold it, or will when `under_way` has completed.
+        round: Round that asks for the copy.
+        snapshot: Buffers of the copy, which are complete when `under_way` has completed.
         iteration: This rank's iteration.
-        began_at: When it was begun, on the loop's clock.
-        state_safe_points: The safe points that the stream of the rest of the state needs; 0 without one.
-        under_way: The copy from a device; None if the snapshot is complete.
+        began_at: Time of its start on the loop's clock, in seconds.
+        state_safe_points: Number of safe points for the stream of the rest of the state; 0 without such a stream.
+        under_way: Copy from a device in progress; None if the snapshot is complete.
     """
 
     round: int
@@ -46,15 +46,15 @@ class Donor:
     """Gives this rank's state to the rounds that ask for it, in turn.
 
     Args:
-        services: Of this rank.
+        services: Services of this rank.
         server: Streams the snapshots.
         resources: The model, and the memory of the copies.
-        states: Gives the rest of the state to a newcomer; None if this rank gives to no newcomer.
-        island: The other island whose rounds these are; -1 for the rank's own.
+        states: Gives the rest of the state to newcomers; None if this rank gives to no newcomer.
+        island: Number of the other island that the rounds belong to; -1 for this rank's own island.
 
     Attributes:
         offer: The snapshot on offer; None if there is none.
-        snapshot_count: Snapshots that have been offered.
+        snapshot_count: Number of snapshots that have been offered.
     """
 
     def __init__(
@@ -76,15 +76,15 @@ class Donor:
         self.snapshot_count = 0
 
     def copy(self, round: int, iteration: int, *, with_state: bool) -> Copy:
-        """Begin to copy the weights of this moment. A GPU copies them during the next steps.
+        """Begin to copy the present weights. A GPU completes the copy during the next steps.
 
         Args:
-            round: The round that asks for them.
+            round: Round that asks for the copy.
             iteration: This rank's iteration.
-            with_state: Whether a newcomer takes the rest of the state, which is copied at once.
+            with_state: Whether to copy the rest of the state for a newcomer, too, before returning.
 
         Raises:
-            ValueError: The model is not the policy's any more; nothing is given then.
+            ValueError: The model has changed since the policy was made; nothing is given.
         """
         began_at = self._services.time()
         snapshot = self._resources.snapshots.acquire()
@@ -97,8 +97,8 @@ class Donor:
         return Copy(round, snapshot, iteration, began_at, state_safe_points, under_way)
 
     def _offer_state(self, round: int) -> int:
-        """Copy and offer the rest of the state, and return the safe points that its stream needs."""
-        assert self._states is not None, "a rank that gives to no newcomer is asked to"
+        """Copy and offer the rest of the state; return the number of safe points for its stream."""
+        assert self._states is not None, "a rank without a state transfer is asked for its state"
         state = copied(self._resources.state)
         if state is None:
             return 0
@@ -106,7 +106,7 @@ class Donor:
         return safe_point_count(state.numel())
 
     def fault_of(self, copy: Copy) -> str:
-        """Return why a complete copy cannot be given; "" if it can."""
+        """Return the reason why a complete copy cannot be given; "" if it can."""
         return "" if self._resources.own.may_be_given(copy.snapshot) else _UNSOUND
 
     def keep(self, copy: Copy) -> None:
@@ -114,7 +114,7 @@ class Donor:
         self._kept = copy
 
     def drop(self, copy: Copy) -> None:
-        """Give neither a copy nor the state that belongs to it."""
+        """Discard a copy, and the state that belongs to it."""
         self._give_nothing(copy.round, copy.snapshot)
 
     def _give_nothing(self, round: int, snapshot: FlatBuffers) -> None:
@@ -125,23 +125,23 @@ class Donor:
     def give(self, round: int) -> None:
         """Offer the copy that was kept."""
         copy, self._kept = self._kept, None
-        assert copy is not None, f"round {round} is to be given no snapshot"
+        assert copy is not None, f"round {round} has no snapshot to give"
         self.offer = self._server.offer(round, copy.snapshot, self._resources.snapshots.release)
         self.snapshot_count += 1
         self._resources.timing.add("snapshot", self._services.time() - copy.began_at)
 
     def announce(self, copy: Copy) -> None:
-        """Tell the user of a copy that is given."""
+        """Notify the user of a copy that is given."""
         events = self._resources.events
         if events.are_wanted:
             events.tell_now(SnapshotTaken(copy.round, copy.iteration, copy.snapshot.by_name(), self._island))
 
     def snapshot_of(self, round: int) -> FlatBuffers | None:
-        """Return the snapshot that is on offer in that round, if there is one."""
+        """Return the snapshot on offer in that round; None if there is none."""
         return self.offer.snapshot if self.offer is not None and self.offer.round == round else None
 
     def withdraw(self) -> None:
-        """Stop the streams of the snapshot on offer, if there is one, and of the state that belongs to it."""
+        """Stop the streams of the snapshot on offer, and of the state that belongs to it, if there are any."""
         offer, self.offer = self.offer, None
         if self._states is not None:
             self._states.withdraw()

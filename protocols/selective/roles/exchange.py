@@ -1,4 +1,4 @@
-"""Carries out a replacer's part in one round: asks the donors, or the reducers, and makes a mean of what streams in."""
+"""Carries out a replacer's part in one round: asks the donors or the reducers, and averages their streams."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class Exchange:
     """Receives the snapshots of one round.
 
     Args:
-        services: of this rank.
-        server: has the channel of the policy's parameter streams, and the neighbours.
-        buffers: the policy's.
-        reducer: makes this rank's part of the mean, where it reduces.
-        relay: shares what this rank fetches for its host.
-        round: the round's number.
-        coordinator: the rank that coordinates it.
+        services: Services of this rank.
+        server: Has the channel of the policy's parameter streams, and the neighbours.
+        buffers: Buffers of the policy's exchanges.
+        reducer: Makes this rank's part of the mean, if it reduces.
+        relay: Shares the parts that this rank fetches for its host.
+        round: Number of the round.
+        coordinator: Rank that coordinates the round.
 
     Attributes:
-        round, coordinator: as given.
-        assigned_at: when this rank was named a replacer, on the loop's clock.
-        task: runs :meth:`run`; None before the round is frozen, and when the task ends by itself.
-        average: the whole average; None until there is one, and where fresh weights are made.
-        deadline: of all that it receives, set when the round is frozen.
-        nbytes: received, counted when a stream has ended.
+        round, coordinator: The arguments.
+        assigned_at: Time when this rank was named a replacer, on the loop's clock.
+        task: Runs :meth:`run`; None before the freeze, and when the task is about to end on its own.
+        average: The complete average; None until it is complete, and if fresh weights are made instead.
+        deadline: Time by which all streams must be complete, set at the freeze.
+        nbytes: Number of bytes received in streams that have ended.
         route: ``"direct"``, or ``"sharded"`` while there are reducers.
     """
 
@@ -70,26 +70,27 @@ class Exchange:
 
     @property
     def donor(self) -> int:
-        """The rank that was asked or waited for last; -1 before any."""
+        """Rank that was asked or waited for last; -1 if there was none."""
         return -1 if self._started is None else self._started.donor
 
     def ask_early(self, assign: Assign) -> None:
-        """Ask before all is ready. A donor that is lost or busy matters when the round is frozen."""
+        """Ask before the freeze. A lost or busy donor matters only at the freeze."""
         receiver = self._receive_means(assign) if assign.reducers else self._receive(assign.donors, assign.best)
         try:
             receiver.ask()
         except AsyncdistError as error:
-            logger.info("round %d: not asked early, %s", self.round, error)
+            logger.info("round %d: the early request failed, %s", self.round, error)
             self.close()
 
     async def run(self, frozen: Frozen) -> SnapshotReceiver | MeanReceiver:
-        """Receive what the frozen round says; ask the donors anew if they are not those that were asked early.
+        """Receive the average of the frozen round; ask again if the donors are not those that were asked early.
 
         Returns:
-            The receiver, whose accumulator holds the average. :meth:`close` takes it back unless it is kept.
+            The receiver, whose accumulator holds the average. :meth:`close` frees the accumulator unless
+                :meth:`keep_average` was called.
 
         Raises:
-            AsyncdistError, TimeoutError: as :meth:`SnapshotReceiver.run`, on account of ``donor``.
+            AsyncdistError, TimeoutError: See :meth:`SnapshotReceiver.run`; ``donor`` is the rank that caused it.
         """
         receiver = self._receiver
         self.deadline = self._services.time() + frozen.timeout_s
@@ -107,7 +108,7 @@ class Exchange:
         return receiver
 
     def close(self) -> None:
-        """Stop the streams, if they are under way. A second call does nothing."""
+        """Stop the streams in progress. A second call does nothing."""
         receiver, self._receiver = self._receiver, None
         if receiver is not None:
             receiver.close()
@@ -132,7 +133,7 @@ class Exchange:
         self._buffers.release(accumulator, is_clean=not self._services.slots.discarding_count)
 
     def keep_average(self) -> None:
-        """Let :meth:`close` leave the accumulator: it holds the whole average."""
+        """Make :meth:`close` keep the accumulator, which holds the complete average."""
         self.average = self._accumulator
 
     def _receive(self, donors: tuple[int, ...], best: int) -> SnapshotReceiver:

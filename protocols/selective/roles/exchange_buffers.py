@@ -1,4 +1,4 @@
-"""Keeps the memory that a replacer's exchanges use one after the other, and counts what they receive."""
+"""Keeps the memory that a replacer's exchanges use in turn, and counts the bytes they receive."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from asyncdist.tensors.flat_state import FlatBuffers, FlatState, SnapshotPool
 
 
 class Accumulator:
-    """Lends the buffers in which one average is made to all who use them; who makes the average is the first.
+    """Shares the buffers of one average among their users. The exchange that creates it is the first user.
 
     Args:
-        pool: gets the buffers back from the last one.
+        pool: Gets the buffers back from the last user.
 
     Attributes:
-        buffers: flat tensors in the accumulation dtypes.
+        buffers: Flat tensors in the accumulation dtypes.
     """
 
     def __init__(self, pool: SnapshotPool) -> None:
@@ -22,11 +22,11 @@ class Accumulator:
         self.buffers: FlatBuffers = pool.acquire()
 
     def hold(self) -> None:
-        """Use the buffers until :meth:`release`."""
+        """Add a user of the buffers, until :meth:`release`."""
         self._use_count += 1
 
     def release(self) -> None:
-        """Use the buffers no more."""
+        """Remove a user; the last one returns the buffers to the pool."""
         self._use_count -= 1
         if not self._use_count:
             self._pool.release(self.buffers)
@@ -36,13 +36,13 @@ class ExchangeBuffers:
     """Keeps accumulators and a ring of chunks.
 
     Args:
-        flat: the state of the policy's model.
+        flat: State of the policy's model.
 
     Attributes:
-        ring: for chunks that cannot land in an accumulator.
-        received_nbytes: by all exchanges, abandoned ones included.
-        read_nbytes: of these, read in the donors' memory.
-        reasked_count: parts of means that donors were asked for, since their reducer had failed.
+        ring: Memory for chunks that cannot be received into an accumulator.
+        received_nbytes: Number of bytes received by all exchanges, including abandoned ones.
+        read_nbytes: Number of these bytes that were read in the donors' memory.
+        reasked_count: Number of parts of means that donors were asked for, because their reducer had failed.
     """
 
     def __init__(self, flat: FlatState) -> None:
@@ -53,7 +53,7 @@ class ExchangeBuffers:
 
     @property
     def in_use(self) -> int:
-        """The number of accumulators in use."""
+        """Number of accumulators in use."""
         return sum(pool.in_use for pool in self._pools)
 
     def acquire(self) -> Accumulator:
@@ -64,8 +64,9 @@ class ExchangeBuffers:
         """Take an accumulator back.
 
         Args:
-            accumulator: which one.
-            is_clean: whether nothing can land in it, or in the ring, any more; else the next exchange gets new memory.
+            accumulator: The accumulator.
+            is_clean: Whether no chunk can arrive in the accumulator or the ring any longer. Otherwise the next exchange
+                gets new memory.
         """
         accumulator.release()
         if not is_clean:

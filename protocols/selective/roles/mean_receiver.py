@@ -1,11 +1,12 @@
 """Receives a replacer's average in a sharded round: a part of the mean from each reducer, in place.
 
-A part whose reducer was left out, has failed or is gone is asked of the donors themselves, as on the direct route. It
-costs more bytes and has the same bits. A reducer that is only late is waited for until the round's deadline: where all
-are late, since the network is, asking all donors for everything would make it worse.
+If a reducer was left out, has failed or is gone, its part is requested from the donors, as on the direct route. That
+costs more bytes and gives the same bits. A reducer that is only late is waited for until the round's deadline: if the
+network is slow and all reducers are late, requesting everything from all donors would make it worse.
 
-Where replacers share a host, one of them fetches a part from its reducer on another one, and the others ask that rank.
-If it fails, they ask the reducer. Each rank takes what it fetches by itself first, so no two wait for each other.
+Replacers on the same host share the parts of reducers on other hosts: one of them fetches a part, and the others ask
+that rank. If it fails, they ask the reducer. Each rank first receives the parts that it fetches itself, so that no two
+ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -34,24 +35,24 @@ class MeanReceiver:
     """Receives the parts of one mean.
 
     Args:
-        services: of this rank.
-        server: has the channel of the policy's parameter streams, and the neighbours.
-        accumulator: what is in it is overwritten.
-        ring: for chunks of donors that are asked after all.
-        reducers: the ranks that each make a part, in the order of the parts.
-        sources: for each part the rank that this one takes it from: its reducer, or the one that fetches it for this
+        services: Services of this rank.
+        server: Has the channel of the policy's parameter streams, and the neighbours.
+        accumulator: Receives the mean; its content is overwritten.
+        ring: Memory for the chunks of donors that are asked after all.
+        reducers: Ranks that each make a part, in the order of the parts.
+        sources: For each part, the rank that this rank asks: the reducer, or the rank that fetches the part for this
             host, which may be this rank.
-        own: makes this rank's part, if it is one of them.
-        relay: offers what this rank fetches for its host.
-        round: goes into the frames' headers.
+        own: Makes this rank's part, if it is a reducer.
+        relay: Offers the parts that this rank fetches for its host.
+        round: Number of the round, for the frames' headers.
 
     Attributes:
-        accumulator: the buffers of the one given.
-        donor: who is waited for: when :meth:`run` raises, on account of this one.
-        received_nbytes: of the parts that are whole.
-        read_nbytes: of these, read in the reducers' memory.
-        reasked_count: parts that the donors were asked for.
-        is_agreed: whether the donors agree in their infinite values.
+        accumulator: Buffers of the given accumulator.
+        donor: Rank that is waited for; if :meth:`run` raises, the rank that caused it.
+        received_nbytes: Number of bytes of complete parts.
+        read_nbytes: Number of these bytes that were read in the reducers' memory.
+        reasked_count: Number of parts that the donors were asked for.
+        is_agreed: Whether the donors agree in their infinite values.
     """
 
     def __init__(
@@ -81,13 +82,13 @@ class MeanReceiver:
         self._relay = relay
         self._round = round
         self._streams: dict[int, InboundStream | PartReading] = {}  # by reducer
-        self._from_donors: SnapshotReceiver | None = None  # of the part that they are asked for
+        self._from_donors: SnapshotReceiver | None = None  # receives the part that the donors are asked for
         self.donor = reducers[0]
         self.received_nbytes = self.read_nbytes = self.reasked_count = 0
         self.is_agreed = True
 
     def ask(self) -> None:
-        """Ask for the parts. A rank that is lost or busy counts as one that has failed."""
+        """Ask for the parts. A lost or busy rank counts as failed."""
         for reducer in self._reducers:
             if reducer != self._services.rank:
                 self._ask(reducer)
@@ -107,22 +108,22 @@ class MeanReceiver:
                 of_mean=True,
             )
         except AsyncdistError as error:
-            logger.info("round %d: rank %d cannot be asked for part %d, %s", self._round, source, part.number, error)
+            logger.info("round %d: cannot ask rank %d for part %d, %s", self._round, source, part.number, error)
         else:
             if stream is not None:
                 self._streams[reducer] = stream
 
     async def run(self, frozen: Frozen, *, deadline: float) -> None:
-        """Receive all parts: the accumulator holds the mean then.
+        """Receive all parts, so that the accumulator holds the mean.
 
         Args:
-            frozen: the donors, and who still reduces.
-            deadline: on the loop's clock, for all of it.
+            frozen: The donors, and the remaining reducers.
+            deadline: Time on the loop's clock by which all parts must have arrived.
 
-        **Cancellation**: reducers and donors are told to stop; the accumulator is in use until they have answered.
+        **Cancellation**: reducers and donors are asked to stop; the accumulator stays in use until they have answered.
 
         Raises:
-            AsyncdistError, TimeoutError: as :meth:`SnapshotReceiver.run`.
+            AsyncdistError, TimeoutError: See :meth:`SnapshotReceiver.run`.
         """
         try:
             for reducer in sorted(self._reducers, key=lambda rank: self._turn_of(rank, frozen)):
@@ -142,7 +143,7 @@ class MeanReceiver:
             self.close()
 
     def close(self) -> None:
-        """Tell reducers and donors that have not answered to stop. A second call does nothing."""
+        """Ask the reducers and donors whose streams are incomplete to stop. A second call does nothing."""
         self._relay.refuse_rest(self._round)
         if self._from_donors is not None:
             self._from_donors.close()
@@ -150,7 +151,7 @@ class MeanReceiver:
             self._finish(next(iter(self._streams)))
 
     def _turn_of(self, reducer: int, frozen: Frozen) -> int:
-        """Return when the part of a reducer is waited for: first those of reducers that have failed."""
+        """Return the position at which a reducer's part is waited for: the parts of failed reducers are first."""
         if reducer == self._services.rank:
             return 3
         if self._source_of[reducer] != reducer:
@@ -158,7 +159,7 @@ class MeanReceiver:
         return 1 if reducer in frozen.reducers else 0
 
     async def _is_received(self, reducer: int, frozen: Frozen, deadline: float) -> bool:
-        """Wait for one part from where it was asked for, and return whether it has come."""
+        """Wait for one part from the rank that was asked for it, and return whether it has arrived."""
         self.donor = source = self._source_of[reducer]
         try:
             return (source != reducer or reducer in frozen.reducers) and await self._receive(reducer, deadline)
@@ -167,7 +168,7 @@ class MeanReceiver:
             return False
 
     async def _receive(self, reducer: int, deadline: float) -> bool:
-        """Wait for one part, and return whether it has come."""
+        """Wait for one part, and return whether it has arrived."""
         if reducer == self._services.rank:
             return await self._take_own(deadline)
         stream = self._streams.get(reducer)
@@ -183,7 +184,7 @@ class MeanReceiver:
         if not await self._services.engine.until(
             lambda: own.is_settled(number), WaitId(WaitKind.OWN_PART, number=number), deadline=deadline
         ):
-            raise TimeoutError("its own part was not added up in time")
+            raise TimeoutError("this rank did not add up its own part in time")
         mean = own.mean(number)
         if mean is not None:
             for dtype, tensor in self._place_of(self._services.rank).tensors.items():
@@ -191,7 +192,7 @@ class MeanReceiver:
         return mean is not None
 
     async def _ask_donors(self, reducer: int, frozen: Frozen, deadline: float) -> None:
-        """Add up the part of a reducer that has failed."""
+        """Make the part of a failed reducer from the donors' snapshots."""
         self._finish(reducer)
         part = self._part_of(reducer)
         self.reasked_count += 1

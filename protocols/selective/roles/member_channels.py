@@ -1,4 +1,4 @@
-"""Opens the channels of a member of selective averaging, and takes them from one epoch to the next."""
+"""Opens the channels of a member of selective averaging, and moves them from one epoch to the next."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ logger = logging.getLogger("protocols.selective.roles.member_channels")
 
 
 class MemberChannels:
-    """Talks to the coordinator and to the other members.
+    """Exchanges messages with the coordinator and the other members.
 
     Args:
-        services: of this rank.
-        scopes: of the policy.
+        services: Services of this rank.
+        scopes: Scopes of the policy.
 
     Attributes:
-        control: messages of the coordinator.
-        server: gives this rank's snapshots to replacers; it outlives the policy.
+        control: Channel for the coordinator's messages.
+        server: Gives this rank's snapshots to replacers. It outlives the policy.
     """
 
     def __init__(self, services: Services, scopes: PolicyScopes) -> None:
@@ -47,11 +47,11 @@ class MemberChannels:
         self.server = SnapshotServer(services, scopes.to_members)
 
     def report(self, report: Report, coordinator: int) -> bool:
-        """Send a report; return False if thousands are unheard: a newer one will count when the coordinator listens."""
+        """Send a report; return False if the channel is full. A later report takes its place."""
         try:
             self._reports.send_nowait(report, coordinator)
-        except RankLostError as error:  # the world tells that to all who must know
-            logger.debug("no coordinator to report to: %s", error)
+        except RankLostError as error:  # the world reports the loss itself
+            logger.debug("the coordinator is lost, so a report is dropped: %s", error)
         except BusyError:
             return False
         return True
@@ -63,26 +63,26 @@ class MemberChannels:
         try:
             self.control.send_nowait(message, coordinator, round=round)
         except RankLostError as error:
-            logger.debug("no coordinator to answer: %s", error)
+            logger.debug("the coordinator is lost, so an answer is dropped: %s", error)
 
     def exclude(self, rank: int) -> None:
-        """Send nothing to the new process of a rank, which was lost since the start was agreed on."""
+        """Refuse to send to the new process of a rank that was lost since the start was agreed on."""
         for channel in (self.control, self._reports, self.server.channel):
             channel.on_restarted(rank)
 
     def admit(self, rank: int) -> None:
-        """Send to the new process of a rank that was started again: it takes part, as the coordinator says or is it."""
+        """Allow messages to the new process of a restarted rank, which has been admitted or coordinates."""
         for channel in (self.control, self._reports, self.server.channel):
             channel.admit(rank)
 
     def enter_epoch(self, epoch: int) -> None:
-        """Leave what an earlier coordinator has begun behind."""
+        """Enter a coordinator's epoch, and drop the messages of earlier coordinators."""
         self.control.enter_epoch(epoch)
         self._reports.enter_epoch(epoch)
         self.server.enter_epoch(epoch)
 
     def close(self) -> None:
-        """Send and receive no more, except that the server answers."""
+        """Stop sending and receiving; the server still answers requests."""
         self.control.close()
         self._reports.close()
         self.server.close()

@@ -1,9 +1,9 @@
-"""Turns the events of a member into what its roles do: the one place that carries instructions out.
+"""Passes a member's events to its state machine, and carries out the resulting instructions: the only place that does.
 
 Each event (a message of the coordinator, a step, the end of a copy or of an exchange) goes to the state machine
-:class:`RoundMember`, and :meth:`MemberRoles.carry_out` does what it answers, in that order. The roles below know
-neither the state machine nor this module: they do what they are asked to and return. A task that waits for a role's
-streams belongs to :class:`MemberRoles`, and so does the event of its end.
+:class:`RoundMember`, and :meth:`MemberRoles.carry_out` executes the instructions that it returns, in order. The roles
+know neither the state machine nor this module: each call does one thing and returns. A task that waits for a role's
+streams belongs to :class:`MemberRoles`, which turns its end into an event.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ class MemberRoles:
     """Gives, takes and reduces as :class:`RoundMember` decides.
 
     Args:
-        services: Of this rank.
-        member: Decides.
+        services: Services of this rank.
+        member: Makes the decisions.
         channels: Carry the messages and the streams.
         coordination: Knows which rank coordinates.
         resources: The model, and the memory of the roles.
-        states: Gives and takes the rest of a member's state; None if this rank gives to no newcomer.
-        journal: Notes each state of the member.
-        island: The other island whose rounds these are; -1 for the rank's own.
-        holds_copies: Whether a copy waits for :meth:`conclude` before it is given, since other ranks hold a part of it.
+        states: Transfers the rest of a member's state; None if this rank gives to no newcomer.
+        journal: Records each state of the member.
+        island: Number of the other island that the rounds belong to; -1 for this rank's own island.
+        holds_copies: Whether a copy is held until :meth:`conclude`, because other ranks have other parts of it.
 
     Attributes:
         donor, replacer, reducer, relay: The roles.
@@ -103,7 +103,7 @@ class MemberRoles:
     # -- the coordinator --------------------------------------------------------------------------------------------
 
     def take(self, message: Assign | Frozen | End, round: int) -> None:
-        """Take a message of the coordinator about a round."""
+        """Handle a message of the coordinator about a round."""
         match message:
             case Assign():
                 for restarted in message.restarted:
@@ -120,33 +120,33 @@ class MemberRoles:
         self._carry_out(instructions)
 
     def admit(self, rank: int, incarnation: int) -> None:
-        """Exchange messages with a process that was started again and has been admitted, if it still has its place."""
+        """Exchange messages with a restarted and admitted process, unless another process has its rank by now."""
         if self._services.restarted.get(rank, 0) == incarnation:
             self._channels.admit(rank)
             if self._states is not None:
                 self._states.admit(rank)
 
     def lose_coordinator(self, why: str) -> None:
-        """End what a coordinator has begun that is gone, or is replaced, as ``why`` says."""
+        """End all work for a coordinator that is gone or replaced, as ``why`` says."""
         instructions = self._member.on_coordinator_gone(why)
         self._round_events.note(instructions, reason=f"the coordinator {why}")
         self._carry_out(instructions)
 
     def follow(self, epoch: int, rank: int) -> None:
-        """End what an earlier coordinator has begun, and take part in the rounds of another rank."""
+        """End all work for the earlier coordinator, and take part in the rounds of another rank."""
         self._journal.note_coordinator(epoch, rank)
         self._user_events.add(CoordinatorChanged(rank, epoch))
         self.lose_coordinator("is replaced")
         self.carry_out(self._member.on_epoch(epoch, self._services.incarnation))
 
     def rejoin(self) -> None:
-        """Answer a coordinator that does not know this member."""
+        """Join again, for a coordinator that does not know this member."""
         self.carry_out(self._member.on_rejoin(self._services.incarnation))
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def step(self, iteration: int) -> StepInfo:
-        """Do what waits for a step, or return the round that was given up since the last step."""
+        """Do the work that is due in this step; if there is none, return the round given up since the last step."""
         given_up = self.replacer.take_given_up()
         match self._member.on_step():
             case TakeSnapshot() as due:
@@ -158,10 +158,10 @@ class MemberRoles:
         return given_up
 
     def take_snapshot(self, due: TakeSnapshot, iteration: int) -> None:
-        """Begin a copy of the weights, whose end is an event of its own.
+        """Begin a copy of the weights, whose end is a separate event.
 
         Raises:
-            ValueError: The model is not the policy's any more; the round continues without this rank.
+            ValueError: The model has changed since the policy was made; the round continues without this rank.
         """
         try:
             copy = self.donor.copy(due.round, iteration, with_state=due.round == self._member.admitting)
@@ -175,7 +175,7 @@ class MemberRoles:
             self._services.engine.watch(copy.under_way, waits, functools.partial(self._on_copied, copy))
 
     def apply(self, due: Apply, iteration: int, trouble: str | None = None) -> StepInfo:
-        """Put new weights in place; ``trouble`` is as for :meth:`OwnState.take`. The user is not told yet."""
+        """Apply new weights, without notifying the user; ``trouble`` is an argument of :meth:`OwnState.take`."""
         info = self.replacer.put_in_place(due.frozen, iteration, trouble)
         self.carry_out(self._member.on_applied(iteration))
         return info
@@ -190,19 +190,19 @@ class MemberRoles:
             self._end_copy(copy)
 
     async def fault_of_copy(self) -> str:
-        """Wait for the copy that is held, and return why it cannot be given; "" if it can."""
+        """Wait for the held copy, and return the reason why it cannot be given; "" if it can."""
         await self._services.engine.until(lambda: self._held is not None, WaitId(WaitKind.COPY_OF_WEIGHTS))
         assert self._held is not None, "no copy is held"
         return self.donor.fault_of(self._held)
 
     def conclude(self, fault: str) -> None:
-        """Give the copy that is held, if there is one; with ``fault``, which may be another rank's, do not."""
+        """Give the held copy, if there is one; drop it if there is a ``fault`` on this or another rank."""
         held, self._held = self._held, None
         if held is not None:
             self._end_copy(held, fault)
 
     def _end_copy(self, copy: Copy, fault: str | None = None) -> None:
-        """Give a copy if its round continues and all values are finite; ``fault`` is given if it is known."""
+        """Give a copy if its round continues and all values are finite; ``fault`` is passed if it is already known."""
         is_wanted = self._member.awaits_copy(copy.round)
         if fault is None:
             fault = self.donor.fault_of(copy) if is_wanted else ""
@@ -213,15 +213,15 @@ class MemberRoles:
             self.donor.drop(copy)
         points = copy.state_safe_points
         self.carry_out(self._member.on_copied(copy.round, copy.iteration, fault=fault, state_safe_points=points))
-        if is_given:  # the user's callback may raise, so the coordinator has been notified before
+        if is_given:  # last, since the user's callback may raise
             self.donor.announce(copy)
 
     async def _take_average(self, exchange: Exchange, frozen: Frozen) -> None:
-        """Receive the average of a frozen round, and report how that ended to the state machine."""
+        """Receive the average of a frozen round, and pass the result to the state machine."""
         try:
             fault = await self.replacer.receive(exchange, frozen)
             if fault:
-                exchange.task = None  # it is this one, and ends by itself
+                exchange.task = None  # the present task, which ends on its own
                 self._fail(exchange.round, fault)
             elif self._member.on_averaged(exchange.round):
                 exchange.keep_average()
@@ -235,11 +235,11 @@ class MemberRoles:
         self.carry_out(instructions)
 
     def give_up(self, round: int, reason: str) -> None:
-        """Give up an average of that round, whole or not, for a reason outside its exchange."""
+        """Give up that round's average, complete or not, for a reason outside its exchange."""
         self.carry_out(self._member.on_failed(round, reason) or self._member.on_refused(round, reason))
 
     def take_whole_state(self, exchange: Exchange, iteration: int) -> None:
-        """Put the weights that came with a member's whole state in place; ``iteration`` is that member's."""
+        """Apply the weights that belong to a member's whole state; ``iteration`` is that member's."""
         self._member.on_step()
         self.replacer.load(exchange)
         self.carry_out(self._member.on_applied(iteration))
@@ -247,22 +247,22 @@ class MemberRoles:
     # -- leaving ----------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Begin to leave: what is on offer stays there until its round has ended."""
+        """Begin to leave: a snapshot on offer stays available until its round has ended."""
         self.carry_out(self._member.on_leave())
 
     def finish(self) -> None:
-        """Give and take nothing any more."""
+        """Stop giving and taking."""
         self.carry_out(self._member.on_left())
 
     @property
     def is_giving(self) -> bool:
-        """Whether a snapshot is still on offer, or leaves."""
+        """Whether a snapshot is on offer, or still being sent."""
         return self._member.state is State.LASTING or not self._channels.server.is_idle
 
     # -- instructions -----------------------------------------------------------------------------------------------
 
     def carry_out(self, instructions: Instructions) -> None:
-        """Do what the state machine has answered, in that order."""
+        """Execute the instructions of the state machine, in order."""
         self._round_events.note(instructions)
         self._carry_out(instructions)
 

@@ -1,17 +1,17 @@
 """Carries out a reducer's part in a sharded round: adds up one part of the donors' snapshots, for all replacers.
 
-It asks each donor for that part as soon as it is assigned, and each sends it in the step that takes its snapshot. When
-the round is frozen the parts are added in rank order, so the mean has the bits that each replacer would have made by
-itself. That is done chunk by chunk, and what is made of the mean leaves while the rest comes in: between hosts both
-directions of a network are in use then. The mean is offered until the round ends, also when this rank has taken its own
-average.
+A reducer asks each donor for that part as soon as it is assigned, and each donor sends it in the step that takes its
+snapshot. After the freeze the parts are added in rank order, so the mean has the same bits as a replacer's own mean
+would have. The sum is made chunk by chunk, and each finished chunk is sent while later chunks arrive: between hosts,
+both directions of the network are then in use. The mean is offered until the round ends, even if this rank has applied
+its own average.
 
-All donors send at once, so that each of their links is in use all the time, while sums run in rank order: what comes
-early waits in memory of its own. That is one part of each donor, together less than one state, for any number of ranks.
-(With a window, as a replacer has on the direct route, all reducers would ask the same few donors at a time.)
+All donors send at once, so that each of their links is always in use, but the sum runs in rank order: early parts wait
+in their own memory. That is one part for each donor, in total less than one state for any number of ranks. (With a
+window, as on the direct route, all reducers would ask the same few donors at a time.)
 
-A part that cannot be made, or not to its end, is refused, and each replacer asks the donors for all of it. So is one
-whose donors differ in infinite values: the replacers find that by themselves, and say so.
+If a part cannot be made or completed, it is refused, and each replacer asks the donors for the whole part. The same
+applies to a part whose donors differ in infinite values: the replacers find the difference and report it.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ logger = logging.getLogger("protocols.selective.roles.reducer")
 
 @dataclass(slots=True, eq=False)
 class _Sum:
-    """Holds what a reducer has of one round.
+    """Holds a reducer's state in one round.
 
     Attributes:
-        asked: the streams that are not taken yet, by donor.
-        given: by donor, where its part lands.
-        mean: once it is whole.
-        is_settled: whether the mean is whole, or never will be.
+        asked: Streams that are not finished, by donor.
+        given: Memory that each donor's part is received into.
+        mean: The mean, once it is complete.
+        is_settled: Whether the mean is complete, or has failed.
     """
 
     round: int
@@ -63,15 +63,15 @@ class Reducer:
     """Makes the mean of one part in each round that names this rank a reducer.
 
     Args:
-        services: of this rank.
-        server: gives the means, and has the channel of the policy's parameter streams.
-        pool: lends the memory.
+        services: Services of this rank.
+        server: Offers the means, and has the channel of the policy's parameter streams.
+        pool: Lends the memory.
         donor: Has this rank's snapshot, if it gives one.
 
     Attributes:
-        reduction_count: means that have been offered.
-        received_nbytes: of parts that have come.
-        read_nbytes: of these, read in the donors' memory.
+        reduction_count: Number of means that have been offered.
+        received_nbytes: Number of bytes of parts received.
+        read_nbytes: Number of these bytes that were read in the donors' memory.
     """
 
     def __init__(self, services: Services, server: SnapshotServer, pool: PartPool, donor: Donor) -> None:
@@ -83,7 +83,7 @@ class Reducer:
         self.reduction_count = self.received_nbytes = self.read_nbytes = 0
 
     def begin(self, round: int, assign: Assign) -> None:
-        """Ask the donors for their part. One that is lost or busy matters when the round is frozen."""
+        """Ask the donors for their part. A lost or busy donor matters only at the freeze."""
         assert self._sum is None, f"round {round} begins while this rank reduces in another one"
         others = [donor for donor in assign.donors if donor != self._services.rank]
         part = Part(assign.part, len(assign.reducers))
@@ -92,10 +92,10 @@ class Reducer:
             try:
                 self._ask(state, donor, into, exact=donor == assign.best)
             except AsyncdistError as error:
-                logger.info("round %d: rank %d not asked early, %s", round, donor, error)
+                logger.info("round %d: the early request to rank %d failed, %s", round, donor, error)
 
     def add_up(self, frozen: Frozen) -> None:
-        """Make the mean of what the donors of the frozen round give, in a task, and offer it."""
+        """Start a task that makes the mean of the frozen round's donors, and offers it."""
         state = self._sum
         assert state is not None, "a round is frozen without a reduction"
         state.task = self._services.spawn_service(
@@ -103,9 +103,9 @@ class Reducer:
         )
 
     def stop(self) -> None:
-        """Offer the mean no more, or give up making it."""
+        """Withdraw the mean, or stop making it."""
         state, self._sum = self._sum, None
-        if state is None:  # it only shares what others reduce
+        if state is None:  # this rank only shares parts of other reducers
             return
         if state.task is not None and not state.is_settled:
             state.task.cancel()
@@ -113,16 +113,16 @@ class Reducer:
             self._finish(state, next(iter(state.asked)))
         self._settle(state)
         if state.offer is not None:
-            self._server.withdraw(state.offer)  # which releases the memory when nothing leaves from it any more
+            self._server.withdraw(state.offer)  # releases the memory when its last stream has ended
         else:
             self._release()
 
     def is_settled(self, round: int) -> bool:
-        """Return whether this rank's part of that round is whole, or never will be."""
+        """Return whether this rank's part of that round is complete, or has failed."""
         return self._sum is None or self._sum.round != round or self._sum.is_settled
 
     def mean(self, round: int) -> FlatBuffers | None:
-        """Return this rank's part of the mean; None where it cannot be made."""
+        """Return this rank's part of the mean; None if it cannot be made."""
         return self._sum.mean if self._sum is not None and self._sum.round == round else None
 
     async def _add_up(self, state: _Sum, frozen: Frozen) -> None:
@@ -143,9 +143,9 @@ class Reducer:
             self._settle(state)
 
     async def _make(self, state: _Sum, frozen: Frozen, offer: Offer) -> bool:
-        """Add in rank order, for one chunk of the mean after the other; returns whether the donors agree in infinities.
+        """Add up in rank order, one chunk of the mean at a time; return whether the donors agree in infinities.
 
-        The last chunks are not given: the mean may not be whole with them.
+        The last chunks are not offered yet, since the mean may still turn out to be incomplete.
         """
         into, nbytes = state.buffers.mean, 0
         given = {donor: await self._given(state, donor, exact=donor == frozen.best) for donor in frozen.donors}
@@ -169,13 +169,13 @@ class Reducer:
         return True
 
     async def _given(self, state: _Sum, donor: int, *, exact: bool) -> FlatBuffers:
-        """Return where the part of one donor lies, or comes in. What is read in its memory is read here."""
+        """Return the memory that holds, or is receiving, one donor's part. Parts in donors' memory are read here."""
         if donor == self._services.rank:
             snapshot = self._donor.snapshot_of(state.round)
             if snapshot is None:
-                raise RemoteProtocolError(f"round {state.round} is frozen with rank {donor}, which gives nothing")
+                raise RemoteProtocolError(f"round {state.round} is frozen with donor {donor}, which has no snapshot")
             return state.part.of(snapshot)
-        if exact and donor != state.assign.best:  # the best one was left out; its exact tensors may still be coming
+        if exact and donor != state.assign.best:  # the earlier best donor was left out; exact tensors may still arrive
             self._finish(state, donor)
             tensors = state.buffers.mean.tensors
             self._ask(state, donor, new_part({dtype: len(tensors[dtype]) for dtype in tensors}), exact=True)
@@ -211,7 +211,7 @@ class Reducer:
             stream.finish(lambda stream: cancel_stream(self._services, channel, stream, state.round))
 
     def _settle(self, state: _Sum) -> None:
-        """Let those who wait for the mean know: this rank's own exchange, and replacers that have asked in vain."""
+        """Notify the waiters for the mean: this rank's own exchange, and replacers whose requests must be refused."""
         state.is_settled = True
         if state.offer is None:
             self._server.end_mean(state.round, state.part)
@@ -222,7 +222,7 @@ class Reducer:
 
 
 async def _arrival(state: _Sum, donor: int, nbytes: int) -> None:
-    """Wait for the first bytes of what a donor streams, which are averaged before the exact ones."""
+    """Wait for the first ``nbytes`` of a donor's stream; the averaged tensors precede the exact ones."""
     stream = state.asked.get(donor)
     if isinstance(stream, InboundStream):
         while stream.received_nbytes < nbytes:

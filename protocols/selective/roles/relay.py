@@ -1,11 +1,10 @@
-"""Shares what one rank of a host has fetched from reducers on other hosts with the other replacers of its host.
+"""Shares the parts that one rank has fetched from reducers on other hosts with the other replacers of its host.
 
-In a sharded round each part of the mean goes to each host once: one of the replacers there asks the reducer, and the
-others ask that replacer, which offers the part as the reducer does, as soon as it has it whole. What it offers lies in
-the memory in which its own mean is made. That does not change any more, and is in use until the round has ended and
-nothing leaves from it.
+In a sharded round, each part of the mean is sent to each host once: one replacer there asks the reducer, and the others
+ask that replacer, which offers the part once it is complete. The part lies in the memory of the replacer's own mean. It
+no longer changes, and stays in use until the round has ended and all streams from it have ended.
 
-A part that does not come is refused, and those who have asked for it ask the reducer.
+A part that does not arrive is refused, and the ranks that have asked for it ask the reducer.
 """
 
 from __future__ import annotations
@@ -17,27 +16,27 @@ from asyncdist.protocols.selective.roles.exchange_buffers import Accumulator
 
 
 class Relay:
-    """Offers fetched parts of one round after the other.
+    """Offers the fetched parts of one round at a time.
 
     Args:
-        rank: this rank.
-        server: gives the parts.
+        rank: This rank.
+        server: Gives the parts.
 
     Attributes:
-        shared_count: parts that have been offered.
+        shared_count: Number of parts that have been offered.
     """
 
     def __init__(self, rank: int, server: SnapshotServer) -> None:
         self._rank = rank
         self._server = server
         self._round = 0
-        self._fetched: set[Part] = set()  # to be offered
+        self._fetched: set[Part] = set()  # still to be offered
         self._offers: list[Offer] = []
         self.shared_count = 0
 
     def begin(self, round: int, assign: Assign) -> None:
-        """Keep the requests of other replacers for the parts that this rank is to fetch."""
-        assert not self._offers, f"round {round} begins while this rank shares what another one has brought"
+        """Expect the parts that this rank is to fetch, so that other replacers' requests for them are kept."""
+        assert not self._offers, f"round {round} begins while this rank shares parts of another round"
         self._round = round
         self._fetched = {
             Part(number, len(assign.reducers))
@@ -46,7 +45,7 @@ class Relay:
         }
 
     def share(self, round: int, part: Part, accumulator: Accumulator) -> None:
-        """Offer a part that lies in ``accumulator``, if this rank is to."""
+        """Offer a part in ``accumulator``, if this rank is to share it."""
         if round != self._round or part not in self._fetched:
             return
         self._fetched.remove(part)
@@ -57,14 +56,14 @@ class Relay:
         self.shared_count += 1
 
     def refuse_rest(self, round: int) -> None:
-        """Refuse the parts that have not been offered: they will not come any more."""
+        """Refuse the parts that have not been offered: they will not arrive."""
         if round == self._round:
             for part in self._fetched:
                 self._server.end_mean(round, part)
             self._fetched.clear()
 
     def stop(self) -> None:
-        """Offer nothing any more."""
+        """Withdraw all parts."""
         self.refuse_rest(self._round)
         while self._offers:
             self._server.withdraw(self._offers.pop())

@@ -1,4 +1,4 @@
-"""Carries out a replacer's part in a round: asks the donors, averages what streams in, and applies it in a step."""
+"""Carries out a replacer's part in a round: asks the donors, averages their streams, and applies the average."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class Replacer:
     """Takes the averages of the rounds that name this rank a replacer, in turn.
 
     Args:
-        services: Of this rank.
+        services: Services of this rank.
         server: Has the channel of the policy's parameter streams.
         resources: The model, and the memory of exchanges.
         reducer: Makes this rank's part of a mean, if it reduces.
         relay: Shares the parts that this rank fetches for its host.
 
     Attributes:
-        exchange: The exchange of the round under way; None if there is none.
-        replacement_count: Averages that have been applied.
+        exchange: Exchange of the round in progress; None if there is none.
+        replacement_count: Number of averages that have been applied.
     """
 
     def __init__(
@@ -43,17 +43,17 @@ class Replacer:
         self.replacement_count = 0
 
     def ask(self, round: int, coordinator: int, assign: Assign) -> None:
-        """Begin an exchange, and ask the donors, or the reducers, that are known already."""
+        """Begin an exchange, and ask the donors or reducers, if they are known already."""
         roles = self._reducer, self._relay
         self.exchange = Exchange(self._services, self._server, self._resources.buffers, *roles, round, coordinator)
         if assign.donors:
             self.exchange.ask_early(assign)
 
     async def receive(self, exchange: Exchange, frozen: Frozen) -> str:
-        """Average the snapshots of the donors of the frozen round, in rank order.
+        """Average the snapshots of the frozen round's donors, in rank order.
 
         Returns:
-            Why there is no average; "" if it is whole.
+            The reason why there is no average; "" if it is complete.
         """
         try:
             receiver = await exchange.run(frozen)
@@ -62,10 +62,10 @@ class Replacer:
         if receiver.is_agreed:
             return ""
         entry = self._resources.own.unsound_entry(receiver.accumulator)
-        return f"the donors differ in infinite values, as of {entry!r}"
+        return f"the donors differ in infinite values, for example in {entry!r}"
 
     def discard(self, round: int, reason: str) -> None:
-        """Free what the exchange holds. The next step reports the reason, even after the coordinator's ``End``."""
+        """Free the exchange's memory. The next step reports the reason, even after the coordinator's ``End``."""
         exchange, self.exchange = self.exchange, None
         assert exchange is not None, f"round {round} is given up without an exchange"
         exchange.discard()
@@ -78,14 +78,14 @@ class Replacer:
         )
 
     def take_given_up(self) -> StepInfo:
-        """Return, once, the round that was given up since the last step."""
+        """Return, once, the round given up since the last step."""
         given_up, self._given_up = self._given_up, NOTHING
         return given_up
 
     def put_in_place(self, frozen: Frozen, iteration: int, trouble: str | None = None) -> StepInfo:
-        """Put the new weights in place; ``trouble`` is as for :meth:`OwnState.take`."""
+        """Apply the new weights; ``trouble`` is an argument of :meth:`OwnState.take`."""
         exchange = self.exchange
-        assert exchange is not None, "weights to be replaced without an exchange"
+        assert exchange is not None, "weights are to be applied without an exchange"
         began_at = self._services.time()
         new = NewWeights(
             round=exchange.round,
@@ -109,14 +109,14 @@ class Replacer:
         return info
 
     def announce(self) -> None:
-        """Tell the user of the weights that have been put in place, once, if the user wants events."""
+        """Notify the user, once, of the weights that were applied, if the user wants events."""
         announced, self._announced = self._announced, None
         if announced is not None:
             self._resources.applier.announce(*announced)
 
     def load(self, exchange: Exchange) -> None:
-        """Put all that the only donor of ``exchange`` has given in place, and nothing of this rank's own remains."""
-        assert exchange.average is not None, f"round {exchange.round} has brought no weights"
+        """Replace all of this rank's weights with those that the only donor of ``exchange`` has given."""
+        assert exchange.average is not None, f"round {exchange.round} has no weights"
         self._resources.own.load(exchange.average.buffers)
         exchange.average.release()
         self.exchange = None

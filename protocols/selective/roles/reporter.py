@@ -1,4 +1,4 @@
-"""Reports a member's metric to the coordinator, with the time that its steps take, and looks after the coordinator."""
+"""Reports a member's metric and step time to the coordinator, and checks on the coordinator."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class Reporter:
     """Makes the reports of one member.
 
     Args:
-        services: of this rank.
-        channels: send them.
-        coordination: Knows to which rank, and whether it is to answer.
+        services: Services of this rank.
+        channels: Send the reports.
+        coordination: Knows the coordinator, and whether a report asks for an answer.
         member: Keeps the newest report.
-        call: the number of the call of ``step`` before which this rank begins.
-        hostname: of this rank's host.
+        call: Number of the call of ``step`` before which this rank begins.
+        hostname: Name of this rank's host.
 
     Attributes:
-        report_count, nonfinite_count: reports, and those whose metric was NaN or infinite.
+        report_count, nonfinite_count: Number of reports, and of those whose metric was NaN or infinite.
     """
 
     def __init__(
@@ -46,16 +46,16 @@ class Reporter:
         self.begin(call)
 
     def begin(self, call: int) -> None:
-        """Measure from now on, as if call ``call - 1`` had been the last that reported."""
+        """Restart the measurement, as if call ``call - 1`` had been the last one with a report."""
         self._reported_at, self._reported_call = self._services.time(), call - 1
 
     def report(self, iteration: int, call: int, value: float) -> None:
         """Report a metric.
 
         Args:
-            iteration: the policy's number of this step.
-            call: how many calls came before: messages are answered once in a call, not in an iteration.
-            value: the metric.
+            iteration: The policy's number of this step.
+            call: Number of earlier calls: messages are answered once in a call, not in an iteration.
+            value: The metric.
         """
         now = self._services.time()
         interval_s = now - self._reported_at

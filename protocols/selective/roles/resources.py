@@ -16,15 +16,15 @@ from asyncdist.tensors.flat_state import FlatState, SnapshotPool
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoleResources:
-    """Holds what the roles of one rank share, in its own island and in others.
+    """Holds the resources that the roles of one rank share, in its own island and in others.
 
     Attributes:
-        flat: The model's state.
-        own: The part of that state that other ranks may have, and the part that an average leaves.
-        snapshots, buffers, parts: The memory of donors, replacers and reducers.
+        flat: State of the model.
+        own: The parts of that state that other ranks may have, and that an average leaves unchanged.
+        snapshots, buffers, parts: Memory of donors, replacers and reducers.
         applier: Changes the weights.
         timing: Collects the seconds of snapshots and applications.
-        events: Tells the user's callback.
+        events: Notify the user's callback.
         state: The rest of the member's state, which only newcomers take.
     """
 

@@ -1,11 +1,10 @@
-"""Tells ``on_event`` what a member sees of its rounds: inside the next step, in the order in which it happened.
+"""Passes a member's view of its rounds to ``on_event``: inside the next step, in the order of the events.
 
 A member receives messages about a round between two steps. The events wait in :class:`UserEvents`, which each step
-empties before it does anything itself. :class:`RoundEvents` makes the events, out of the instructions of the state
-machine.
+empties first. :class:`RoundEvents` derives the events from the instructions of the state machine.
 
-Invariant: each :class:`RoleAssigned` that is told is followed by one :class:`AverageApplied`, :class:`RoundEnded` or
-:class:`RoundAbandoned` of that round before the next role is told of.
+Invariant: each :class:`RoleAssigned` is followed by one :class:`AverageApplied`, :class:`RoundEnded` or
+:class:`RoundAbandoned` of that round before the next :class:`RoleAssigned`.
 """
 
 from __future__ import annotations
@@ -19,38 +18,38 @@ class RoundEvents:
     """Makes the events of one member's rounds.
 
     Args:
-        member: that member.
-        pending: keeps them.
-        island: the other island whose rounds they are; -1 where it is this rank's own.
+        member: The member.
+        pending: Keeps the events.
+        island: Number of the other island that the rounds belong to; -1 for this rank's own island.
     """
 
     def __init__(self, member: RoundMember, pending: UserEvents, island: int = -1) -> None:
         self._member = member
         self._pending = pending
         self._island = island
-        self._role, self._round = "", 0  # of the role that was told of, and has not come to its end
+        self._role, self._round = "", 0  # of the newest RoleAssigned, until the event that ends it
 
     def note(self, instructions: Instructions, assign: Assign | None = None, round: int = 0, reason: str = "") -> None:
-        """Note what the member has answered; it is in its new state already.
+        """Make the events that follow from instructions of the member, which is already in its new state.
 
         Args:
-            instructions: of it.
-            assign, round: the assignment that it has answered, if it was one.
-            reason: of the end of a donor's part, where these are the answer to that.
+            instructions: Instructions of the member.
+            assign, round: The assignment that the instructions answer, if there is one.
+            reason: Reason for the end of a donor's part, if the instructions answer that end.
         """
         declined: dict[int, str] = {}
         for told in instructions:
             if isinstance(told, Tell) and isinstance(told.message, Decline):
                 declined[told.round] = told.message.reason
             elif isinstance(told, Tell) and isinstance(told.message, Applied) and told.round == self._round:
-                self._role, self._round = "", 0  # the replacer tells of it
+                self._role, self._round = "", 0  # the replacer makes that event
         if self._role == DONOR and not self._gives() and self._round not in declined:
             why = reason or (f"round {round} began" if round else "the policy ended")
             self._end(RoundEnded(self._round, why, self._island))
         for discard in instructions:
             if isinstance(discard, Discard):
                 self._abandon(discard.round, discard.reason)
-        if assign is not None and not (assign.admits and assign.role != DONOR):  # a newcomer makes no step yet
+        if assign is not None and not (assign.admits and assign.role != DONOR):  # a newcomer does not step yet
             self._role, self._round = assign.role, round
             self._pending.add(RoleAssigned(round, assign.role, assign.donors, assign.replacers, self._island))
         for number, why in declined.items():

@@ -1,1 +1,1 @@
-"""Keeps one round of selective averaging: what the coordinator knows of it, and its course from start to end."""
+"""Keeps one round of selective averaging: the coordinator's knowledge of it, and its course from start to end."""

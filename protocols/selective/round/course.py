@@ -1,7 +1,7 @@
-"""Carries one round after the other from its start over the freeze to its end, as the coordinator says.
+"""Carries each round from its start through the freeze to its end, as the coordinator decides.
 
-Pure, like `protocols.selective.rounds`, of which it is a part: that decides when a round starts, freezes and ends; this
-says who is told what then, and keeps the accounts.
+Pure: part of `protocols.selective.rounds`, which decides when a round starts, freezes and ends. This module composes
+the messages to the ranks at these moments, and keeps the counts.
 """
 
 import math
@@ -18,23 +18,23 @@ from asyncdist.protocols.selective.rules import Decision, SelectiveRules, reduce
 from asyncdist.protocols.selective.statistics import HISTORY_LENGTH, History, LeftOut
 from asyncdist.protocols.selective.waiting import Patience
 
-#: A larger number of a round is not believed: numbers have 32 bits in a frame's header, and the next ones are larger.
+#: Largest round number accepted from a member: frame headers have 32 bits for it, and later rounds need larger numbers.
 ROUND_BELIEVED_MAX: Final = 2**31
 
 
 class RoundCourse:
-    """Holds the round under way, and what has become of those before it.
+    """Holds the round in progress, and the results of earlier rounds.
 
     Args:
         rules: The options.
-        roster, newcomers, migrants, patience, history: Of the coordinator.
-        stream_safe_points, model_nbytes: As for `RoundCoordinator`.
+        roster, newcomers, migrants, patience, history: State of the coordinator.
+        stream_safe_points, model_nbytes: The arguments of `RoundCoordinator`.
 
     Attributes:
-        current: The round under way.
-        decided_count, ended_count: Rounds so far.
-        overdue_count: Replacers that had not answered when their round's time was up.
-        routes: Rounds with donors, by route.
+        current: The round in progress; None between rounds.
+        decided_count, ended_count: Number of rounds that have started, and that have ended.
+        overdue_count: Number of replacers that had not answered before their round's timeout.
+        routes: Number of rounds with donors, by route.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class RoundCourse:
         self._stream_safe_points = stream_safe_points
         self._model_nbytes = model_nbytes
         self._last_number = 0
-        self._overdue: dict[int, deque[int]] = {}  # replacer to the rounds whose time was up before it answered
+        self._overdue: dict[int, deque[int]] = {}  # for each replacer, the rounds that timed out before it answered
         self.current: Round | None = None
         self.decided_count = self.ended_count = self.overdue_count = 0
         self.routes = Counter(direct=0, sharded=0)
 
     def go_on_after(self, number: int) -> None:
-        """Number the next round higher: a member was named in that one by an earlier coordinator."""
+        """Give the next round a higher number than this one, in which an earlier coordinator has named a member."""
         self._last_number = max(self._last_number, min(number, ROUND_BELIEVED_MAX))
 
     def start(
@@ -72,7 +72,7 @@ class RoundCourse:
     ) -> list[Send]:
         """Open a round. Donors get their longest step plus a quarter of the timeout to take their snapshots."""
         broken = self._history.broken
-        assert self.current is None, broken("a round starts before the last one ended")
+        assert self.current is None, broken("a round starts before the previous round has ended")
         assert decision.replacers, broken(f"{decision} replaces no rank")
         assert not set(decision.donors) & set(decision.replacers), broken(f"{decision} gives a rank two roles")
         assert sum(decision.weights) > 0 or not decision.donors, broken(f"{decision} has no weight")
@@ -104,7 +104,7 @@ class RoundCourse:
         return state.openings(self._roster.members)
 
     def freeze(self, state: Round, now: float) -> list[Send]:
-        """Fix the donors. Those not ready are let go; the others' weights stay what their metrics gave them."""
+        """Fix the donors, and release those that are not ready. The others keep their weights in the average."""
         sends: list[Send] = []
         for rank in sorted(state.waiting_donors):
             self.leave_out(state, rank, "not ready in time")
@@ -119,10 +119,10 @@ class RoundCourse:
         return sends
 
     def end(self, state: Round, reason: str, decision_count: int, now: float) -> list[Send]:
-        """Close the round: every named rank that is still live is told, once."""
+        """Close the round: send `End` once to every named rank that is live."""
         sends: list[Send] = []
         for rank in sorted(state.waiting_replacers):
-            if state.frozen:  # it may have applied already, with its answer under way
+            if state.frozen:  # it may have applied the average, with its answer still on the way
                 self._overdue.setdefault(rank, deque(maxlen=HISTORY_LENGTH)).append(state.number)
                 self.overdue_count += 1
             else:
@@ -141,21 +141,21 @@ class RoundCourse:
         return sends
 
     def take_answer(self, rank: int, number: int) -> bool:
-        """Note that a replacer has applied its average, and tell whether it owed that, in time or not."""
+        """Note that a replacer has applied its average; return whether it owed that answer, even if late."""
         state = self.current
         if state is not None and state.number == number and state.frozen and rank in state.waiting_replacers:
             state.waiting_replacers.remove(rank)
         elif number in self._overdue.get(rank, ()):
             while self._overdue[rank].popleft() != number:
-                pass  # an answer to an earlier round would have come before this one
-            self._history.ignore("Applied after the round's time was up")
+                pass  # an answer to an earlier round would have arrived before this one
+            self._history.ignore("Applied after the round's timeout")
         else:
             self._history.ignore("Applied from a rank that owes none")
             return False
         return True
 
     def depart(self, rank: int, how: str) -> None:
-        """Take a rank that is gone out of the round under way."""
+        """Remove a rank that is gone from the round in progress."""
         self._overdue.pop(rank, None)
         state = self.current
         if state is not None and rank in state.waiting_replacers:
@@ -164,7 +164,7 @@ class RoundCourse:
             self.leave_out(state, rank, how)
 
     def leave_out(self, state: Round, rank: int, reason: str) -> bool:
-        """Take a donor out of a round that is not frozen; False if it is no donor of it, or no longer."""
+        """Remove a donor from a round that is not frozen; return False if the rank is not a donor of it."""
         if state.frozen or (rank not in state.waiting_donors and rank not in state.ready):
             return False
         state.waiting_donors.discard(rank)
@@ -178,7 +178,7 @@ class RoundCourse:
         self._history.note_abandoned(reason)
 
     def _release(self, sends: list[Send], state: Round, ranks: Sequence[int], reason: str) -> None:
-        """Send `End` to ranks, the same to all, except to those that have had it or are gone."""
+        """Append the same `End` for all of these ranks, except those that have received it or are gone."""
         end, number, members = End(reason), state.number, self._roster.members
         due = [rank for rank in ranks if rank not in state.released and members[rank].live]
         state.released.update(due)

@@ -1,13 +1,12 @@
-"""Packs what all ranks of a round are told alike: sets of ranks, and a number for each of them.
+"""Packs the part of a round's messages that is equal for all ranks: sets of ranks, and a number for each rank.
 
-Every rank that is named in a round is told all donors and replacers, so a round moves as many bytes as there are ranks,
-squared. As lists of numbers those were three bytes for each rank, and 16 where weights and iterations go with it; here
-they are a bit for each rank, less where ranks follow each other, and nothing for numbers that are all the same. The
-coordinator packs them once per round, and the frames of all recipients carry the same bytes
-(`protocols.selective.round.plan`).
+Every rank named in a round receives all donors and replacers, so the bytes of a round grow with the square of the
+number of ranks. A list takes three bytes per rank, and 16 with weights and iterations. The packed form takes one bit
+per rank, less for consecutive ranks, and nothing for numbers that are all equal. The coordinator packs once per round,
+and the frames to all recipients carry the same bytes (`protocols.selective.round.plan`).
 
-Pure, like the rules. Whatever the bytes, unpacking them gives ranks in ascending order, none twice, or raises
-ValueError. A range is bounded, and all else by the bytes, which are those of one frame.
+Pure, like the rules. For any bytes, unpacking either returns ranks in ascending order without duplicates, or raises
+ValueError. The size of a range is limited explicitly, and all other results by the length of the frame.
 """
 
 import math
@@ -16,15 +15,16 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final
 
-#: The first byte of a set of ranks: how the others hold it.
+#: First byte of a set of ranks: the form of the remaining bytes.
 _LISTED: Final = b"l"
 _AS_BITS: Final = b"b"
 _AS_RANGE: Final = b"r"
 _RANK: Final = struct.Struct("<I")
 _RANGE: Final = struct.Struct("<II")
-#: A range takes nine bytes, whoever sends it: so many ranks can be in one. More are packed as bits.
+#: Largest number of ranks in a range, since any sender can claim a huge range in nine bytes. More are packed as bits.
 RANK_COUNT_MAX: Final = 1 << 16
-#: The first byte of numbers, and of weights: one for all, or one for each, in so many bytes after the smallest.
+#: First byte of numbers and weights: one value for all, or a value for each. Such numbers are packed as their
+#: differences from the smallest, in the smallest of these types that holds the largest difference.
 _SAME: Final = b"="
 _EACH: Final = {b"B": 1 << 8, b"H": 1 << 16, b"I": 1 << 32, b"Q": 1 << 64}
 _EACH_WEIGHT: Final = b"d"
@@ -34,7 +34,7 @@ _BITS_OF: Final = tuple(tuple(bit for bit in range(8) if octet >> bit & 1) for o
 
 
 def pack_ranks(ranks: Sequence[int]) -> bytes:
-    """Pack ranks, ascending and none twice: as a range, as bits after the first one's place, or as a short list."""
+    """Pack distinct ranks in ascending order: as a range, as bits from the first rank's byte, or as a list."""
     if not ranks:
         return b""
     if ranks[-1] - ranks[0] == len(ranks) - 1 < RANK_COUNT_MAX:
@@ -52,7 +52,7 @@ def unpack_ranks(packed: bytes) -> tuple[int, ...]:
     """Return the ranks that :func:`pack_ranks` has packed.
 
     Raises:
-        ValueError: it has packed no such bytes.
+        ValueError: The bytes are not a packed set of ranks.
     """
     form, rest = packed[:1], packed[1:]
     if form == _LISTED and rest and len(rest) % _RANK.size == 0:
@@ -69,12 +69,12 @@ def unpack_ranks(packed: bytes) -> tuple[int, ...]:
         octets = enumerate(rest[_RANK.size :])
         return tuple(start + 8 * place + bit for place, octet in octets for bit in _BITS_OF[octet])
     if packed:
-        raise ValueError(f"no set of ranks: {packed!r:.80}")
+        raise ValueError(f"these bytes are not a packed set of ranks: {packed!r:.80}")
     return ()
 
 
 def pack_numbers(numbers: Sequence[int]) -> bytes:
-    """Pack whole numbers of 64 bits, in few bytes where they are alike."""
+    """Pack integers of 64 bits; similar numbers take few bytes."""
     if not numbers:
         return b""
     least = min(numbers)
@@ -87,10 +87,10 @@ def pack_numbers(numbers: Sequence[int]) -> bytes:
 
 
 def unpack_numbers(packed: bytes, count: int) -> tuple[int, ...]:
-    """Return the numbers that :func:`pack_numbers` has packed; ``count`` of them, which is bounded already.
+    """Return the ``count`` numbers that :func:`pack_numbers` has packed; the caller has checked ``count``.
 
     Raises:
-        ValueError: it has packed no such bytes, or another count of numbers.
+        ValueError: The bytes are not ``count`` packed numbers.
     """
     form, rest = packed[:1], packed[1:]
     if not count and not packed:
@@ -101,11 +101,11 @@ def unpack_numbers(packed: bytes, count: int) -> tuple[int, ...]:
     if count and form in _EACH and len(rest) == _NUMBER.size + struct.calcsize(layout):
         (least,) = _NUMBER.unpack_from(rest)
         return tuple(least + difference for difference in struct.unpack_from(layout, rest, _NUMBER.size))
-    raise ValueError(f"no {count} numbers: {packed!r:.80}")
+    raise ValueError(f"these bytes are not {count} packed numbers: {packed!r:.80}")
 
 
 def pack_weights(weights: Sequence[float]) -> bytes:
-    """Pack weights as they are; once where they are all the same."""
+    """Pack weights as floats of 64 bits; as a single one if all are equal."""
     if not weights:
         return b""
     if weights.count(weights[0]) == len(weights):
@@ -114,10 +114,10 @@ def pack_weights(weights: Sequence[float]) -> bytes:
 
 
 def unpack_weights(packed: bytes, count: int) -> tuple[float, ...]:
-    """Return the weights that :func:`pack_weights` has packed; ``count`` of them, which is bounded already.
+    """Return the ``count`` weights that :func:`pack_weights` has packed; the caller has checked ``count``.
 
     Raises:
-        ValueError: it has packed no such bytes, or another count of weights, or one is negative or not finite.
+        ValueError: The bytes are not ``count`` packed weights, or a weight is negative or not finite.
     """
     form, rest = packed[:1], packed[1:]
     if not count and not packed:
@@ -127,14 +127,14 @@ def unpack_weights(packed: bytes, count: int) -> tuple[float, ...]:
     elif count and form == _EACH_WEIGHT and len(rest) == count * _WEIGHT.size:
         weights = struct.unpack(f"<{count}d", rest)
     else:
-        raise ValueError(f"no {count} weights: {packed!r:.80}")
+        raise ValueError(f"these bytes are not {count} packed weights: {packed!r:.80}")
     if not all(0.0 <= weight < math.inf for weight in weights):
-        raise ValueError(f"the weights are {weights!r:.80}")
+        raise ValueError(f"weights must be finite and >= 0, got {weights!r:.80}")
     return weights
 
 
 def join(*parts: bytes) -> bytes:
-    """Join parts of any length, each after its length."""
+    """Join parts of any length, each preceded by its length."""
     return b"".join(_RANK.pack(len(part)) + part for part in parts)
 
 
@@ -142,7 +142,7 @@ def split(joined: bytes, count: int) -> list[bytes]:
     """Return the parts that :func:`join` has joined.
 
     Raises:
-        ValueError: these are not ``count`` parts.
+        ValueError: The bytes are not ``count`` parts.
     """
     parts: list[bytes] = []
     start = 0
@@ -151,5 +151,5 @@ def split(joined: bytes, count: int) -> list[bytes]:
         parts.append(joined[start + _RANK.size : end])
         start = end
     if start != len(joined) or len(parts) != count:
-        raise ValueError(f"not {count} parts: {joined!r:.80}")
+        raise ValueError(f"these bytes are not {count} parts: {joined!r:.80}")
     return parts

@@ -1,7 +1,6 @@
-"""Says what all ranks of a round are told alike, when it begins and when it is frozen, and packs it once for them.
+"""Describes a round at its start and at its freeze, equally for all ranks, and packs the description once.
 
-Pure, like the rules. Whatever the bytes, unpacking them gives a plan in which all that belongs together fits together,
-or raises ValueError.
+Pure, like the rules. For any bytes, unpacking either returns a consistent plan or raises ValueError.
 """
 
 import functools
@@ -24,18 +23,18 @@ from asyncdist.protocols.selective.round.packing import (
 #: The best donor, and whether the round admits newcomers.
 _HEAD: Final = struct.Struct("<q?")
 _BEST: Final = struct.Struct("<q")
-#: In a simulation a thousand ranks unpack the same bytes.
+#: Number of plans to cache: in a simulation a thousand ranks unpack the same bytes.
 _KEPT_COUNT: Final = 16
 
 
 class Plan(NamedTuple):
-    """Describes a round that begins. See `protocols.selective.messages.Assign` for what the fields mean.
+    """Describes a round at its start. `protocols.selective.messages.Assign` explains the fields.
 
     Attributes:
         named: Donors and replacers, ascending.
-        replacers: Those of them that take; the others give.
-        judged: The judged iteration of each that is named.
-        best, admits, restarted, reducers: As of `Assign`.
+        replacers: Replacers among the named ranks; the others are donors.
+        judged: Judged iteration of each named rank.
+        best, admits, restarted, reducers: Fields of `Assign`.
     """
 
     named: tuple[int, ...]
@@ -48,11 +47,11 @@ class Plan(NamedTuple):
 
     @property
     def donors(self) -> tuple[int, ...]:
-        """Those that are named and give, ascending."""
+        """Donors, ascending."""
         return _without(self.named, self.replacers)
 
     def packed(self) -> bytes:
-        """Return the bytes that every rank of the round is sent."""
+        """Return the bytes that every rank of the round receives."""
         places = {rank: place for place, rank in enumerate(self.named)}
         return join(
             _HEAD.pack(self.best, self.admits),
@@ -66,7 +65,7 @@ class Plan(NamedTuple):
 
 
 class Freeze(NamedTuple):
-    """Describes a round that is frozen. See `protocols.selective.messages.Frozen` for what the fields mean."""
+    """Describes a frozen round. `protocols.selective.messages.Frozen` explains the fields."""
 
     donors: tuple[int, ...]
     weights: tuple[float, ...]
@@ -75,26 +74,26 @@ class Freeze(NamedTuple):
     reducers: tuple[int, ...] = ()
 
     def packed(self) -> bytes:
-        """Return the bytes that every replacer and reducer is sent."""
+        """Return the bytes that every replacer and reducer receives."""
         numbers = pack_weights(self.weights), pack_numbers(self.iterations)
         return join(_BEST.pack(self.best), pack_ranks(self.donors), *numbers, pack_ranks(self.reducers))
 
 
 @functools.lru_cache(_KEPT_COUNT)
 def unpack_plan(packed: bytes) -> Plan:
-    """Return the plan.
+    """Return the plan of the bytes of :meth:`Plan.packed`.
 
     Raises:
-        ValueError: these are no bytes of :meth:`Plan.packed`.
+        ValueError: The bytes are not a packed plan.
     """
     head, named_, places, judged, restarted, incarnations, reducers_ = split(packed, 7)
     best, admits = _unpack(_HEAD, head)
     named, reducers, again = map(unpack_ranks, (named_, reducers_, restarted))
     chosen = unpack_ranks(places)
     if not named or (chosen and chosen[-1] >= len(named)):
-        raise ValueError(f"{len(named)} ranks are named, and of these {chosen!r:.80} replaced")
+        raise ValueError(f"{len(named)} ranks are named, but the places of the replacers are {chosen!r:.80}")
     if reducers and len(chosen) == len(named):
-        raise ValueError(f"the reducers {reducers!r:.80} have no donors")
+        raise ValueError(f"the round has reducers {reducers!r:.80}, but no donors")
     return Plan(
         named,
         tuple(named[place] for place in chosen),
@@ -108,10 +107,10 @@ def unpack_plan(packed: bytes) -> Plan:
 
 @functools.lru_cache(_KEPT_COUNT)
 def unpack_freeze(packed: bytes) -> Freeze:
-    """Return what is frozen.
+    """Return the freeze of the bytes of :meth:`Freeze.packed`.
 
     Raises:
-        ValueError: these are no bytes of :meth:`Freeze.packed`.
+        ValueError: The bytes are not a packed freeze.
     """
     head, donors_, weights, iterations, reducers = split(packed, 5)
     donors, count = unpack_ranks(donors_), len(unpack_ranks(donors_))
@@ -121,7 +120,7 @@ def unpack_freeze(packed: bytes) -> Freeze:
 
 
 def place_of(rank: int, ranks: Sequence[int]) -> int:
-    """Return the place of a rank among others in ascending order; -1 for none."""
+    """Return the index of a rank in an ascending sequence; -1 if it is not in it."""
     place = bisect_left(ranks, rank)
     return place if place < len(ranks) and ranks[place] == rank else -1
 
@@ -134,5 +133,5 @@ def _without(ranks: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]
 
 def _unpack(layout: struct.Struct, packed: bytes) -> tuple[int, ...]:
     if len(packed) != layout.size:
-        raise ValueError(f"{len(packed)} bytes in place of {layout.size}")
+        raise ValueError(f"got {len(packed)} bytes, expected {layout.size}")
     return layout.unpack(packed)

@@ -1,4 +1,4 @@
-"""Defines what the coordinator keeps about its members and about the round under way."""
+"""Defines the coordinator's records of its members and of the round in progress."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -13,21 +13,21 @@ from asyncdist.protocols.selective.round.plan import Freeze, Plan
 from asyncdist.protocols.selective.rules import Decision
 from asyncdist.protocols.selective.waiting import Pace, as_pace
 
-#: A donor's other state takes so many times the safe points of its weights; more are not believed.
+#: Largest accepted ratio of the safe points of a donor's other state to those of its weights.
 STATE_STREAM_COUNT_MAX: Final = 20
-#: Safe points of a part's stream: `PART_CHUNK_COUNT` chunks, of which `WINDOW_COUNT` are under way.
+#: Safe points of a part's stream: `PART_CHUNK_COUNT` chunks, `WINDOW_COUNT` of them in flight.
 _PART_SAFE_POINTS: Final = 8
 
 
-class Send(NamedTuple):  # a frozen dataclass takes twice as long to make, and there are twenty in a round
-    """One message that the coordinator's coroutine has to send; `round` goes into the frame header."""
+class Send(NamedTuple):  # a frozen dataclass takes twice as long to create, and a round has twenty
+    """One message for the coordinator's coroutine to send, with the round for the frame header."""
 
     dest: int
     round: int
     message: ControlMessage
 
 
-#: Half the time of Send(...), which is made twice for each member in a round.
+#: Takes half the time of Send(...); each round creates two for each member.
 _as_send: Final[Callable[[tuple[int, int, ControlMessage]], Send]] = partial(tuple.__new__, Send)
 
 
@@ -37,7 +37,7 @@ def sends_of(ranks: Sequence[int], round: int, message: ControlMessage) -> list[
 
 
 class ReportRecord(NamedTuple):
-    """Holds a member's newest report, and when it came. Its step time is one that deadlines can be made of."""
+    """Holds a member's newest report and its arrival time. `step_s` is a plausible step time, fit for deadlines."""
 
     iteration: int
     value: float
@@ -46,25 +46,25 @@ class ReportRecord(NamedTuple):
 
     @property
     def is_finite(self) -> bool:
-        """Whether the metric is a number that can be compared."""
+        """Whether the metric is finite, and so can be compared."""
         return math.isfinite(self.value)
 
 
-#: Made for each report: a frozen dataclass takes a microsecond, ReportRecord(...) half of that, and this a quarter.
+#: Called for each report: a frozen dataclass takes a microsecond, ReportRecord(...) half of that, and this a quarter.
 as_record: Final[Callable[[tuple[int, float, float, float]], ReportRecord]] = partial(tuple.__new__, ReportRecord)
 
 
 @dataclass(slots=True)
 class Member:
-    """Holds what the coordinator knows about one rank.
+    """Holds the coordinator's knowledge of one rank.
 
     Attributes:
-        admitted: Whether it counts. A newcomer does not until it has taken a donor's state, but messages go to it.
-        incarnation: How often its process had been started again when it asked to be admitted.
+        admitted: Whether it counts. A newcomer does not count until it has a donor's state, but receives messages.
+        incarnation: Number of restarts of its process before it asked to be admitted.
         fresh: Whether it has reported since the last decision.
-        heard_at: When its newest report came; None before the first one.
-        step_s, interval_s: What that report said of its step time and of the time since the one before.
-        last_step_s, last_interval_s: What the one before it said; 0 for none.
+        heard_at: Arrival time of its newest report; None before the first one.
+        step_s, interval_s: Step time, and time since the previous report, of the newest report.
+        last_step_s, last_interval_s: The same values of the previous report; 0 if there is none.
     """
 
     joined: bool
@@ -89,12 +89,12 @@ class Member:
         return self.live and self.admitted
 
     def hear(self, step_s: float, interval_s: float, now: float) -> None:
-        """Note what a report says of its time, as far as that is believed."""
+        """Note the times in a report, after they were checked for plausibility."""
         self.last_step_s, self.last_interval_s = self.step_s, self.interval_s
         self.step_s, self.interval_s, self.heard_at = step_s, interval_s, now
 
     def pace(self, now: float) -> Pace:
-        """Return what is known of its time: one long step, or the first steps of a job, make no slow rank."""
+        """Return the member's pace. A single long step, or the first steps of a job, do not make a rank slow."""
         step_s, last_step_s, interval_s, last_s = self.step_s, self.last_step_s, self.interval_s, self.last_interval_s
         step_s = last_step_s if 0 < last_step_s < step_s else step_s
         interval_s = last_s if last_s < interval_s else interval_s
@@ -103,9 +103,13 @@ class Member:
 
 @dataclass(slots=True)
 class Round:
-    """Tracks the round under way. The sets say which ranks still owe an answer; `released` have had their `End`.
+    """Tracks the round in progress.
 
-    `reducers` were named when it began; none on the direct route. `sources` are those of `sources_of`.
+    Attributes:
+        waiting_donors, waiting_replacers: Ranks that have not yet answered.
+        reducers: Reducers named at the start; empty on the direct route.
+        sources: Result of `sources_of`.
+        released: Ranks that were sent their `End`.
     """
 
     number: int
@@ -121,11 +125,11 @@ class Round:
     released: set[int] = field(default_factory=set)
     frozen: bool = False
     admits: bool = False
-    limit_at: float = math.inf  # until when it may hold the others up
-    state_safe_points: int = 0  # that its donor says, if it admits
+    limit_at: float = math.inf  # latest time until which it may delay other rounds
+    state_safe_points: int = 0  # announced by the donor of a round that admits
 
     def openings(self, members: Mapping[int, Member]) -> list[Send]:
-        """Return what tells the ranks that are named their roles: packed once for all, since all are told the same."""
+        """Return the messages that tell the named ranks their roles. The plan is packed once for all of them."""
         judged, named = self.judged, self.named
         iterations = tuple([judged[rank].iteration for rank in named])
         restarted = tuple([(rank, n) for rank in named if (n := members[rank].incarnation)])
@@ -137,9 +141,9 @@ class Round:
         return [Send(rank, self.number, of[self.sources.get(rank, ())]) for rank in named]
 
     def freezings(self, metric_mode: str, timeouts: Mapping[int, float]) -> list[Send]:
-        """Return what tells the replacers, each with its timeout, and the reducers that the donors are fixed.
+        """Return the messages that tell replacers, each with its timeout, and reducers that the donors are fixed.
 
-        Donors that only give need not know: they answer every replacer that asks.
+        A donor without another role gets no message: it answers every replacer that asks.
         """
         weight_of = dict(zip(self.decision.donors, self.decision.weights, strict=True))
         donors = tuple(sorted(self.ready))
@@ -154,19 +158,24 @@ class Round:
 
     @property
     def named(self) -> list[int]:
-        """Ranks with a role in it, ascending."""
+        """Ranks with a role in the round, ascending."""
         return sorted(self.decision.donors + self.decision.replacers)
 
     def timeouts_s(self, round_timeout_s: float, stream_safe_points: int) -> dict[int, float]:
-        """Return how long each replacer may take from the moment it reads `Frozen`.
+        """Return the seconds that each replacer may take from the moment when it reads `Frozen`.
 
-        Added to `round_timeout_s` are the safe points that messages may have to wait for, as if the replacer asked one
-        donor after the other (as with a large state) and only now (as when a donor was left out). For each donor: one
-        of its steps until it reads the grant, then `stream_safe_points` steps of either end. Last, a step to apply.
-        A newcomer makes no steps. It takes the size of the donor's other state after the weights, and then that state.
-        On the sharded route all that is for parts that are asked of the donors after all; before that each reducer
-        takes a step to read `Frozen`, one to add up, and those of its own stream. A rank that fetches for others does
-        so, too. Parts are cut finely, so their streams need `_PART_SAFE_POINTS` at the least.
+        To `round_timeout_s` are added the safe points that messages may wait for. The worst case is a replacer that
+        asks the donors in turn (as with a large state) and only now (as when a donor was left out). For each donor, one
+        of its steps passes until it reads the grant, and then `stream_safe_points` steps of each end. Applying takes a
+        last step.
+
+        A newcomer makes no steps. After the weights it receives the size of the donor's other state, and then that
+        state.
+
+        On the sharded route, these times are for parts that the donors have to send after all. Before that, each
+        reducer takes a step to read `Frozen`, a step to add up, and the steps of its own stream. A rank that fetches
+        parts for its host takes these steps, too. Parts have small chunks, so their streams need at least
+        `_PART_SAFE_POINTS`.
         """
         count = stream_safe_points
         judged = self.judged
@@ -187,5 +196,5 @@ class Round:
 
 
 def values_of(reports: Mapping[int, ReportRecord]) -> dict[int, float]:
-    """Return the metrics, by rank."""
+    """Return the metric of each rank."""
     return {rank: report.value for rank, report in reports.items()}
