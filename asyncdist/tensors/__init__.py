@@ -1,4 +1,4 @@
-"""Models, trees and values as flat memory or bytes. Nothing here sends. A torch that is too old is refused."""
+"""Models, pytrees and Python values as flat memory or bytes, without any sending. Refuses a torch that is too old."""
 
 import torch
 

@@ -1,7 +1,7 @@
 """Copies tensors of a model into one flat tensor and back, piece by piece.
 
-A piece is copied when it is about to be sent, and when it has been reduced: it is in the cache then. After a failure in
-between every tensor has its old values.
+A piece is copied just before it is sent and just after it is reduced, while it is in the cache. If the reduction fails
+midway, :meth:`Bucket.rollback` restores every tensor.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from asyncdist.host_memory.shared_memory import SharedMemory
 
 
 class Bucket:
-    """Some tensors of one flat dtype.
+    """Copies tensors to and from one flat tensor.
 
     Args:
-        flat: 1-D, where they are copied to; of their dtype, or of a wider one.
-        pairs: each tensor, in any memory layout and on any device, with its view of ``flat``: one after the other,
-            without gaps.
-        memory: that ``flat`` begins, where it is shared with the other ranks of the host.
+        flat: 1-D tensor that holds the copies, of the tensors' dtype or a wider one.
+        pairs: Each tensor, in any memory layout and on any device, with its view of ``flat``. The views are in order
+            and leave no gaps.
+        memory: Memory that the ranks of the host share and that begins with ``flat``; None if ``flat`` is not shared.
     """
 
     def __init__(
@@ -33,12 +33,12 @@ class Bucket:
         self.flat = flat
         self.memory = memory
         self._sizes = [view.numel() for _, view in pairs]
-        if not all(self._sizes):  # nothing of them is to be copied
+        if not all(self._sizes):  # empty tensors need no copy
             pairs = [pair for pair, size in zip(pairs, self._sizes, strict=True) if size]
             self._sizes = [size for size in self._sizes if size]
         self._tensors = [tensor for tensor, _ in pairs]
         self._views = [view for _, view in pairs]
-        # Autograd leaves gradients of complex parameters conjugated, which no copy of many tensors takes.
+        # Autograd leaves gradients of complex parameters conjugated; _foreach_copy_ refuses conjugated tensors.
         self._are_lazy = any(tensor.is_conj() or tensor.is_neg() for tensor in self._tensors)
         self._starts = [0, *itertools.accumulate(self._sizes)]
         self._copied_in_count = self._copied_out_count = 0
@@ -47,7 +47,7 @@ class Bucket:
 
     @torch.no_grad()
     def copy_in(self, start: int, end: int) -> None:
-        """Copy the tensors' elements from ``start`` to ``end`` to the flat tensor, unless that has been done."""
+        """Copy the elements from ``start`` to ``end`` into the flat tensor, except those already copied."""
         start = max(start, self._copied_in_count)
         if start >= end:
             return
@@ -58,15 +58,19 @@ class Bucket:
             tensor, view = self._tensors[index], self._views[index]
             if tensor.is_contiguous():
                 view.view(-1)[first:last].copy_(tensor.view(-1)[first:last])
-            elif first == 0:  # whole: what follows is not copied again
+            elif first == 0:  # copied whole: its later pieces need no copy
                 view.copy_(tensor)
         self._copied_in_count = end
 
     @torch.no_grad()
     def copy_out(self, start: int, values: Tensor) -> None:
-        """Write values into the tensors; ``start`` is where they begin in the flat tensor, which does not change.
+        """Write values into the tensors, without changing the flat tensor.
 
-        They come in order. A tensor that is not contiguous is written when all of its values have come.
+        Calls must be in order. A tensor that is not contiguous is written when its last values arrive.
+
+        Args:
+            start: Offset of the values in the flat tensor, in elements.
+            values: 1-D tensor of the values.
         """
         if self._is_rolled_back:
             return
@@ -83,15 +87,15 @@ class Bucket:
 
     @torch.no_grad()
     def rollback(self) -> None:
-        """Give the tensors the values back that they had before the first :meth:`copy_out`; later ones do nothing.
+        """Restore the tensors' values from before the first :meth:`copy_out`; later calls of it do nothing.
 
-        What was not copied in is copied now: the other ranks count on the values, and the tensors may then change.
+        Elements not copied in yet are copied now, because the other ranks still need them and the tensors may change.
         """
         if self._is_rolled_back:
             return
         self.copy_in(self._copied_in_count, len(self.flat))
         self._is_rolled_back = True
-        touched = bisect.bisect_left(self._starts, self._copied_out_count)  # what begins before
+        touched = bisect.bisect_left(self._starts, self._copied_out_count)  # tensors that have been written
         if touched:
             self._copy(self._tensors[:touched], self._views[:touched])
 
@@ -115,11 +119,11 @@ class Bucket:
             self._rest = None
 
     def _whole(self, start: int, end: int) -> tuple[int, int]:
-        """Return the first tensor that begins in this range, and the one after the last that ends in it."""
+        """Return the index range (half-open) of the tensors that lie entirely between two offsets."""
         return bisect.bisect_left(self._starts, start), bisect.bisect_right(self._starts, end) - 1
 
     def _cut(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Return the tensors that lie partly in the range, two at most, and which of their elements do."""
+        """Yield the at most two tensors that lie partly in the range, each as (index, first element, end element)."""
         low, high = self._whole(start, end)
         if self._starts[low] > start:
             first = self._starts[low - 1]

@@ -1,8 +1,7 @@
-"""Lays a flat state of any dtypes out in one stretch of memory, which readers read in chunks.
+"""Lays out a flat state of any dtypes in one stretch of memory, which other ranks read in chunks.
 
-One segment per dtype, each aligned, those that are averaged first: so a reader that wants only these reads a prefix.
-The layout follows from the entries alone, as that of :mod:`asyncdist.tensors.flat_state` does, and is equal where
-fingerprints are.
+Each dtype has one aligned segment. The averaged dtypes come first, so a rank that needs only these reads a prefix. The
+layout follows from the entries alone: equal fingerprints mean equal layouts.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 
 from asyncdist.tensors.flat_state import Entry, FlatBuffers
 
-#: Of segments, in bytes: a cache line, and a multiple of every element's size.
+#: Alignment of segments in bytes: a cache line, and a multiple of every element size.
 ALIGNMENT_NBYTES: Final = 64
 
 
@@ -25,11 +24,11 @@ class Piece:
     """The part of one chunk that has one dtype.
 
     Attributes:
-        dtype: the model's.
-        first: the piece's first element, counted in the flat tensor of that dtype.
-        count: its elements.
-        offset: where it begins in the chunk, in bytes.
-        averaged: whether its values are averaged, or copied from the best donor.
+        dtype: Dtype in the model.
+        first: Index of the piece's first element in the flat tensor of that dtype.
+        count: Number of elements.
+        offset: Offset of the piece in the chunk, in bytes.
+        averaged: Whether its values are averaged; otherwise they are copied from the best donor.
     """
 
     dtype: torch.dtype
@@ -39,11 +38,11 @@ class Piece:
     averaged: bool
 
     def of_chunk(self, chunk: torch.Tensor) -> torch.Tensor:
-        """Return the piece in a chunk of bytes (1-D uint8), as elements."""
+        """Return the view of a chunk (1-D uint8) that holds this piece, in the piece's dtype."""
         return chunk[self.offset : self.offset + self.count * self.dtype.itemsize].view(self.dtype)
 
     def of_flat(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the same elements of the flat tensor."""
+        """Return the view of the flat tensor that holds this piece."""
         return flat[self.first : self.first + self.count]
 
 
@@ -60,14 +59,14 @@ class _Segment:
 
 
 class Packing:
-    """Knows where each dtype lies in the memory.
+    """Holds the place of each dtype in the memory.
 
     Args:
-        entries: of a :class:`asyncdist.tensors.flat_state.FlatState`.
+        entries: Entries of a :class:`asyncdist.tensors.flat_state.FlatState`.
 
     Attributes:
-        nbytes: of the whole, padding between the segments included.
-        averaged_nbytes: of the prefix that holds everything that is averaged.
+        nbytes: Total size in bytes, including the padding between segments.
+        averaged_nbytes: Size in bytes of the prefix that holds all averaged entries.
     """
 
     def __init__(self, entries: Sequence[Entry]) -> None:
@@ -88,10 +87,11 @@ class Packing:
         self.averaged_nbytes = max((segment.end for segment in segments if segment.averaged), default=0)
 
     def buffers(self, memory: torch.Tensor) -> FlatBuffers:
-        """Make flat buffers over ``memory`` itself.
+        """Return flat buffers that are views of ``memory``.
 
         Args:
-            memory: 1-D uint8 of at least ``nbytes`` elements, contiguous, aligned as torch aligns.
+            memory: Contiguous 1-D uint8 tensor of at least ``nbytes`` elements, aligned like memory that torch
+                allocates.
         """
         tensors = {
             segment.dtype: memory[segment.start : segment.end].view(segment.dtype)
@@ -104,7 +104,7 @@ class Packing:
         return FlatBuffers(self._entries, tensors, views)
 
     def pieces(self, start: int, end: int) -> Iterator[Piece]:
-        """Return the pieces from byte ``start`` to ``end``; both are multiples of ``ALIGNMENT_NBYTES`` or an end."""
+        """Yield the pieces from byte ``start`` to ``end``, each a multiple of ``ALIGNMENT_NBYTES`` or the end."""
         for segment in self._segments:
             first, last = max(start, segment.start), min(end, segment.end)
             if first < last:

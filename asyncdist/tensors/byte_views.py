@@ -1,8 +1,8 @@
-"""Views tensors as bytes: the only way here, for all code that sends, stores or receives them.
+"""Views tensors as bytes, for all code that sends, stores or receives them.
 
-A tensor that torch calls contiguous may still have an odd stride where a dimension has one element (one row of a
-column has stride 2, say), its values may be conjugated or negated only when they are read, and numpy knows neither
-bfloat16 nor float8. All that is dealt with here, so no other module views a tensor as bytes.
+No other module views a tensor as bytes, since there are three pitfalls: a contiguous tensor may have any stride in a
+dimension of one element; conjugation and negation may be pending until values are read; and numpy supports neither
+bfloat16 nor float8.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def oddity_of(tensor: Tensor) -> str | None:
-    """Say why a tensor has no plain values in memory, as in "a nested tensor"; None for a dense one."""
+    """Describe a tensor that has no plain values in memory, as in "a nested tensor"; return None for a dense one."""
     if tensor.is_meta:
         return "a meta tensor (it has no values)"
     if tensor.is_quantized:
@@ -29,14 +29,11 @@ def oddity_of(tensor: Tensor) -> str | None:
 
 
 def check_dense(tensor: Any, name: str = "tensor") -> None:
-    """Refuse anything but a dense tensor.
+    """Raise TypeError unless the value is a dense tensor.
 
     Args:
-        tensor: anything.
-        name: how it is called in the message.
-
-    Raises:
-        TypeError: it is not a dense tensor.
+        tensor: Any value.
+        name: Name of the value in the error.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} is a {type(tensor).__qualname__}; allowed: a dense tensor")
@@ -46,30 +43,27 @@ def check_dense(tensor: Any, name: str = "tensor") -> None:
 
 
 def check_writable(tensor: Any, name: str = "tensor") -> None:
-    """Refuse a tensor into which values cannot be written.
+    """Raise an error unless values can be written into the tensor.
 
     Args:
-        tensor: anything.
-        name: how it is called in the message.
+        tensor: Any value.
+        name: Name of the value in the error.
 
     Raises:
-        TypeError: it is no dense tensor.
-        ValueError: some of its elements are one in memory, as those of an expanded tensor are.
+        TypeError: The value is not a dense tensor.
+        ValueError: Several elements share one place in memory, as in an expanded tensor.
     """
     check_dense(tensor, name)
     shape, strides = tuple(tensor.shape), tensor.stride()
     if tensor.numel() and any(size > 1 and not stride for size, stride in zip(shape, strides, strict=True)):
         raise ValueError(
-            f"{name} has shape {shape} and stride {strides}, as an expanded tensor: several elements are one in "
-            "memory, and each gets a value of its own; clone it first"
+            f"{name} has shape {shape} and stride {strides}, like an expanded tensor: several elements share one place "
+            "in memory and cannot hold different values; clone it first"
         )
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Return the values of a dense tensor in CPU memory, contiguous, outside any graph.
-
-    It is the tensor's own memory where that is so already.
-    """
+    """Return a dense tensor's values as a contiguous CPU tensor outside any graph, without a copy if possible."""
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
 
@@ -77,17 +71,18 @@ def byte_view(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous dense CPU tensor, of any dtype, without a copy.
 
     Raises:
-        ValueError: it is not contiguous, not in CPU memory, or a conjugated or negated view.
+        ValueError: The tensor is not contiguous, not in CPU memory, or a conjugated or negated view.
     """
     if not tensor.is_cpu:
-        raise ValueError(f"a stream takes tensors in CPU memory; this one is on {tensor.device}")
+        raise ValueError(f"a stream takes tensors in CPU memory; this tensor is on {tensor.device}")
     if not tensor.is_contiguous():
         raise ValueError(
-            f"a stream takes contiguous tensors; this one has shape {tuple(tensor.shape)} and stride {tensor.stride()}"
+            f"a stream takes contiguous tensors; this tensor has shape {tuple(tensor.shape)} and stride "
+            f"{tensor.stride()}"
         )
     if not tensor.nbytes:
         return memoryview(bytearray())
-    # With the cold caches that a transfer leaves, detach and view(torch.uint8) take several microseconds each.
+    # A transfer leaves the caches cold; detach and view(torch.uint8) would then take several microseconds each.
     if tensor.requires_grad:
         tensor = tensor.detach()
     try:
@@ -98,32 +93,32 @@ def byte_view(tensor: Tensor) -> memoryview:
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a dense tensor as a 1-D uint8 tensor in CPU memory; the tensor's own memory where it can."""
+    """Return the bytes of a dense tensor as a 1-D uint8 CPU tensor, without a copy if possible."""
     host = to_host(tensor)
     return _as_bytes(host) if host.nbytes else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """Return the memory of a contiguous tensor: its strides are ignored, since those of one element may be anything."""
+    """Return a contiguous tensor's bytes; ignores strides, as a dimension of one element may have any stride."""
     if tensor.is_conj() or tensor.is_neg():
         raise ValueError(
-            "a stream takes tensors as they lie in memory; this one is a conjugated or negated view: "
+            "a stream takes tensors whose values lie in memory; this tensor is a conjugated or negated view: "
             "pass tensor.resolve_conj().resolve_neg()"
         )
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def write(tensor: Tensor, values: Tensor) -> None:
-    """Copy ``values`` into a tensor that may be a parameter, or may have been made in inference mode."""
+    """Copy ``values`` into a tensor, which may be a parameter or an inference tensor."""
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         tensor.copy_(values)
 
 
 def empty_stack(like: Tensor, count: int) -> Tensor:
-    """Return uninitialised CPU memory for so many tensors of one shape and dtype, stacked."""
+    """Return an uninitialised CPU tensor that stacks ``count`` tensors of the shape and dtype of ``like``."""
     return torch.empty((count, *like.shape), dtype=like.dtype, device="cpu")
 
 
 def split(view: memoryview, chunk_nbytes: int) -> list[memoryview]:
-    """Cut ``view`` into chunks; both ends must use the same sizes."""
+    """Cut ``view`` into chunks; sender and receiver must use the same size."""
     return [view[start : start + chunk_nbytes] for start in range(0, len(view), chunk_nbytes)]

@@ -1,4 +1,4 @@
-"""Copies from devices to host memory that are under way, while training goes on."""
+"""Copies from devices to host memory that run while training continues."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 
 
 class DeviceCopy:
-    """Completes when copies from device to host memory have; the engine polls it like a transport's request.
+    """Completes when copies from device to host memory are done; the engine polls it like a transport's request.
 
     Args:
-        events: one per device, recorded behind its copies.
+        events: One event per device, recorded after its copies.
     """
 
     cancelled: Final = False
     source: Final = -1
     nbytes: Final = 0
-    #: No transport rings when it completes.
+    #: No transport's doorbell rings when the copies complete.
     rings: Final = False
 
     def __init__(self, events: Sequence[torch.cuda.Event]) -> None:
@@ -27,14 +27,14 @@ class DeviceCopy:
         self._events = events
 
     def test(self) -> bool:
-        """Tell whether all copies are done, without waiting."""
+        """Return whether all copies are done, without waiting."""
         return all(event.query() for event in self._events)  # type: ignore[no-untyped-call]
 
     def cancel(self) -> None:
-        """Do nothing: a copy cannot be taken back, and ends by itself."""
+        """Do nothing: a copy cannot be cancelled, and ends on its own."""
 
 
 @functools.cache
 def copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of the device for copies, apart from those that train."""
+    """Return the device's stream for copies, which training does not use."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

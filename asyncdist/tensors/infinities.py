@@ -1,9 +1,9 @@
-"""Tells values that are not finite and belong to a model from those of a rank that has diverged.
+"""Distinguishes infinities that belong to a model from non-finite values of a rank that has diverged.
 
-An attention mask may hold -inf, in a buffer or in a frozen parameter, from the first step to the last. Averaging keeps
-it: the mean of equal infinities is that infinity. So the infinities that such entries hold when a policy starts are
-known, and everything else that is not finite is unsound: NaN, an infinity in a trained parameter, an infinity that has
-come, gone or moved since.
+A buffer or frozen parameter, such as an attention mask, may hold -inf throughout. Averaging keeps it: the mean of equal
+infinities is that infinity. So the infinities that these entries hold when a policy starts are *known*. All other
+non-finite values are *unsound*: NaN, an infinity in a trained parameter, and a known infinity that appeared, vanished
+or moved.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from asyncdist.tensors.model_tensors import local_part
 
 
 class KnownInfinities:
-    """Holds the infinities of a model's buffers and frozen parameters, as they are now.
+    """Records the current infinities of a model's buffers and frozen parameters.
 
     Args:
-        state: of the model.
+        state: Flat state of the model.
     """
 
     def __init__(self, state: FlatState) -> None:
         self._state = state
         self._layout = state.new_buffers(device="meta")
-        trained = state.trained()  # a shard does not say so itself
+        trained = state.trained()  # a shard's own requires_grad is False
         self._known = {
             entry.names: _infinities(tensor)
             for entry, tensor in self._own()
@@ -38,13 +38,13 @@ class KnownInfinities:
         }
 
     def unsound_entry(self, buffers: FlatBuffers) -> str | None:
-        """Name an averaged entry of a snapshot, or of a mean, with a value that is neither finite nor known."""
+        """Return the name of an averaged entry with an unsound value in a snapshot or mean; None if there is none."""
         if all(is_finite(tensor) for tensor in buffers.averaged().values()):
             return None  # nearly always, and quicker than entry by entry
         return self._first_unsound(zip(buffers.entries, buffers.views, strict=True))
 
     def unsound_entry_of_model(self) -> str | None:
-        """Name an averaged entry of the model, as it is now, with a value that is neither finite nor known."""
+        """Return the name of an averaged entry of the model with an unsound value; None if there is none."""
         return self._first_unsound(self._own())
 
     def _own(self) -> Iterable[tuple[Entry, Tensor]]:
@@ -61,13 +61,14 @@ class KnownInfinities:
 
 
 def all_finite(values: Any) -> bool:
-    """Tell whether all tensors in nested mappings, sequences and sets are finite, such as an optimizer's state.
+    """Return whether all tensors in nested mappings, sequences and sets, such as an optimizer's state, are finite.
 
-    Anything that is not a tensor passes. Momentum of a sparse gradient is a sparse tensor: what it stores is looked at.
+    Values that are not tensors are ignored. For a sparse tensor, such as the momentum of a sparse gradient, the stored
+    values count.
     """
     if isinstance(values, Tensor):
-        values = local_part(values)  # torch would look at all parts of a DTensor, together with the other ranks
-        if is_traceable_wrapper_subclass(values):  # as of 8-bit optimizers, which compute little on the whole of it
+        values = local_part(values)  # on a DTensor, torch would communicate with the other ranks
+        if is_traceable_wrapper_subclass(values):  # such as states of 8-bit optimizers, which support few operations
             return all(all_finite(getattr(values, name)) for name in values.__tensor_flatten__()[0])
         if not (values.is_floating_point() or values.is_complex()) or values.is_meta:
             return True
@@ -78,7 +79,7 @@ def all_finite(values: Any) -> bool:
 
 
 def _stored(tensor: Tensor) -> Sequence[Tensor]:
-    """Return dense tensors with all that a tensor stores."""
+    """Return dense tensors that hold all stored values of a tensor."""
     if tensor.is_nested:
         return torch.unbind(tensor)
     if tensor.layout == torch.strided:
@@ -90,7 +91,7 @@ def _stored(tensor: Tensor) -> Sequence[Tensor]:
 
 @torch.no_grad()
 def _infinities(tensor: Tensor) -> Tensor:
-    """Return the infinite values, and zeros in place of the others."""
+    """Return the tensor with all values that are not infinite replaced by zero, in CPU memory."""
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     wide = real.detach().to(device="cpu", dtype=torch.float32 if real.itemsize < 4 else real.dtype)
     return torch.where(wide.isinf(), wide, 0.0)

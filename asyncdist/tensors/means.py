@@ -1,18 +1,18 @@
-"""Computes weighted means of tensors, element by element, whether they arrive one by one in chunks or all at once.
+"""Computes weighted means of tensors, element by element, whether they arrive in turn in chunks or all at once.
 
-The weighted sum runs in the order in which the tensors are given, in the accumulator's dtype (float32 or wider), and is
-divided by the sum of the weights. Product, sum and quotient are rounded separately, so the bits depend neither on where
-chunks begin nor on the width of vector instructions. Two rules go beyond that:
+Tensors are summed in the given order, in the accumulator's dtype (float32 or wider), and the sum is divided by the sum
+of the weights. Product, sum and quotient are rounded separately, so the bits depend neither on chunk boundaries nor on
+the width of vector instructions. Two rules are added:
 
-- **The mean of finite values is finite.** Where a sum leaves the range of its dtype, it goes on scaled by 2^-64, as
-  does its divisor. Scaling by a power of two is exact for values of that size, so the bits are those of a sum without
-  bounds. (Two attention masks of ``finfo.min`` add up to -inf.)
-- **The mean of equal values is that value.** Where the quotient is the one that tensors all equal to the last one would
-  have given, the mean is the last one's value. (The float32 sum x + x + x, divided by 3, misses x by one unit in the
-  last place for one x in seven.) Where the values differ and the quotient is the same, this too is within rounding.
+- **The mean of finite values is finite.** When a sum leaves the range of its dtype, it continues scaled by 2^-64, and
+  so does its divisor. Scaling by a power of two is exact for values of that size, so the bits are those of an unbounded
+  sum. (Without this, two attention masks of ``finfo.min`` add up to -inf.)
+- **The mean of equal values is that value.** If the quotient equals that of tensors all equal to the last tensor, the
+  mean is the last tensor's value. (In float32, (x + x + x) / 3 misses x by one unit in the last place for one x in
+  seven.) If the tensors differ but the quotient is the same, the change is within rounding.
 
-Only the ratios of weights matter. They are scaled by a power of two, which changes no bit of a mean, so that the sum of
-products neither underflows nor overflows where the values do not: with weights near 1e-6, products of values near 1e-33
+Only the ratios of weights matter. Weights are scaled by a power of two, which changes no bit of a mean, so that the sum
+of products does not underflow or overflow unless the values do: with weights near 1e-6, products of values near 1e-33
 had lost most of their digits. A weight below 2^-100 of the largest one counts as 2^-100 of it.
 
 Complex values are averaged as their real and imaginary parts.
@@ -27,9 +27,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-#: Elements that are handled at once: 256 KiB of float32 stay in a core's own cache from one pass to the next.
+#: Number of elements handled at once: 256 KiB of float32 stay in a core's own cache from one pass to the next.
 _PIECE_COUNT: Final = 1 << 16
-#: Elements for which a mean of equal values is computed at once: all that it takes beside the tensors given.
+#: Number of elements for which the mean of equal values is computed at once; bounds the memory of its temporaries.
 _STRETCH_COUNT: Final = 12 << 10
 _SCALE: Final = 2.0**-64
 _LARGEST: Final = {dtype: torch.finfo(dtype).max for dtype in (torch.float32, torch.float64)}
@@ -44,18 +44,18 @@ _WEIGHT_MIN: Final = 2.0**-100
 class WeightedMean:
     """Computes the weighted mean of tensors that arrive in turn, each in chunks.
 
-    All weighted means of asyncdist are computed here. The caller brings the tensors in rank order.
+    All weighted means of asyncdist are computed here. The caller passes the tensors in rank order.
 
     Call :meth:`begin` for each tensor and then :meth:`add` for each of its chunks; a tensor may be spread over several
-    flat tensors. Once a chunk of the last tensor has been added, the accumulator holds the mean of that stretch. Only
-    one piece is allocated, unless sums overflow.
+    flat tensors. After a chunk of the last tensor, the accumulator holds the mean of that stretch. Only one piece is
+    allocated, unless sums overflow.
 
     Args:
-        count: The number of tensors.
-        keeps_equal: Whether the mean of equal values is that value.
+        count: Number of tensors.
+        keeps_equal: Whether the mean of equal values is exactly that value.
 
     Attributes:
-        is_agreed: whether every value so far that was not finite was the same infinity in all tensors.
+        is_agreed: Whether each non-finite value so far was the same infinity in all tensors.
     """
 
     def __init__(self, count: int, *, keeps_equal: bool = True) -> None:
@@ -64,12 +64,12 @@ class WeightedMean:
         self.is_agreed = True
         self._weights: list[float] = []  # scaled by 2^-exponent
         self._exponent = 0
-        self._shrinking = 1.0  # of the sums so far, before the current tensor is added
+        self._shrinking = 1.0  # factor for the earlier sums, applied before the current tensor is added
         self._is_careful = False
-        self._scaled: dict[int, Tensor] = {}  # by accumulator, where it lies: which of its sums are scaled
+        self._scaled: dict[int, Tensor] = {}  # by the accumulator's address: the mask of its scaled sums
 
     def begin(self, weight: float) -> None:
-        """Begin the next tensor, whose weight is finite and above 0."""
+        """Begin the next tensor, with a weight that is finite and above 0."""
         assert len(self._weights) < self._count, f"a mean of {self._count} tensors has all of them"
         exponent = math.frexp(weight)[1] - 1
         self._shrinking = 1.0
@@ -85,10 +85,10 @@ class WeightedMean:
         """Add a chunk of the current tensor to the same stretch of an accumulator.
 
         Args:
-            into: a contiguous 1-D slice of the accumulator, float32, complex64 or wider. The first tensor overwrites
+            into: Contiguous 1-D slice of the accumulator, of float32, complex64 or wider. The first tensor overwrites
                 it.
-            chunk: values of the same length, of any dtype that fits into the accumulator's; they are not changed. None
-                if ``into`` holds the first tensor's values already.
+            chunk: 1-D tensor of the same length, of any dtype that fits into the accumulator's. It is not changed. None
+                if ``into`` already holds the first tensor's values.
         """
         if into.requires_grad or (chunk is not None and chunk.requires_grad):
             into, chunk = into.detach(), None if chunk is None else chunk.detach()
@@ -115,7 +115,7 @@ class WeightedMean:
             into.mul_(self._shrinking)
         wide = values if values.dtype == into.dtype else values.to(into.dtype)
         product = wide if weight == 1.0 else wide * weight
-        # Once a value is too large, all later sums are watched. Before that no sum can have overflowed.
+        # After the first too large value, all sums are checked for overflow. Before it, no sum can have overflowed.
         self._is_careful = self._is_careful or not _is_within(product, _SAFE[into.dtype])
         if self._is_careful:
             self._add_carefully(into, wide, product)
@@ -129,7 +129,7 @@ class WeightedMean:
                 _prefer_last(into, wide, self._weights, is_careful=self._is_careful)
 
     def _add_carefully(self, into: Tensor, wide: Tensor, product: Tensor) -> None:
-        """Add the current tensor, and scale down those sums of finite values that leave the range of the dtype."""
+        """Add the current tensor, and scale down sums of finite values that leave the range of the dtype."""
         is_first = len(self._weights) == 1
         total = product if is_first else into + product
         leaves = torch.isfinite(wide) & ~torch.isfinite(total)
@@ -162,11 +162,11 @@ class WeightedMean:
         scaled = self._scaled_sums(into)
         if scaled is not None:
             quotient = torch.where(scaled, into / (divisor * _SCALE), quotient)
-        largest = _LARGEST[into.dtype]  # rounding may lift a mean of the largest values above them
+        largest = _LARGEST[into.dtype]  # rounding may lift a mean of the largest values above the range
         into.copy_(torch.where(is_finite, quotient.clamp(-largest, largest), quotient))
 
     def _scaled_sums(self, into: Tensor, *, make: bool = False) -> Tensor | None:
-        """Return which elements of this slice of an accumulator hold scaled sums; None if no element ever did."""
+        """Return the mask of the elements of ``into`` that hold scaled sums; None if the accumulator never had any."""
         storage = into.untyped_storage()
         found = self._scaled.get(storage.data_ptr())
         if found is None:
@@ -184,9 +184,9 @@ def weighted_mean_into(
 
     Args:
         result: A contiguous 1-D tensor of float32, complex64 or wider, which is not among the parts.
-        parts: One or more tensors of its length, in rank order.
-        weights: The weight of each part, finite and above 0.
-        keeps_equal: Whether the mean of equal values is that value.
+        parts: One or more tensors of the result's length, in rank order.
+        weights: Weight of each part, finite and above 0.
+        keeps_equal: Whether the mean of equal values is exactly that value.
 
     Returns:
         Whether the parts agree in their infinite values; see :attr:`WeightedMean.is_agreed`.
@@ -199,11 +199,13 @@ def weighted_mean_into(
 
 
 def mean_into(result: Tensor, parts: Sequence[Tensor]) -> None:
-    """Write the unweighted mean of tensors that are all available; equal to :class:`WeightedMean` to the bit.
+    """Write the unweighted mean of tensors that are all available, with the same bits as :class:`WeightedMean`.
+
+    Non-finite values follow IEEE 754.
 
     Args:
-        result: a contiguous 1-D tensor of float32, complex64 or wider, which is not among the parts.
-        parts: two or more tensors of its length and dtype. Values that are not finite follow IEEE 754.
+        result: Contiguous 1-D tensor of float32, complex64 or wider, not among the parts.
+        parts: Two or more tensors of the result's length and dtype.
     """
     result, parts = _real(result), [_real(part) for part in parts]
     if not len(result):
@@ -216,15 +218,16 @@ def mean_into(result: Tensor, parts: Sequence[Tensor]) -> None:
 
 
 def mean_of_sum(total: Tensor, last: Tensor, count: int) -> bool:
-    """Turn a sum in the order of the tensors into the mean that :func:`mean_into` gives, to the bit.
+    """Turn a sum of tensors in place into their mean, with the same bits as :func:`mean_into`.
 
     Args:
-        total: a contiguous 1-D tensor of float32, complex64 or wider: the sum of two tensors or more.
-        last: the last one of them.
-        count: how many there were.
+        total: Contiguous 1-D tensor of float32, complex64 or wider: the sum of two or more tensors, in order.
+        last: Last of these tensors.
+        count: Number of these tensors.
 
     Returns:
-        Whether it has. False where the sum is not finite: then all tensors are needed, and it is left as it is.
+        Whether ``total`` holds the mean. False if the sum is not finite: it is unchanged, and the mean needs all
+        tensors.
     """
     total, last = _real(total), _real(last)
     if not _is_within(total, _LARGEST[total.dtype]):
@@ -237,15 +240,15 @@ def mean_of_sum(total: Tensor, last: Tensor, count: int) -> bool:
 def divide(total: Tensor, divisor: float) -> None:
     """Divide in place, rounding once; a divisor of exactly 1 leaves the values unchanged."""
     if divisor != 1.0:
-        # By a scalar of the host CUDA would multiply with 1 / it.
+        # CUDA would turn division by a Python scalar into multiplication by its reciprocal.
         on_device = total.device.type != "cpu"
         total.div_(torch.tensor(divisor, dtype=total.dtype, device=total.device) if on_device else divisor)
 
 
 def _prefer_last(mean: Tensor, last: Tensor, weights: Sequence[float], *, is_careful: bool) -> None:
-    """Write the last tensor's value wherever the mean equals that of equal tensors.
+    """Write the last tensor's value for each element whose mean equals the mean of equal values.
 
-    Comparisons that give booleans, and `where`, take ten times as long as arithmetic on the elements' bits.
+    Uses arithmetic on the elements' bits: boolean comparisons and `where` take ten times as long.
     """
     if len(weights) == 2 and weights[0] == weights[1] == 1.0:  # (x + x) / 2 is exact
         return
@@ -264,11 +267,11 @@ def _prefer_last_here(mean: Tensor, last: Tensor, weights: Sequence[float], *, i
     torch.ne(bits, differs, out=differs)
     if not differs.min():
         bits *= differs
-        bits -= differs.sub_(1).mul_(last_bits)  # -1 times the last one's, where they are equal
+        bits -= differs.sub_(1).mul_(last_bits)  # where equal, adds the last tensor's bits
 
 
 def _mean_of_equal(values: Tensor, weights: Sequence[float]) -> Tensor:
-    """Return the mean that rounding gives for tensors that all hold these values, where no sum overflows."""
+    """Return the rounded mean of tensors that all hold these values; no sum may overflow."""
     if weights[0] == weights[1] == 1.0:
         total, others = values + values, weights[2:]
     else:
@@ -280,8 +283,8 @@ def _mean_of_equal(values: Tensor, weights: Sequence[float]) -> Tensor:
 
 
 def _is_within(values: Tensor, bound: float) -> bool:
-    """Tell whether all values are finite and no larger than ``bound``, which is above the root of the largest value."""
-    # The sum of squares takes a fifth of the time, and is finite for all values up to 1e18 and for no NaN.
+    """Return whether all values are finite and within ``bound``, which must exceed the dtype's largest square root."""
+    # The sum of squares takes a fifth of the time. It is finite for values up to 1e18, and never for NaN.
     if math.isfinite(torch.dot(values, values).item()):
         return True
     low, high = torch.aminmax(values)

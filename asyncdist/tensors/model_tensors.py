@@ -1,7 +1,4 @@
-"""Finds the tensors of a model, with their names, and whether each has memory of its own.
-
-What :mod:`asyncdist.tensors.flat_state` copies between, found by one walk over the modules.
-"""
+"""Finds the tensors of a model with their names, and checks that each has memory of its own."""
 
 from __future__ import annotations
 
@@ -22,21 +19,22 @@ _ALLOWED: Final = "allowed: dense tensors that own their memory, or share exactl
 
 
 def gather(module: nn.Module, keys: list[str | None], tensors: list[Tensor]) -> None:
-    """Append the parameters and persistent buffers of a module and of all below it, under all their names.
+    """Append the parameters and persistent buffers of a module and its submodules, under all their names.
 
-    A third of the time of `named_modules`, which a round of a small model spent for the most part there. The keys tell
-    the names, see `names_of`, and are equal where these are.
+    Takes a third of the time of `named_modules`, which dominated the rounds of small models. `names_of` computes the
+    names from the keys; equal keys mean equal names.
 
     Args:
-        module: Where to begin.
-        keys: Of each tensor its key, then None; of each module inside its key and its own keys, then None.
-        tensors: Those that have a key.
+        module: Root of the walk.
+        keys: List to which keys are appended: the key of each tensor of the module, then None; then for each submodule
+            its key and, recursively, its keys; then None.
+        tensors: List to which the tensors are appended, in the order of their keys.
     """
     for key, tensor in module._parameters.items():
         if tensor is not None:
             keys.append(key)
             tensors.append(tensor)
-    if module._buffers:  # asking is quicker than going through nothing, and most modules have no more
+    if module._buffers:  # testing is faster than iterating over nothing, and most modules have no buffers
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:
                 keys.append(key)
@@ -51,7 +49,7 @@ def gather(module: nn.Module, keys: list[str | None], tensors: list[Tensor]) -> 
 
 
 def names_of(keys: Sequence[str | None]) -> list[str]:
-    """Return the names of the tensors whose keys `gather` has found, in their order."""
+    """Return the names of the tensors whose keys `gather` has found, in the same order."""
     names, path = [], [""]
     among_tensors = True
     for key in keys:
@@ -68,30 +66,31 @@ def names_of(keys: Sequence[str | None]) -> list[str]:
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Tell whether a tensor is a DTensor, of which several ranks hold a part each.
+    """Return whether a tensor is a DTensor.
 
-    Its module is looked up, not imported: importing it takes most of a second, and without it there is no DTensor.
+    Importing its module would take most of a second. If it has not been imported, no DTensor exists.
     """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_part(tensor: Any) -> Any:
-    """Return the memory that this rank holds of a tensor: of a DTensor its part, which may be empty, of others all.
+    """Return this rank's shard of a DTensor, which may be empty; any other tensor unchanged.
 
-    The part is the same object at each call, as that of ``to_local()`` is not.
+    Unlike ``to_local()``, each call returns the same object.
     """
     return tensor._local_tensor if is_sharded(tensor) else tensor
 
 
 def take_local_parts(names: Sequence[str], tensors: list[Tensor]) -> tuple[dict[str, str], set[int]]:
-    """Put this rank's parts in place of DTensors.
+    """Replace DTensors in ``tensors`` by this rank's shards.
 
     Returns:
-        How each DTensor is divided, by name; and the ranks, as torch.distributed numbers them, among which.
+        A description of each DTensor's sharding by name, and the set of ranks, as torch.distributed numbers them, over
+        which any is sharded.
 
     Raises:
-        ValueError: ranks hold the terms of a sum that has not been made.
+        ValueError: A DTensor has a partial placement.
     """
     shardings: dict[str, str] = {}
     meshes: set[int] = set()
@@ -109,9 +108,9 @@ def trained_names(module: nn.Module) -> set[str]:
 
 
 def frozen_places(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the places of the parameters that require no gradient and share their memory with none that does."""
+    """Return the indices of parameters that require no gradient and share no memory with one that does."""
     frozen = [isinstance(tensor, nn.Parameter) and not tensor.requires_grad for tensor in tensors]
-    plain = (nn.Parameter, Tensor)  # another kind may have no memory of its own, and shares none
+    plain = (nn.Parameter, Tensor)  # a subclass may have no memory of its own
     trained = {
         identity_of(each)
         for each, is_frozen in zip(tensors, frozen, strict=True)
@@ -125,7 +124,7 @@ def frozen_places(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def digest_of(named: Iterable[tuple[str, Tensor]]) -> str:
-    """Return a hash over names, shapes, dtypes and values; of a tensor that wraps others, over those."""
+    """Return a hash of names, shapes, dtypes and values; for a wrapper subclass, of the wrapped tensors' values."""
     found = hashlib.sha256()
     for name, tensor in named:
         found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
@@ -135,7 +134,7 @@ def digest_of(named: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def _dense_parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the dense tensors that a tensor consists of: this rank's part of a DTensor, what a quantised one wraps."""
+    """Yield the dense tensors inside a tensor: this rank's shard of a DTensor, the tensors that a wrapper wraps."""
     own = local_part(tensor)
     if is_traceable_wrapper_subclass(own):
         for name in own.__tensor_flatten__()[0]:
@@ -145,32 +144,32 @@ def _dense_parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _sharding_of(name: str, tensor: Any) -> str:
-    """Describe how a DTensor is divided among ranks, in words that are equal where it is."""
+    """Return a string for a DTensor's sharding; equal shardings give equal strings."""
     if any(placement.is_partial() for placement in tensor.placements):
         raise ValueError(
-            f"{name!r} is placed as {tensor.placements}, a sum whose terms lie on several ranks; allowed: shards and "
-            "replicas"
+            f"{name!r} has placements {tensor.placements}, a sum whose terms are on several ranks; allowed: Shard and "
+            "Replicate"
         )
     return f"{tuple(tensor.placements)} of {tuple(tensor.shape)} over {tuple(tensor.device_mesh.shape)}"
 
 
 def check_supported(name: str, tensor: Tensor) -> None:
-    """Refuse what has no plain memory to copy."""
+    """Raise ValueError if the tensor has no plain memory to copy."""
     trouble = None
     if _is_lazy(tensor):
         trouble = "is not initialised; run one forward pass first"
     elif tensor.is_meta:
         trouble = "is on the meta device and has no values"
     elif tensor.is_inference() and not torch.is_inference_mode_enabled():
-        trouble = "was made in inference mode, so that nothing can be written to it outside; clone it"
+        trouble = "was made in inference mode and cannot be written outside it; clone it"
     elif tensor.is_quantized:
         trouble = "is quantised"
     elif not _has_arithmetic(tensor.dtype):
-        trouble = f"is {str(tensor.dtype).removeprefix('torch.')}, of which torch can neither copy nor add values"
+        trouble = f"is {str(tensor.dtype).removeprefix('torch.')}, a dtype that torch can neither copy nor add"
     elif tensor.layout != torch.strided or tensor.is_nested:
         trouble = f"is sparse or nested (layout {tensor.layout})"
     elif is_sharded(tensor):
-        trouble = "is a DTensor, of which this rank may hold a part: policies with replica_size average such models"
+        trouble = "is a DTensor, which may be sharded; use a policy with replica_size, which averages sharded models"
     elif tensor.numel() and _address(tensor) == 0:
         trouble = f"is a {type(tensor).__name__} without memory of its own"
     elif tensor.numel() and not _is_simple(tensor) and _overlaps_itself(tensor):
@@ -180,12 +179,12 @@ def check_supported(name: str, tensor: Tensor) -> None:
 
 
 def check_gradient(name: str, parameter: Tensor) -> None:
-    """Refuse a parameter whose gradient, if it has one, has no plain memory to copy."""
+    """Raise ValueError if the parameter has a gradient without plain memory to copy."""
     if _is_lazy(parameter):
         raise ValueError(f"{name!r} is not initialised; run one forward pass first")
     gradient, trouble = parameter.grad, None
     if is_sharded(parameter):
-        trouble = "is a DTensor, of which this rank may hold a part"
+        trouble = "is a DTensor, which may be sharded"
     elif gradient is not None and gradient.layout != torch.strided:
         trouble = f"is sparse ({gradient.layout})"
     elif gradient is not None and gradient.is_meta:
@@ -196,9 +195,9 @@ def check_gradient(name: str, parameter: Tensor) -> None:
 
 @functools.cache
 def _has_arithmetic(dtype: torch.dtype) -> bool:
-    """Tell whether torch can copy values of a dtype, and can widen floating ones to add them.
+    """Return whether torch can copy values of a dtype, and can convert floating ones to float32.
 
-    Of some it has little more than the name: of integers below a byte, and of pairs of 4-bit floating numbers.
+    torch barely supports integers below a byte and pairs of 4-bit floating-point numbers.
     """
     value = torch.zeros(1, dtype=dtype, device="cpu")
     try:
@@ -213,7 +212,7 @@ def _is_lazy(tensor: Tensor) -> bool:
 
 
 def _address(tensor: Tensor) -> int:
-    """Return the data pointer, 0 for wrappers that have none."""
+    """Return the data pointer; 0 for wrappers, which have none."""
     try:
         return tensor.data_ptr()
     except RuntimeError:
@@ -221,7 +220,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def identity_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what two names of the same memory have in common. Empty tensors all lie at 0: those are told by object."""
+    """Return a key that is equal for the same view of memory. Empty tensors, all at address 0, are keyed by object."""
     if tensor.numel() == 0:
         return ("empty", id(tensor))
     flags = (tensor.is_conj(), tensor.is_neg())
@@ -229,7 +228,7 @@ def identity_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _is_simple(tensor: Tensor) -> bool:
-    """Tell whether each dimension steps over all that is inside it: then nothing overlaps (the usual case, cheaply)."""
+    """Return whether each stride exceeds the extent of the dimensions inside it, so that no elements overlap."""
     if tensor.is_contiguous():
         return True
     span = 0
@@ -242,7 +241,7 @@ def _is_simple(tensor: Tensor) -> bool:
 
 
 def _extent_nbytes(tensor: Tensor) -> int:
-    """Return the bytes from the tensor's first element to the end of its last."""
+    """Return the number of bytes from the tensor's first element to the end of its last."""
     if tensor.is_contiguous():
         return tensor.nbytes
     steps = (stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
@@ -250,24 +249,24 @@ def _extent_nbytes(tensor: Tensor) -> int:
 
 
 def _mark(mask: np.ndarray[Any, np.dtype[np.bool_]], tensor: Tensor, start: int) -> np.ndarray[Any, Any]:
-    """Return the bytes of a tensor as a view of a mask whose first byte stands for the address `start`."""
+    """Return the view of a byte mask that covers a tensor's bytes; the mask begins at the address `start`."""
     strides = (*(stride * tensor.itemsize for stride in tensor.stride()), 1)
     where = tensor.data_ptr() - start
     return np.lib.stride_tricks.as_strided(mask[where:], (*tensor.shape, tensor.itemsize), strides)
 
 
 def _overlaps_itself(tensor: Tensor) -> bool:
-    """Tell, exactly, whether two indices of a tensor meet in memory."""
+    """Return whether two elements of a tensor share a byte; exact."""
     mask = np.zeros(_extent_nbytes(tensor), dtype=np.bool_)
     _mark(mask, tensor, tensor.data_ptr())[...] = True
     return int(mask.sum()) < tensor.nbytes
 
 
 def check_overlap(entries: Sequence[tuple[str, Tensor]]) -> None:
-    """Refuse entries that share some bytes without being the same view.
+    """Raise ValueError if entries share bytes without being the same view.
 
-    Address ranges that do not touch need no closer look; the others are marked byte by byte, so that two interleaved
-    column views of one matrix pass.
+    Only entries whose address ranges overlap are compared byte by byte, so two interleaved column views of one matrix
+    pass.
     """
     spans = sorted(
         ((str(t.device), t.data_ptr(), t.data_ptr() + _extent_nbytes(t), name, t) for name, t in entries if t.numel()),
@@ -285,7 +284,7 @@ def check_overlap(entries: Sequence[tuple[str, Tensor]]) -> None:
 
 
 def _check_cluster(cluster: Sequence[tuple[str, Tensor]], start: int, end: int) -> None:
-    """Mark the entries of one address range one after the other, and name the first two that meet."""
+    """Raise ValueError if two of the entries in one address range share a byte."""
     if len(cluster) < 2:
         return
     mask = np.zeros(end - start, dtype=np.bool_)
@@ -298,7 +297,7 @@ def _check_cluster(cluster: Sequence[tuple[str, Tensor]], start: int, end: int) 
 
 
 def _overlap(one: Tensor, two: Tensor, start: int, end: int) -> bool:
-    """Tell whether two tensors have a byte in common."""
+    """Return whether two tensors share a byte."""
     mask = np.zeros(end - start, dtype=np.bool_)
     _mark(mask, one, start)[...] = True
     return bool(_mark(mask, two, start).any())

@@ -1,10 +1,10 @@
-"""Describes and compares trees of tensors, and lays their leaves out as one flat tensor per dtype.
+"""Describes and compares trees of tensors, and packs their leaves into one flat tensor per dtype.
 
-A tree is what `optree` takes for one: a tensor, or dicts, lists, tuples, named tuples and registered dataclasses of
-trees. None is a tree without leaves. Nothing here sends or waits.
+A tree is a pytree of `optree`: a tensor, or dicts, lists, tuples, named tuples and registered dataclasses of trees.
+None is a tree without leaves. Nothing here sends or waits.
 
-Invariants: leaves come in optree's order, in which a dict's keys are sorted, so equal outlines mean equal flat tensors
-on all ranks; nothing that is packed or unpacked belongs to an autograd graph.
+Invariants: leaves are in optree's order, which sorts a dict's keys, so equal outlines mean equal layouts of the flat
+tensors on all ranks; packed and unpacked tensors belong to no autograd graph.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from torch import Tensor
 
 from asyncdist.tensors.byte_views import oddity_of
 
-#: A leaf's dtype and shape; in words where it is nothing that can be sent.
+#: A leaf's dtype and shape; a description such as "an int" for a leaf that cannot be sent.
 Kind: TypeAlias = tuple[torch.dtype, tuple[int, ...]] | str
 
-#: A tree's nodes and leaves in order: the path of each, and what is there.
+#: A tree's nodes and leaves in order, each as its path and a description.
 Lines: TypeAlias = tuple[tuple[str, str], ...]
 
-_CACHED_COUNT: Final = 64  # outlines; one program reduces few different trees, over and over
+_CACHED_COUNT: Final = 64  # outlines; a program reduces few different trees, repeatedly
 
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """Describes what a tree is made of, without its values.
+    """Describes a tree without its values.
 
     Attributes:
-        spec: its nodes.
-        kinds: its leaves.
+        spec: Structure of the tree.
+        kinds: Kind of each leaf, in order.
     """
 
     spec: optree.PyTreeSpec
@@ -55,7 +55,7 @@ class Outline:
         return _digest(self.spec, self.kinds)
 
     def first_leaf(self, is_wrong: Callable[[Kind], bool]) -> tuple[str, str] | None:
-        """Return path and kind of the first leaf that is wrong; None if all are right."""
+        """Return the path and description of the first leaf that ``is_wrong`` rejects; None if there is none."""
         for index, kind in enumerate(self.kinds):
             if is_wrong(kind):
                 return _leaf_path(self.spec, index), _kind_in_words(kind)
@@ -63,7 +63,7 @@ class Outline:
 
 
 def outline(tree: Any) -> tuple[list[Any], Outline]:
-    """Return the leaves of a tree, and what it is made of. :func:`is_foreign` tells leaves that are no tensors."""
+    """Return the leaves of a tree and its outline, in which :func:`is_foreign` finds leaves that are not tensors."""
     leaves, spec = optree.tree_flatten(tree)
     return leaves, Outline(spec, tuple(_kind(leaf) for leaf in leaves))
 
@@ -72,11 +72,11 @@ def flatten_tensors(tree: Any, name: str) -> tuple[list[Tensor], optree.PyTreeSp
     """Return the leaves of a tree of tensors.
 
     Args:
-        tree: any tree.
-        name: how it is called in the message.
+        tree: Any tree.
+        name: Name of the tree in the error.
 
     Raises:
-        TypeError: a leaf is no dense tensor; its path is named.
+        TypeError: A leaf is not a dense tensor.
     """
     leaves, found = outline(tree)
     wrong = found.first_leaf(is_foreign)
@@ -86,17 +86,17 @@ def flatten_tensors(tree: Any, name: str) -> tuple[list[Tensor], optree.PyTreeSp
 
 
 def is_foreign(kind: Kind) -> bool:
-    """Whether a leaf cannot be sent: no tensor, or one without plain memory."""
+    """Return whether a leaf cannot be sent: it is not a tensor, or has no plain memory."""
     return isinstance(kind, str)
 
 
 def path_in(name: str, path: str) -> str:
-    """Return a path of :class:`Outline`, with the tree called ``name``."""
+    """Return a path of an :class:`Outline` with ``name`` as the name of the tree."""
     return name + path.removeprefix("tree")
 
 
 def leaf_paths(spec: optree.PyTreeSpec, name: str) -> list[str]:
-    """Return the paths of all leaves, with the tree called ``name``."""
+    """Return the paths of all leaves, with ``name`` as the name of the tree."""
     return [path_in(name, path) for path, node in _walk(spec) if node is None]
 
 
@@ -106,26 +106,26 @@ def lines_to_text(lines: Lines) -> str:
 
 
 def lines_from_text(text: str) -> Lines:
-    """Read what :func:`lines_to_text` wrote, on another rank.
+    """Read the JSON that :func:`lines_to_text` wrote on another rank.
 
     Raises:
-        ValueError: the text is something else.
+        ValueError: The string is not such JSON.
     """
     try:
         lines = tuple((str(path), str(what)) for path, what in json.loads(text))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"not a tree: {text[:80]!r}") from error
     if len(dict(lines)) < len(lines):
-        raise ValueError(f"not a tree, a path occurs twice: {text[:80]!r}")
+        raise ValueError(f"not a tree, since a path occurs twice: {text[:80]!r}")
     return lines
 
 
 def first_difference(lines: Sequence[Lines], ranks: Sequence[int]) -> tuple[str, str]:
-    """Return the first path at which some rank's tree differs from that of the first rank, and a sentence about it.
+    """Return the first path at which a rank's tree differs from the first rank's, and a clause that describes it.
 
     Args:
-        lines: of each rank's tree; at least one differs from the first.
-        ranks: the ranks, in the same order.
+        lines: Lines of each rank's tree, of which at least one differs from the first.
+        ranks: Ranks in the same order.
     """
     first = lines[0]
     rank, other = next((r, found) for r, found in zip(ranks, lines, strict=True) if found != first)
@@ -157,14 +157,14 @@ def pack(leaves: Sequence[Tensor]) -> dict[torch.dtype, Tensor]:
 def _joined(parts: list[Tensor]) -> Tensor:
     if len({part.device for part in parts}) > 1:
         parts = [part.to("cpu") for part in parts]
-    return torch.cat(parts).to("cpu")  # where all lie on one device, one copy from there
+    return torch.cat(parts).to("cpu")  # leaves on one device are copied from it at once
 
 
 def unpack(flats: dict[torch.dtype, Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Return what ``pack(leaves)`` has become, each piece with its leaf's trailing shape and device.
+    """Cut flat tensors from ``pack(leaves)`` into pieces with each leaf's shape and device.
 
-    A flat tensor of shape [m, n], n being its length when it was packed, gives leaves with m in front of their shape.
-    Its dtype may be another than the one that it is filed under. The leaves share the flat tensors' memory.
+    A flat tensor may have got a leading dimension: for shape [m, n] the pieces have m in front of their shape. Its
+    dtype may differ from its key. The pieces share the flat tensors' memory.
     """
     offsets = dict.fromkeys(flats, 0)
     found = []
@@ -176,7 +176,7 @@ def unpack(flats: dict[torch.dtype, Tensor], leaves: Sequence[Tensor]) -> list[T
     return found
 
 
-# -- in words ---------------------------------------------------------------------------------------------------------
+# -- descriptions -----------------------------------------------------------------------------------------------------
 
 
 def _kind(leaf: Any) -> Kind:
@@ -199,7 +199,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _walk(spec: optree.PyTreeSpec, path: str = "tree") -> Iterator[tuple[str, str | None]]:
-    """Yield each node with its type in words, and each leaf with None; parents first."""
+    """Yield the path of each node with a description of its type, and of each leaf with None; parents first."""
     if spec.is_leaf():
         yield path, None
         return

@@ -1,13 +1,12 @@
 """Encodes Python values as bytes that keep their types exactly, for values that ranks exchange outside protocols.
 
-msgpack by itself knows no tuple, no integer beyond 64 bits and no tensor, and Python's pickle runs code. So a value is
-written as a msgpack tree in which nil, booleans, integers of 64 bits, floats, text, bytes and arrays (lists) stand for
-themselves, and everything else is a map of one integer key, which says what the content is. Dicts are written as their
-items, so that map is never a user's.
+Python's pickle runs code, and msgpack has no tuples, no integers beyond 64 bits and no tensors. So a value is written
+as a msgpack tree in which nil, booleans, 64-bit integers, floats, strings, bytes and arrays (lists) stand for
+themselves. Every other type is a map with one integer key, which identifies the type; a dict is such a map of its
+items.
 
-Only exact types travel: what came back as a plain dict, float or tuple from a subclass would be a changed value.
-Nothing is shared: a list that occurs twice arrives as two lists. Decoding checks everything, and allocates no more than
-came.
+Subclasses are refused, since they would arrive as their base type. A list that occurs twice arrives as two lists.
+Decoding checks everything, and allocates no more than the size of the data.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from asyncdist.tensors.byte_views import byte_view, oddity_of, to_host
 
 ALLOWED: Final = (
     "None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, dense torch.Tensor, "
-    "numpy arrays and scalars of numbers (the types themselves, no subclasses)"
+    "numpy arrays and scalars of numbers (exactly these types, not subclasses)"
 )
 DEPTH_MAX: Final = 100
-#: Of an exception's words.
+#: Limits on an exception's message and class name.
 _TEXT_NBYTES_MAX: Final = 800
 _KIND_NBYTES_MAX: Final = 150
 
@@ -39,44 +38,44 @@ _NUMPY_KINDS: Final = "biufc"
 _DTYPES: Final = {
     str(value).removeprefix("torch."): value
     for name, value in vars(torch).items()
-    if isinstance(value, torch.dtype) and not name.startswith("q")  # quantised ones need more than their bytes
+    if isinstance(value, torch.dtype) and not name.startswith("q")  # quantised dtypes need more than their bytes
 }
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder().decode
 
-#: Where a value is inside the whole: the way to what contains it, and its index or key there.
+#: Place of a nested value: the place of its container, and its index or key in it. None is the outermost value.
 _Where: TypeAlias = "tuple[_Where, Any] | None"
 
 
 def encode(value: Any) -> bytes:
-    """Write a value down.
+    """Encode a value as bytes.
 
     Args:
-        value: of the types in :data:`ALLOWED`, at most 100 levels deep. Tensors may be on any device; their values
-            travel, neither their device nor their place in an autograd graph.
+        value: Value of the types in :data:`ALLOWED`, nested at most 100 levels deep. Tensors may be on any device; only
+            their values are encoded, not their device or autograd graph.
 
     Raises:
-        TypeError: something in it is of another type; says what, where, and what is allowed.
-        ValueError: it is nested too deeply or contains itself, or a part is larger than 4 GiB.
+        TypeError: The value contains another type.
+        ValueError: The value is nested too deeply or contains itself, or a part is larger than 4 GiB.
     """
     tree = _pack(value, None, 0)
     try:
         return _encode(tree)
     except (ValueError, OverflowError) as error:
-        raise ValueError(f"a value of type {type(value).__name__} cannot travel: {error}") from error
+        raise ValueError(f"a value of type {type(value).__name__} cannot be sent: {error}") from error
 
 
 def decode(data: bytes | memoryview) -> Any:
-    """Read what :func:`encode` wrote. Tensors are on the CPU, and everything is the caller's own.
+    """Decode the bytes that :func:`encode` returned, with tensors on the CPU; no memory is shared with ``data``.
 
     Raises:
-        RemoteProtocolError: the bytes are something else.
+        RemoteProtocolError: The bytes are not an encoded value.
     """
     try:
         return _unpack(_decode(data))
-    except Exception as error:  # torch and numpy raise errors of many kinds for what they do not understand
-        raise RemoteProtocolError(f"{len(data)} bytes that are no value: {error}") from error
+    except Exception as error:  # torch and numpy raise many kinds of errors for malformed data
+        raise RemoteProtocolError(f"{len(data)} bytes are not an encoded value: {error}") from error
 
 
 def type_name(kind: type) -> str:
@@ -85,21 +84,21 @@ def type_name(kind: type) -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the torch dtype of that name, as in ``"float32"``. Raises KeyError for an unknown name."""
+    """Return the torch dtype of a name such as ``"float32"``. Raise KeyError if the name is unknown."""
     return _DTYPES[name]
 
 
 def words_of(error: BaseException) -> tuple[str, str]:
-    """Return an exception's class and what it says, for a message: never more than a thousand bytes together."""
+    """Return an exception's class name and message, cut to less than a thousand bytes in total."""
     try:
         text = str(error)
-    except Exception as second:  # somebody waits for these words
-        text = f"(its text cannot be had: {type(second).__name__})"
+    except Exception as second:  # another rank waits for this report
+        text = f"(its __str__ raised {type(second).__name__})"
     return cut_text(type_name(type(error)), _KIND_NBYTES_MAX), cut_text(text, _TEXT_NBYTES_MAX)
 
 
 def cut_text(text: str, nbytes_max: int) -> str:
-    """Return a text that UTF-8 can write in so many bytes: lone surrogates are escaped, and what is too long is cut."""
+    """Return a string cut to at most ``nbytes_max`` bytes in UTF-8, with lone surrogates escaped."""
     data = text.encode(errors="backslashreplace")
     if len(data) <= nbytes_max:
         return data.decode()
@@ -118,7 +117,7 @@ def _pack(value: Any, where: _Where, depth: int) -> Any:
     if kind is str:
         return value if _is_unicode(value) else {_TEXT: value.encode("utf-8", "surrogatepass")}
     if depth == DEPTH_MAX:
-        raise ValueError(f"a value is nested deeper than {DEPTH_MAX} levels, or contains itself")
+        raise ValueError(f"a value must be nested at most {DEPTH_MAX} levels deep and must not contain itself")
     if kind is list:
         return _pack_items(value, where, depth)
     pack = _PACK.get(kind)
@@ -160,7 +159,7 @@ _PACK: Final[dict[type, Callable[[Any, _Where, int], Any]]] = {
     bytearray: lambda value, where, depth: {_BYTEARRAY: bytes(value)},
     tuple: lambda value, where, depth: {_TUPLE: _pack_items(value, where, depth)},
     dict: _pack_dict,
-    # The order of a set is another one in each process, where its items are strings: the bytes are to be the same.
+    # A set of strings has a different order in each process; sorting makes the bytes equal.
     set: lambda value, where, depth: {_SET: sorted(_pack_items(value, where, depth), key=repr)},
     frozenset: lambda value, where, depth: {_FROZENSET: sorted(_pack_items(value, where, depth), key=repr)},
     torch.Tensor: _pack_tensor,
@@ -173,7 +172,7 @@ def _int_to_bytes(value: int) -> bytes:
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether it can be written in UTF-8: file names may hold lone surrogates, which cannot."""
+    """Return whether a string can be encoded in UTF-8, unlike lone surrogates, as in some file names."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -187,7 +186,7 @@ def _unsupported(what: str, where: _Where) -> TypeError:
         where, step = where
         steps.append(f"[{step!r:.60}]")
     place = f" at {''.join(reversed(steps))}" if steps else ""
-    return TypeError(f"{what}{place} cannot travel; allowed: {ALLOWED}")
+    return TypeError(f"{what}{place} cannot be sent; allowed: {ALLOWED}")
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -238,15 +237,15 @@ def _numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def _bytes(content: Any) -> bytes:
-    if type(content) is not bytes:  # a number would make a bytearray of that length
-        raise TypeError(f"{type(content).__name__} in place of bytes")
+    if type(content) is not bytes:  # bytearray(number) would allocate that many bytes
+        raise TypeError(f"{type(content).__name__} instead of bytes")
     return content
 
 
 def _check_size(shape: list[int], itemsize: int, data: bytes) -> None:
-    """Refuse a shape that does not fit the bytes, before anything is allocated."""
+    """Raise ValueError if the shape does not match the number of bytes; call it before allocating."""
     if any(type(size) is not int or size < 0 for size in shape) or math.prod(shape) * itemsize != len(data):
-        raise ValueError(f"{len(data)} bytes for shape {shape} with {itemsize} bytes each")
+        raise ValueError(f"{len(data)} bytes do not match shape {shape} with {itemsize} bytes per element")
 
 
 _UNPACK: Final[dict[int, Callable[[Any], Any]]] = {

@@ -1,7 +1,8 @@
-"""Gives each rank of a thread torch's modes of its own: grad mode, inference mode and autocast.
+"""Gives each of several ranks in one thread its own torch modes: grad mode, inference mode and autocast.
 
-torch keeps them for each thread. Ranks that share one would share them too: one that awaits under ``no_grad`` would
-take the gradients of all others, and two that leave it in the order in which they came would leave it on for good.
+torch keeps these modes per thread. Without this module, a rank that awaits under ``no_grad`` would disable gradients
+for the thread's other ranks, and two ranks that leave ``no_grad`` in the order they entered it would leave it on
+forever.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 
 _DEVICES: Final = ("cpu", "cuda")
-#: Inference modes that nobody leaves: dropped, they would set the thread's mode back.
+#: Guards of inference mode that are kept alive: their deletion would change the thread's mode.
 _kept: Final[list[Any]] = []
 
 
@@ -27,10 +28,10 @@ class _Casts(NamedTuple):
     caches: bool = True
 
 
-#: Whether gradients are recorded; whether it is inference mode; how many contexts of autocast it is inside; what they
-#: do. A plain tuple: one is made at each switch.
+#: Whether gradients are recorded; whether inference mode is on; the number of nested autocast contexts; the autocast
+#: settings. A plain tuple for speed: one is made at each switch.
 Modes: TypeAlias = tuple[bool, bool, int, _Casts]
-#: What a process begins with.
+#: The modes of a new process.
 FRESH: Final[Modes] = (True, False, 0, _Casts())
 
 
@@ -38,7 +39,7 @@ def modes_now(casts_outside: _Casts | None = None) -> Modes:
     """Return the thread's modes.
 
     Args:
-        casts_outside: what autocast does outside of any context, where that is known: it takes longest to ask.
+        casts_outside: Autocast settings outside any autocast context, if known; querying them is slow.
     """
     torch.autocast_increment_nesting()
     depth = torch.autocast_decrement_nesting()
@@ -55,11 +56,11 @@ def _casts_now() -> _Casts:
 
 
 class RankModes:
-    """Keeps the modes of all ranks of a thread; those of one of them, or of the outside, are the thread's.
+    """Keeps the modes of all ranks of a thread. The thread has those of the current rank, or of the code outside ranks.
 
     Args:
-        size: number of ranks.
-        first: what each of them begins with.
+        size: Number of ranks.
+        first: Initial modes of each rank.
     """
 
     def __init__(self, size: int, first: Modes) -> None:
@@ -82,17 +83,17 @@ class RankModes:
             self._set(modes[rank], now)
 
     def reset(self, rank: int) -> None:
-        """Let ``rank``, whose modes are not the thread's, begin anew."""
+        """Give ``rank``, which must not be the current rank, the initial modes."""
         self._modes[rank] = self._first
 
     def restore(self) -> None:
-        """Give the thread back what it had; the last call."""
+        """Restore the thread's modes from before the ranks. Must be the last call."""
         self.switch(self.outside)
         if self._guard is not None:
             _kept.append(self._guard)
 
     def _set(self, modes: Modes, now: Modes) -> None:
-        """Set the modes, inference mode first: its guard sets the others back to what they were when it was made."""
+        """Set the modes, inference mode first because its guard, on exit, resets the other modes."""
         grad, inference, depth, casts = modes
         depth_now = now[2]
         if self._guard is not None:
@@ -111,17 +112,17 @@ class RankModes:
         for _ in range(depth_now - depth):
             torch.autocast_decrement_nesting()
         if depth or depth_now:
-            torch.clear_autocast_cache()  # weights that another rank has cast may have changed since
+            torch.clear_autocast_cache()  # cached casts of another rank's weights may be outdated
 
 
 # -- on a loop of asyncio ---------------------------------------------------------------------------------------------
 
-#: Whose modes the tasks that begin here have.
+#: Modes and rank for the tasks created in this context.
 _rank_here: ContextVar[tuple[RankModes, int]] = ContextVar("asyncdist_rank_modes")
 
 
 class _InItsModes(Coroutine[Any, Any, Any]):
-    """A coroutine that finds its rank's modes whenever it is resumed; everything else is its own."""
+    """Wraps a coroutine: switches to its rank's modes before each resumption."""
 
     __slots__ = ("_coroutine", "_modes", "_rank")
 
@@ -144,14 +145,14 @@ class _InItsModes(Coroutine[Any, Any, Any]):
         self._coroutine.close()
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        raise NotImplementedError("a task runs it; nobody awaits it")
+        raise NotImplementedError("only a task may run this coroutine; it cannot be awaited")
 
-    def __getattr__(self, name: str) -> Any:  # its frame and its name, for those who look at tasks
+    def __getattr__(self, name: str) -> Any:  # its frame and name, for code that inspects tasks
         return getattr(self._coroutine, name)
 
 
 def _create_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-    """Make a task that has the modes of the rank which makes it: a task factory."""
+    """Make a task that has the modes of the rank that creates it; a task factory."""
     context = options.get("context")
     place = _rank_here.get(None) if context is None else context.get(_rank_here)
     return asyncio.Task(coroutine if place is None else _InItsModes(coroutine, *place), loop=loop, **options)
@@ -159,10 +160,10 @@ def _create_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any
 
 @contextmanager
 def of_ranks(loop: asyncio.AbstractEventLoop, size: int) -> Iterator[list[Context]]:
-    """Give ranks on a loop, which nothing else runs on, modes of their own; they begin with the caller's.
+    """Give each rank on a loop its own modes, initially the caller's. The loop must run nothing else.
 
     Yields:
-        For each rank the context in which its first task is to begin.
+        For each rank, the context in which to start its first task.
     """
     contexts = [copy_context() for _ in range(size)]
     if size == 1:

@@ -1,4 +1,4 @@
-"""Remembers the models of a rank that were trained before: their weights may differ between ranks."""
+"""Remembers the models of a rank that were trained before, whose weights may therefore differ between ranks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import nn
 
 
 class TrainedModels:
-    """Knows the models of this rank that a policy has trained, or that were loaded from a population's checkpoint.
+    """Holds this rank's models that a policy has trained or that were loaded from a population's checkpoint.
 
-    Made once for each rank, by ``services.shared(TrainedModels)``.
+    ``services.shared(TrainedModels)`` makes one instance per rank.
     """
 
     def __init__(self, _: object) -> None:

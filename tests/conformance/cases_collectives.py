@@ -160,10 +160,10 @@ async def case_dense_tensors_of_any_layout(end: Endpoint) -> None:
             assert found is None or len(found) == end.size
             assert all(same(part, ODD[name]) for part in found or []), name
         if name == "expanded":
-            with pytest.raises(ValueError, match="several elements are one in memory"):
+            with pytest.raises(ValueError, match="several elements share one place in memory"):
                 await ad.all_reduce(sent)
             if end.rank != 1:
-                with pytest.raises(ValueError, match="several elements are one in memory"):
+                with pytest.raises(ValueError, match="several elements share one place in memory"):
                     await ad.broadcast(sent, 1)
                 sent = torch.zeros(sent.shape)
             assert await ad.broadcast(sent, 1) is sent  # the root's own is only read

@@ -300,7 +300,7 @@ def test_inference_mode_buffer_is_refused_by_name(policy: str) -> None:
     model = nn.Linear(2, 2)
     with torch.inference_mode():
         model.register_buffer("scale", torch.ones(2))
-    with pytest.raises(ValueError, match="'scale' was made in inference mode, so that nothing can be written"):
+    with pytest.raises(ValueError, match="'scale' was made in inference mode and cannot be written"):
         POLICIES[policy](model, sgd(model))
     with torch.inference_mode():
         POLICIES[policy](model, sgd(model))

@@ -206,8 +206,8 @@ def test_state_that_follows_the_weights_unknown_is_reported_once(caplog: pytest.
         with weights.following():
             pass
     assert [record.getMessage() for record in caplog.records] == [
-        "'mean_of_late' in the state of SGD follows the weights and was not recognised: an average will not reach it, "
-        'and may be bent or undone by it. Pass optimizer_state="reset" to the policy, which clears it at each average'
+        "'mean_of_late' in the state of SGD follows the weights but was not recognised: averages do not update it, and "
+        'it may distort or undo them. Pass optimizer_state="reset" to the policy, which clears it at each average'
     ]
     caplog.clear()
     with held(model, optimizer, is_reset=True).following():
@@ -234,7 +234,7 @@ def test_an_optimizer_that_puts_the_old_weights_back_is_reported(caplog: pytest.
     weights.check_kept()
     assert not weights.is_watching
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert "Hidden after an average put the old weights back" in caplog.text
+    assert "Hidden after an average restored the old weights" in caplog.text
 
 
 def test_a_rank_that_trains_alike_and_is_behind_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:

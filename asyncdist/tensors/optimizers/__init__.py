@@ -1,1 +1,1 @@
-"""Looks into optimizers: what of a state is reset when weights are replaced, and what has to follow them."""
+"""Inspects optimizers: which state is reset when weights are replaced, and which must follow the new weights."""

@@ -1,8 +1,8 @@
-"""Recognises weights among the tensors that an optimizer keeps.
+"""Recognises weights among the tensors that an optimizer keeps, by name and value, without changing a tensor.
 
-Names and values decide. A mirror is equal to the weights after each step of the optimizer, whatever its name: no moment
-is. Slow weights, origins and compensations are known by their names. Anything else with the pattern and the size of
-the weights follows them, but it is not known how. Nothing here changes a tensor.
+A mirror equals the weights after each step of the optimizer, whatever its name; moments do not. Slow weights, origins
+and compensations are recognised by their names. Any other tensor whose values resemble the weights in pattern and size
+follows the weights in an unknown way.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from asyncdist.tensors.optimizers.wrapped import attributes_of, items_of, wrappe
 
 Kind: TypeAlias = Literal["mirror", "slow", "origin", "compensation"]
 
-#: Names of slow weights in an optimizer's state: Lookahead as of pytorch-optimizer, torch_optimizer, timm and
-#: lookahead-pytorch, and Ranger.
+#: Names of slow weights in an optimizer's state: of Ranger, and of Lookahead in pytorch-optimizer, torch_optimizer,
+#: timm and lookahead-pytorch.
 SLOW: Final = frozenset(
     (
         "slow_params",
@@ -36,7 +36,7 @@ SLOW: Final = frozenset(
         "prev_param",
     )
 )
-#: Masters, which are mirrors whatever their values.
+#: Names of master weights, which are mirrors whatever their values.
 _MASTERS: Final = frozenset(
     (
         "master",
@@ -52,26 +52,27 @@ _MASTERS: Final = frozenset(
     )
 )
 _ORIGINS: Final = frozenset(("x0",))
-#: What rounding has taken from the weights (Kahan summation).
+#: Names of the rounding errors of the weights (Kahan summation).
 _COMPENSATIONS: Final = frozenset(("kahan_comp", "kahan_compensation", "compensation"))
-#: Averages over time that are corrected for their start, so that their values do not show what they are.
+#: Names of bias-corrected averages over time, which cannot be recognised by their values.
 _LAGGING: Final = frozenset(("ema", "param_ema", "pbar"))
-#: Weights that stay: the first ones, to which Prodigy measures the distance, and copies that live within one step.
+#: Names of weights to leave unchanged: Prodigy's initial weights, and copies used only within one step.
 _KEPT: Final = frozenset(("p0", "param_init", "old_p", "backup_params", "param_buffer"))
-#: Moments and gradients: of a loss whose gradient is the weights they are equal to these.
+#: Names of moments and gradients. They equal the weights if the loss's gradient does.
 _MOMENTS: Final = frozenset(
     ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "prev", "prev_grad", "previous_grad", "last_grad", "grad")
 )
 _SAMPLE_COUNT: Final = 2048
 _SAMPLE_TENSORS: Final = 64
-#: Fewer values prove nothing: two of a handful are alike by accident.
+#: Smallest number of values that proves a match: fewer may match by accident.
 PROOF_COUNT: Final = 16
 
 
 def has_stepped(optimizer: Any) -> bool:
-    """Tell whether an optimizer has made a step, as far as its state shows.
+    """Return whether an optimizer has made a step, judging by its state.
 
-    A state that a constructor has made, as that of Adagrad and of Lookahead, has a count of zero, or zeros and weights.
+    State made by a constructor, as in Adagrad and Lookahead, has a step count of zero, or consists of zeros and copies
+    of the weights.
     """
     for each in wrapped_optimizers(optimizer):
         for parameter, state in each.state.items():
@@ -88,7 +89,7 @@ def _shows_step(parameter: Tensor, state: Mapping[str, Any]) -> bool:
 
 
 def _is_untouched(tensor: Tensor, parameter: Tensor) -> bool:
-    """Tell whether a tensor is as constructors make it: zeros, or a copy of the parameter."""
+    """Return whether a tensor is as a constructor makes it: zeros, or a copy of the parameter."""
     if type(tensor) not in (Tensor, nn.Parameter) or not _is_floating(tensor):
         return False
     return not tensor.any() or (tensor.shape == parameter.shape and _are_equal(tensor, parameter))
@@ -96,7 +97,7 @@ def _is_untouched(tensor: Tensor, parameter: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Held:
-    """A floating tensor of an optimizer with as many elements as a parameter; ``tensor`` has the parameter's shape."""
+    """A floating tensor that an optimizer keeps for a parameter; ``tensor`` has the parameter's shape."""
 
     parameter: Tensor
     tensor: Tensor
@@ -104,7 +105,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copy:
-    """A tensor that has to follow a parameter, and how."""
+    """A tensor that must follow a parameter; ``kind`` says how."""
 
     parameter: Tensor
     tensor: Tensor
@@ -112,7 +113,7 @@ class Copy:
 
 
 def kind_of(key: str, held: Sequence[Held]) -> Kind | None:
-    """Say how the tensors of one name are to follow; None if they are no weights that are known."""
+    """Return how the tensors of one name follow the weights; None if no rule is known."""
     if key in _MASTERS or (key not in _MOMENTS and _is_mirror(held)):
         return "mirror"
     if key in SLOW:
@@ -123,12 +124,12 @@ def kind_of(key: str, held: Sequence[Held]) -> Kind | None:
 
 
 def follows_unknown(key: str, held: Sequence[Held]) -> bool:
-    """Tell whether tensors of one name, which are of no kind that is known, follow the weights nevertheless."""
+    """Return whether the tensors of one name, for which no rule is known, follow the weights anyway."""
     return key in _LAGGING or (key not in _KEPT | _MOMENTS and _tracks(held))
 
 
 def _is_mirror(held: Sequence[Held]) -> bool:
-    """Tell whether all tensors are equal to their parameters, and some of them not by accident, as zeros are."""
+    """Return whether all tensors equal their parameters, of which some is not constant (constants prove nothing)."""
     return all(_are_equal(each.tensor, local_part(each.parameter)) for each in held) and any(
         _varies(local_part(each.parameter)) for each in held
     )
@@ -136,7 +137,7 @@ def _is_mirror(held: Sequence[Held]) -> bool:
 
 def _are_equal(tensor: Tensor, parameter: Tensor) -> bool:
     few = parameter.detach().reshape(-1)[:8]
-    if not torch.equal(tensor.reshape(-1)[:8].to(few), few):  # nearly all that are no mirrors
+    if not torch.equal(tensor.reshape(-1)[:8].to(few), few):  # rules out nearly all other tensors quickly
         return False
     return torch.equal(tensor.to(parameter), parameter.detach())
 
@@ -147,7 +148,7 @@ def _varies(parameter: Tensor) -> bool:
 
 
 def _tracks(held: Sequence[Held]) -> bool:
-    """Tell whether tensors are near their parameters: as a whole, in the pattern of the values and in their size."""
+    """Return whether tensors, taken together, are close to their parameters."""
     own = sample_of([local_part(each.parameter) for each in held])
     other = sample_of([each.tensor for each in held])
     if own.numel() < PROOF_COUNT or not (own.isfinite().all() and other.isfinite().all()):
@@ -157,7 +158,7 @@ def _tracks(held: Sequence[Held]) -> bool:
 
 
 def held_by(optimizer: Any, model: nn.Module) -> Iterator[tuple[str, str, list[Held]]]:
-    """Yield what an optimizer and all that it wraps hold beside parameters: a description, a name, the tensors."""
+    """Yield the tensors that an optimizer and those inside it keep, as (description, name, tensors)."""
     parameters = {id(parameter): parameter for parameter in model.parameters()}
     seen = set(parameters)
     for each in wrapped_optimizers(optimizer):
@@ -180,7 +181,7 @@ def held_by(optimizer: Any, model: nn.Module) -> Iterator[tuple[str, str, list[H
 
 
 def _tensor_attributes(optimizer: Any) -> Iterator[tuple[str, list[Tensor]]]:
-    """Yield the tensors that an optimizer keeps outside of its state, by attribute, and its own parameters."""
+    """Yield each attribute's name with the tensors that it holds outside the state, then the parameter groups."""
     for name, value in attributes_of(optimizer).items():
         tensors = [each for each in _leaves(value, 3) if each.is_floating_point() and each.numel()]
         if tensors:
@@ -189,7 +190,7 @@ def _tensor_attributes(optimizer: Any) -> Iterator[tuple[str, list[Tensor]]]:
 
 
 def _matched(tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Held]:
-    """Pair tensors with the parameters that they are equal to; a flat tensor with all parameters in turn."""
+    """Pair each tensor with the parameter that it equals, or the parts of a flat tensor with all parameters in turn."""
     left = [parameter for parameter in parameters if parameter.is_floating_point()]
     found: list[Held] = []
     for tensor in tensors:
@@ -205,7 +206,7 @@ def _matched(tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[He
 
 
 def _parts_of(flat: Tensor, parameters: Sequence[Tensor]) -> list[Held]:
-    """Return the views of a flat tensor that holds all parameters in turn; none if it does not."""
+    """Return views of a flat tensor that holds all parameters in turn; an empty list if it does not."""
     locals_ = [local_part(parameter) for parameter in parameters]
     if flat.ndim != 1 or len(locals_) < 2 or flat.numel() != sum(each.numel() for each in locals_):
         return []
@@ -215,7 +216,7 @@ def _parts_of(flat: Tensor, parameters: Sequence[Tensor]) -> list[Held]:
 
 
 def _shaped_as(value: Any, parameter: Tensor) -> Tensor | None:
-    """Return a dense floating tensor in the shape of a parameter; None for anything else."""
+    """Return a dense floating tensor viewed in the parameter's shape; None if that is impossible."""
     if not isinstance(value, Tensor):
         return None
     tensor: Tensor = local_part(value).detach()

@@ -1,7 +1,4 @@
-"""Resets the state of an optimizer, for a rank that replaced its weights and keeps its optimizer.
-
-Moments and step counts describe the weights that were replaced, so they start again.
-"""
+"""Resets the state of an optimizer whose weights were replaced: moments and step counts describe the old weights."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,9 +11,9 @@ from asyncdist.tensors.optimizers.wrapped import wrapped_optimizers
 
 
 def reset_optimizer_state(optimizer: Any) -> None:
-    """Clear moments and step counts in place; parameter groups and hyperparameters stay, and so does the object.
+    """Clear moments and step counts in place, and keep parameter groups and hyperparameters.
 
-    The optimizers that it wraps are reset, too. Slow weights of a wrapper stay: its constructor makes them.
+    Wrapped optimizers are reset too. Slow weights of a wrapper stay, since only its constructor creates them.
     """
     states: list[Any] = []
     for each in reversed(wrapped_optimizers(optimizer)):  # a wrapper comes last
@@ -29,14 +26,14 @@ def reset_optimizer_state(optimizer: Any) -> None:
                 for key, value in state.items():
                     if key not in SLOW and isinstance(value, Tensor):
                         value.zero_()
-        else:  # some keep numbers of their own there, under names
+        else:  # some optimizers also keep numbers there, under string keys
             for parameter in [key for key in each.state if isinstance(key, Tensor)]:
                 _reset_entry(each.state, parameter)
         states.append(each.state)
 
 
 def _reset_entry(states: Any, parameter: Tensor) -> None:
-    """Delete a parameter's entry. A mask stays, as of SaRA, whose constructor has chosen weights by it."""
+    """Delete a parameter's entry, except a boolean mask, with which the constructor of SaRA chose weights."""
     state = states[parameter]
     mask = state.get("mask") if isinstance(state, Mapping) else None
     del states[parameter]
@@ -49,7 +46,7 @@ def _has_slow_weights(optimizer: Any) -> bool:
 
 
 def _reset_adagrad(optimizer: torch.optim.Adagrad) -> None:
-    """Make the state that the constructor made: up to torch 2.12 its step needs it."""
+    """Restore the state that the constructor made: up to torch 2.12, Adagrad's step needs it."""
     for group in optimizer.param_groups:
         start = group["initial_accumulator_value"]
         for parameter in group["params"]:

@@ -1,23 +1,24 @@
-"""Finds the weights that an optimizer keeps besides the model's own, and makes them follow weights that were replaced.
+"""Finds the weights that an optimizer keeps, and updates them when the model's weights are replaced.
 
-An average replaces the model's tensors. An optimizer that keeps weights of its own would bring the old ones back at its
+An average replaces the model's tensors. An optimizer that keeps weights of its own would restore the old ones at its
 next step. There are five kinds:
 
-- **the z of schedule-free optimizers**, the point that takes the gradient steps. It is averaged with the weights:
-  :class:`AveragedStates` makes it a part of the flat state. (Setting z to the averaged weights instead loses the
-  progress that z is ahead of them: with an average every 10 steps, the loss of schedule-free SGD ended at 0.084 instead
-  of 0.020.)
-- **mirrors**, equal to the weights after each step: float32 masters of a bfloat16 model, a list or a flat tensor of
-  them. They are recognised by their values. They become the new weights, and keep what the weights' dtype rounds away:
-  without that, updates smaller than one unit of the weights' last place would be lost at each average.
-- **slow weights** of Lookahead, an average or a shadow of the weights that acts on them. They become the new weights.
-- **origins**, from which the weights are computed anew (MADGRAD, D-Adaptation). They move by as much as the weights do.
-- **compensations** of Kahan summation, what rounding has taken from the old weights. They become zero.
+- **The z of schedule-free optimizers**, the point that takes the gradient steps. It is averaged with the weights:
+  :class:`AveragedStates` makes it a part of the flat state. (Setting z to the averaged weights would lose its lead over
+  them: with an average every 10 steps, the loss of schedule-free SGD ended at 0.084 instead of 0.020.)
+- **Mirrors**, equal to the weights after each step, such as float32 masters of a bfloat16 model. They are recognised by
+  their values. They become the new weights but keep their extra precision; otherwise each average would lose updates
+  smaller than the last place of the weights.
+- **Slow weights** of Lookahead: an average or a copy of the weights that is written back to them. They become the new
+  weights.
+- **Origins**, from which the weights are recomputed (MADGRAD, D-Adaptation). They are shifted by the change of the
+  weights.
+- **Compensations** of Kahan summation, the rounding errors of the old weights. They become zero.
 
-Anything else that follows the weights is reported once, and stays. Moments stay, as the caller decides.
+Any other tensor that follows the weights is logged once and left unchanged. Moments stay unless the caller resets them.
 
-Nothing here sends or waits. An optimizer's state is filled at its first step, so everything but the layout of
-:class:`AveragedStates` is looked up when it is needed.
+Nothing here sends or waits. An optimizer fills its state at its first step, so everything except the layout of
+:class:`AveragedStates` is looked up when needed.
 """
 
 from __future__ import annotations
@@ -37,26 +38,26 @@ from asyncdist.tensors.optimizers.wrapped import wrapped_optimizers
 
 Verdict: TypeAlias = Literal["kept", "undone", "unknown"]
 
-#: How many times as long as a step the way to the old weights is at least, if the optimizer has put them back.
+#: Least ratio of the distance between old and new weights to the length of a step that proves restored old weights.
 _LENGTH_RATIO: Final = 4.0
 
 logger = logging.getLogger("asyncdist.optimizers")
 
 
 class AveragedStates:
-    """Finds the states that are averaged together with the weights: the z of a schedule-free optimizer.
+    """Finds the optimizer states that are averaged with the weights: the z of a schedule-free optimizer.
 
     Args:
         model: The model.
-        optimizer: Its optimizer; of any other kind it has no such states.
+        optimizer: The model's optimizer. Only a schedule-free one has such states.
 
     Attributes:
-        names: A name per tensor, for messages and fingerprints.
-        parameters: The parameter that each tensor belongs to.
+        names: Name of each tensor, for messages and fingerprints.
+        parameters: Parameter of each tensor.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
-        """Find the places of the states; the optimizer makes them at its first step."""
+        """Find the parameters that will have a state; the optimizer makes the states at its first step."""
         source = _schedule_free_of(optimizer)
         named: list[tuple[str, Tensor]] = []
         if source is not None:
@@ -70,7 +71,7 @@ class AveragedStates:
     def tensors(self) -> list[Tensor]:
         """Return the tensors, in the order of the names.
 
-        For a state that the optimizer has not made it is a copy of the parameter, as the state will be.
+        A state that does not exist yet is represented by a copy of its parameter, which is its initial value.
         """
         found = []
         for parameter in self.parameters:
@@ -79,32 +80,32 @@ class AveragedStates:
         return found
 
     def change(self, model: nn.Module, optimizer: Any) -> None:
-        """Read the states of another optimizer from now on. Raises ValueError if it does not have the same ones."""
+        """Use the states of another optimizer from now on. Raise ValueError if it has other states."""
         other = AveragedStates(model, optimizer)
         if other.names != self.names:
             raise ValueError(
-                "one of the two optimizers is schedule-free and the other is not, or it trains other parameters; "
-                "allowed: an optimizer of the same kind. Leave the policy, and enter a new one"
+                "only one of the old and the new optimizer is schedule-free, or they train different parameters; "
+                "allowed: an optimizer of the same kind. To change it, leave the policy and enter a new one"
             )
         self.parameters, self._source = other.parameters, other._source
 
 
 class OptimizerWeights:
-    """Makes the weights in an optimizer follow the model's weights when these are replaced.
+    """Updates the weights in an optimizer when the model's weights are replaced.
 
     Args:
         model: The model.
-        optimizer: Its optimizer, or one of a part of it.
-        states: The states that are replaced together with the weights.
+        optimizer: Optimizer of the model or of a part of it.
+        states: Optimizer states that are replaced together with the weights.
         is_reset: Whether the optimizer's state is cleared afterwards.
 
     Attributes:
-        optimizer: The present optimizer.
-        is_watching: Whether weights have been replaced, and :meth:`check_kept` has not seen yet whether they stay.
+        optimizer: The current optimizer.
+        is_watching: Whether :meth:`check_kept` has yet to find out if replaced weights stay.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, states: AveragedStates, *, is_reset: bool = False) -> None:
-        """Hold the optimizer; nothing is looked at before the first replacement."""
+        """Store the optimizer, without inspecting it before the first replacement."""
         self.optimizer = optimizer
         self.is_watching = False
         self._model = model
@@ -117,7 +118,7 @@ class OptimizerWeights:
         self._hooks: list[RemovableHandle] = []
 
     def begin(self) -> None:
-        """Watch the steps of the optimizer, if its state is to be cleared: another one may train the model later."""
+        """Watch the optimizer's steps if it is to be reset, since another optimizer may train the model later."""
         if self._is_reset:
             self._replaced = self._replaced or _Replaced(self._model)
             self._hooks = [
@@ -127,7 +128,7 @@ class OptimizerWeights:
             ]
 
     def end(self) -> None:
-        """Watch no longer."""
+        """Stop watching the optimizer's steps."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -136,10 +137,10 @@ class OptimizerWeights:
         self._has_stepped = True
 
     def change(self, optimizer: Any) -> None:
-        """Take another optimizer, which trains the model from now on.
+        """Use another optimizer, which trains the model from now on.
 
         Raises:
-            ValueError: One of the two is schedule-free, and its states are averaged; the other one is not.
+            ValueError: Only one of the two optimizers is schedule-free, and its states are averaged.
         """
         if not self._is_reset:
             self._states.change(self._model, optimizer)
@@ -151,7 +152,7 @@ class OptimizerWeights:
             self.begin()
 
     def follow(self, model: nn.Module, optimizer: Any) -> None:
-        """Take another model of the same layout, and its optimizer, from now on. Raises ValueError as ``change``."""
+        """Use another model of the same layout and its optimizer from now on. Raise ValueError as ``change`` does."""
         is_watched = bool(self._hooks)
         self.end()
         self._model, self._replaced, self.is_watching = model, None, False
@@ -161,7 +162,7 @@ class OptimizerWeights:
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """Replace the model's weights in the body; then the weights in the optimizer are made to fit the new ones."""
+        """Return a context in which to replace the model's weights; on exit, update the weights in the optimizer."""
         self._warn_of_evaluation()
         self._warn_of_another()
         copies = self._copies()
@@ -178,26 +179,26 @@ class OptimizerWeights:
         self._has_stepped = False
 
     def look(self) -> None:
-        """Report, once, weights in the optimizer's state that do not follow. Before its first step it has none."""
+        """Warn once of weights in the optimizer's state that cannot be updated. Do nothing before its first step."""
         if not self._has_looked and any(each.state for each in wrapped_optimizers(self.optimizer)):
             self._has_looked = True
             self._warn_of_evaluation()
             self._copies()
 
     def check_kept(self) -> None:
-        """Report, once, that the optimizer's step has put the old weights back. Call it at each step while watching."""
+        """Warn once if the optimizer's step has restored the old weights. Call it at each step while watching."""
         verdict = self._replaced.judge() if self._replaced is not None else "kept"
         self.is_watching = verdict == "unknown"
         if verdict == "undone":
             self._report(
                 "undone",
-                "the step of %s after an average put the old weights back: it keeps weights that were not recognised. "
-                'Such an optimizer needs optimizer_state="reset", or none of an own copy of the weights',
+                "the step of %s after an average restored the old weights: it keeps a copy of the weights that was not "
+                'recognised. Pass optimizer_state="reset", or use an optimizer without a copy of the weights',
                 type(self.optimizer).__name__,
             )
 
     def _copies(self) -> list[Copy]:
-        """Return the copies that are to follow; report others."""
+        """Return the copies to update; warn of tensors that follow the weights in an unknown way."""
         copies = []
         for label, key, held in held_by(self.optimizer, self._model):
             if key == "z" and self._states.names:
@@ -208,8 +209,8 @@ class OptimizerWeights:
             elif not self._is_reset and follows_unknown(key, held):
                 self._report(
                     label,
-                    "%s follows the weights and was not recognised: an average will not reach it, and may be bent or "
-                    'undone by it. Pass optimizer_state="reset" to the policy, which clears it at each average',
+                    "%s follows the weights but was not recognised: averages do not update it, and it may distort or "
+                    'undo them. Pass optimizer_state="reset" to the policy, which clears it at each average',
                     label,
                 )
         return copies
@@ -218,18 +219,18 @@ class OptimizerWeights:
         if self._states.names and _is_evaluating(self.optimizer):
             self._report(
                 "evaluation",
-                "step() of the policy while the schedule-free optimizer is in eval() mode: other ranks may average "
+                "policy.step() was called while the schedule-free optimizer is in eval() mode: other ranks may average "
                 "these weights with weights of train() mode. Call optimizer.train() before step()",
             )
 
     def _warn_of_another(self) -> None:
-        """Report, once, that the weights have changed without a step of the optimizer."""
+        """Warn once if the weights have changed without a step of the optimizer."""
         is_still = not self._hooks or self._has_stepped or self._replaced is None
         if not is_still and self._replaced is not None and self._replaced.have_changed_since():
             self._report(
                 "another",
-                "the %s that this policy resets has made no step since the last average, though the weights have "
-                "changed: another optimizer trains the model, and its state is not reset. Assign it: "
+                "the %s that this policy resets has made no step since the last average, but the weights have changed: "
+                "another optimizer trains the model, and its state is not reset. Assign it: "
                 "policy.optimizer = new_optimizer",
                 type(self.optimizer).__name__,
             )
@@ -241,28 +242,28 @@ class OptimizerWeights:
 
 
 class _Replaced:
-    """Samples the model's weights before and after they are replaced, to see whether a step undoes that."""
+    """Samples the model's weights before and after a replacement, to detect an optimizer step that undoes it."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = [each for each in model.parameters() if each.requires_grad]
         self._old = self._sample()
         self._new = self._old
-        self._back: Tensor | None = None  # the weights at the step that found the old ones back
+        self._back: Tensor | None = None  # the weights after the step that seemed to restore the old ones
 
     def note_new(self) -> None:
-        """Note the weights that are in place now."""
+        """Sample the weights after the replacement."""
         self._new = self._sample()
 
     def have_changed_since(self) -> bool:
-        """Tell whether the weights are others than those that were put in place."""
+        """Return whether the weights have changed since :meth:`note_new`."""
         return not torch.equal(self._sample(), self._new)
 
     def judge(self) -> Verdict:
-        """Tell whether the optimizer keeps the new weights; call it after each of its steps until that is known.
+        """Return whether the optimizer keeps the new weights; call it after each step until the result is known.
 
-        Old weights that are back prove nothing if a step is as long as the way to them: where ranks train alike, it
-        leads from the weights of a rank that is a step behind to those that this rank had. The next step shows how
-        long a step is.
+        Weights that are back at the old values prove nothing if one step is as long as the distance to them: if ranks
+        train alike, a step from the weights of a rank one step behind leads to this rank's old weights. The next step
+        shows how long a step is.
         """
         now, back = self._sample(), self._back
         if back is None:
@@ -274,7 +275,7 @@ class _Replaced:
         return "undone" if float((self._new - self._old).norm()) > _LENGTH_RATIO * step else "kept"
 
     def _are_back(self, now: Tensor) -> bool:
-        """Tell whether nearly all weights are back where they were."""
+        """Return whether nearly all weights are back at their old values."""
         moved = (self._new - self._old).abs()
         is_seen = moved > 1e-3 * torch.maximum(self._new.abs(), self._old.abs())
         is_back = (now - self._old).abs() < 0.05 * moved
@@ -285,7 +286,7 @@ class _Replaced:
 
 
 def _follow(copy: Copy, before: Tensor | None) -> None:
-    """Make a copy fit the parameter, which has been replaced."""
+    """Update a copy after its parameter was replaced; ``before`` is the parameter's old value."""
     tensor, new = copy.tensor, local_part(copy.parameter).detach()
     if copy.kind == "origin":
         assert before is not None, "the weights before were not noted"
@@ -301,14 +302,14 @@ def _follow(copy: Copy, before: Tensor | None) -> None:
 
 
 def _schedule_free_of(optimizer: Any) -> Any:
-    """Return the schedule-free optimizer among an optimizer and those that it wraps; None if there is none."""
+    """Return the schedule-free optimizer among an optimizer and those it wraps; None if there is none."""
     return next((each for each in wrapped_optimizers(optimizer) if _is_schedule_free(each)), None)
 
 
 def _is_schedule_free(optimizer: Any) -> bool:
-    """Tell whether an optimizer keeps z, and is no reference implementation, which keeps x and y besides.
+    """Return whether an optimizer is schedule-free, except reference implementations, which also keep x and y.
 
-    Class names are those of schedulefree, pytorch-optimizer and their offspring. Others have `train_mode`.
+    Recognises the class names of schedulefree, pytorch-optimizer and subclasses, and `train_mode` in a group.
     """
     names = [kind.__name__ for kind in type(optimizer).__mro__]
     if any("Reference" in name for name in names):
@@ -320,7 +321,7 @@ def _is_schedule_free(optimizer: Any) -> bool:
 
 
 def _is_evaluating(optimizer: Any) -> bool:
-    """Tell whether a schedule-free optimizer has put its averaged weights in place, to be evaluated."""
+    """Return whether a schedule-free optimizer is in eval() mode, with its averaged weights in the model."""
     for each in wrapped_optimizers(optimizer):
         if callable(getattr(each, "eval", None)) and each.state:
             modes = [group["train_mode"] for group in each.param_groups if "train_mode" in group]

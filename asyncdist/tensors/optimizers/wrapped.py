@@ -1,4 +1,4 @@
-"""Finds the optimizers that an optimizer wraps, as those of Accelerate, Lookahead and mixed precision do."""
+"""Finds the optimizers inside a wrapper, such as those of Accelerate, Lookahead and mixed precision."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-#: Attributes that are looked at elsewhere.
+#: Attributes that :func:`attributes_of` leaves out.
 _OWN_ATTRIBUTES: Final = frozenset(("state", "param_groups", "defaults"))
 
 
 def wrapped_optimizers(optimizer: Any) -> tuple[Any, ...]:
-    """Return an optimizer, and all optimizers that it holds as attributes, each once."""
+    """Return an optimizer and all optimizers that it holds as attributes, directly or indirectly, each once."""
     found: list[Any] = []
     waiting = [optimizer]
     while waiting:
@@ -33,13 +33,13 @@ def _is_optimizer(value: Any) -> bool:
 
 
 def attributes_of(optimizer: Any) -> dict[str, Any]:
-    """Return an optimizer's attributes besides its state and parameter groups."""
+    """Return an optimizer's attributes other than state, parameter groups, defaults and hooks."""
     own: dict[str, Any] = getattr(optimizer, "__dict__", {})
     return {name: value for name, value in own.items() if name not in _OWN_ATTRIBUTES and "hooks" not in name}
 
 
 def items_of(value: Any) -> Iterable[Any]:
-    """Return a value, or the values in a list, tuple or mapping."""
+    """Return the values of a list, tuple or mapping; for any other value, a tuple of it."""
     if isinstance(value, Mapping):
         return list(value.values())
     return value if isinstance(value, (list, tuple)) else (value,)
