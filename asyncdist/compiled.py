@@ -1,14 +1,13 @@
-"""Names the modules that are compiled where a C compiler is available, and says whether they are.
+"""Lists the modules that are compiled if a C compiler is available, and tells whether they are compiled.
 
-They carry every small message, or a simulation spends its time in them. They are ordinary Python; the ``.pxd`` files
-beside them hold C types. ``setup.py`` compiles them with Cython into a folder that is named after a checksum of their
-sources, where their packages look first. So the code that runs was made from the very source that is here, or is that
-source: after an edit, on another Python, without a compiler and with ``ASYNCDIST_PURE=1`` everything works alike, only
-slower.
+These modules handle every small message or dominate the time of simulations. They are ordinary Python; ``.pxd`` files
+next to them hold C types. ``setup.py`` compiles them with Cython into a folder named after a checksum of their sources,
+where their packages look first. Compiled code therefore always matches the present source. After an edit, on another
+Python, without a compiler or with ``ASYNCDIST_PURE=1``, the source itself runs, only slower.
 
-The packages ask this module before they import any other, and ``setup.py`` and ``tools/setup`` run it by its path: it
-imports nothing of asyncdist. It is the one place besides the launcher that reads the environment, since it must know
-before the launcher is there.
+The packages call this module before they import any other, and ``setup.py`` and ``tools/setup`` run it by its path, so
+it imports nothing of asyncdist. Like the launcher it reads the environment, since it runs before the launcher is
+imported.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Final
 
-#: By their names in asyncdist. All are compiled, or none.
+#: Names of the modules, relative to asyncdist. All are compiled, or none.
 MODULES: Final = (
     "messaging._crc32",
     "messaging.wire",
@@ -39,14 +38,14 @@ MODULES: Final = (
     "simulation.transport",
 )
 PURE_VARIABLE: Final = "ASYNCDIST_PURE"
-#: A file in the folder, where compiling has come to its end without making all of them.
+#: File in the folder that records an attempt that ended without compiling all modules.
 FAILED: Final = "failed"
 
 _PACKAGE: Final = Path(__file__).resolve().parent
 
 
 def source_of(module: str) -> Path:
-    """Return the ``.py`` file of a module; the ``.pxd`` file lies beside it."""
+    """Return the ``.py`` file of a module; the ``.pxd`` file is next to it."""
     return _PACKAGE.joinpath(*module.split(".")).with_suffix(".py")
 
 
@@ -65,10 +64,10 @@ def is_wanted() -> bool:
 
 
 def search_path(package: str = "") -> list[str]:
-    """Return where a package looks before its own folder: one place, or none.
+    """Return the folder, if any, that a package searches before its own.
 
     Args:
-        package: below asyncdist; empty for that one.
+        package: Name of the package relative to asyncdist; empty for asyncdist itself.
     """
     if not is_wanted() or reason_against() is not None:
         return []
@@ -76,7 +75,7 @@ def search_path(package: str = "") -> list[str]:
 
 
 def reason_against() -> str | None:
-    """Return why the modules would run interpreted though compiled ones are wanted, and the cure; else None."""
+    """Return why the modules are not compiled although that is wanted, and the remedy; otherwise None."""
     place = folder()
     if all(place.joinpath(*module.split(".")).with_suffix(EXTENSION_SUFFIXES[0]).is_file() for module in MODULES):
         return None
@@ -93,18 +92,18 @@ def reason_against() -> str | None:
 def is_settled() -> bool:
     """Return whether there is nothing to compile: it has been done, has failed, or is not wanted.
 
-    An attempt that is under way, or was interrupted, has made some of the modules at most, and has not failed either.
+    An attempt that is in progress or was interrupted has made only some modules, and counts as neither done nor failed.
     """
     return not is_wanted() or reason_against() is None or (folder() / FAILED).is_file()
 
 
 def describe() -> str:
-    """Say in one line whether the modules run compiled in a process like this one, and if not, why."""
+    """Return one line: whether the modules run compiled in a process like this one, and if not, why."""
     if not is_wanted():
         return f"no, since {PURE_VARIABLE}={os.environ[PURE_VARIABLE]}"
     reason = reason_against()
     return "yes" if reason is None else f"no, {reason}"
 
 
-if __name__ == "__main__":  # tools/setup asks
+if __name__ == "__main__":  # run by tools/setup
     sys.exit(not is_settled())

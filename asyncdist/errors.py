@@ -40,20 +40,20 @@ def _rebuild(kind: type[AsyncdistError], message: str, facts: dict[str, Any]) ->
 
 
 class RankLostError(AsyncdistError):
-    """A peer is gone: its process died, its connection closed, or it failed and said so. Carries ``rank``."""
+    """A peer is gone: its process died, its connection closed, or it reported a failure. Carries ``rank``."""
 
     rank: int
 
 
 class TruncationError(AsyncdistError):
-    """A message was larger than its buffer. Carries ``message_nbytes`` (when known) and ``buffer_nbytes``."""
+    """A message was larger than its buffer. Carries ``message_nbytes``, if known, and ``buffer_nbytes``."""
 
     message_nbytes: int | None
     buffer_nbytes: int
 
     @classmethod
     def of(cls, message_nbytes: int | None, buffer_nbytes: int, source: int) -> TruncationError:
-        """Make the error for a message from ``source``; its size is None where only the buffer's size is known."""
+        """Make the error for a message from ``source``; ``message_nbytes`` is None if its size is unknown."""
         size = f"more than {buffer_nbytes}" if message_nbytes is None else f"{message_nbytes}"
         return cls(
             f"a message of {size} bytes arrived for a buffer of {buffer_nbytes} bytes",
@@ -68,21 +68,21 @@ class ClosedError(AsyncdistError):
 
 
 class LateError(ClosedError):
-    """This rank was started again, and the others have ended what it is to join.
+    """This rank was restarted or joined late, and the others have ended the world or policy that it would join.
 
-    Nothing is lost with it. So where ``asyncdist.run`` would raise it, the process ends with exit code 0, and one line.
+    No work is lost, so ``asyncdist.run`` prints one line and ends the process with exit code 0 instead of raising it.
     """
 
 
 class BusyError(AsyncdistError):
-    """Something that takes one user at a time has one already, or a bounded queue is full."""
+    """A resource for one user at a time is in use, or a bounded queue is full."""
 
 
 class DeadlockError(AsyncdistError):
-    """Nothing is left to happen in a simulation, and somebody waits.
+    """A simulation has no events left, but some tasks still wait.
 
-    The text lists every waiting task, and the messages for channels that their receiver has not opened. Carries
-    ``seed``, and the SimReport of what came before as ``report``, which does not travel between processes.
+    The message lists every waiting task, and the messages for channels that their receiver has not opened. Carries
+    ``seed``, and the SimReport up to the deadlock as ``report``, which is not pickled.
     """
 
     seed: int
@@ -90,10 +90,10 @@ class DeadlockError(AsyncdistError):
 
 
 class TimeLimitError(AsyncdistError, TimeoutError):
-    """A simulation has come to its ``until_s``, and some ranks had not ended.
+    """A simulation has reached its ``until_s`` before all ranks ended.
 
-    The text says where each of them is. Carries ``seed``, and the SimReport of what came before as ``report``, which
-    does not travel between processes.
+    The message tells where each remaining rank is. Carries ``seed``, and the SimReport up to that time as ``report``,
+    which is not pickled.
     """
 
     seed: int
@@ -101,7 +101,7 @@ class TimeLimitError(AsyncdistError, TimeoutError):
 
 
 class StallError(AsyncdistError):
-    """A rank has waited for its peers for as long as it was told to (``stall_s``). Carries ``rank``."""
+    """A rank has waited for its peers for longer than ``stall_s`` seconds. Carries ``rank``."""
 
     rank: int
 
@@ -114,14 +114,14 @@ class LocalProtocolError(AsyncdistError):
 
 
 class RemoteProtocolError(AsyncdistError):
-    """A peer broke a rule: its frames do not decode, overflow a protocol's bound, or come out of order."""
+    """A peer broke a rule: its frames do not decode, exceed a protocol's bound, or arrive out of order."""
 
 
 class RemoteError(AsyncdistError):
-    """What another rank was to compute raised an exception there. Carries ``rank``, ``kind`` and ``text``.
+    """A computation on another rank raised an exception. Carries ``rank``, ``kind`` and ``text``.
 
-    ``kind`` is the exception's class, qualified by its module unless that is ``builtins``; ``text`` is what it said,
-    cut where it is very long. The exception itself, with its traceback, is raised on its own rank.
+    ``kind`` is the exception's class, qualified by its module unless that is ``builtins``; ``text`` is its message, cut
+    if it is very long. The exception itself, with its traceback, is raised on that rank.
     """
 
     rank: int
@@ -133,7 +133,7 @@ class RemoteError(AsyncdistError):
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Return whether an error tells of a failure of other ranks alone."""
+    """Return whether an error only reports a failure of other ranks."""
     if isinstance(error, BaseExceptionGroup):
         return all(map(is_consequence, error.exceptions))
     return isinstance(error, (RankLostError, RemoteError))
@@ -142,7 +142,7 @@ def is_consequence(error: BaseException) -> bool:
 def has_cause_here(error: BaseException) -> bool:
     """Return whether a part of ``error`` is this rank's own mistake.
 
-    An error that was raised while the rank dealt with another rank's failure, or with its own end, is no such mistake.
+    An error that was raised while the rank handled another rank's failure, or its own end, is not its own mistake.
     """
     if isinstance(error, BaseExceptionGroup):
         return any(map(has_cause_here, error.exceptions))
@@ -150,7 +150,7 @@ def has_cause_here(error: BaseException) -> bool:
         return False
     chain: BaseException | None = error
     seen: set[int] = set()
-    while chain is not None and id(chain) not in seen:  # a handler that raises its error again may close a circle
+    while chain is not None and id(chain) not in seen:  # a handler that re-raises its error may make a cycle
         seen.add(id(chain))
         if is_consequence(chain) or isinstance(chain, asyncio.CancelledError):
             return False
@@ -164,17 +164,17 @@ def remote_error(rank: int, kind: str, text: str) -> RemoteError:
 
 
 class DisagreementError(AsyncdistError):
-    """Ranks that must agree do not: in class, options, model or presence. The text says which ranks, and in what."""
+    """Ranks that must agree differ in class, options, model or presence. The message names the ranks and the values."""
 
 
 class StartTimeoutError(DisagreementError, TimeoutError):
-    """Ranks that must start together did not all come in time.
+    """Some of the ranks that must start together did not arrive in time.
 
-    Carries ``missing``. ``difference`` names the first value in which the ranks that did come differ, if any.
+    Carries ``missing``. ``difference`` names the first value in which the ranks that arrived differ, if any.
     """
 
     missing: tuple[int, ...]
 
 
 class TransportError(AsyncdistError):
-    """The backend failed in a way that names no peer, or it cannot be used in the way in which it was started."""
+    """The backend failed without naming a peer, or it cannot be used in a process that was started this way."""

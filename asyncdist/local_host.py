@@ -21,23 +21,23 @@ from typing import Final
 
 from asyncdist import rank_program
 
-#: What Python takes in a rank and the processes that start it, pages that they share not counted.
+#: Unshared memory in bytes of Python in a rank and in the processes that start it.
 _RANK_NBYTES: Final = 16 << 20
-#: The ports that Linux gives to connections by itself, and those of RFC 6335.
+#: File with Linux's range of ephemeral ports, and the first ephemeral port of RFC 6335.
 _PORT_RANGE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _RFC_6335_FIRST: Final = 49152
-#: Where fewer ports than these are left below them, too many are reserved for services.
+#: Minimum number of ports below the ephemeral ones; if there are fewer, too many are reserved for services.
 _PORT_COUNT_MIN: Final = 16384
-#: Connections that wait to be accepted, as of torch's store; the kernel has its own limit.
+#: Maximum number of connections that wait to be accepted, as in torch's store; the kernel has its own limit.
 _BACKLOG: Final = 4096
-#: How many ports are tried.
+#: Number of ports to try.
 _DRAW_COUNT: Final = 64
-#: The job ends at these: ranks that have not ended some seconds later are killed.
+#: Signals that end the job: ranks that have not ended some seconds later are killed.
 ENDING_SIGNALS: Final = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
-#: Asks each rank what it does.
+#: Signal that asks each rank to report its state.
 STORY_SIGNAL: Final = signal.SIGUSR1
-#: A launcher keeps these to itself: nothing can catch the first two, and the others report something about the launcher
-#: itself, such as a defect, a child's end or its terminal. The guardians of ranks end at SIGRTMIN.
+#: Signals that a launcher does not pass on: the first two cannot be caught, and the others concern the launcher itself,
+#: such as a defect, a child's end or its terminal. The guardians of ranks end at SIGRTMIN.
 _KEPT_SIGNALS: Final = frozenset(
     int(getattr(signal, name, 0))
     for name in (
@@ -45,7 +45,7 @@ _KEPT_SIGNALS: Final = frozenset(
         *("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP", "SIGEMT", "SIGRTMIN"),
     )
 )
-#: All others: a handler in a script may wait for any of them, such as SIGUSR2, SIGXCPU or SIGCONT.
+#: All other signals, since a script may handle any of them, such as SIGUSR2, SIGXCPU or SIGCONT.
 PASSED_ON_SIGNALS: Final = frozenset(int(number) for number in signal.valid_signals()) - _KEPT_SIGNALS
 
 
@@ -99,7 +99,7 @@ def check_ranks(ranks: int) -> None:
 
 
 def check_loopback() -> None:
-    """Raise ``LaunchError`` where ranks of this host cannot reach each other at 127.0.0.1, as in a bare namespace."""
+    """Raise ``LaunchError`` if ranks of this host cannot reach each other at 127.0.0.1, as in a bare namespace."""
     with socket.socket() as listener:
         try:
             listener.bind(("127.0.0.1", 0))
@@ -115,8 +115,8 @@ def check_loopback() -> None:
 def find_free_port() -> int:
     """Return a TCP port at which no process listens now, for a store of torch.distributed.
 
-    It is drawn from those that the kernel gives to nobody by itself: until the store is served, any connection of any
-    process may be given one of the others.
+    It is drawn from the ports below the kernel's ephemeral range, since the kernel could assign an ephemeral port to
+    any connection before the store is served.
     """
     lowest = _lowest_ephemeral_port()
     for _ in range(_DRAW_COUNT if lowest >= _PORT_COUNT_MIN else 0):
@@ -130,7 +130,7 @@ def find_free_port() -> int:
 
 
 def _lowest_ephemeral_port() -> int:
-    """Return the first port that the kernel gives to connections by itself; RFC 6335's where it does not say."""
+    """Return the kernel's first ephemeral port; RFC 6335's if the kernel's is unknown."""
     try:
         return int(_PORT_RANGE.read_text().split()[0])
     except (OSError, ValueError, IndexError):
@@ -143,13 +143,13 @@ def probe_port(port: int) -> None:
     with socket.socket(socket.AF_INET6 if has_both else socket.AF_INET) as probe:
         if has_both:
             probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of the past do not count
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignores closed connections
         probe.bind(("", port))
 
 
 @contextlib.contextmanager
 def heeding_children() -> Iterator[None]:
-    """Let this process learn how its children end, also where it was started with SIGCHLD ignored.
+    """Let this process read its children's exit codes, even if it was started with SIGCHLD ignored.
 
     With SIGCHLD ignored the kernel drops their exit codes, and a rank that was killed looks like one that succeeded.
 
@@ -238,18 +238,18 @@ def signal_name(number: int) -> str:
 
 
 def open_standard_files() -> None:
-    """Open /dev/null in the place of standard files that are closed: files opened later would take their numbers."""
+    """Open /dev/null for each closed standard file, since files opened later would take its number."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest free number
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
 
 
 def check_address(name: str, address: str) -> None:
-    """Raise ValueError unless ``address``, which is called ``name``, leads to a host."""
+    """Raise ValueError unless ``address``, the value of ``name``, resolves to a host."""
     try:
         socket.getaddrinfo(address, None)
     except (OSError, UnicodeError) as error:
@@ -259,7 +259,7 @@ def check_address(name: str, address: str) -> None:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address is that of the loopback interface, which no other host reaches. Names are not asked."""
+    """Return whether an address belongs to the loopback interface. Names are not resolved."""
     if address == "localhost":
         return True
     try:
@@ -269,9 +269,9 @@ def is_loopback(address: str) -> bool:
 
 
 def listen_at(address: str, port: int) -> socket.socket | None:
-    """Return a socket that listens at this address alone; None where it is not an address of this host, but a name.
+    """Return a socket that listens only at this address; None if it is a name or not an address of this host.
 
-    A name may lead to another address on the other hosts of a job, which come over another interface then.
+    On other hosts of the job, a name may resolve to another address of this host, so one interface is not enough.
     """
     host = "127.0.0.1" if address == "localhost" else address
     try:

@@ -91,10 +91,10 @@ class _Plan:
     """Holds what the marks of a test ask for.
 
     Attributes:
-        ranks: the numbers of ranks to run it with.
-        is_parametrized: whether each of them is an item of its own.
-        seeds: to run one after another.
-        settings: passed to ``simulate`` as they are, which checks them.
+        ranks: The numbers of ranks to run it with.
+        is_parametrized: Whether each of them is an item of its own.
+        seeds: To run one after another.
+        settings: Passed to ``simulate`` as they are, which checks them.
     """
 
     ranks: tuple[int, ...]
@@ -232,16 +232,16 @@ class _Record:
     """Records the last simulation of a test.
 
     Attributes:
-        ranks: the number of ranks.
-        seed: the seed.
-        is_seed_chosen: whether ``--sim-seed`` would choose it.
-        faults: the fault plan.
-        trace: the events.
-        report: the report, also of a simulation that ended in a deadlock.
-        waiting: after a deadlock, and where the time was up, which task waited for what.
-        earlier_seeds: the seeds that the test ran before, with the same fixtures.
-        returned: the ranks whose main returned.
-        raised: what the main of a rank raised, and the virtual time when it did; the first to fail first.
+        ranks: The number of ranks.
+        seed: The seed.
+        is_seed_chosen: Whether ``--sim-seed`` would choose it.
+        faults: The fault plan.
+        trace: The events.
+        report: The report, also of a simulation that ended in a deadlock.
+        waiting: After a deadlock, and where the time was up, which task waited for what.
+        earlier_seeds: The seeds that the test ran before, with the same fixtures.
+        returned: The ranks whose main returned.
+        raised: What the main of a rank raised, and the virtual time when it did; the first to fail first.
     """
 
     ranks: int

@@ -283,8 +283,8 @@ class _Prefixed(io.TextIOBase):
     """Writes to a stream, with a prefix before each line.
 
     Args:
-        stream: where to.
-        prefix: before each line.
+        stream: Where to.
+        prefix: Before each line.
     """
 
     def __init__(self, stream: TextIO, prefix: str) -> None:
@@ -327,7 +327,7 @@ class _Ending:
     threads have ended, and all other functions of :mod:`atexit` have been called.
 
     Attributes:
-        code: the exit code.
+        code: The exit code.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Names the reserved message tags, and keeps the registry of the owners of all others on this rank.
+"""Defines the reserved message tags and the registry of the owners of all other tags on this rank.
 
-The whole runtime has one namespace. A collision of two owners is refused when it is made, not when a message goes
-astray. The MPI standard guarantees tags up to 32767 only (MPI-4.1 section 9.1.2), so that is the limit everywhere.
+The whole runtime has one namespace. If two owners claim one tag, the second claim fails, before any message is
+misrouted. The MPI standard guarantees tags up to 32767 only (MPI-4.1 section 9.1.2), so that is the limit everywhere.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _RESERVED: Final = (
     (COLLECTIVE_FIRST, COLLECTIVE_LAST, "collectives"),
     (PARAM, PARAM, "parameter-stream control"),
     (BULK_FIRST, BULK_LAST, "bulk streams"),
-    (METRIC, BULK_LAST, "protocols to come"),  # what is left between them
+    (METRIC, BULK_LAST, "protocols to come"),  # the tags between the reserved ones
 )
 
 
@@ -41,10 +41,10 @@ class TagRegistry:
         self._owners: dict[int, str] = {}
 
     def claim(self, tag: int, owner: str) -> None:
-        """Take ``tag`` for ``owner``; again by the same owner is fine.
+        """Take ``tag`` for ``owner``, which may take it repeatedly.
 
         Raises:
-            LocalProtocolError: the tag is out of range, reserved by the runtime, or held by another owner.
+            LocalProtocolError: The tag is out of range, reserved by the runtime, or held by another owner.
         """
         check_tag(tag)
         for first, last, purpose in _RESERVED:
@@ -59,7 +59,7 @@ class TagRegistry:
             raise LocalProtocolError(f"tag {tag} belongs to {holder}; {owner} must use another", tag=tag)
 
     def release(self, tag: int) -> None:
-        """Free ``tag``; nothing happens if it is free already."""
+        """Free ``tag``; do nothing if it is free already."""
         self._owners.pop(tag, None)
 
 
@@ -69,7 +69,7 @@ def is_for_users(tag: int) -> bool:
 
 
 def check_tag(tag: int) -> None:
-    """Refuse a value that is no tag.
+    """Raise if a value is not a tag.
 
     Raises:
         LocalProtocolError: ``tag`` is not an int from 0 to 32767.

@@ -1,9 +1,9 @@
-"""Checks options, and raises one form of error for all of them: ``NAME is VALUE; allowed: ...``.
+"""Checks options; all errors have the form ``NAME is VALUE; allowed: ...``.
 
-:func:`printable` makes strings of others safe to print. :func:`optional_imports` names the extra of a missing library.
+:func:`printable` makes foreign strings safe to print. :func:`optional_imports` names the extra of a missing library.
 
-Numbers of numpy, and of every other type that is registered as a number, are accepted and returned as Python's own.
-A bool is refused where a number is needed: it is a mistaken flag. A misspelled name gets the nearest name there is.
+Numbers of numpy, and of any other type registered as a number, are accepted and returned as Python's own. A bool is
+refused as a number, since it is probably a misplaced flag. The error for a misspelled name suggests the nearest name.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from typing import Any, Final, NoReturn, ParamSpec
 
 P = ParamSpec("P")
 
-#: The oldest torch that works: stores of torch.distributed cannot be cloned before, for ranks that join later.
+#: Oldest supported torch: earlier stores of torch.distributed cannot be cloned, which ranks that join later require.
 TORCH_MIN: Final = (2, 8)
-#: The least and the greatest finite float above zero.
+#: Smallest and largest finite float above zero.
 SMALLEST: Final = math.ulp(0.0)
 LARGEST: Final = math.nextafter(math.inf, 0.0)
 
 
 def refuse(name: str, value: Any, allowed: str, kind: type[Exception] = ValueError) -> NoReturn:
-    """Raise ``kind``, naming the option, its value (cut where it is very long), and what is allowed."""
+    """Raise ``kind`` with the option's name, its value (cut if it is very long), and the allowed values."""
     text = repr(value)
     raise kind(f"{name} is {text if len(text) <= 200 else f'{text[:200]}...'}; allowed: {allowed}")
 
@@ -43,7 +43,7 @@ def printable(text: str, *, keep: str = "") -> str:
 
     Args:
         text: Any string.
-        keep: Characters that stay as they are, for example the end of a line.
+        keep: Characters that stay unchanged, for example the newline.
     """
     if text.isprintable():
         return text
@@ -64,13 +64,13 @@ def meant(name: str, allowed: Collection[str], otherwise: str | None = None) -> 
 
 
 def names_options(*, refused: Mapping[str, str] | None = None) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Decorate a constructor, so that an option it does not have is refused with the nearest option it has.
+    """Decorate a constructor, so that the error for an unknown option suggests the nearest known one.
 
     Python's own error for a misspelled keyword does not name that option before Python 3.13. The options are the
     constructor's parameters, and the keys of the TypedDict with which its ``**options`` are annotated.
 
     Args:
-        refused: Reasons by the names of options that similar constructors have, and this one does not.
+        refused: Reasons, keyed by option, why this constructor lacks options that similar constructors have.
     """
 
     def decorate(init: Callable[P, None]) -> Callable[P, None]:
@@ -113,13 +113,13 @@ def count(name: str, value: Any, *, least: int = 1, besides: str = "") -> int:
     """Return a whole number of at least ``least``; other types that may index a list are converted.
 
     Args:
-        name: of the option.
-        value: to be checked.
-        least: the smallest that is allowed.
-        besides: what else is allowed, for the error, such as ``", or None"``.
+        name: Name of the option.
+        value: Value to check.
+        least: Smallest allowed number.
+        besides: Other allowed values, for the error, such as ``", or None"``.
 
     Raises:
-        ValueError: ``value`` is no such number.
+        ValueError: ``value`` is not such a number.
     """
     try:
         number = operator.index(value)
@@ -131,7 +131,7 @@ def count(name: str, value: Any, *, least: int = 1, besides: str = "") -> int:
 
 
 def whole(name: str, value: Any) -> int:
-    """Return a whole number, also below 0; other types that may index a list are converted. Raises TypeError."""
+    """Return a whole number; other types that may index a list are converted. Raise TypeError for anything else."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -142,7 +142,7 @@ def whole(name: str, value: Any) -> int:
 
 
 def whole_numbers(values: Iterable[Any]) -> tuple[int, ...]:
-    """Return the values as Python's own whole numbers, also numpy's; empty if one of them is something else."""
+    """Return the values as Python's ints, numpy's included; an empty tuple if any value is not a whole number."""
     try:
         return () if any(isinstance(value, bool) for value in values) else tuple(map(operator.index, values))
     except TypeError:
@@ -150,7 +150,7 @@ def whole_numbers(values: Iterable[Any]) -> tuple[int, ...]:
 
 
 def ranks(name: str, values: Any) -> tuple[int, ...]:
-    """Return ``values`` as ranks, each once. Raises TypeError for what is no sequence of whole numbers, ValueError."""
+    """Return ``values`` as distinct ranks. Raise TypeError or ValueError if they are not."""
     allowed = "a sequence of ranks, each once"
     if isinstance(values, str) or not isinstance(values, Sequence):
         refuse(name, values, allowed, TypeError)
@@ -161,7 +161,7 @@ def ranks(name: str, values: Any) -> tuple[int, ...]:
 
 
 def real(name: str, value: Any, allowed: str, *, low: float, high: float = LARGEST) -> float:
-    """Return a number from ``low`` to ``high``; ``allowed`` says the same in words. Raises ValueError for another."""
+    """Return a number from ``low`` to ``high``, a range that ``allowed`` describes. Raise ValueError otherwise."""
     is_real = isinstance(value, Real) and not isinstance(value, bool)
     if not is_real or not low <= value <= high:
         refuse(name, value, allowed)
@@ -172,12 +172,12 @@ def real(name: str, value: Any, allowed: str, *, low: float, high: float = LARGE
 
 
 def fraction(name: str, value: Any) -> float:
-    """Return a number from 0 to 1. Raises ValueError for another."""
+    """Return a number from 0 to 1. Raise ValueError otherwise."""
     return real(name, value, "a number from 0 to 1", low=0.0, high=1.0)
 
 
 def seconds(name: str, value: Any, *, finite: bool = True) -> float:
-    """Return a duration above 0. Raises ValueError for another."""
+    """Return a duration above 0 in seconds. Raise ValueError otherwise."""
     if not finite:
         return real(name, value, "a number of seconds above 0", low=SMALLEST, high=math.inf)
     return real(name, value, "a finite number of seconds above 0", low=SMALLEST)
@@ -211,20 +211,19 @@ def optional_imports(what: str, libraries: Collection[str], extra: str) -> Itera
 
 
 def main_function(main: Any, args: Sequence[Any]) -> None:
-    """Refuse a main that cannot be called with a world and ``args``.
+    """Raise if ``main`` cannot be called with a world and ``args``.
 
-    The error names main's line and no address, so ranks that all make the mistake say the same, and one of them says
-    it for the job.
+    The error names main's line and no memory address, so that it is equal on all ranks and is reported once.
 
     Raises:
-        TypeError: ``main`` is no coroutine function, takes no world, or takes other arguments.
+        TypeError: ``main`` is not a coroutine function, takes no world, or takes other arguments.
     """
     what = _place_of(main)
     if not inspect.iscoroutinefunction(main):
         raise TypeError(f"main must be a coroutine function (async def); got {what}")
     try:
         signature = inspect.signature(main)
-    except ValueError:  # it has none that can be read: the call will tell
+    except ValueError:  # main has no readable signature; the call will raise
         return
     try:
         signature.bind(None, *args)
@@ -251,7 +250,7 @@ def _place_of(function: Any) -> str:
 
 
 def torch_problem(version: str) -> str | None:
-    """Say what is wrong with a version of torch, and the cure; return None if it is new enough."""
+    """Return an error and its remedy if a version of torch is too old, otherwise None."""
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None or (int(found[1]), int(found[2])) >= TORCH_MIN:
         return None

@@ -1,8 +1,8 @@
-"""Identifies what a rank waits for, and holds all texts that describe a wait to people.
+"""Identifies the waits of a rank, and holds all messages that describe them.
 
-A :class:`WaitId` is the key by which recordings and replays find timers, deadlines and measured numbers. Its text is
-derived from :class:`WaitKind`, in which each kind has its template. A text can thus be changed without changing a
-replay; the value of a kind, and the fields that a wait of that kind has, cannot.
+A :class:`WaitId` is the key by which recordings and replays find timers, deadlines and measured numbers. Its
+description is made from the template of its :class:`WaitKind`. Templates may change without affecting replays; the
+value of a kind and the fields used with it must not change.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Final, NamedTuple, Self
 
 @enum.unique
 class WaitKind(enum.StrEnum):
-    """Lists the kinds of waits. The value is the key in recordings, the second string the template of the text.
+    """Lists the kinds of waits: for each, the key in recordings and the template of the description.
 
     Attributes:
-        template: a format string, in which the other fields of :class:`WaitId` may stand.
+        template: Format string that may contain the other fields of :class:`WaitId`.
     """
 
     template: str
 
     def __new__(cls, value: str, template: str) -> Self:
-        """Make a member of a value and a template."""
+        """Make a member from a value and a template."""
         kind = str.__new__(cls, value)
         kind._value_ = value
         kind.template = template
@@ -44,7 +44,7 @@ class WaitKind(enum.StrEnum):
     STREAM_SEND = "stream_send", "stream to rank {peer}, tag {tag}"
     STREAM_RECEIVE = "stream_receive", "stream from rank {peer}, tag {tag}"
     STREAM_RECEIVER = "stream_receiver", "rank {peer} to receive a stream"
-    # What recordings and replays tell apart. The number counts the sends of a task to a rank on a tag.
+    # For recordings and replays only. The number counts the sends of a task to a rank on a tag.
     MESSAGE_LEFT = "message_left", "send {number} to {peer}, tag {tag}"
     STREAM_LEFT = "stream_left", "stream {number} to {peer}, tag {tag}"
     WRITTEN_NBYTES = "written_nbytes", "written to {peer}, slot {number}"
@@ -122,14 +122,14 @@ class WaitKind(enum.StrEnum):
 class WaitId(NamedTuple):
     """Identifies a wait, a timer or a measured number of one rank.
 
-    Two waits with equal fields are one to a replay. Recordings hold the fields as an array.
+    A replay does not distinguish waits with equal fields. Recordings hold the fields as an array.
 
     Attributes:
-        kind: one of :class:`WaitKind`; another string in a recording of another version.
-        tag: the tag of the awaited message, where there is one.
-        peer: the rank that can end the wait, where it is known and the only one.
-        number: distinguishes waits of one kind: a round, a slot, a count.
-        name: a name given by the user or a protocol: of a channel, a policy, an agreement.
+        kind: Member of :class:`WaitKind`, or another string from a recording of another version.
+        tag: Tag of the awaited message, if there is one.
+        peer: Only rank that can end the wait, if it is known.
+        number: Number that distinguishes waits of one kind: a round, a slot, a count.
+        name: Name of a channel, a policy or an agreement, given by the user or a protocol.
     """
 
     kind: WaitKind | str
@@ -139,7 +139,7 @@ class WaitId(NamedTuple):
     name: str = ""
 
     def __str__(self) -> str:
-        """Return the text for people."""
+        """Return the description of the wait."""
         template = _TEMPLATES.get(self.kind)
         if template is None:  # a kind of another version
             named = zip(self._fields, self, strict=True)
