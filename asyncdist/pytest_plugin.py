@@ -1,4 +1,4 @@
-"""The pytest plugin: ``@pytest.mark.sim`` runs a coroutine test on simulated ranks, once per seed.
+"""A pytest plugin: ``@pytest.mark.sim`` runs a coroutine test on simulated ranks, once per seed.
 
 ::
 
@@ -7,18 +7,19 @@
         numbers = await ad.all_gather(torch.tensor(world.rank))
         assert [int(number) for number in numbers] == list(range(world.size))
 
-``ranks`` is a number, or several, each of them a test of its own; ``seeds`` is a count (20), or the seeds themselves.
-Further options are those of :func:`asyncdist.simulate`: ``network``, ``compute``, ``faults``, ``strict`` (true unless
-said otherwise) and ``until_s``. A mark of the module or class is completed by that of the test. A test may take
-``world``, the rank's :class:`asyncdist.World`, and ``sim_seed``. A failure prints its seed, the end of the trace and
-the line that repeats it: ``pytest --sim-seed N`` runs that seed alone, and ``--sim-seeds N`` the seeds 0 to N-1.
+``ranks`` is a number or a list of numbers, each of which makes a separate test; ``seeds`` is a count (default 20) or
+the seeds themselves. Further options are those of :func:`asyncdist.simulate`: ``network``, ``compute``, ``faults``,
+``strict`` (default true) and ``until_s``. The options of a test's mark override those of its class and module. A test
+may take ``world``, the rank's :class:`asyncdist.World`, and ``sim_seed``. A failure prints its seed, the end of the
+trace and the command that repeats it: ``pytest --sim-seed N`` runs only that seed, and ``--sim-seeds N`` runs the seeds
+0 to N-1.
 
-pytest loads this in every session, also in projects that simulate nothing: torch and the runtime are imported when the
-first simulated test runs, not before.
+pytest loads this plugin in every session, even in projects without simulations. Torch and the runtime are therefore
+imported only when the first simulated test runs.
 
-For pytest a marked test is a plain function, so that no plugin for coroutine tests wants it; its coroutine runs on the
-loops of the simulator. ``world`` and ``sim_seed`` are no fixtures there, for they differ from run to run: they are
-taken out of the signature that pytest sees. Fixtures are made once per test, for all of its seeds.
+pytest sees a marked test as a plain function, so that plugins for coroutine tests ignore it; its coroutine runs on the
+simulator's loops. ``world`` and ``sim_seed`` are not fixtures, since they differ between runs: they are removed from
+the signature that pytest sees. Fixtures are made once per test, for all of its seeds.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ _MARKER: Final = (
     "or the seeds. The rest is as for asyncdist.simulate."
 )
 _SEED_COUNT: Final = 20
-#: Arguments of a marked test that the simulation brings.
+#: Arguments of a marked test that the simulation provides.
 _INJECTED: Final = ("world", "sim_seed")
-#: The parameter that several numbers of ranks become.
+#: Name of the parameter that holds the number of ranks if the mark lists several.
 _RANKS: Final = "sim_ranks"
 _EVENT_COUNT: Final = 30
 _LINE_COUNT: Final = 40
@@ -88,13 +89,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Holds what the marks of a test ask for.
+    """Holds the options of a test's marks.
 
     Attributes:
-        ranks: The numbers of ranks to run it with.
-        is_parametrized: Whether each of them is an item of its own.
-        seeds: To run one after another.
-        settings: Passed to ``simulate`` as they are, which checks them.
+        ranks: Numbers of ranks to run the test with.
+        is_parametrized: Whether each number of ranks is a separate item.
+        seeds: Seeds to run in turn.
+        settings: Arguments passed unchanged to ``simulate``, which checks them.
     """
 
     ranks: tuple[int, ...]
@@ -104,7 +105,7 @@ class _Plan:
 
 
 def _plan(item: pytest.Item) -> _Plan | None:
-    """Read an item's marks, from the outermost inwards: that of a test completes that of its module. None without."""
+    """Return the options of an item's marks, where inner marks override outer ones; None if it has no mark."""
     given: dict[str, Any] = {}
     marks = list(item.iter_markers("sim"))
     if not marks:
@@ -139,7 +140,7 @@ def _seeds(item: pytest.Item, asked: Any) -> Sequence[int]:
 
 
 def _is_list(value: Any) -> bool:
-    """Return whether it can be gone through more than once: a mark is read for every item."""
+    """Return whether a value can be iterated repeatedly, since a mark is read for every item."""
     return isinstance(value, Iterable) and not isinstance(value, Iterator)
 
 
@@ -151,7 +152,7 @@ def _refuse(item: pytest.Item, problem: str) -> NoReturn:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make one item per number of ranks, where the mark lists several."""
+    """Make one item per number of ranks if the mark lists several."""
     plan = _plan(metafunc.definition)
     if plan is not None and plan.is_parametrized:
         metafunc.fixturenames.append(_RANKS)
@@ -160,7 +161,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(wrapper=True, trylast=True)  # the innermost: plugins for coroutine tests see what it has made
 def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> Generator[None, Any, Any]:
-    """Hide from pytest the arguments that the simulation brings, and make the items plain functions."""
+    """Hide from pytest the arguments that the simulation provides, and make the items plain functions."""
     function: Any = obj
     if type(obj) in (staticmethod, classmethod):  # isinstance would ask __class__ of every object in the module
         function = function.__func__
@@ -185,7 +186,7 @@ def _is_marked(collector: pytest.Collector, function: FunctionType) -> bool:
 
 
 def _make_plain(item: pytest.Function, injected: Sequence[str]) -> None:
-    """Put a function that simulates in the place of the item's coroutine function."""
+    """Replace the item's coroutine function by a plain function that runs simulations."""
     test = item.obj
     plan = _plan(item)
     assert plan is not None
@@ -219,7 +220,7 @@ def _make_plain(item: pytest.Function, injected: Sequence[str]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Refuse what has the mark and would run as if it had not."""
+    """Fail an item that has the mark but would run without a simulation."""
     if isinstance(item, pytest.Function) and _RECORD not in item.stash and item.get_closest_marker("sim") is not None:
         _refuse(item, "is for coroutine functions, in a module or in a class that is no unittest.TestCase")
 
@@ -232,16 +233,16 @@ class _Record:
     """Records the last simulation of a test.
 
     Attributes:
-        ranks: The number of ranks.
-        seed: The seed.
-        is_seed_chosen: Whether ``--sim-seed`` would choose it.
-        faults: The fault plan.
-        trace: The events.
-        report: The report, also of a simulation that ended in a deadlock.
-        waiting: After a deadlock, and where the time was up, which task waited for what.
-        earlier_seeds: The seeds that the test ran before, with the same fixtures.
-        returned: The ranks whose main returned.
-        raised: What the main of a rank raised, and the virtual time when it did; the first to fail first.
+        ranks: Number of ranks.
+        seed: Seed of the simulation.
+        is_seed_chosen: Whether ``--sim-seed`` can choose the seed.
+        faults: Fault plan.
+        trace: Events of the simulation.
+        report: Report of the simulation, even if it ended in a deadlock.
+        waiting: Waits of each task after a deadlock or a time limit.
+        earlier_seeds: Seeds that the test ran before with the same fixtures.
+        returned: Ranks whose main returned.
+        raised: Exception of each rank's main and its virtual time, in order of time.
     """
 
     ranks: int
@@ -256,11 +257,11 @@ class _Record:
     raised: dict[int, tuple[BaseException, float]] = field(default_factory=dict)
 
     def begin(self, faults: Sequence[Fault], trace: Trace, _: object) -> None:
-        """Keep the plan and the trace of a simulation that begins: its arguments are right."""
+        """Keep the plan and the trace of a simulation that begins, whose arguments are valid."""
         self.faults, self.trace = faults, trace
 
     def errors(self) -> dict[int, BaseException]:
-        """Return how each rank ended, by time: what its main raised, unless something else was the cause of that."""
+        """Return the error that ended each rank, in order of time: its main's exception, or the cause of that."""
         results = self.report.results if self.report is not None else ()
         errors = {}
         for rank in dict.fromkeys([*self.raised, *range(len(results))]):
@@ -271,11 +272,11 @@ class _Record:
         return errors
 
     def failures(self) -> dict[int, BaseException]:
-        """Return the errors that fail the test, those that are not the loss of another rank first.
+        """Return the errors that fail the test, with losses of other ranks last.
 
-        When a rank is killed, the others cannot end well: the last barrier lacks it, and the first of them to find out
-        ends the job. So the loss of a killed rank is a failure of those whose main raised it, and of no others. A rank
-        that gets a signal of the plan ends with it, and ends the job: its exit and its loss are no failures.
+        When a rank is killed, the others cannot end normally: the last barrier lacks that rank, and the first to notice
+        ends the job. So the loss of a killed rank is a failure only of ranks whose main raised it. A rank that receives
+        a signal of the plan ends and ends the job: its exit and its loss are not failures.
         """
         from asyncdist.simulation import Kill
 
@@ -303,7 +304,7 @@ _RECORD: Final = pytest.StashKey[_Record | None]()
 
 
 def _simulate(record: _Record, main: Any, args: tuple[Any, ...], settings: dict[str, Any]) -> SimReport[Any]:
-    """Run ``asyncdist.simulate``, and record how it went."""
+    """Run ``asyncdist.simulate``, and record the result."""
     __tracebackhide__ = True
     from asyncdist.simulation.simulate import STOPPED, observer, simulate
 
@@ -314,7 +315,7 @@ def _simulate(record: _Record, main: Any, args: tuple[Any, ...], settings: dict[
     except STOPPED as error:
         record.report = error.report
         record.waiting = [line.strip() for line in error.message.splitlines()[1:]]
-        error.__traceback__ = None  # the simulator's own frames say nothing
+        error.__traceback__ = None  # the simulator's own frames do not help
         raise
     except (TypeError, ValueError, LocalProtocolError) as error:
         if record.trace is None:  # an argument
@@ -326,7 +327,7 @@ def _simulate(record: _Record, main: Any, args: tuple[Any, ...], settings: dict[
 
 
 def _watch(main: Callable[..., Coroutine[Any, Any, Any]], record: _Record) -> Callable[..., Coroutine[Any, Any, Any]]:
-    """Return ``main`` so wrapped that it records how it ended: the report and the trace are of the whole rank."""
+    """Wrap ``main`` to record how it ended, since the report and the trace describe the whole rank."""
 
     @functools.wraps(main)
     async def watched(world: World, *args: Any) -> Any:
@@ -343,7 +344,7 @@ def _watch(main: Callable[..., Coroutine[Any, Any, Any]], record: _Record) -> Ca
 
 
 def _check(record: _Record, report: SimReport[Any], code: CodeType) -> None:
-    """Raise what a rank failed with, and for a fault that did not fire; without frames, if none is the test's."""
+    """Raise the failures of ranks, and an error for a fault that did not fire; drop frames if none is the test's."""
     __tracebackhide__ = True
     try:
         for error in record.failures().values():
@@ -404,7 +405,7 @@ def simulate(request: pytest.FixtureRequest, sim_seed: int) -> Callable[..., Sim
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Say what hides the package ``protocols`` where a module of tests cannot import from it."""
+    """Report the module that hides the package ``protocols`` if a test module cannot import from it."""
     report = yield
     if report.failed and isinstance(collector, pytest.Module) and "protocols" in str(report.longrepr):
         note = rank_program.find_shadowing()
@@ -415,7 +416,7 @@ def pytest_make_collect_report(
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
-    """Say what hides the package ``protocols`` where a test cannot import from it."""
+    """Report the module that hides the package ``protocols`` if a test cannot import from it."""
     del item
     try:
         yield
@@ -471,7 +472,7 @@ def _lines(item: pytest.Item, record: _Record) -> Iterator[str]:
 
 
 def _ends(errors: dict[int, BaseException]) -> list[str]:
-    """Return a line for each rank that failed by itself, and one for those that lost another."""
+    """Return a line for each rank that failed on its own, and one for the ranks that lost another."""
     lines = []
     bereft = sorted(rank for rank, error in errors.items() if isinstance(error, RankLostError))
     for rank, error in sorted(errors.items()):
@@ -490,7 +491,7 @@ def _limited(lines: Sequence[str]) -> list[str]:
 
 
 def _story(record: _Record, events: tuple[TraceEvent, ...]) -> tuple[str, tuple[TraceEvent, ...]]:
-    """Return a title, and the events up to the failure that is shown; all events where no main has raised."""
+    """Return a title and the events up to the shown failure; all events if no main has raised."""
     rank = next(iter(record.failures()), None)
     if rank is None or rank not in record.raised:
         return "trace", events

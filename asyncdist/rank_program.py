@@ -1,8 +1,8 @@
-"""Becomes the user's script: every rank of ``asyncdist run`` runs this file.
+"""Runs the user's script: every rank of ``asyncdist run`` runs this file.
 
 :mod:`asyncdist.launch.mpirun` and :mod:`asyncdist.launch.local_ranks` start it. It imports only the standard library,
-and nothing of asyncdist: a rank that runs this file as a program has no package around it. For the same reason it
-reads PMI_FD, and the variables of a job that goes on when ranks die, from the environment by itself.
+and nothing of asyncdist, since a file that is run as a program belongs to no package. For the same reason it reads
+PMI_FD, and the variables of a job that continues when ranks die, directly from the environment.
 """
 
 from __future__ import annotations
@@ -26,59 +26,59 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, TextIO
 
-#: This file: run as a program it becomes the script that is its first argument.
+#: This file: run as a program, it runs the script that is its first argument.
 PROGRAM: Final = os.path.abspath(__file__)
 #: The package ``protocols`` of this distribution.
 PROTOCOLS: Final = Path(__file__).resolve().parents[1] / "protocols" / "__init__.py"
-#: Names the descriptor on which a rank tells its guardian where it is, in jobs that go on when ranks die.
+#: Descriptor on which a rank reports its state to its guardian, in jobs that continue when ranks die.
 STARTED_VARIABLE: Final = "ASYNCDIST_STARTED_FD"
-#: What it tells: it opens a world, whose other ranks would wait for it; it is in that world, and they notice its death;
-#: it has left it in a way that they know of; its end is to be that of the job.
+#: The states: it opens a world, whose other ranks would wait for it; it is in that world, and they notice its death;
+#: it has left the world, as the others know; its end must end the job.
 OPENS_WORLD: Final = b"0"
 IN_WORLD: Final = b"1"
 LEFT_WORLD: Final = b"2"
 ENDS_JOB: Final = b"3"
-#: Names the module whose file the script is, where ranks run a module (``-m``).
+#: Name of the script's module, if ranks run a module (``-m``).
 MODULE_VARIABLE: Final = "ASYNCDIST_MODULE"
-#: Is 1 where each line that a rank prints is to begin with its number.
+#: 1 if each line that a rank prints must begin with its rank.
 PREFIX_VARIABLE: Final = "ASYNCDIST_PREFIX"
-#: Names the process whose output is that of the job, where its mpirun passes nothing on while it stops the ranks.
+#: Process whose output is the job's, if its mpirun passes no output on while it stops the ranks.
 LAUNCHER_VARIABLE: Final = "ASYNCDIST_LAUNCHER"
-#: Says where rank 0 finds the standard input of its launcher: a path, or the word for the one that it has inherited.
+#: Standard input of rank 0: the path of its launcher's, or :data:`INHERITED` if rank 0 has inherited it.
 STDIN_VARIABLE: Final = "ASYNCDIST_STDIN"
 INHERITED: Final = "inherited"
-#: The path if that is the terminal of the session; digits after a blank name the files of rank 0 that are to be it too.
+#: The path of the session's terminal; digits after a blank are descriptors of rank 0 that must be the terminal too.
 TERMINAL: Final = "/dev/tty"
 _RANK_VARIABLES: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
-#: Names the file in which ranks of this host note the errors that they have reported: the launcher's pid, a descriptor.
+#: File in which ranks of this host record the errors that they have reported: the launcher's pid and a descriptor.
 TOLD_VARIABLE: Final = "ASYNCDIST_TOLD"
-#: What a rank without input adds to the end of a debugger.
+#: Message that a rank without input adds when a debugger ends.
 _NO_INPUT: Final = (
     "This rank has an empty standard input, which a debugger cannot read. asyncdist run gives its own to rank 0 of a "
     "job on this host: if world.rank == 0: breakpoint(). For any rank of a recorded job there is asyncdist replay DIR "
     "--rank RANK --pdb"
 )
 _guardian: int | None = None
-#: Is 1 in the ranks of a job that goes on when ranks die: Open MPI's ``mpirun --with-ft ulfm`` sets it.
+#: 1 in the ranks of a job that continues when ranks die: Open MPI's ``mpirun --with-ft ulfm`` sets it.
 SURVIVAL_VARIABLE: Final = "OMPI_MCA_mpi_ft_enable"
-#: MPICH's mpirun ends a job that is to be aborted without reading what its ranks have written last.
+#: Seconds that a rank waits before an abort, since MPICH's mpirun aborts a job without reading its last output.
 _LAST_WORDS_S: Final = 0.2
-#: How long a rank that ends the job waits for the launcher to read what it has printed.
+#: Seconds that a rank that ends the job waits for the launcher to read its output.
 _READERS_S: Final = 2.0
 
 
 def rank_command(script: str, arguments: Sequence[str]) -> list[str]:
     """Return the command line of a rank: this file becomes the script.
 
-    Every mpirun takes an argument ``:`` for the beginning of another program's command line, wherever it stands. So an
-    argument of colons alone travels with one colon more.
+    Every mpirun takes an argument ``:`` as the start of another program's command line. So an argument that consists of
+    colons is passed with one more colon.
     """
     escaped = [word + ":" if set(word) == {":"} else word for word in (script, *arguments)]
     return [sys.executable, PROGRAM, *escaped]
 
 
 def find_syntax_error(script: str) -> str | None:
-    """Say why no rank could compile a script, for a launcher; return None for one that is valid."""
+    """Return why no rank could compile a script, for a launcher; None if the script is valid."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # ranks warn
         try:
@@ -234,7 +234,7 @@ def _own_name() -> str:
 
 
 def _leave_world(error: BaseException) -> BaseException:
-    """Let the others know of the error, where the world is open as long as the process; return the one to tell."""
+    """Report the error to the other ranks if the process has an open world; return the error to print."""
     module = sys.modules.get("asyncdist.blocking.process_world")
     return error if module is None else module.leave_with(error)
 
@@ -252,18 +252,18 @@ def heed_story_requests() -> None:
 
 
 def _heed_no_more() -> None:
-    """Ignore SIGUSR1 where it would be heeded: at its end the interpreter gives all signals their default actions."""
+    """Ignore SIGUSR1 if it is handled, since the exiting interpreter restores the default action, which ends it."""
     if callable(signal.getsignal(signal.SIGUSR1)):
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def tell_no_world(_number: int, frame: types.FrameType | None) -> None:
-    """Say where this process stands: a handler of SIGUSR1."""
+    """Print the current line of this process, as a handler of SIGUSR1."""
     while frame is not None and frame.f_back is not None and _is_passed_over(frame):
         frame = frame.f_back
     has_begun = frame is not None and frame.f_code.co_filename != __file__
     where = f"; it stands in {frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None and has_begun else ""
-    with contextlib.suppress(Exception):  # nothing may come of a signal that only asks
+    with contextlib.suppress(Exception):  # a request for a report must not raise
         sys.stderr.write(f"asyncdist: {_own_name()} has no open world yet, or none any more{where}\n")
         sys.stderr.flush()
 
@@ -273,7 +273,7 @@ def _is_passed_over(frame: types.FrameType) -> bool:
 
 
 def _prefix_output() -> None:
-    """Let each line that this rank prints begin with its number, where that was asked for."""
+    """Prefix each line that this rank prints with its rank, if that was requested."""
     if os.environ.get(PREFIX_VARIABLE) == "1":
         rank = next((os.environ[name] for name in _RANK_VARIABLES if os.environ.get(name)), "?")
         sys.stdout, sys.stderr = (_Prefixed(stream, f"[{rank}] ") for stream in (sys.stdout, sys.stderr))
@@ -283,8 +283,8 @@ class _Prefixed(io.TextIOBase):
     """Writes to a stream, with a prefix before each line.
 
     Args:
-        stream: Where to.
-        prefix: Before each line.
+        stream: Stream to write to.
+        prefix: String before each line.
     """
 
     def __init__(self, stream: TextIO, prefix: str) -> None:
@@ -293,7 +293,7 @@ class _Prefixed(io.TextIOBase):
         self._is_in_line = False
 
     def write(self, text: str) -> int:
-        """Write text; a line may come in pieces."""
+        """Write text, which may be part of a line."""
         for line in text.splitlines(keepends=True):
             self._stream.write(line if self._is_in_line else self._prefix + line)
             self._is_in_line = not line.endswith(("\n", "\r"))
@@ -327,7 +327,7 @@ class _Ending:
     threads have ended, and all other functions of :mod:`atexit` have been called.
 
     Attributes:
-        code: The exit code.
+        code: Exit code of the process.
     """
 
     def __init__(self) -> None:
@@ -337,7 +337,7 @@ class _Ending:
 
     def _end(self) -> None:
         for file in filter(None, (sys.stdout, sys.stderr)):
-            with contextlib.suppress(OSError, ValueError):  # its reader has gone
+            with contextlib.suppress(OSError, ValueError):  # its reader is gone
                 file.flush()
         os._exit(self.code)
 
@@ -361,7 +361,7 @@ def write_past_mpirun() -> None:
 
 
 def ancestors() -> list[int]:
-    """Return the process that has started this one, the one that has started that, and so on."""
+    """Return the pids of this process's parent, of the parent's parent, and so on."""
     found = [os.getppid()]
     with contextlib.suppress(OSError, ValueError):
         while found[-1] > 1:
@@ -423,7 +423,7 @@ def abort_over_pmi(code: int) -> None:
 
 
 def _await_readers() -> None:
-    """Wait until the launcher has read what this rank has printed, which an abort may discard; a while at most."""
+    """Wait, at most for a while, until the launcher has read this rank's output, which an abort may discard."""
     sys.stdout.flush()
     deadline = time.monotonic() + _READERS_S
     for descriptor in (1, 2):
@@ -436,9 +436,9 @@ def _await_readers() -> None:
 
 
 def explain_shadowing() -> None:
-    """Let an ImportError of ``protocols`` say what hides the package of that name, or has overwritten it.
+    """Make an ImportError of ``protocols`` report the module that hides the package, or has overwritten it.
 
-    Nothing happens before an import fails, since a user who needs no policy may want to hide it.
+    Nothing is checked before an import fails, since a user who needs no policy may want to hide the package.
     """
     if find_shadowing() is None:
         return
@@ -452,7 +452,7 @@ def explain_shadowing() -> None:
 
 
 def explain_import(error: BaseException) -> None:
-    """Add to an ImportError of ``protocols`` what hides the package of that name, or has overwritten it."""
+    """Add to an ImportError of ``protocols`` the module that hides the package, or has overwritten it."""
     if isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "protocols":
         note = find_shadowing()
         if note is not None and note not in _notes_of(error):
@@ -460,7 +460,7 @@ def explain_import(error: BaseException) -> None:
 
 
 def explain_input(error: BaseException) -> None:
-    """Add to the end of a debugger, or of a read, why there was no input, if this rank has none."""
+    """Add to the error of a debugger or a read why there is no input, if this rank has none."""
     is_end = isinstance(error, EOFError) or (type(error).__module__, type(error).__name__) == ("bdb", "BdbQuit")
     with contextlib.suppress(OSError):  # it is closed
         if is_end and os.path.samestat(os.fstat(0), os.stat(os.devnull)) and _NO_INPUT not in _notes_of(error):
@@ -472,7 +472,7 @@ def _notes_of(error: BaseException) -> list[str]:
 
 
 def find_shadowing() -> str | None:
-    """Say what hides the package ``protocols``, or has overwritten it, and the cure; return None if nothing has."""
+    """Return a message on how the package ``protocols`` is hidden or overwritten, with the remedy; otherwise None."""
     found = sys.modules.get("protocols")
     if found is not None and found is sys.modules.get("asyncdist.protocols"):
         return None
@@ -489,7 +489,7 @@ def find_shadowing() -> str | None:
 
 
 def find_overwriting() -> str | None:
-    """Say which distribution has overwritten the package ``protocols``, and the cure; return None if none has."""
+    """Return a message on the distribution that has overwritten ``protocols``, with the remedy; otherwise None."""
     is_there = PROTOCOLS.is_file()
     if is_there and b"asyncdist.protocols" in PROTOCOLS.read_bytes():
         return None
