@@ -1,1 +1,1 @@
-"""Offers meshes, trees over ranks and named axes."""
+"""Meshes of ranks with named axes, and collectives on trees of tensors along them."""

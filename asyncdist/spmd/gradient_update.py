@@ -1,7 +1,7 @@
-"""Makes training steps as functions: loss, gradients averaged along a named axis, and an optimizer's update.
+"""Training steps as functions: loss, gradients averaged along a named axis, and an optimizer's update.
 
-An optimizer is functional, with ``init(params) -> state`` and ``update(grads, state, params=params) -> (updates,
-state)`` as those of torchopt, or a ``torch.optim.Optimizer``, which keeps its state itself and writes its parameters in
+An optimizer is either functional, with ``init(params) -> state`` and ``update(grads, state, params=params) -> (updates,
+state)``, like those of torchopt, or a ``torch.optim.Optimizer``, which keeps its state and changes its parameters in
 place. Parameters are a tree of floating tensors.
 """
 
@@ -21,12 +21,13 @@ from asyncdist.spmd.mesh import Axis, find_axis
 from asyncdist.spmd.tree_collectives import pmean, telling_failure
 from asyncdist.tensors import pytrees
 
-#: Takes the optimizer's state, the parameters and the other arguments of the loss; returns loss, parameters and state.
+#: A training step: takes the optimizer's state, the parameters and the loss function's other arguments; returns the
+#: loss, the parameters and the state.
 Update: TypeAlias = Callable[..., Coroutine[Any, Any, tuple[Any, Any, Any]]]
 
 
 class FunctionalOptimizer(Protocol):
-    """Has the two methods that are needed of an optimizer that keeps no state."""
+    """Describes an optimizer that keeps no state."""
 
     def init(self, params: Any, /) -> Any:
         """Return the state before the first update."""
@@ -41,37 +42,38 @@ def gradient_update(
     dp_axis_name: str | None = None,
     has_aux: bool = False,
 ) -> Update:
-    """Make a training step of a loss and an optimizer.
+    """Make a training step from a loss function and an optimizer.
 
     Args:
-        loss_fn: ``(params, *args, **kwargs) -> loss``, a floating 0-d tensor, or ``(loss, aux)`` with has_aux. Plain,
-            blocking torch.
-        optimizer: functional, or of ``torch.optim``; see the module's text.
-        dp_axis_name: the axis of the open mesh along which gradients are averaged; None averages nothing.
-        has_aux: whether ``loss_fn`` also returns another value, any tree.
+        loss_fn: ``(params, *args, **kwargs) -> loss``, a floating 0-d tensor, or ``(loss, aux)`` with ``has_aux``. A
+            plain function, not a coroutine function.
+        optimizer: An object with ``init`` and ``update`` like the optimizers of torchopt, or a
+            ``torch.optim.Optimizer``.
+        dp_axis_name: Name of the axis of the open mesh along which gradients are averaged; None for no average.
+        has_aux: Whether ``loss_fn`` also returns ``aux``, which may be any tree.
 
     Returns:
-        ``async (opt_state, params, *args, **kwargs) -> (value, params, opt_state)``. The value is that of ``loss_fn``
-        on this rank alone, outside its graph. With a functional optimizer the parameters returned are new tensors, and
-        those given do not change. With one of ``torch.optim`` they are those given, changed in place: exactly the
-        optimizer's, which the loss may also reach through their module; the state is returned unchanged, and may be
-        None. A parameter that the loss does not use gets a gradient of zeros.
+        ``async (opt_state, params, *args, **kwargs) -> (value, params, opt_state)``. The value is the result of
+        ``loss_fn`` on this rank, detached from the graph. A functional optimizer returns new parameters and does not
+        change those given. A ``torch.optim.Optimizer`` changes the given parameters in place, and returns
+        ``opt_state`` unchanged (it may be None); the parameters must be exactly the optimizer's, and the loss may also
+        use them through their module. A parameter that the loss does not use gets a gradient of zeros.
 
-        It raises TypeError for parameters or a loss that are not floating tensors (named by path), ValueError if the
-        loss depends on no parameter or the parameters are not the optimizer's, and what :func:`asyncdist.pmean` does.
-        An exception on one rank before gradients are averaged, the loss function's own included, is a RemoteError on
-        the other ranks of the axis.
+        It raises TypeError if the parameters or the loss are not floating tensors (names the path), ValueError if the
+        loss depends on no parameter or the parameters are not the optimizer's, and the errors of
+        :func:`asyncdist.pmean`. If it raises on one rank before gradients are averaged, for example in ``loss_fn``,
+        the other ranks of the axis get a RemoteError.
 
     Raises:
-        TypeError: ``optimizer`` is no optimizer, or ``loss_fn`` no function.
+        TypeError: ``optimizer`` is not an optimizer, or ``loss_fn`` is not callable.
     """
     if not callable(loss_fn):
-        raise TypeError(f"loss_fn is {loss_fn!r:.80}; allowed: a function of the parameters")
+        raise TypeError(f"loss_fn must be a function of the parameters, got {loss_fn!r:.80}")
     if isinstance(optimizer, torch.optim.Optimizer):
         return functools.partial(_update_in_place, loss_fn, optimizer, dp_axis_name, has_aux)
     if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")) or inspect.isclass(optimizer):
         allowed = "an object with init and update, or a torch.optim.Optimizer"
-        raise TypeError(f"optimizer is {optimizer!r}; allowed: {allowed}")
+        raise TypeError(f"optimizer must be {allowed}, got {optimizer!r}")
     return functools.partial(_update, loss_fn, optimizer, dp_axis_name, has_aux)
 
 
@@ -126,25 +128,25 @@ def agent_gradient_update(
     """Make a training step that updates the parameters inside an agent's state.
 
     Args:
-        loss_fn: ``(agent_state, *args, **kwargs) -> loss``, or ``(loss, aux)``.
-        optimizer: as for :func:`gradient_update`.
-        dp_axis_name: as for :func:`gradient_update`.
-        has_aux: as for :func:`gradient_update`.
-        attach_fn: ``(agent_state, params) -> agent_state`` with those parameters; the one given does not change. By
-            default it replaces ``params``, of a dataclass, a named tuple or a mapping.
-        detach_fn: ``agent_state -> params`` returns the parameters to train; by default ``params``.
+        loss_fn: ``(agent_state, *args, **kwargs) -> loss``, or ``(loss, aux)`` with ``has_aux``.
+        optimizer: As for :func:`gradient_update`.
+        dp_axis_name: As for :func:`gradient_update`.
+        has_aux: As for :func:`gradient_update`.
+        attach_fn: ``(agent_state, params) -> agent_state``: returns a copy of the state with other parameters. By
+            default it replaces ``params`` of a dataclass, a named tuple or a mapping.
+        detach_fn: ``agent_state -> params``: returns the parameters to train; by default ``params`` of the state.
 
     Returns:
         ``async (opt_state, agent_state, *args, **kwargs) -> (value, agent_state, opt_state)``.
 
     Raises:
-        TypeError: ``optimizer`` is no optimizer, or ``loss_fn`` no function.
+        TypeError: ``optimizer`` is not an optimizer, or ``loss_fn`` is not callable.
     """
     attach = attach_fn or _attach_params
     detach = detach_fn or _detach_params
 
     if not callable(loss_fn):
-        raise TypeError(f"loss_fn is {loss_fn!r:.80}; allowed: a function of the agent state")
+        raise TypeError(f"loss_fn must be a function of the agent state, got {loss_fn!r:.80}")
 
     def loss_of_params(params: Any, agent_state: Any, *args: Any, **kwargs: Any) -> Any:
         return loss_fn(attach(agent_state, params), *args, **kwargs)
@@ -170,24 +172,22 @@ def _checked_params(params: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
     for index, leaf in enumerate(leaves):
         if not leaf.is_floating_point() and not leaf.is_complex():
             path, kind = pytrees.leaf_paths(spec, "params")[index], pytrees.dtype_name(leaf.dtype)
-            raise TypeError(f"{path} is {kind}; allowed: floating tensors, which have gradients")
+            raise TypeError(f"parameters must be floating tensors, since only those have gradients; {path} is {kind}")
     return leaves, spec
 
 
 def _check_same(optimizer: torch.optim.Optimizer, leaves: Sequence[Tensor], spec: optree.PyTreeSpec) -> None:
-    """Raise ValueError unless the parameters are the optimizer's own objects: it steps all of its own."""
+    """Raise ValueError unless the parameters are exactly the optimizer's own: its step changes all of them."""
     name = type(optimizer).__name__
     owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for index, leaf in enumerate(leaves):
         path = pytrees.leaf_paths(spec, "params")[index] if id(leaf) not in owned or not leaf.requires_grad else ""
         if path:
             what = "does not require a gradient" if id(leaf) in owned else f"is not a parameter of the {name}"
-            raise ValueError(f"{path} {what}; allowed: all of the {name}'s own, each with a gradient")
+            raise ValueError(f"{path} {what}; params must be exactly the {name}'s parameters, each with requires_grad")
     missing = len(owned) - len({id(leaf) for leaf in leaves})
     if missing:
-        raise ValueError(
-            f"{missing} of the {name}'s {len(owned)} parameters are not in params; allowed: all of its own"
-        )
+        raise ValueError(f"params must be all {len(owned)} parameters of the {name}; {missing} of them are missing")
 
 
 def _value_and_gradients(
@@ -196,17 +196,17 @@ def _value_and_gradients(
     with torch.enable_grad():
         value = compute()
         if has_aux and not (isinstance(value, tuple) and len(value) == 2):
-            raise TypeError(f"with has_aux the loss function returns (loss, aux), not a {type(value).__qualname__}")
+            raise TypeError(f"with has_aux, loss_fn must return (loss, aux), got a {type(value).__qualname__}")
         loss = value[0] if has_aux else value
         if not isinstance(loss, Tensor):
-            raise TypeError(f"the loss is {loss!r}; allowed: a floating 0-d tensor")
+            raise TypeError(f"the loss must be a floating 0-d tensor, got {loss!r}")
         if not loss.is_floating_point() or loss.dim():
             kind = f"{pytrees.dtype_name(loss.dtype)} of shape {list(loss.shape)}"
-            raise TypeError(f"the loss is {kind}; allowed: a floating 0-d tensor")
+            raise TypeError(f"the loss must be a floating 0-d tensor, got {kind}")
         connected = loss.requires_grad
         found = torch.autograd.grad(loss, leaves, allow_unused=True) if connected else [None] * len(leaves)
     if all(gradient is None for gradient in found):
-        raise ValueError("the loss depends on no parameter: the loss function must compute it from its argument")
+        raise ValueError("the loss depends on no parameter: loss_fn must compute it from its first argument")
     gradients = [
         torch.zeros_like(leaf, requires_grad=False) if gradient is None else gradient
         for leaf, gradient in zip(leaves, found, strict=True)
@@ -223,7 +223,7 @@ def _added(param: Tensor, update: Tensor) -> Tensor:
 
 
 def _step(optimizer: torch.optim.Optimizer, leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Make one step on these gradients; the gradients that the parameters have accumulated stay."""
+    """Do one step with these gradients; the parameters' accumulated gradients are kept."""
     kept = [leaf.grad for leaf in leaves]
     try:
         for leaf, gradient in zip(leaves, gradients, strict=True):
@@ -248,6 +248,6 @@ def _detach_params(agent_state: Any) -> Any:
     if hasattr(agent_state, "params") and (dataclasses.is_dataclass(agent_state) or hasattr(agent_state, "_replace")):
         return agent_state.params
     raise TypeError(
-        f"the agent's state is of type {type(agent_state).__qualname__}; allowed without attach_fn and detach_fn: "
-        "a dataclass, a named tuple or a mapping that has params"
+        "without attach_fn and detach_fn, the agent's state must be a dataclass, a named tuple or a mapping that has "
+        f"params, got a {type(agent_state).__qualname__}"
     )

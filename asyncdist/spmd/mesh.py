@@ -1,11 +1,11 @@
-"""Lays the ranks of a group out as a grid with named axes, and makes the groups along its lines.
+"""Meshes: the ranks of a group arranged as a grid with named axes, and a group for each line of the grid.
 
-With the axes ``{"POP": 2, "DP": 3}`` the six ranks of a group stand in two rows of three, the last axis running
-fastest, as in ``numpy.reshape``. An operation along ``"DP"`` is between the three ranks of a row, one along ``"POP"``
-between the two of a column. The groups are made once, with the mesh. A mesh is one program: where one of its ranks is
-lost, the operations along all its axes end with RankLostError, on all its ranks.
+The axes ``{"POP": 2, "DP": 3}`` arrange six ranks in two rows of three; the last axis varies fastest, as in
+``numpy.reshape``. An operation along ``"DP"`` is between the three ranks of a row, an operation along ``"POP"`` between
+the two ranks of a column. The groups are made once, with the mesh. If a rank of a mesh is lost, operations along all
+its axes raise RankLostError on all its ranks.
 
-``with mesh:`` makes its axes known by name to everything that the calling task awaits and starts inside.
+Inside ``with mesh:``, code that the task awaits, and tasks that it starts, can name the mesh's axes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _open_meshes: ContextVar[tuple[Mesh, ...]] = ContextVar("asyncdist_open_meshes",
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """Counts the operations of one rank along one axis, and lets one run at a time."""
+    """Counts one rank's operations along one axis, and lets only one run at a time."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     begun_count: int = 0
@@ -46,12 +46,12 @@ class _Turn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Axis:
-    """Describes one axis of a mesh, as one of its ranks sees it.
+    """Describes one axis of a mesh, from the view of one rank.
 
     Attributes:
-        name: the name in the mesh.
-        world: this rank's world.
-        group: the ranks along the axis that share this rank's place on all other axes.
+        name: Name of the axis in the mesh.
+        world: This rank's world.
+        group: Group of the ranks along the axis that have the same index as this rank on all other axes.
     """
 
     name: str
@@ -61,12 +61,12 @@ class Axis:
 
     @property
     def begun_count(self) -> int:
-        """Return the number of operations that this rank has begun along the axis."""
+        """Return the number of operations that this rank has started along the axis."""
         return self._turn.begun_count
 
     @property
     def subject(self) -> str:
-        """Return the subject on which the axis's ranks agree before each operation."""
+        """Return the subject of the agreements that the axis's ranks join before each operation."""
         return f"axis {self.name!r} (group {self.group.number})"
 
     @property
@@ -76,13 +76,13 @@ class Axis:
 
     @property
     def index(self) -> int:
-        """Return this rank's place along the axis."""
+        """Return this rank's index along the axis."""
         return self.group.index
 
     async def perform(self, work: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run an operation of several messages to its end, one after the other, even if the caller is cancelled.
+        """Run an operation after the earlier ones along the axis, to its end even if the caller is cancelled.
 
-        The other members count on this rank's part, and tasks that share an axis must not mix their messages.
+        The other members depend on this rank's part, and tasks that share an axis must not mix their messages.
         """
         return await self.world.services.engine.shielded(self.begin(work, *args, **kwargs), self.group.tag)
 
@@ -98,12 +98,12 @@ class Axis:
 
 
 class Mesh:
-    """Arranges the ranks of a group as a grid with named axes; made by :func:`new_mesh`.
+    """Arranges the ranks of a group as a grid with named axes. Made by :func:`new_mesh`.
 
     Attributes:
-        axes: sizes by name, slowest first.
-        ranks: ranks of the world, in the order of the grid.
-        world: this rank's world.
+        axes: Size of each axis by name; the last axis varies fastest.
+        ranks: World ranks in the order of the grid.
+        world: This rank's world.
     """
 
     def __init__(self, axes: Mapping[str, Axis], ranks: tuple[int, ...], world: World) -> None:
@@ -116,7 +116,7 @@ class Mesh:
         return f"<Mesh {_in_words(self.axes)}, ranks {list(self.ranks)}>"
 
     def __enter__(self) -> Mesh:
-        """Make the axes known by name here, and in tasks that are started here."""
+        """Make the axes known by name in the block, and in tasks started there."""
         self.check_member()
         self._check_open()
         _open_meshes.set((*_open_meshes.get(), self))
@@ -124,14 +124,14 @@ class Mesh:
 
     def __exit__(self, *_: object) -> None:
         *outer, newest = _open_meshes.get()
-        assert newest is self, "meshes are left in the reverse order"
+        assert newest is self, "meshes must be left in reverse order"
         _open_meshes.set(tuple(outer))
 
     async def free(self) -> None:
-        """Give the groups of the axes back, as :meth:`Group.free` does; the mesh cannot be used any more.
+        """Free the groups of the axes, as :meth:`Group.free` does. The mesh can no longer be used.
 
         Raises:
-            LocalProtocolError: the calling task runs on a rank for which this mesh was not made.
+            LocalProtocolError: The calling task runs on another rank than the one for which this mesh was made.
         """
         self.check_member()
         for axis in self._axes.values():
@@ -148,8 +148,8 @@ class Mesh:
         """Return the axis of that name.
 
         Raises:
-            ClosedError: the mesh was freed.
-            LocalProtocolError: the mesh has no such axis, or was not made for the rank on which the calling task runs.
+            ClosedError: The mesh was freed.
+            LocalProtocolError: The mesh has no such axis, or the calling task runs on another rank than the mesh's.
         """
         self.check_member()
         self._check_open()
@@ -163,44 +163,40 @@ class Mesh:
         return self.axis(name).size
 
     def axis_index(self, name: str) -> int:
-        """Return this rank's place along an axis, from 0."""
+        """Return this rank's index along an axis, counted from 0."""
         return self.axis(name).index
 
     def check_member(self) -> None:
-        """Refuse callers on other ranks, which may hold this object where ranks share a process.
-
-        Raises:
-            LocalProtocolError: naming both ranks.
-        """
+        """Raise LocalProtocolError if the calling task runs on another rank, in a process that ranks share."""
         world = _calling_world()
         if world is not None and world is not self.world:
-            outside = "" if world.rank in self.ranks else f", in which rank {world.rank} has no place"
+            outside = "" if world.rank in self.ranks else f", which do not include rank {world.rank}"
             raise LocalProtocolError(
-                f"rank {world.rank} uses the mesh that rank {self.world.rank} made of ranks "
-                f"{list(self.ranks)}{outside}",
+                f"rank {world.rank} cannot use the mesh object of rank {self.world.rank}, which has the ranks "
+                f"{list(self.ranks)}{outside}: each rank uses the mesh that its own new_mesh returned",
                 rank=world.rank,
             )
 
 
 def find_axis(name: str, mesh: Mesh | None) -> Axis:
-    """Return the axis ``name`` of ``mesh``, or else of the newest open mesh.
+    """Return the axis ``name`` of ``mesh``, or of the newest open mesh if ``mesh`` is None.
 
     Raises:
-        TypeError: ``name`` is no text, or ``mesh`` is no Mesh.
-        LocalProtocolError: no mesh is open on this rank, or it has no such axis.
+        TypeError: ``name`` is not a string, or ``mesh`` is not a Mesh.
+        LocalProtocolError: No mesh is open on this rank, or the mesh has no such axis.
     """
     if not isinstance(name, str):
-        raise TypeError(f"axis_name is {name!r:.80}; allowed: the name of an axis, or None")
+        raise TypeError(f"axis_name must be the name of an axis or None, got {name!r:.80}")
     if mesh is not None:
         if not isinstance(mesh, Mesh):
-            raise TypeError(f"mesh is {mesh!r:.80}; allowed: a Mesh, as await new_mesh(axes) makes it, or None")
+            raise TypeError(f"mesh must be a Mesh, as returned by await new_mesh(axes), or None, got {mesh!r:.80}")
         return mesh.axis(name)
     meshes = _open_meshes.get()
     if not meshes:
         world = _calling_world()
         where = "here" if world is None else f"on rank {world.rank}"
         raise LocalProtocolError(
-            f"axis {name!r} is unknown {where}: no mesh is open; pass mesh=, or enter one: with await new_mesh(...):",
+            f"axis {name!r} is unknown {where} because no mesh is open: pass mesh=, or enter a mesh: with mesh:",
             axis_name=name,
         )
     return meshes[-1].axis(name)
@@ -213,24 +209,24 @@ async def new_mesh(
     world: World | None = None,
     timeout_s: float = _MESH_TIMEOUT_S,
 ) -> Mesh:
-    """Lay ranks out as a grid with named axes. Collective among them; they must pass the same axes.
+    """Arrange ranks as a grid with named axes. Collective among them; they must pass the same axes.
 
     Args:
-        axes: sizes by name, slowest first; their product is the number of ranks.
-        group: the group of the ranks, in its order; all of the world by default.
-        world: the calling task's by default.
-        timeout_s: how long to wait for the last rank, in seconds.
+        axes: Size of each axis by name; the last axis varies fastest. The sizes' product must be the number of ranks.
+        group: Group of the ranks, which fill the grid in the group's order; by default all ranks of the world.
+        world: The rank's world; by default that of the calling task.
+        timeout_s: Seconds to wait for the last rank.
 
     Raises:
-        TypeError: a name is no text, or a size is no int; a RemoteError on the others.
-        ValueError: no axes, an empty name, a size below 1, sizes that do not multiply to the number of ranks, or a
-            timeout that is no finite number of seconds above 0; a RemoteError on the others.
-        LocalProtocolError: this rank is not in the group.
-        DisagreementError: ranks pass different axes; the first difference is named.
-        StartTimeoutError: naming the ranks that did not come in time.
+        TypeError: A name is not a string, or a size is not an int. The other ranks get a RemoteError.
+        ValueError: There are no axes, a name is empty, a size is below 1, the sizes' product is not the number of
+            ranks, or the timeout is not a finite number above 0. The other ranks get a RemoteError.
+        LocalProtocolError: This rank is not in the group.
+        DisagreementError: Ranks pass different axes; names the first difference.
+        StartTimeoutError: Some ranks did not join in time; names them.
 
-    **Cancellation**: while ranks are missing, the others get RemoteError. Once all have come the mesh is made, and
-    given back, before the cancellation is raised.
+    **Cancellation**: while ranks are missing, the others get RemoteError. Once all have joined, the mesh is made and
+    freed before the cancellation is raised.
     """
     world = world or current_world()
     world.check()
@@ -269,17 +265,18 @@ def _calling_world() -> World | None:
 
 def _checked(axes: Mapping[str, int], group: Group) -> dict[str, int]:
     if not isinstance(axes, Mapping):
-        raise TypeError(f"axes is a {type(axes).__name__}; allowed: a mapping of names to sizes, like {{'POP': 4}}")
+        raise TypeError(f"axes must be a mapping of names to sizes, like {{'POP': 4}}, got a {type(axes).__name__}")
     for name, size in axes.items():
         if type(name) is not str or type(size) is not int:
-            raise TypeError(f"axis {name!r} has size {size!r}; allowed: a name and an int of at least 1")
+            raise TypeError(f"an axis must have a string as name and an int >= 1 as size, got {name!r}: {size!r}")
         if not name or size < 1:
-            raise ValueError(f"axis {name!r} has size {size}; allowed: a name and an int of at least 1")
+            raise ValueError(f"an axis must have a non-empty name and a size >= 1, got {name!r}: {size}")
     if not axes:
-        raise ValueError("axes is empty; allowed: at least one name with its size, like {'POP': 4}")
+        raise ValueError("axes must have at least one name with its size, like {'POP': 4}, got none")
     if math.prod(axes.values()) != group.size:
         raise ValueError(
-            f"the axes {_in_words(axes)} make {math.prod(axes.values())} places; the group has {group.size} ranks"
+            f"the sizes of the axes {_in_words(axes)} must multiply to {group.size}, the number of ranks in the group, "
+            f"got {math.prod(axes.values())}"
         )
     return dict(axes)
 
@@ -289,5 +286,5 @@ def _in_words(axes: Mapping[str, int]) -> str:
 
 
 def _strides(sizes: tuple[int, ...]) -> list[int]:
-    """Return how far apart neighbours along each axis are, in ranks of the group."""
+    """Return, for each axis, the distance in the group between neighbours along it."""
     return list(itertools.accumulate(reversed(sizes[1:]), lambda one, two: one * two, initial=1))[::-1]

@@ -1,8 +1,8 @@
-"""Runs a function of one element over a batch that is split among the ranks of a named axis.
+"""Functions of one element, mapped over a batch that is split among the ranks of a named axis.
 
 ``shmap_vmap`` calls the function once, with ``torch.func.vmap``, for all elements of this rank's shard. ``shmap_map``
-calls it for one element after the other and awaits it if it is a coroutine function, so it may use collectives. Every
-rank passes whole arguments, takes its part of them, and gets whole outputs back.
+calls it for each element in turn, and awaits it if it is a coroutine function, so it may use collectives. Every rank
+passes whole arguments, computes its own part, and gets whole outputs back.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from asyncdist.tensors import pytrees
 def shmap_map(
     fn: Callable[..., Any], mesh: Mesh, in_specs: Spec | Sequence[Spec], out_specs: Spec | Sequence[Spec]
 ) -> Callable[..., Coroutine[Any, Any, Any]]:
-    """Run ``fn`` on one element after the other of this rank's shard.
+    """Return a coroutine function that runs ``fn`` on each element of this rank's shard in turn.
 
     Args:
-        fn: takes positional arguments, trees of tensors without the leading dimension; returns a tree of tensors, equal
-            in structure, shapes and dtypes for all elements. May be a coroutine function; the mesh is open inside, and
-            all ranks of an axis have equally many elements.
-        mesh: this rank's.
-        in_specs: one per argument, or one for all. The leading dimension of all leaves of an argument is split over the
-            named axis, whose size must divide it; the elements of all such arguments run in step. An argument with None
-            is passed whole to every call and must be the same on all ranks, which is not checked.
-        out_specs: one per output where ``fn`` returns a tuple, or one for all. An output's elements are stacked along a
-            new leading dimension, and those of the ranks of the named axis are joined along it, in the axis's order;
-            with None every rank keeps its own.
+        fn: Function of one element. Its positional arguments are trees of tensors without the leading dimension. It
+            returns a tree of tensors, equal in structure, shapes and dtypes for all elements. It may be a coroutine
+            function that uses collectives: the mesh is open inside, and all ranks of an axis run equally many elements.
+        mesh: This rank's mesh.
+        in_specs: One spec for each argument, or one for all. A name splits the leading dimension of all leaves of the
+            argument over that axis, whose size must divide it; call i gets element i of every split argument. None
+            passes the whole argument to every call; it must be the same on all ranks, which is not checked.
+        out_specs: One spec for each output if ``fn`` returns a tuple, or one for all. Each output's elements are
+            stacked along a new leading dimension. A name concatenates the outputs of that axis's ranks along it, in the
+            axis's order. With None, every rank keeps its own.
 
     Returns:
-        ``async (*args) -> outputs``. It raises ValueError and TypeError for arguments that do not fit their specs or
-        outputs that are no tensors (named by path), and what :func:`asyncdist.all_gather` does. An exception on one
-        rank is a RemoteError on those that wait for its outputs, along the axes of ``out_specs``.
+        ``async (*args) -> outputs``. It raises ValueError or TypeError if arguments do not fit their specs or outputs
+        are not tensors (names the path), and the errors of :func:`asyncdist.all_gather`. If it raises on one rank, the
+        ranks that wait for that rank's outputs, along the axes of ``out_specs``, get a RemoteError.
 
     Raises:
-        TypeError: a spec is neither a name nor None.
-        ValueError: no argument is split.
-        LocalProtocolError: the mesh has no such axis, or belongs to another rank.
+        TypeError: A spec is neither a name nor None.
+        ValueError: No argument is split.
+        LocalProtocolError: The mesh has no such axis, or belongs to another rank.
     """
     inputs, outputs = _Specs(mesh, in_specs, "in_specs"), _Specs(mesh, out_specs, "out_specs")
     inputs.check_some_split()
@@ -66,7 +66,8 @@ def shmap_map(
                     leaves, found = pytrees.flatten_tensors(result, "output")
                     if spec is not None and found != spec:
                         raise ValueError(
-                            f"the output of element {index} is {found}, that of element 0 {spec}; allowed: one tree"
+                            f"the outputs of all elements must be trees of the same structure, got {found} for element "
+                            f"{index} and {spec} for element 0"
                         )
                     spec = found
                     rows.append(leaves)
@@ -86,18 +87,18 @@ def shmap_vmap(
     randomness: Literal["error", "different", "same"] = "error",
     chunk_size: int | None = None,
 ) -> Callable[..., Coroutine[Any, Any, Any]]:
-    """Run ``fn`` on all elements of this rank's shard at once, with ``torch.func.vmap``.
+    """Return a coroutine function that runs ``fn`` on all elements of this rank's shard at once, with vmap.
 
     Args:
-        fn: as for :func:`shmap_map`, of tensor operations that vmap knows; no coroutine function, and without
-            collectives: reduce what it returns instead.
-        mesh: as for :func:`shmap_map`.
-        in_specs: as for :func:`shmap_map`.
-        out_specs: as for :func:`shmap_map`.
-        randomness: what random operations do inside, as in ``torch.func.vmap``.
-        chunk_size: elements at a time; all by default.
+        fn: Function of one element, as for :func:`shmap_map`, of tensor operations that ``torch.func.vmap`` supports.
+            It cannot be a coroutine function or use collectives; reduce its outputs instead.
+        mesh: As for :func:`shmap_map`.
+        in_specs: As for :func:`shmap_map`.
+        out_specs: As for :func:`shmap_map`.
+        randomness: Behaviour of random operations in ``fn``, as for ``torch.func.vmap``.
+        chunk_size: Number of elements computed at a time; all by default.
 
-    Returns and Raises: as :func:`shmap_map`; also LocalProtocolError where ``fn`` uses a collective.
+    Returns and Raises: as :func:`shmap_map`; also LocalProtocolError if ``fn`` uses a collective.
     """
     inputs, outputs = _Specs(mesh, in_specs, "in_specs"), _Specs(mesh, out_specs, "out_specs")
     inputs.check_some_split()
@@ -129,7 +130,7 @@ def shmap_vmap(
 
 
 class _Specs:
-    """Holds the specs of arguments or outputs, one each or one for all."""
+    """Holds the specs of arguments or outputs: one for each, or one for all."""
 
     def __init__(self, mesh: Mesh, specs: Spec | Sequence[Spec], name: str) -> None:
         self._one = specs is None or isinstance(specs, str)
@@ -138,7 +139,7 @@ class _Specs:
         self.name = name
         for spec in self._specs:
             if spec is not None and not isinstance(spec, str):
-                raise TypeError(f"{name} holds {spec!r}; allowed: the name of an axis, or None")
+                raise TypeError(f"a spec in {name} must be the name of an axis or None, got {spec!r}")
             self.axis(spec)
 
     def axis(self, spec: Spec) -> Axis | None:
@@ -147,7 +148,7 @@ class _Specs:
     def check_some_split(self) -> None:
         if not any(self._specs):
             raise ValueError(
-                f"{self.name} is {self._specs}; allowed: at least one axis, over whose ranks something is split"
+                f"{self.name} must name at least one axis over which an argument is split, got {self._specs}"
             )
 
     def per_value(self, count: int) -> tuple[Spec, ...]:
@@ -155,20 +156,20 @@ class _Specs:
             return self._specs * count
         if len(self._specs) != count:
             raise ValueError(
-                f"{self.name} has {len(self._specs)} specs for {count} values; allowed: one each, or one for all"
+                f"{self.name} must have one spec for all values, or one for each of {count}, got {len(self._specs)}"
             )
         return self._specs
 
     def axes(self) -> dict[str, Axis]:
-        """Return each axis along which outputs are gathered, by name."""
+        """Return the axes along which outputs are gathered, by name."""
         return {spec: self._mesh.axis(spec) for spec in self._specs if spec is not None}
 
     async def gather(self, result: Any, waiting: dict[str, Axis]) -> Any:
-        """Join the outputs of the ranks, those along one axis together.
+        """Concatenate the outputs of the ranks, with one operation along each axis.
 
         Args:
-            result: the outputs of this rank.
-            waiting: the axes along which gathering has not begun; each is removed when it begins.
+            result: Outputs of this rank.
+            waiting: Axes along which gathering has not begun; each axis is removed when it begins.
         """
         values = (result,) if self._one or type(result) is not tuple else result
         specs = self.per_value(len(values))
@@ -183,7 +184,7 @@ class _Specs:
 
 
 class _Batch:
-    """Holds this rank's part of the arguments of one call, as flat leaves."""
+    """Holds this rank's part of one call's arguments, as a flat list of leaves."""
 
     def __init__(self, specs: _Specs, args: Sequence[Any]) -> None:
         self.leaves: list[Tensor] = []
@@ -203,12 +204,13 @@ class _Batch:
         if len(set(counts.values())) != 1:
             found = ", ".join(f"{count} of {path}" for path, count in counts.items())
             raise ValueError(
-                f"the elements on this rank are {found or 'none'}; allowed: equally many of each, and some"
+                f"all split arguments must have the same number of elements, and at least one: this rank has "
+                f"{found or 'none'}"
             )
         self.count = next(iter(counts.values()))
 
     def from_leaves(self, leaves: Sequence[Tensor]) -> list[Any]:
-        """Return the arguments of one call, made of these leaves."""
+        """Return the arguments of one call with these leaves."""
         args, start = [], 0
         for count, tree in self._trees:
             args.append(optree.tree_unflatten(tree, leaves[start : start + count]))
@@ -224,14 +226,14 @@ class _Batch:
 def _stacked(column: Sequence[Tensor]) -> Tensor:
     kinds = {(leaf.dtype, tuple(leaf.shape)) for leaf in column}
     if len(kinds) > 1:
-        raise ValueError(f"the elements' outputs differ: {sorted(map(str, kinds))}; allowed: one dtype and shape")
+        raise ValueError(f"all elements' outputs must have the same dtype and shape, got {sorted(map(str, kinds))}")
     return torch.stack(list(column))
 
 
 def _no_collective(name: str) -> LocalProtocolError:
     return LocalProtocolError(
-        f"{name}: a collective, and any other coroutine, cannot run inside vmap, which calls its function once for all "
-        "elements; use shmap_map, or reduce what it returns"
+        f"{name}: a collective or other coroutine cannot run inside vmap, which calls its function once for all "
+        "elements: use shmap_map, or reduce the result"
     )
 
 

@@ -1,6 +1,6 @@
-"""Puts trees on devices and ranks, makes random generators for each, and tells which rank this process is.
+"""Placement of trees on devices and ranks, random generators for each, and the rank of the calling task.
 
-This module never sends or waits.
+Nothing here sends or waits.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from asyncdist.tensors import pytrees
 
 T = TypeVar("T")
 
-#: The name of the axis that the leading dimension is split over; None: the same on every rank.
+#: Name of the axis over which the leading dimension is split; None for a value that is whole on every rank.
 Spec: TypeAlias = str | None
 
-_SEED_BITS: Final = 32  # as much of a seed as torch's generator for CPUs looks at
+_SEED_BITS: Final = 32  # torch's generator for CPUs ignores the higher bits of a seed
 
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """Says where :func:`tree_device_put` puts the leaves of a tree.
+    """Describes how :func:`tree_device_put` distributes the leaves of a tree over ranks.
 
     Attributes:
-        mesh: the mesh that has the axis.
-        spec: the axis over which the leading dimension is split; None: the whole leaf on every rank.
-        device: the device of the shard; the leaf's own by default.
+        mesh: Mesh that has the axis.
+        spec: Name of the axis over which the leading dimension is split; None for the whole leaf on every rank.
+        device: Device of the shards; by default each leaf's own.
     """
 
     mesh: Mesh
@@ -45,12 +45,12 @@ def shard(leaf: Tensor, axis: Axis, path: str) -> Tensor:
     """Return this rank's part of a leaf, as a view.
 
     Args:
-        leaf: the whole leaf.
-        axis: the axis over which its leading dimension is split.
-        path: the leaf's name in the error.
+        leaf: The whole leaf, shape [n, ...], with n a positive multiple of the axis's size.
+        axis: Axis over which the leading dimension is split.
+        path: Path of the leaf in its tree, for the error.
 
     Raises:
-        ValueError: the leaf has no leading dimension, or one that the axis does not divide.
+        ValueError: The leaf has no dimension, or its leading dimension cannot be divided by the axis's size.
     """
     if leaf.dim() == 0 or len(leaf) == 0 or len(leaf) % axis.size:
         what = "has no dimension" if leaf.dim() == 0 else f"has a leading dimension of {len(leaf)}"
@@ -62,19 +62,19 @@ def shard(leaf: Tensor, axis: Axis, path: str) -> Tensor:
 
 
 def tree_device_put(tree: T, device_or_sharding: torch.device | str | Sharding) -> T:
-    """Put every leaf of a tree on a device, or on each rank its shard of it.
+    """Put every leaf of a tree on a device, or this rank's shard of every leaf.
 
     Args:
-        tree: a tree of tensors.
-        device_or_sharding: a device, or how the leading dimension is split over ranks.
+        tree: A tree of dense tensors.
+        device_or_sharding: A device, or a :class:`Sharding`, which says how leading dimensions are split over ranks.
 
     Returns:
-        A tree of the same structure. Leaves that are in the right place are the same objects, shards are views.
+        A tree of the same structure. Leaves that are already on the device are the same objects; shards are views.
 
     Raises:
-        TypeError: a leaf is no dense tensor; its path is named.
-        ValueError: an axis does not divide a leading dimension.
-        RuntimeError: torch's own, for a device that does not exist.
+        TypeError: A leaf is not a dense tensor; names its path.
+        ValueError: A leading dimension cannot be divided by the axis's size.
+        RuntimeError: torch's own error for a device that does not exist.
     """
     leaves, spec = pytrees.flatten_tensors(tree, "tree")
     if not isinstance(device_or_sharding, Sharding):
@@ -87,27 +87,27 @@ def tree_device_put(tree: T, device_or_sharding: torch.device | str | Sharding) 
 
 
 def split_key_to_devices(key: int | torch.Generator, devices: Sequence[torch.device | str]) -> list[torch.Generator]:
-    """Make one independent, reproducible random generator per device.
+    """Return an independent, reproducible random generator for each device.
 
-    Generator i depends on the key and on i alone, not on how many there are; all of their seeds differ. Ranks that pass
-    the same key get the same generators: each takes its own, ``split_key_to_devices(7, ["cpu"] * size)[rank]``.
+    Generator i depends only on the key and on i, and all seeds differ. Ranks that pass the same key get the same
+    generators, so each rank can take its own: ``split_key_to_devices(7, ["cpu"] * size)[rank]``.
 
     Args:
-        key: a number of at least 0; or a generator, from which one is drawn, so that splitting it again gives others.
-        devices: the device of each generator.
+        key: An int >= 0, or a generator from which the key is drawn, so that a second call returns other generators.
+        devices: Device of each generator.
 
     Raises:
-        TypeError: the key is something else.
-        ValueError: the key is negative.
-        RuntimeError: torch's own, for a device that does not exist or has no generator.
+        TypeError: The key is neither an int nor a generator.
+        ValueError: The key is negative.
+        RuntimeError: torch's own error for a device that does not exist or has no generator.
     """
     if isinstance(key, torch.Generator):
         key = int(torch.randint(2**63 - 1, (), generator=key, device=key.device))
     if type(key) is not int:
-        raise TypeError(f"key is {key!r}; allowed: an int of at least 0, or a torch.Generator")
+        raise TypeError(f"key must be an int >= 0 or a torch.Generator, got {key!r}")
     if key < 0:
-        raise ValueError(f"key is {key}; allowed: an int of at least 0, or a torch.Generator")
-    seeds: dict[int, int] = {}  # by what torch looks at; two that agree there would be one generator
+        raise ValueError(f"key must be an int >= 0 or a torch.Generator, got {key}")
+    seeds: dict[int, int] = {}  # by the bits that torch uses: two seeds that agree in them would be the same generator
     child = 0
     while len(seeds) < len(devices):
         seed = int(np.random.SeedSequence(key, spawn_key=(child,)).generate_state(1, np.uint64)[0])
@@ -117,12 +117,12 @@ def split_key_to_devices(key: int | torch.Generator, devices: Sequence[torch.dev
 
 
 def get_global_ranks(*, world: World | None = None) -> Tensor:
-    """Return all ranks in order, int64 of shape [size]; split over an axis, each rank gets those of its shard."""
+    """Return all ranks in order, int64 of shape [size]; split over an axis, it shows which ranks hold which shard."""
     return torch.arange((world or current_world()).size, device="cpu")
 
 
 def get_process_id() -> int:
-    """Return the calling task's rank; 0 outside any world."""
+    """Return the calling task's rank, or 0 outside any world."""
     return current_world().rank if is_dist_initialized() else 0
 
 

@@ -1,29 +1,29 @@
-"""Runs collectives on trees of tensors along a named axis, with the results of ``jax.lax`` on the same inputs.
+"""Collectives on trees of tensors along a named axis, with the results of ``jax.lax`` on the same inputs.
 
-Each takes the tree and the name of an axis of an open mesh (:mod:`asyncdist.spmd.mesh`), or None, which returns the
-tree unchanged: so one training function works with and without that axis. Results are new tensors on the leaves'
-devices, outside any autograd graph; trees are as in :mod:`asyncdist.tensors.pytrees`.
+Each collective takes a tree and the name of an axis of an open mesh (:mod:`asyncdist.spmd.mesh`). The name None returns
+the tree unchanged, so that one training function works with and without the axis. Results are new tensors on the
+leaves' devices, outside any autograd graph. :mod:`asyncdist.tensors.pytrees` describes trees.
 
-Before anything is sent the ranks of the axis compare what they are about to do. If one does something else, or has
-another tree, all of them get a DisagreementError that names the first path that differs, and no rank waits for ever.
-Then there is one exchange per dtype, for any number of leaves.
+Before tensors are sent, the ranks of the axis compare their operations and trees. If they differ, every rank raises a
+DisagreementError that names the first path that differs, and no rank waits forever. Then there is one exchange per
+dtype, for any number of leaves.
 
-Reductions run in rank order on every transport, so all ranks, and all worlds, get the same bits. These results follow
+Reductions run in rank order on every transport, so all ranks and all worlds get the same bits. These results follow
 ``jax.lax`` (as XLA computes it on CPUs, with 64-bit types enabled) and are not obvious:
 
-- sums begin with +0, so only +0 comes of zeros of any sign; integers wrap; booleans are counted, in int32;
-- sums of float16 are rounded after each addition, those of bfloat16 are made in float32 and rounded once;
-- means are the sum, as it is rounded or wrapped, times the reciprocal of the number of ranks in the same dtype, as XLA
-  makes it of a division (the mean of equal numbers over three ranks may differ from them in the last place); of
-  bfloat16 the sum is divided, in float32; those of integers are float32, of int64 float64;
-- minima and maxima begin with an infinity that only what is smaller or larger replaces: NaN is passed over (the
-  infinity is left where all are NaN), and of zeros of both signs the first rank's stays;
-- along an axis of one rank every leaf stays as it is, to the bit, but for the dtype of its sum or mean.
+- Sums start from +0, so zeros of any sign add up to +0. Integers wrap. Booleans are counted, in int32.
+- Sums of float16 are rounded after each addition. Sums of bfloat16 are computed in float32 and rounded once.
+- A mean is the sum, rounded or wrapped, times the reciprocal of the number of ranks in the same dtype, as XLA rewrites
+  a division. The mean of equal numbers over three ranks may therefore differ from them in the last place. Sums of
+  bfloat16 are divided, in float32. Means of integers are float32, of int64 float64.
+- Minima and maxima start from an infinity, which a smaller or larger element replaces. NaN is therefore ignored (the
+  infinity remains if all elements are NaN), and among zeros of both signs the first rank's zero is kept.
+- Along an axis of one rank, every leaf keeps its bits; only the dtype of a sum or mean may change.
 
 **Ordering**: the ranks of an axis await the same operations in the same order.
-**Cancellation**: the operation goes on in the background until it completes, since the others have entered it; its
-result is lost. It takes this rank's main with it: where main returns before the others have called the operation, they
-get ClosedError, as from any operation along an axis of a rank that has left.
+**Cancellation**: the operation continues in the background until it completes, because the other ranks take part in
+it; its result is lost. It ends with this rank's main: if main returns before the others have called the operation, they
+get ClosedError, as in any operation along an axis of a rank that has left.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from asyncdist.tensors import pytrees
 
 T = TypeVar("T")
 
-#: The attribute of an exception that says along which axes all ranks have met it, and in which operation.
+#: Attribute of an exception: maps each axis whose ranks all know of it to the number of the operation that raised it.
 _MET: Final = "_asyncdist_met"
 
-#: Up to so many bytes each rank gets everything and reduces it all: one exchange in place of two.
+#: Maximum size in bytes for which each rank receives all ranks' tensors and reduces them: one exchange, not two.
 WHOLE_NBYTES: Final = 16 * 1024
 
 _INTEGERS: Final = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -60,7 +60,7 @@ _vectorising: ContextVar[str] = ContextVar("asyncdist_vectorising", default="")
 
 @contextlib.contextmanager
 def vectorising(what: str) -> Iterator[None]:
-    """Refuse collectives inside: ``what`` runs once for all elements of a batch, and its tensors have no values."""
+    """Refuse collectives in the block: vmap runs ``what`` once for a whole batch, and its tensors have no values."""
     token = _vectorising.set(what)
     try:
         yield
@@ -69,36 +69,32 @@ def vectorising(what: str) -> Iterator[None]:
 
 
 def refuse_inside_vmap(name: str) -> None:
-    """Raise if the caller is being vectorised.
-
-    Raises:
-        LocalProtocolError: naming the collective and what runs it.
-    """
+    """Raise LocalProtocolError if vmap is running the caller; names the collective ``name`` and the mapped function."""
     what = _vectorising.get()
     if what:
         raise LocalProtocolError(
-            f"{name} is a collective and cannot run inside {what}, which calls its function once for all elements; "
-            "use shmap_map, or reduce what it returns"
+            f"{name} is a collective and cannot run inside {what}, which calls its function once for all elements: "
+            "use shmap_map, or reduce the result"
         )
 
 
 @contextlib.contextmanager
 def telling_failure(axes: Iterable[Axis]) -> Iterator[None]:
-    """Tell the other ranks along some axes of an exception in the block: their next operation waits for its result.
+    """Notify the other ranks along some axes of an exception in the block, since their next operation waits for it.
 
     Args:
-        axes: the axes along which this rank has an operation to come, read again when an exception is raised. An axis
-            whose ranks have all met the exception in an operation inside is left out: they wait for nothing more.
+        axes: Axes along which this rank has yet to start an operation; read again when an exception is raised. Ranks
+            of an axis that already got the exception, in an operation in the block, are not notified again.
     """
     begun = {axis.subject: axis.begun_count for axis in axes}
     try:
         yield
-    except GeneratorExit:  # the caller is being thrown away, perhaps with its loop
+    except GeneratorExit:  # the caller is being dropped, perhaps with its loop
         raise
     except BaseException as error:
         met = _met_along(error)
         for axis in axes:
-            # After a failure of the job all ranks hear of that, and of the rank where it began.
+            # After a failure of the job, all ranks are notified of it anyway.
             job_goes_on = axis.world.services.engine.failure is None
             if job_goes_on and axis.size > 1 and met.get(axis.subject, 0) <= begun[axis.subject]:
                 axis.begin(_object, axis, error)
@@ -107,17 +103,17 @@ def telling_failure(axes: Iterable[Axis]) -> Iterator[None]:
 
 
 async def _object(axis: Axis, error: BaseException) -> None:
-    """Take this rank's part in an operation that it cannot come to."""
+    """Notify the axis's ranks that ``error`` keeps this rank from the next operation."""
     axis.world.agreements.object(axis.group.ranks, axis.subject, error)
 
 
 def _note_met(error: BaseException, axis: Axis) -> None:
-    """Note that all ranks of the axis have met this exception, or are told, in the newest operation along it."""
+    """Note that all ranks of the axis know of this exception, or are notified, by the newest operation along it."""
     vars(error).setdefault(_MET, {})[axis.subject] = axis.begun_count
 
 
 def _met_along(error: BaseException) -> dict[str, int]:
-    """Return by axis the newest operation in which all its ranks met an exception, or one behind it."""
+    """Return, for each axis, the newest operation that made ``error`` or a cause of it known to all its ranks."""
     met: dict[str, int] = {}
     todo: list[BaseException | None] = [error]
     seen: set[int] = set()
@@ -136,17 +132,19 @@ def psum(tree: T, axis_name: str | None = None, *, mesh: Mesh | None = None) -> 
     """Sum each leaf over the ranks of an axis; awaitable.
 
     Args:
-        tree: equal in structure, shapes and dtypes on all ranks of the axis. Boolean, integer, floating or complex.
-        axis_name: the name of an axis of the mesh; None returns the tree.
-        mesh: the newest open one by default.
+        tree: A tree of boolean, integer, floating or complex tensors; its structure, shapes and dtypes must be equal
+            on all ranks of the axis.
+        axis_name: Name of an axis of the mesh; None to return the tree unchanged.
+        mesh: The mesh; by default the newest open one.
 
     Raises:
-        TypeError: a leaf is no dense tensor, or of a dtype without a sum; its path is named.
-        LocalProtocolError: the axis is unknown (the known ones are named), this rank is not in the mesh, or the caller
-            is being vectorised.
-        DisagreementError: another rank has another tree or operation; the first difference is named, on every rank.
-        ClosedError: a rank of the axis has left.
-        RankLostError: a rank of the mesh is lost.
+        TypeError: A leaf is not a dense tensor, or its dtype has no sum; names its path.
+        LocalProtocolError: The axis is unknown (names the known ones), this rank is not in the mesh, or vmap is
+            running the caller.
+        DisagreementError: The ranks call different operations or pass different trees; every rank names the first
+            difference.
+        ClosedError: A rank of the axis has left.
+        RankLostError: A rank of the mesh is lost.
     """
     return _reduce("psum", tree, axis_name, mesh, _sum, _SUMMED)
 
@@ -157,17 +155,17 @@ def pmean(tree: T, axis_name: str | None = None, *, mesh: Mesh | None = None) ->
 
 
 def pmin(tree: T, axis_name: str | None = None, *, mesh: Mesh | None = None) -> Coroutine[Any, Any, T]:
-    """Take the elementwise minimum over the ranks of an axis; awaitable.
+    """Take the elementwise minimum of each leaf over the ranks of an axis; awaitable.
 
-    Args and Raises: as :func:`psum`; no complex leaves.
+    Args and Raises: as :func:`psum`, but leaves cannot be complex.
     """
     return _reduce("pmin", tree, axis_name, mesh, _min, _ORDERED)
 
 
 def pmax(tree: T, axis_name: str | None = None, *, mesh: Mesh | None = None) -> Coroutine[Any, Any, T]:
-    """Take the elementwise maximum over the ranks of an axis; awaitable.
+    """Take the elementwise maximum of each leaf over the ranks of an axis; awaitable.
 
-    Args and Raises: as :func:`psum`; no complex leaves.
+    Args and Raises: as :func:`psum`, but leaves cannot be complex.
     """
     return _reduce("pmax", tree, axis_name, mesh, _max, _ORDERED)
 
@@ -175,18 +173,18 @@ def pmax(tree: T, axis_name: str | None = None, *, mesh: Mesh | None = None) -> 
 def all_gather(
     tree: T, axis_name: str | None, *, axis: int = 0, tiled: bool = False, mesh: Mesh | None = None
 ) -> Coroutine[Any, Any, T]:
-    """Bring each leaf of all ranks of an axis to all of them, in the order of the axis; awaitable.
+    """Gather each leaf from all ranks of an axis, on every rank, in the order of the axis; awaitable.
 
     Args:
-        tree: as for :func:`psum`, of any dtype.
-        axis_name: the name of an axis of the mesh; None returns the tree.
-        axis: the dimension of the results along which the ranks' leaves lie; negative ones count from the end.
-        tiled: join the leaves along that dimension, which they have, in place of stacking them along a new one.
-        mesh: the newest open one by default.
+        tree: As for :func:`psum`, but of any dtype.
+        axis_name: Name of an axis of the mesh; None to return the tree unchanged.
+        axis: Dimension of the results along which the ranks' leaves are arranged; a negative one counts from the end.
+        tiled: Whether to concatenate the leaves along that existing dimension instead of stacking them along a new one.
+        mesh: The mesh; by default the newest open one.
 
     Raises:
-        ValueError: some leaf, named by path, has no such dimension.
-        Exception: as :func:`psum`.
+        ValueError: A leaf does not have the dimension ``axis``; names its path.
+        Exception: As :func:`psum`.
     """
     refuse_inside_vmap("all_gather")
     if axis_name is None:
@@ -198,7 +196,7 @@ def all_gather(
         for leaf, path in zip(leaves, pytrees.leaf_paths(outline.spec, "tree"), strict=True):
             count = leaf.dim() + (not tiled)
             if not -count <= axis < count:
-                allowed = f"{-count} to {count - 1}" if count else "none, since it has no dimension to join along"
+                allowed = f"{-count} to {count - 1}" if count else "none, because it has no dimension to join along"
                 trouble = ValueError(f"axis is {axis}; allowed for {path} of shape {list(leaf.shape)}: {allowed}")
                 break
     what = f"all_gather, axis {axis}{', tiled' if tiled else ''}"
@@ -239,10 +237,16 @@ async def _perform(
     exchange: Callable[..., Coroutine[Any, Any, list[Tensor]]],
     *args: Any,
 ) -> Any:
-    """Agree, exchange and put the tree together again."""
+    """Agree on the operation, exchange the leaves, and return the tree of the results.
+
+    Args:
+        what: The operation with its options, which must be equal on all ranks of the axis.
+        trouble: Error of this rank's arguments, raised after the comparison has started; None if they are valid.
+        exchange: Coroutine function that returns the resulting leaves, called with the axis and ``args``.
+    """
     axis.world.check()
     if trouble is not None:
-        axis.begin(_agree, axis, what, outline)  # the others are told in the background; if all are alike, so is this
+        axis.begin(_agree, axis, what, outline)  # in the background: either all ranks have this error, or they disagree
         _note_met(trouble, axis)
         raise trouble
     try:
@@ -265,14 +269,14 @@ async def _agree_and_exchange(
 
 
 async def _agree(axis: Axis, what: str, outline: pytrees.Outline) -> None:
-    """Return once all ranks of the axis are about to do the same with equal trees.
+    """Return when all ranks of the axis have called the same operation with trees of equal structure.
 
-    Digests are compared first. Only if they differ are the outlines themselves exchanged; each rank then finds the same
+    Digests of the trees are compared first. If they differ, the outlines are exchanged, and each rank finds the same
     first difference.
 
     Raises:
-        DisagreementError: see the module's text.
-        ClosedError: a rank has left.
+        DisagreementError: The operations or the trees differ.
+        ClosedError: A rank has left.
     """
     if axis.size == 1:
         return
@@ -312,7 +316,7 @@ async def _gather_leaves(axis: Axis, leaves: Sequence[Tensor], dim: int, tiled: 
 
 
 def _placed(stacked: Tensor, dim: int, tiled: bool) -> Tensor:
-    """Move the ranks' dimension, the first, to where it is wanted, or join along it."""
+    """Move the ranks' dimension, the first one, to ``dim``, or concatenate the ranks' parts along ``dim``."""
     if tiled:
         return torch.cat(list(stacked), dim=dim)
     return stacked.movedim(0, dim).contiguous()
@@ -326,7 +330,7 @@ async def _reduce_leaves(axis: Axis, leaves: Sequence[Tensor], fold: Reduction) 
 
 
 async def _reduce_flat(axis: Axis, flat: Tensor, fold: Reduction) -> Tensor:
-    """Reduce in rank order: a small tensor whole, on every rank; a large one in as many shares as there are ranks."""
+    """Reduce in rank order. Every rank reduces all of a small tensor, or one share of a large one."""
     collectives, group = axis.world.collectives, axis.group
     if axis.size == 1:
         return fold([flat])
@@ -339,7 +343,7 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
     dtype = torch.int32 if parts[0].dtype == torch.bool else parts[0].dtype
     if len(parts) == 1:
         return parts[0].to(dtype)
-    if dtype.is_complex:  # torch multiplies what it adds by 1 + 0j: NaN comes of infinities
+    if dtype.is_complex:  # torch multiplies complex addends by 1 + 0j, which makes NaN of infinities
         return torch.view_as_complex(_sum([torch.view_as_real(part) for part in parts]))
     total = torch.zeros_like(parts[0], dtype=torch.float32 if dtype == torch.bfloat16 else dtype)
     for part in parts:

@@ -368,16 +368,16 @@ async def case_what_is_refused_on_every_rank(end: Endpoint) -> None:
 
 async def case_meshes_that_cannot_be(end: Endpoint) -> None:
     for axes, told in (
-        ({}, "axes is empty"),
-        ({"POP": end.size, "DP": 2}, f"make {2 * end.size} places; the group has {end.size} ranks"),
-        ({"POP": 0}, "axis 'POP' has size 0"),
-        ({"": end.size}, "axis '' has size"),
+        ({}, "axes must have at least one name"),
+        ({"POP": end.size, "DP": 2}, f"must multiply to {end.size}, .* got {2 * end.size}"),
+        ({"POP": 0}, "a size >= 1, got 'POP': 0"),
+        ({"": end.size}, "a non-empty name .* got '': "),
     ):
         with pytest.raises(ValueError, match=told):
             await ad.new_mesh(axes)
     wrong: tuple[Any, ...] = ({"POP": 1.5}, {3: end.size}, [("POP", end.size)])
     for axes in wrong:
-        with pytest.raises(TypeError, match="allowed: a"):
+        with pytest.raises(TypeError, match=r"must (be|have) a"):
             await ad.new_mesh(axes)
     if end.size == 1:
         return
@@ -467,15 +467,15 @@ async def case_populations_that_cannot_be_split(end: Endpoint) -> None:
         for wrong, told in (
             (torch.tensor(1.0), "argument 0 has no dimension; allowed: a positive multiple of"),
             (rows[:0], "argument 0 .* 0"),
-            ({}, "the elements on this rank are none"),
+            ({}, "at least one: this rank has none"),
         ):
             with pytest.raises(ValueError, match=told):
                 await odd(wrong)
         with pytest.raises(TypeError, match=naming("argument 0[1]", "int")):
             await odd([rows, 3])
-        with pytest.raises(ValueError, match="in_specs has 2 specs for 1 values"):
+        with pytest.raises(ValueError, match=r"in_specs must have .* or one for each of 1, got 2"):
             await run(lambda x: x, mesh, ("POP", None), "POP")(rows)
-        with pytest.raises(ValueError, match="equally many of each"):
+        with pytest.raises(ValueError, match="must have the same number of elements"):
             await run(lambda x, y: x, mesh, "POP", "POP")(rows, rows[: end.size])
         with pytest.raises(ValueError, match="at least one axis"):
             run(lambda x: x, mesh, None, "POP")
