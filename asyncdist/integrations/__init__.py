@@ -1,7 +1,7 @@
-"""Averages where people train: in Lightning, transformers, Accelerate, torchgfn and plain PyTorch.
+"""Averaging in programs that use Lightning, transformers, Accelerate, torchgfn or plain PyTorch.
 
-Each module has a ``SelectiveAveraging`` that joins a job, or trains alone where no launcher started one, and needs one
-line in a program, or two. Nothing here starts a thread, and nobody has to write a coroutine: see
-:mod:`asyncdist.blocking`. The modules import the library that they are named after; an extra of the same name installs
-it (``pip install 'asyncdist[lightning]'``).
+Except for torchgfn, each module has a ``SelectiveAveraging``, which takes one or two lines in a program. It joins the
+job, or trains alone if no launcher started one. It starts no thread and needs no coroutines: see
+:mod:`asyncdist.blocking`. Each module imports the library that it is named after; an extra of the same name installs it
+(``pip install 'asyncdist[lightning]'``).
 """

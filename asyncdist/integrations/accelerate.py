@@ -10,11 +10,11 @@
         ...
         averaging.step(loss=loss)                     # asyncdist run -n 4 train.py
 
-Importing this module hides the variables by which launchers tell of ranks: each rank's ``Accelerator`` prepares one
-process, with mixed precision and gradient accumulation as usual, and nobody waits in its loaders. Of several ranks each
-has a ``project_dir`` and a ``logging_dir`` of its own, the folder ``rank0``, ``rank1``, ... below the one that it was
-given: there go the logs, and the states that ``save_state()`` names by itself. A path that is given to a call, as
-``save_state("saved")`` or ``save_model(model, "saved")``, is taken as it is: name one for each rank.
+Importing this module hides the launcher's variables, so each rank's ``Accelerator`` sees a single process. Mixed
+precision and gradient accumulation work as usual, and loaders do not wait for other ranks. If there are several ranks,
+each has its own ``project_dir`` and ``logging_dir``: the folder ``rank0``, ``rank1``, ... below the given one. Logs and
+the states that ``save_state()`` names automatically are written there. A path that is passed to a call, such as
+``save_state("saved")`` or ``save_model(model, "saved")``, is not changed: pass a different one on each rank.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ with validation.optional_imports(__name__, ["accelerate"], "accelerate"):
 hide_ranks()
 
 _ONE_RANK: Final = (
-    "the Accelerator knows of one rank; for replicas under DDP, import SelectiveAveraging from "
+    "the Accelerator sees only one rank; for replicas under DDP, import SelectiveAveraging from "
     "asyncdist.integrations.pytorch, and wrap the model yourself"
 )
 
 
 def _give_ranks_folders(kind: Any) -> None:
-    """Let each ``Accelerator`` that is made from now on write to a folder of its rank."""
+    """Patch ``Accelerator`` so that new instances write to a folder of their rank."""
     make = kind.__init__
 
     @functools.wraps(make)
@@ -62,7 +62,7 @@ def _give_ranks_folders(kind: Any) -> None:
 
 
 def _shuffle_loaders_apart(kind: Any) -> None:
-    """Let each loader that an ``Accelerator`` prepares from now on have an order of its rank."""
+    """Patch ``Accelerator`` so that the loaders it prepares shuffle differently on each rank."""
     prepare = kind.prepare_data_loader
 
     @functools.wraps(prepare)
@@ -76,18 +76,18 @@ def _shuffle_loaders_apart(kind: Any) -> None:
 
 
 def _load_states_apart(kind: Any) -> None:
-    """Let ranks that load one state draw other numbers and other orders of rows: the state has one of each."""
+    """Patch ``Accelerator`` so that ranks that load the same state still draw different random numbers and orders."""
     load = kind.load_state
 
     @functools.wraps(load)
     def load_for_rank(self: Any, input_dir: Any = None, *args: Any, **options: Any) -> None:
         load(self, input_dir, *args, **options)
-        if input_dir is None or self.num_processes > 1:  # without a path it is this rank's own state
+        if input_dir is None or self.num_processes > 1:  # without a path, the state is this rank's own
             return
         world = _world()
         if world.size > 1 and f"rank{world.rank}" not in Path(input_dir).parts:
             draw_apart(world.rank)
-            for loader in self._dataloaders:  # which have the state's samplers
+            for loader in self._dataloaders:  # they have the state's samplers
                 shuffle_apart(loader, world.rank)
 
     kind.load_state = load_for_rank
@@ -104,7 +104,7 @@ def _below(path: Any) -> str:
 
 
 def _note_exhausted_memory(memory: Any) -> None:
-    """Let ``find_executable_batch_size`` say that it tries again, although the program makes its model anew."""
+    """Patch ``find_executable_batch_size`` so that a retry counts as exhausted memory, even with a new model."""
     decide = memory.should_reduce_batch_size
 
     @functools.wraps(decide)
@@ -124,10 +124,10 @@ _load_states_apart(accelerate.Accelerator)
 
 
 class SelectiveAveraging(pytorch.SelectiveAveraging):
-    """Is that of plain PyTorch, for replicas of one rank each. Raises TypeError if ``replica_size`` is given.
+    """Does the same as the class for plain PyTorch, for replicas of one rank. ``replica_size`` raises TypeError.
 
-    ``average_every`` counts steps of the optimizer: inside ``accelerator.accumulate(model)`` a call of :meth:`step`
-    notes the loss alone until gradients are synchronised, as ``optimizer.step()`` does nothing until then.
+    ``average_every`` counts steps of the optimizer. Inside ``accelerator.accumulate(model)``, :meth:`step` only notes
+    the loss until gradients are synchronised, because ``optimizer.step()`` does nothing until then.
     """
 
     @validation.names_options(refused=dict.fromkeys(("replica_size", "swap_every"), _ONE_RANK))
@@ -141,7 +141,7 @@ class SelectiveAveraging(pytorch.SelectiveAveraging):
         **options: Unpack[SelectiveOptions],
     ) -> None:
         super().__init__(model, optimizer, average_every, mode=mode, **options)
-        self._gradients = accelerate.state.GradientState()  # all of them share what they know
+        self._gradients = accelerate.state.GradientState()  # all instances share their state
 
     def step(self, metric: Any = None, *, loss: Any = None, score: Any = None) -> StepInfo:
         """See :meth:`asyncdist.integrations.pytorch.SelectiveAveraging.step`."""

@@ -1,4 +1,4 @@
-"""Joins this process to its job, for programs that say nothing of ranks."""
+"""Training under a policy, for programs that do not know about ranks: joins the job, starts and ends the policy."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _told: set[str] = set()
 
 
 _chosen_from: int = 0
-"""How many GPUs were seen where some of them were chosen for this rank; 0 where none were."""
+"""Number of visible GPUs from which this rank's GPUs were chosen; 0 if none were chosen."""
 
 
 def hide_ranks() -> None:
-    """Let a library that is imported after this believe that it trains alone: ranks are this package's affair.
+    """Hide the launcher's ranks from libraries that are imported later, so that each rank trains as a single process.
 
-    It is given the GPU of this rank where several are seen.
+    If several GPUs are visible and the user has not chosen one, the library sees only this rank's GPU.
     """
     global _chosen_from
     number = environment.local_rank()
@@ -50,33 +50,33 @@ def hide_ranks() -> None:
 
 
 def choose_gpus(numbers: Sequence[int]) -> None:
-    """Give the library the GPUs with these numbers on this host, where it is not the user who has chosen."""
+    """Show the library only the GPUs with these numbers on this host, unless the user has chosen GPUs."""
     if _chosen_from:
         seen = ",".join(str(number % _chosen_from) for number in numbers)
         environment.set_variables({"CUDA_VISIBLE_DEVICES": seen})
 
 
 def join() -> World:
-    """Return the world of this process; say once that it trains alone, where it does."""
-    if environment.is_started_by_trainer():  # for one of its devices: no launcher, so this one is alone, too
+    """Return the world of this process. If it trains alone, log a warning, once."""
+    if environment.is_started_by_trainer():  # a trainer started this process for one more device, without a launcher
         with environment.variable_set(environment.TRANSPORT_VARIABLE, "local"):
             return process_world()
     if is_in_a_rank():
         raise LocalProtocolError(
-            "SelectiveAveraging blocks, and this is a coroutine: enter a policy of protocols here, with async with, "
-            "and await its step"
+            "SelectiveAveraging blocks and cannot be used in a coroutine: enter a policy of asyncdist.protocols with "
+            "async with here, and await its step"
         )
     world = process_world()
     if world.size == 1 and "alone" not in _told:
         _told.add("alone")
         started = (
-            "accelerate launch has started one process, as it does without --multi_gpu for any --num_processes; "
+            "accelerate launch starts only one process without --multi_gpu, whatever --num_processes is; "
             if environment.is_started_by_accelerate()
             else ""
         )
         logger.warning(
-            "selective averaging: this process trains alone, so nothing is averaged; %sasyncdist run -n 4 script.py "
-            "starts four ranks",
+            "selective averaging: this process trains alone, so nothing is averaged; %sto start four ranks, use "
+            "asyncdist run -n 4 script.py",
             started,
         )
     return world
@@ -93,21 +93,21 @@ def selective_averaging(
 ) -> Training[Selective]:
     """Return a training under :class:`protocols.AsyncSelectiveAveragingPolicy`.
 
-    With several ranks in a replica it is :class:`protocols.ReplicaAveragingPolicy`.
+    If a replica has several ranks, the policy is :class:`protocols.ReplicaAveragingPolicy`.
 
     Args:
-        average_every, replica_size, swap_every: of the caller; they are checked here.
-        mode: The policy's ``metric_mode``, which ``options`` may have instead; ``"min"`` by default.
-        options: Others of the policy, which are checked when the training begins.
-        monitor: The metric by which ranks are judged. Rank 0 logs a warning if its name says the opposite of ``mode``.
+        mode: The policy's ``metric_mode``, which may be in ``options`` instead; ``"min"`` by default.
+        options: Other options of the policy, which are checked when the training begins.
+        monitor: Name of the metric by which ranks are judged; None for the training loss. Rank 0 logs a warning if the
+            name contradicts ``mode``.
 
     Raises:
-        TypeError, ValueError: one of the others is not what it should be.
+        TypeError, ValueError: An argument other than ``options`` has a wrong type or value.
     """
     validation.count("average_every", average_every)
     metric_mode = options.get("metric_mode", mode)
     if mode not in (None, metric_mode):
-        raise ValueError(f"mode is {mode!r} and metric_mode is {metric_mode!r}; both mean the same: pass one of them")
+        raise ValueError(f"mode is {mode!r} and metric_mode is {metric_mode!r}, but they mean the same: pass only one")
     if metric_mode not in (None, "min", "max"):
         validation.refuse("mode", metric_mode, "'min' if a smaller metric is better, 'max' if a larger one is")
     warning = "" if monitor is None else _warning_of_monitor(monitor, metric_mode or "min")
@@ -121,17 +121,17 @@ def selective_averaging(
 
 
 def warn_of_unlabelled_lines(world: World, cure: str) -> None:
-    """Say once, on rank 0, how to label lines that all ranks print.
+    """Log once, on rank 0, how to label the lines that all ranks print.
 
     Args:
-        world: The world of this process.
-        cure: What else the user can do.
+        world: World of this process.
+        cure: Another remedy, for the end of the warning.
     """
     is_labelled = environment.VARIABLES.get(rank_program.PREFIX_VARIABLE) == "1"
     if world.size > 1 and world.rank == 0 and not is_labelled and "lines" not in _told:
         _told.add("lines")
         logger.warning(
-            "all %d ranks print what their trainers log: asyncdist run --prefix begins each line with the number of "
+            "all %d ranks print the logs of their trainers: asyncdist run --prefix begins each line with the number of "
             "its rank; %s",
             world.size,
             cure,
@@ -139,38 +139,38 @@ def warn_of_unlabelled_lines(world: World, cure: str) -> None:
 
 
 def _warning_of_monitor(monitor: str, mode: MetricMode) -> str:
-    """Return a warning if the name of the monitored metric says the opposite of ``mode``, else ""."""
+    """Return a warning if the name of the monitored metric contradicts ``mode``, else ""."""
     direction = is_larger_better(monitor)
     if direction is None or direction is (mode == "max"):
         return ""
     better, cure = ("larger", "min") if mode == "max" else ("smaller", "max")
     return (
-        f"selective averaging: ranks are judged by {monitor!r} with mode={mode!r}: a {better} value is better, and the "
+        f"selective averaging: ranks are judged by {monitor!r} with mode={mode!r}: a {better} value is better, but the "
         f"name says the opposite, so the worst ranks would be averaged into the best; pass mode={cure!r}"
     )
 
 
 def refuse_copy(*_: object) -> NoReturn:
-    """Refuse to copy what holds the policy of a training."""
+    """Raise TypeError: an object that holds the policy of a training cannot be copied."""
     raise TypeError(
-        "SelectiveAveraging cannot be copied: it holds the policy of this rank's training; make another one, with the "
-        "same options"
+        "SelectiveAveraging cannot be copied because it holds the policy of this rank's training: make another one "
+        "with the same options"
     )
 
 
 class Training(Generic[PolicyT]):
-    """Is a policy for the length of one training.
+    """Holds a policy for the length of one training.
 
     Args:
-        make: makes the policy for a model and its optimizer.
-        warning: Logged by rank 0 when the training begins; "" for none.
+        make: Makes the policy for a model and its optimizer.
+        warning: Warning that rank 0 logs when the training begins; "" for none.
 
     Attributes:
-        policy: None before the training and after it.
-        replacement_count: how often this rank has taken an average since it began.
+        policy: The open policy; None before the training and after it.
+        replacement_count: Number of averages that this rank has taken since the training began.
         is_interrupted: Whether memory was exhausted while the policy was open, so that the training may begin again.
-        is_apart: Whether this rank trains without a policy, since the other ranks did not start one with it after its
-            memory was exhausted.
+        is_apart: Whether this rank trains without a policy, because the other ranks did not start one with it after
+            its memory was exhausted.
     """
 
     def __init__(self, make: Callable[[nn.Module, torch.optim.Optimizer], PolicyT], warning: str = "") -> None:
@@ -184,12 +184,13 @@ class Training(Generic[PolicyT]):
     __copy__ = __deepcopy__ = refuse_copy
 
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Start, together with all ranks, and let this rank draw random numbers of its own from here on.
+        """Start the policy, together with all ranks. From then on, this rank's random numbers differ from the others'.
 
-        If a policy with equal options is open on the model, this rank continues with it, alone: a trainer begins again
-        where it has run out of memory, with smaller batches, while the other ranks train. After that a new model of the
-        same layout takes the place of the old one. Otherwise a policy that this object has left open is ended first. If
-        the other ranks then start no new policy, a rank that has run out of memory trains without one.
+        If a policy with equal options is open on the model, this rank continues with that policy, without the others:
+        a trainer that has run out of memory begins again with smaller batches while the other ranks train. After
+        exhausted memory, a new model of the same layout may replace the old one. Otherwise an open policy of this
+        object is ended first. If the other ranks do not start a new policy, a rank that has run out of memory trains
+        without one.
         """
         world = join()
         if self._warning and world.rank == 0:
@@ -211,13 +212,14 @@ class Training(Generic[PolicyT]):
             draw_apart(world.rank)
 
     def _start(self, made: PolicyT, *, is_again: bool) -> None:
-        """Start a policy with all ranks; after memory was exhausted, train without one if others do not start it."""
+        """Start a policy with all ranks. If they do not join, and memory was exhausted before, train without one."""
         others = [owner.policy.awaited for owner in _open_trainings() if owner.policy is not None]
         if is_again:
             logger.warning(
-                "selective averaging: this rank has run out of memory and begins again with another kind of model, or "
-                "other options, so it starts a new policy and waits up to %g s until all ranks do the same. To "
-                "continue alone, keep model and options, average_every too, independent of the batch size",
+                "selective averaging: this rank has run out of memory and begins again with another kind of model or "
+                "other options, so it starts a new policy and waits up to %g s for all ranks to do the same. To "
+                "continue alone instead, do not let the model and the options, average_every included, depend on the "
+                "batch size",
                 made._start_timeout_s,
             )
         made.begins_again = is_again
@@ -230,8 +232,8 @@ class Training(Generic[PolicyT]):
             if not (is_again and is_alone and current_caller("a policy").is_open):
                 raise
             logger.warning(
-                "selective averaging: the other ranks have not started a new policy, so this rank trains on without "
-                "averages, and the others without it: %s",
+                "selective averaging: the other ranks have not started a new policy, so this rank continues without "
+                "averages, and the others continue without this rank: %s",
                 error,
             )
             self._keep(None, 0)
@@ -239,9 +241,9 @@ class Training(Generic[PolicyT]):
             self._keep(policy, 0)
 
     def _continue(self, made: PolicyT) -> bool:
-        """Continue with the open policy that is equal to ``made``, except for its optimizer.
+        """Continue with an open policy that equals ``made``, except for the optimizer; return whether there is one.
 
-        Where memory was exhausted in that policy's training, its model may be another one, too.
+        If memory was exhausted in that policy's training, its model may differ, too.
         """
         owners = [(owner, owner.policy) for owner in _open_trainings() if owner.policy is not None]
         for owner, policy in owners:
@@ -269,23 +271,23 @@ class Training(Generic[PolicyT]):
         self._caller.forget(self.end)
 
     def judge_by_training_loss(self) -> None:
-        """Note that the metrics are losses that training makes smaller, so one that rises is judged right, too."""
+        """Note that the metrics are training losses, so ``"min"`` is right even if the loss rises during training."""
         if self.policy is not None and self.policy.awaited._metric_mode == "min":
             self.policy.awaited.note_direction()
 
     def use(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the optimizer that the trainer has now, which may be another one than before."""
+        """Use the trainer's current optimizer, which it may have replaced."""
         if self.policy is not None and self.policy.awaited.optimizer is not optimizer:
             self.policy.awaited.optimizer = optimizer
 
     def step(self, metric: Any) -> StepInfo:
-        """Make progress; weights change here alone.
+        """Make progress; weights change only here.
 
         Raises:
-            ClosedError: it has ended, or has not begun.
+            ClosedError: The training has not begun, or has ended.
         """
         if self.is_apart:
-            self._caller.call(self._caller.world.safe_point)  # which raises where the job has failed
+            self._caller.call(self._caller.world.safe_point)  # raises if the job has failed
             return NOTHING
         info: StepInfo = self._caller.call(self._open_policy().awaited.step, metric)
         if info is not NOTHING:
@@ -298,7 +300,7 @@ class Training(Generic[PolicyT]):
         """Make progress as ``step`` does, in the form of :meth:`protocols.ported.Ported.__call__`.
 
         Raises:
-            ClosedError: it has ended, or has not begun.
+            ClosedError: The training has not begun, or has ended.
         """
         if self.is_apart:
             return model, optimizer, fields_of(self.step(metric))
@@ -309,15 +311,15 @@ class Training(Generic[PolicyT]):
 
     def _open_policy(self) -> Policy[PolicyT]:
         if self.policy is None:
-            raise ClosedError("selective averaging has ended here, as close() or its block does it: make another one")
+            raise ClosedError("selective averaging has ended, with close() or with its block: make another one")
         return self.policy
 
     def end(self, error: BaseException | None = None) -> None:
-        """Leave the policy, if it is open. The others continue.
+        """Leave the policy, if it is open. The other ranks continue.
 
         Args:
-            error: The error that has ended the training. After one that says that memory was exhausted the policy stays
-                open for a training that begins again, until the program ends.
+            error: Error that ended the training; None for a normal end. If it says that memory was exhausted, the
+                policy stays open until the program ends, so that the training can begin again.
         """
         policy = self.policy
         if policy is None and not self.is_apart:
@@ -326,19 +328,19 @@ class Training(Generic[PolicyT]):
             self.is_interrupted = True
             return
         self._release()
-        if policy is not None and self._caller.is_open:  # else the world has ended, because of an error
-            trace = getattr(error, "__traceback__", None)  # contextlib sets what it is given as the error's own
+        if policy is not None and self._caller.is_open:  # otherwise an error has ended the world
+            trace = getattr(error, "__traceback__", None)  # contextlib overwrites the error's traceback with this
             policy.__exit__(type(error) if error is not None else None, error, trace)
 
 
 def _open_trainings() -> list[Training[Any]]:
-    """Return the trainings whose policies are open in this rank, in their order."""
+    """Return the trainings that have begun on this rank and not ended, the oldest first."""
     owners = [getattr(end, "__self__", None) for end in current_caller("a policy").registered]
     return [owner for owner in owners if isinstance(owner, Training)]
 
 
 def note_out_of_memory() -> None:
-    """Let the trainings that are open in this rank begin again, with new models too: memory was exhausted here."""
+    """Note that memory was exhausted: the open trainings of this rank may begin again, even with new models."""
     if find_caller() is not None:
         for training in _open_trainings():
             training.is_interrupted = True
@@ -346,11 +348,11 @@ def note_out_of_memory() -> None:
 
 @contextmanager
 def _told_of_open(others: Sequence[SpawnPolicy], made: SpawnPolicy) -> Iterator[None]:
-    """Start a policy in the body. If other ranks do not, the error says what a rank without memory can do.
+    """Start a policy in the block. If it times out, the error explains how to continue after exhausted memory.
 
     Args:
-        others: The policies that are open on this rank.
-        made: The policy.
+        others: Policies that are open on this rank.
+        made: The policy that starts.
     """
     try:
         yield
@@ -358,19 +360,19 @@ def _told_of_open(others: Sequence[SpawnPolicy], made: SpawnPolicy) -> Iterator[
         if not any(_is_equal(each, made) for each in others):
             raise
         raise StartTimeoutError(
-            f"{error.message}. An equal policy is still open on this rank: a rank that begins again after it has run "
-            "out of memory, while the others train, continues with that one if the failed training was inside "
-            "with SelectiveAveraging(...) as averaging, or begins again inside the except clause",
+            f"{error.message}. An equal policy is still open on this rank. After running out of memory, a rank can "
+            "continue with that policy while the others train: put the training inside with SelectiveAveraging(...) "
+            "as averaging, or begin again inside the except clause",
             **error.facts,
         ) from None
 
 
 def _enter_with_all(policy: Policy[Any]) -> None:
-    """Start a policy, anew if others were in the start of a rank that has run out of memory.
+    """Start a policy; start again if the other ranks joined an abandoned start of a rank that ran out of memory.
 
-    That rank waits alone for a while, and then trains without a policy: its start counts on the other ranks too, which
-    hear of it when they start their next policy. If its timeout passes before all of them have, those that have come
-    get a StartTimeoutError with that difference.
+    Such a rank waits alone for its timeout, and then trains without a policy. The other ranks are notified of its start
+    only when they start their next policy, which must then be started again. If the timeout passes before all of them
+    have joined, those that have get a StartTimeoutError with the difference :data:`BEGINS_AGAIN`.
     """
     while True:
         try:
@@ -383,12 +385,12 @@ def _enter_with_all(policy: Policy[Any]) -> None:
 
 
 def _is_of_two_kinds(error: DisagreementError) -> bool:
-    """Return whether some ranks were in a start since their memory was exhausted, and others were not."""
+    """Return whether only some of the ranks started because their memory was exhausted."""
     return error.facts.get("difference") == BEGINS_AGAIN
 
 
 def _is_equal(one: SpawnPolicy, other: SpawnPolicy) -> bool:
-    """Return whether two policies of this rank mean the same, their models and optimizers aside."""
+    """Return whether two policies of this rank are equal, except for their models and optimizers."""
     return (type(one), one.name, one.average_every) == (
         type(other),
         other.name,
@@ -397,7 +399,7 @@ def _is_equal(one: SpawnPolicy, other: SpawnPolicy) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that the memory of a device or of the host is exhausted."""
+    """Return whether an error means that the memory of a device or of the host is exhausted."""
     if isinstance(error, RuntimeError):
         words = ("out of memory", "can't allocate memory", "CUDNN_STATUS_NOT_SUPPORTED")
         return any(part in str(error) for part in words)

@@ -7,8 +7,8 @@
     trainer = Trainer(max_epochs=10, callbacks=[SelectiveAveraging(average_every=100)])
     trainer.fit(module, loader)                       # asyncdist run -n 4 train.py
 
-Each rank has a trainer of its own, which knows of no other rank: it reads its own data, validates and saves for itself,
-and waits for nobody.
+Each rank has its own trainer, which does not know the other ranks: it reads its own data, validates and saves on its
+own, and does not wait for others.
 """
 
 from __future__ import annotations
@@ -44,37 +44,37 @@ logger = logging.getLogger("asyncdist.integrations")
 
 #: Callbacks of Lightning that average weights over time.
 _AVERAGES: Final = frozenset(("StochasticWeightAveraging", "WeightAveraging"))
-#: The packages in which Lightning comes, each with that of its lower half.
+#: Packages that contain Lightning's ``Trainer``, each with its package of Fabric.
 _LIBRARIES: Final = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 
 
 class SelectiveAveraging(Callback):
-    """Lets the worst ranks of a population take the average of the good ones, while they train.
+    """Replaces the weights of the worst ranks with the average of the good ranks' weights during training.
 
-    Weights change between two training batches, after a step of the optimizer. Of several ranks each writes its logs
-    and checkpoints to a folder ``rank0``, ``rank1``, ... below the one that the trainer, its loggers, its profiler and
-    its checkpoint callbacks name, and rank 0 alone shows a progress bar. How often a rank has taken an average is
-    logged by it as ``replacements``. Make it before the trainer, which then knows that folder from the beginning. A
-    trainer of ``pytorch_lightning`` takes it as one of ``lightning.pytorch`` does.
+    Weights change between two training batches, after a step of the optimizer. If there are several ranks, each writes
+    its logs and checkpoints to a folder ``rank0``, ``rank1``, ... below the folders of the trainer, its loggers, its
+    profiler and its checkpoint callbacks. Only rank 0 shows a progress bar. Each rank logs as ``replacements`` how
+    often it has taken an average. Make this object before the trainer, so that the trainer uses that folder from the
+    beginning. Trainers of ``pytorch_lightning`` and ``lightning.pytorch`` are supported alike.
 
     Args:
-        average_every: the cadence of reports, in steps of the optimizer.
-        monitor: the logged metric by which ranks are judged, ``"val_loss"`` for example. By default the mean of the
-            training losses since the last report.
-        mode: ``"min"`` if smaller is better, which is the default, ``"max"`` if larger is.
-        optimizer_index: which optimizer, where the module has several.
-        replica_size: of so many ranks, one after the other, each trainer is one replica under DDP, with as many devices
-            and ``strategy="ddp"``; they write to folders ``replica0``, ``replica1``, ... By default 1. It is shown to
-            Lightning when this is made, so make it before the trainer.
-        swap_every: see :class:`protocols.ReplicaAveragingPolicy`.
-        options: others of :class:`protocols.AsyncSelectiveAveragingPolicy`.
+        average_every: Number of optimizer steps between two reports of a rank's metric.
+        monitor: Name of the logged metric by which ranks are judged, for example ``"val_loss"``. By default the mean
+            of the training losses since the last report.
+        mode: ``"min"`` (the default) if smaller is better, ``"max"`` if larger is.
+        optimizer_index: Index of the optimizer to use, if the module has several.
+        replica_size: Number of consecutive ranks that form one replica under DDP; by default 1. The trainers then need
+            ``devices=replica_size`` and ``strategy="ddp"``, and write to folders ``replica0``, ``replica1``, ... Make
+            this object before the trainer, since it sets the ranks that Lightning reads.
+        swap_every: See :class:`protocols.ReplicaAveragingPolicy`.
+        options: Other options of :class:`protocols.AsyncSelectiveAveragingPolicy`.
 
     Attributes:
-        last_info: what the last step of the policy did.
+        last_info: The events of the policy's last step.
 
     Raises:
-        TypeError, ValueError: an option is not what it should be; the trainer has other than ``replica_size`` devices,
-            or the module several optimizers of which none was chosen.
+        TypeError, ValueError: An option has a wrong type or value, the trainer does not have ``replica_size`` devices,
+            or the module has several optimizers and ``optimizer_index`` is missing.
     """
 
     @validation.names_options()
@@ -107,7 +107,7 @@ class SelectiveAveraging(Callback):
         self._world = join()
         self._replica_size = replica_size
         self._folder = f"rank{self._world.rank}"
-        rank_zero_only.rank = 0  # type: ignore[attr-defined]  # each rank writes for itself; one, of a replica
+        rank_zero_only.rank = 0  # type: ignore[attr-defined]  # each rank writes its own files; in a replica, one rank
         self._number = self._world.rank
         if replica_size > 1:
             self._number = show_replica(self._world, self._replica_size).number
@@ -117,7 +117,7 @@ class SelectiveAveraging(Callback):
         if self._world.rank:
             for name in _LIBRARIES:
                 logging.getLogger(name).setLevel(logging.WARNING)
-            warnings.simplefilter("ignore", PossibleUserWarning)  # which rank 0 tells
+            warnings.simplefilter("ignore", PossibleUserWarning)  # shown on rank 0
 
     @property
     def policy(self) -> Policy[Selective] | None:
@@ -126,17 +126,17 @@ class SelectiveAveraging(Callback):
 
     @property
     def log(self) -> Any:
-        """The module's ``log``, which Lightning gives to its callbacks when it begins to fit."""
+        """The module's ``log``, which Lightning sets on callbacks when it begins to fit."""
         return self._log
 
     @log.setter
     def log(self, log: Any) -> None:
         self._log = log
-        self._prepare(log.__self__.trainer)  # now: loggers open their files before ``setup`` is called
+        self._prepare(log.__self__.trainer)  # here because loggers open their files before ``setup`` is called
 
     def _prepare(self, trainer: pl.Trainer) -> None:
         if trainer.world_size != self._replica_size and not (self._world.size == 1 < self._replica_size):
-            if environment.is_started_by_trainer():  # as one more device of a trainer, which tells the same
+            if environment.is_started_by_trainer():  # for one more device of a trainer, which raises the same error
                 raise SystemExit(0)
             raise ValueError(self._refusal(trainer.world_size))
         self._give_folder(trainer)
@@ -150,9 +150,9 @@ class SelectiveAveraging(Callback):
                 trainer.progress_bar_callback.disable()
 
     def _shuffle_loaders_apart(self, trainer: pl.Trainer) -> None:
-        """Give the training loaders of this trainer an order of this replica, before workers read the first rows."""
+        """Let the training loaders draw another order in each replica, before workers read the first rows."""
         strategy: Any = trainer.strategy
-        if "process_dataloader" in vars(strategy):  # of an earlier fit
+        if "process_dataloader" in vars(strategy):  # patched in an earlier fit
             return
         process = strategy.process_dataloader
 
@@ -172,20 +172,21 @@ class SelectiveAveraging(Callback):
     def _refusal(self, count: int) -> str:
         if self._replica_size > 1:
             return (
-                f"this Trainer has {count} devices, and replica_size={self._replica_size}: pass "
+                f"this Trainer has {count} devices, but replica_size={self._replica_size}: pass "
                 f"devices={self._replica_size}, strategy='ddp'"
             )
         return (
-            f"this Trainer has {count} devices, which make one replica: pass devices=1, and start more ranks; or "
-            f"strategy='ddp' to it, and replica_size={count} to SelectiveAveraging"
+            f"this Trainer has {count} devices for one rank: pass devices=1 and start more ranks; or, to make them one "
+            f"replica, pass strategy='ddp' to the Trainer and replica_size={count} to SelectiveAveraging"
         )
 
     __copy__ = __deepcopy__ = refuse_copy
 
     def __getstate__(self) -> NoReturn:
         raise ValueError(
-            "SelectiveAveraging cannot be sent to another process, as this Trainer's strategy would: pass devices=1, "
-            "and start more ranks; or strategy='ddp' to it, and replica_size= to SelectiveAveraging"
+            "SelectiveAveraging cannot be sent to another process, which this Trainer's strategy requires: pass "
+            "devices=1 and start more ranks; or pass strategy='ddp' to the Trainer and replica_size= to "
+            "SelectiveAveraging"
         )
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -199,12 +200,12 @@ class SelectiveAveraging(Callback):
         self._warn_of_averages(trainer)
 
     def _warn_of_averages(self, trainer: pl.Trainer) -> None:
-        """Say that callbacks keep an average of weights over time, which the policy does not know."""
+        """Log a warning for callbacks that average weights over time, which the policy does not change."""
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if _AVERAGES.intersection(kind.__name__ for kind in type(callback).__mro__):
                 logger.warning(
-                    "selective averaging: the average that %s keeps is this rank's own. It still holds the weights "
-                    "from before a replacement, and puts them into the model in the end",
+                    "selective averaging: the average of weights that %s keeps is this rank's own. It still includes "
+                    "the weights from before a replacement, and is put into the model at the end",
                     type(callback).__name__,
                 )
 
@@ -212,25 +213,25 @@ class SelectiveAveraging(Callback):
         index = self._optimizer_index
         if index is None and len(optimizers) != 1:
             raise ValueError(
-                f"configure_optimizers gives {len(optimizers)} optimizers; pass optimizer_index=0 or another to "
-                "SelectiveAveraging: that optimizer's state is what replacements are told of"
+                f"configure_optimizers returns {len(optimizers)} optimizers: pass optimizer_index=0 or another index "
+                "to SelectiveAveraging, to choose the optimizer whose state is reset when weights are replaced"
             )
         return optimizers[index or 0]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note how many steps were done before, which is known once a checkpoint has been loaded."""
+        """Note the number of earlier steps, which is known once a checkpoint has been loaded."""
         self._steps = _steps_of(trainer)
         self._step_count = self._first_step_count = self._steps.completed
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Do a step of the policy, where the optimizer has done one."""
+        """Do a step of the policy if the optimizer has done one."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if self.monitor is None and loss is not None:
             self._has_losses = True
             if trainer.accumulate_grad_batches > 1 and pl_module.automatic_optimization:
-                loss = loss * trainer.accumulate_grad_batches  # by which Lightning has divided it
+                loss = loss * trainer.accumulate_grad_batches  # undoes Lightning's division
             self._loss.add(loss)
         step_count = self._steps.completed
         if step_count == self._step_count:  # gradients are being accumulated
@@ -240,7 +241,7 @@ class SelectiveAveraging(Callback):
         self.last_info = self._training.step(self._metric)
         if self.last_info:
             self._loss.reset()
-            if self.monitor is not None:  # it was that of weights that are gone
+            if self.monitor is not None:  # the metric belongs to the replaced weights
                 self._spend(trainer.callback_metrics.get(self.monitor))
             self.log("replacements", float(self._training.replacement_count), prog_bar=True)
 
@@ -254,43 +255,43 @@ class SelectiveAveraging(Callback):
         return newest
 
     def _is_spent(self, metric: Any) -> bool:
-        """Tell whether a logged metric was judged before: then Lightning keeps the same tensor."""
+        """Return whether a logged metric was reported before; Lightning keeps the same tensor until the next one."""
         return metric is None or (metric is self._spent and float(metric) == self._spent_value)
 
     def _spend(self, metric: Any) -> None:
         self._spent, self._spent_value = metric, None if metric is None else float(metric)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Warn, after the first epoch, of a metric that there is not."""
+        """Log a warning after the first epoch if the metric is missing."""
         self._warn_of_no_metric(trainer)
 
     def _warn_of_no_metric(self, trainer: pl.Trainer) -> None:
-        """Say once, if steps were done without it, that nothing is there by which this rank could be judged."""
+        """Log a warning, once, if steps were done but no metric was found by which to judge this rank."""
         if self._has_warned or self._step_count == self._first_step_count:
             return
         if self.monitor is None:
-            missing = "" if self._has_losses else "training_step has returned no loss; return it, or pass monitor="
+            missing = "" if self._has_losses else "training_step has not returned a loss: return it, or pass monitor="
         elif self.monitor in trainer.callback_metrics:
             missing = ""
         else:
             logged = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
-            missing = f"{self.monitor!r}, which is monitored, has not been logged; logged is {logged}"
+            missing = f"the monitored metric {self.monitor!r} has not been logged; logged metrics: {logged}"
         if missing:
             self._has_warned = True
-            logger.warning("selective averaging: this rank has no metric to be judged by so far: %s", missing)
+            logger.warning("selective averaging: this rank has no metric so far and is not judged: %s", missing)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Leave the policy; the others go on."""
+        """Leave the policy. The other ranks continue."""
         self._warn_of_no_metric(trainer)
         self._training.end()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Leave the policy; the exception is the trainer's."""
+        """Leave the policy because of the trainer's exception."""
         self._training.end(exception)
 
 
 class _GlobalStep:
-    """Counts the steps of the optimizer as the trainer does."""
+    """Returns the trainer's own count of optimizer steps, as ``completed``."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
@@ -301,9 +302,9 @@ class _GlobalStep:
 
 
 def _steps_of(trainer: pl.Trainer) -> Any:
-    """Return what counts the steps of the optimizer, as ``completed``.
+    """Return the object whose ``completed`` counts the steps of the optimizer.
 
-    ``trainer.global_step`` finds it anew each time, through seven properties.
+    It is faster than ``trainer.global_step``, which looks it up through seven properties each time.
     """
     try:
         loop: Any = trainer.fit_loop.epoch_loop
@@ -313,15 +314,16 @@ def _steps_of(trainer: pl.Trainer) -> Any:
             found = loop.manual_optimization.optim_step_progress.total
         if found.completed == trainer.global_step:
             return found
-    except AttributeError:  # another version of Lightning has it elsewhere
+    except AttributeError:  # another version of Lightning keeps the count elsewhere
         pass
     return _GlobalStep(trainer)
 
 
 def _hide_ranks_of_mpi() -> None:
-    """Keep Lightning from asking MPI for ranks: it is to see none, or those of a replica.
+    """Keep Lightning from asking MPI for ranks: it must see no ranks, or only those of its replica.
 
-    A rank of torch.distributed would start MPI to answer. The shared memory of that stays where the rank is killed.
+    Asking would also start MPI in a rank of torch.distributed, and leave MPI's shared memory behind if the rank is
+    killed.
     """
     for name in _LIBRARIES.values():
         if environments := sys.modules.get(f"{name}.plugins.environments.mpi"):
@@ -329,9 +331,9 @@ def _hide_ranks_of_mpi() -> None:
 
 
 def _write_below_from_the_beginning() -> None:
-    """Let trainers that are made from now on with a :class:`SelectiveAveraging` write to the folder of their rank.
+    """Patch ``Trainer`` so that new trainers with a :class:`SelectiveAveraging` write to the folder of their rank.
 
-    ``fit(ckpt_path="last")`` looks for a checkpoint there before any callback hears of it.
+    The folder must be set early, because ``fit(ckpt_path="last")`` looks for a checkpoint before it calls callbacks.
     """
     for name in _LIBRARIES:
         kind = getattr(sys.modules.get(name), "Trainer", None)
@@ -353,10 +355,10 @@ def _giving_folders(make: Any) -> Any:
 
 
 def _write_below(trainer: pl.Trainer, folder: str) -> None:
-    """Let a trainer's files be written to a folder below those that it was given."""
+    """Make a trainer write its files to ``folder`` below each folder that it was given."""
 
     def below(path: Any) -> str:
-        parent = os.fspath(path)  # or an address, which a Path would change
+        parent = os.fspath(path)  # not a Path, which would change a URL
         return parent if folder in parent.split("/") else os.path.join(parent, folder)
 
     trainer._default_root_dir = below(trainer.default_root_dir)  # type: ignore[attr-defined]
@@ -364,10 +366,10 @@ def _write_below(trainer: pl.Trainer, folder: str) -> None:
         for name in ("_root_dir", "_save_dir"):
             if isinstance(given := getattr(logger, name, None), str | os.PathLike):
                 setattr(logger, name, below(given))
-        options = getattr(logger, "_wandb_init", {})  # wandb is given its folder apart from the logger's own
+        options = getattr(logger, "_wandb_init", {})  # wandb's folder is set apart from the logger's own
         if options.get("dir") is not None:
             options["dir"] = below(options["dir"])
-            os.makedirs(options["dir"], exist_ok=True)  # or wandb would write to the folder for temporary files
+            os.makedirs(options["dir"], exist_ok=True)  # wandb uses the folder for temporary files if this is missing
     writers: list[Any] = [trainer.profiler, *trainer.checkpoint_callbacks]  # type: ignore[attr-defined]
     for writer in writers:
         if getattr(writer, "dirpath", None) is not None:

@@ -1,4 +1,4 @@
-"""Makes a rank's metric of the losses of its steps."""
+"""The metric of a rank, computed from the losses of its steps."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from asyncdist.protocols.metrics import metric_as_number
 
 
 class RunningLoss:
-    """Is the mean of the losses since it was last asked for: a batch's own says little of a rank.
+    """Computes the mean of the losses since its last call, because a single batch's loss says little about a rank.
 
-    A policy asks for it when a report is due, so no step waits for a GPU because of it.
+    A policy calls it when a report is due, so the other steps need not wait for a GPU.
     """
 
     def __init__(self) -> None:
@@ -25,30 +25,30 @@ class RunningLoss:
 
         Args:
             loss: A number, or a tensor with one element, whose graph is not kept.
-            count: The number of steps to which it belongs: 0 for a part of a step's loss.
-            is_negated: Whether its sign is changed: a score, of which a larger one is better.
+            count: Number of steps that this loss completes; 0 for a part of a step's loss.
+            is_negated: Whether to change the sign, for a score, where larger is better.
 
         Raises:
-            TypeError, ValueError: it is something else.
+            TypeError, ValueError: ``loss`` is not a number or a tensor with one element.
         """
         try:
             if isinstance(loss, torch.Tensor):
-                # On a CPU it takes a third of what an addition of tensors does. A bfloat16 sum would soon stand still.
+                # On a CPU, item() is three times as fast as adding tensors. A bfloat16 sum would soon stop growing.
                 value: Any = loss.item() if loss.is_cpu else loss.detach().float()
             else:
                 value = loss
             self._total = self._total - value if is_negated else self._total + value
         except (TypeError, ValueError, RuntimeError):
-            metric_as_number(loss)  # says what it should be
+            metric_as_number(loss)  # raises an error that names the allowed types
             raise
         self._count += count
 
     def reset(self) -> None:
-        """Forget what was added: the weights are others now."""
+        """Forget the losses so far, because they belong to replaced weights."""
         self._total, self._count = 0.0, 0
 
     def __call__(self) -> float:
-        """Return the mean, infinity where nothing was added, and begin anew."""
+        """Return the mean, or infinity if no loss was added, and reset."""
         mean = metric_as_number(self._total) / self._count if self._count else math.inf
         self.reset()
         return mean

@@ -28,20 +28,21 @@ from asyncdist.protocols.options import MetricMode, SelectiveOptions
 
 
 class SelectiveAveraging:
-    """Lets the worst ranks of a population take the average of the good ones, while they train.
+    """Replaces the weights of the worst ranks with the average of the good ranks' weights during training.
 
-    It is left when the program ends, by :meth:`close`, or at the end of its block where it is a context.
+    It ends when the program ends, with :meth:`close`, or at the end of the block if it is used as a context manager.
 
     Args:
-        model: see :class:`protocols.AsyncSelectiveAveragingPolicy`.
-        optimizer: of that model; one that Accelerate has prepared, too.
-        average_every: the cadence of reports, in calls of :meth:`step`.
-        mode: ``"min"`` if a smaller metric is better, as of a loss, which is the default; ``"max"`` if a larger one is.
-        replica_size, swap_every: see :class:`protocols.ReplicaAveragingPolicy`. By default each rank is a replica.
-        options: others of that policy.
+        model: The model to train; see :class:`protocols.AsyncSelectiveAveragingPolicy`.
+        optimizer: Optimizer of the model, possibly prepared by Accelerate.
+        average_every: Number of :meth:`step` calls between two reports of a rank's metric.
+        mode: ``"min"`` (the default) if a smaller metric is better, such as a loss; ``"max"`` if a larger one is.
+        replica_size: Number of ranks per replica; see :class:`protocols.ReplicaAveragingPolicy`. By default 1.
+        swap_every: See :class:`protocols.ReplicaAveragingPolicy`.
+        options: Other options of that policy.
 
     Raises:
-        TypeError, ValueError: an argument is not what it should be.
+        TypeError, ValueError: An argument has a wrong type or value.
     """
 
     @validation.names_options()
@@ -64,27 +65,27 @@ class SelectiveAveraging:
 
     @property
     def policy(self) -> Policy[Selective] | None:
-        """The policy; None after the end."""
+        """The policy; None after :meth:`close`."""
         return self._training.policy
 
     def step(self, metric: Any = None, *, loss: Any = None, score: Any = None) -> StepInfo:
         """Make progress, and change the model's weights if it is time. Call it after each step of the optimizer.
 
-        A rank is judged by the mean since its last report, or since its weights were replaced.
+        Pass exactly one of ``loss``, ``score`` and ``metric``. A rank is judged by the mean since its last report, or
+        since its weights were replaced.
 
         Args:
-            loss: The loss of this step, of which a smaller one is better, whatever ``mode`` is: a number or a tensor
-                with one element.
-            score: Instead of a loss, a metric of which a larger one is better.
-            metric: Instead of both, a metric of which ``mode`` says that a smaller one is better, as by default, or a
-                larger one.
+            metric: A metric for which ``mode`` says whether smaller or larger is better. A number, or a tensor with
+                one element, as are the other two.
+            loss: The loss of this step: smaller is better, whatever ``mode`` is.
+            score: A score: larger is better, whatever ``mode`` is.
 
         Returns:
-            What happened; true when weights changed.
+            The events of this step; true if weights changed.
 
         Raises:
-            ClosedError: after :meth:`close`, or the end of its block.
-            TypeError, ValueError: none of the three was given, or more than one; or it is no number.
+            ClosedError: Called after :meth:`close`, or after the end of the block.
+            TypeError, ValueError: Not exactly one of the three was given, or its value is not a number.
         """
         self._add(metric, loss, score)
         info = self._training.step(self._loss)
@@ -93,13 +94,13 @@ class SelectiveAveraging:
         return info
 
     def _add(self, metric: Any, loss: Any, score: Any) -> None:
-        """Note the metric of a step; nothing after the end."""
+        """Add the metric of a step to the running mean, unless the policy has ended."""
         if self.policy is not None:
             given, is_opposite = self.policy.awaited.given_metric(metric, loss, score)
             self._loss.add(given, is_negated=is_opposite)
 
     def close(self) -> None:
-        """Leave the policy; the others go on."""
+        """Leave the policy. The other ranks continue."""
         self._training.end()
 
     def __enter__(self) -> Self:
@@ -110,24 +111,24 @@ class SelectiveAveraging:
 
 
 def new_replica_group(replica_size: int, backend: str | None = None) -> torch.distributed.ProcessGroup:
-    """Return a process group of the ranks of this rank's replica, over which DDP synchronises it.
+    """Return a process group with the ranks of this rank's replica, for DDP.
 
     ::
 
         model = DistributedDataParallel(model, process_group=new_replica_group(2))
         averaging = SelectiveAveraging(model, optimizer, average_every=100, replica_size=2)
 
-    All ranks call it together, under MPI too. Where torch.distributed runs already, with all ranks, it is one more
-    group there; else torch.distributed is started with the replica's ranks alone, and its ``destroy_process_group()``
-    ends it.
+    Collective among all ranks, also under MPI. If torch.distributed already runs with all ranks, the group is added to
+    it. Otherwise torch.distributed is started with only the replica's ranks; end it with
+    ``torch.distributed.destroy_process_group()``.
 
     Args:
-        replica_size: how many ranks make a replica: the first so many, the next, and so on.
-        backend: of torch.distributed; by default those of the devices that torch has.
+        replica_size: Number of consecutive ranks that form a replica.
+        backend: Backend of torch.distributed; by default one for each device type that torch has.
 
     Raises:
-        TypeError, ValueError: the ranks cannot be divided so.
-        LocalProtocolError: torch.distributed was started with other ranks than the world's; or ranks share a process,
+        TypeError, ValueError: The number of ranks is not a multiple of ``replica_size``, or that is not an int >= 2.
+        LocalProtocolError: torch.distributed was started with other ranks than the world's, or ranks share a process,
             as in a simulation.
     """
     return replicas.new_process_group(join(), replica_size, backend)

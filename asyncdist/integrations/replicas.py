@@ -1,4 +1,4 @@
-"""Lets a library, or DDP, see the ranks of one replica in place of all."""
+"""Replicas of several ranks: shows a library, or DDP, only the ranks of one replica instead of all ranks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Replica:
     """Describes the replica of this rank.
 
     Attributes:
-        number: of the replica, from 0.
-        place: of this rank in it, from 0.
-        size: how many ranks hold it.
+        number: Number of the replica, counted from 0.
+        place: Index of this rank in the replica, counted from 0.
+        size: Number of ranks in the replica.
     """
 
     number: int
@@ -31,12 +31,12 @@ class Replica:
 
 
 def show_replica(world: World, size: int) -> Replica:
-    """Let a library that reads a launcher's variables from now on train with the ranks of this rank's replica.
+    """Set the launcher's variables so that a library trains with the ranks of this rank's replica.
 
-    All ranks call it together. Alone, nothing is changed.
+    Collective among all ranks. A rank without others changes nothing.
 
     Raises:
-        TypeError, ValueError: the ranks cannot be divided so, or a replica's ranks are on several hosts.
+        TypeError, ValueError: ``size`` does not divide the number of ranks, or a replica's ranks are on several hosts.
     """
     replica = replica_of(world, size)
     if world.size == 1:
@@ -44,7 +44,7 @@ def show_replica(world: World, size: int) -> Replica:
     places = _gather_places(world, replica, local_host.find_free_port())
     if any(place.hostname != places[0].hostname for place in places):
         first = world.rank - replica.place
-        raise ValueError(f"the ranks {first} to {first + size - 1} are on several hosts; a trainer's replica is on one")
+        raise ValueError(f"the ranks {first} to {first + size - 1} must be on one host to be one replica of a trainer")
     environment.show_as_ranks(
         {
             "RANK": str(replica.place),
@@ -60,24 +60,24 @@ def show_replica(world: World, size: int) -> Replica:
 
 
 def new_process_group(world: World, size: int, backend: str | None) -> dist.ProcessGroup:
-    """Return the process group of torch.distributed of this rank's replica; all ranks call it together.
+    """Return a process group of torch.distributed with the ranks of this rank's replica. Collective among all ranks.
 
     Raises:
-        TypeError, ValueError: the ranks cannot be divided so.
-        LocalProtocolError: torch.distributed was started with other ranks than the world's; or ranks share a process.
+        TypeError, ValueError: ``size`` does not divide the number of ranks.
+        LocalProtocolError: torch.distributed was started with other ranks than the world's, or ranks share a process.
     """
     replica = replica_of(world, size)
     if world.size > 1 and isinstance(world._caller, SwitchingCaller):
         raise LocalProtocolError(
-            "ranks that share a process, as in a simulation or a replay, make no process group of torch.distributed: "
-            "its first member would wait for the others in their common thread",
+            "ranks that share a process, as in a simulation or a replay, cannot make a process group of "
+            "torch.distributed: the first member would wait for the others in their common thread forever",
             rank=world.rank,
         )
     if dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (world.rank, world.size):
             raise LocalProtocolError(
-                f"torch.distributed was started as rank {dist.get_rank()} of {dist.get_world_size()}, and this is rank "
-                f"{world.rank} of {world.size}; allowed: all ranks in their order, or not started",
+                f"torch.distributed was started as rank {dist.get_rank()} of {dist.get_world_size()}, but this is rank "
+                f"{world.rank} of {world.size}: start it with all ranks in the same order, or do not start it",
                 rank=world.rank,
             )
         starts = range(0, world.size, replica.size)
@@ -91,12 +91,12 @@ def new_process_group(world: World, size: int, backend: str | None) -> dist.Proc
         store = TCPStore("127.0.0.1" if is_near else first.hostname, first.port)
     dist.init_process_group(backend, store=store, rank=replica.place, world_size=replica.size)
     group = dist.group.WORLD
-    assert group is not None, "torch.distributed has been started"
+    assert group is not None, "torch.distributed is started"
     return group
 
 
 def replica_of(world: World, size: int) -> Replica:
-    """Return the replica of this rank. Raises TypeError or ValueError if the ranks cannot be divided so."""
+    """Return this rank's replica; raise TypeError or ValueError if ``size`` does not divide the number of ranks."""
     validation.count("replica_size", size, least=2)
     if world.size == 1:
         return Replica(0, 0, 1)
@@ -107,12 +107,12 @@ def replica_of(world: World, size: int) -> Replica:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Says where a rank of the replica is.
+    """Describes where a rank of the replica runs.
 
     Attributes:
-        hostname: of its host.
-        local_rank: its number there.
-        port: at which others can reach it; 0 for none.
+        hostname: Name of the rank's host.
+        local_rank: Number of the rank on its host.
+        port: A port on that host for the replica; 0 if this rank offers none.
     """
 
     hostname: str
@@ -121,7 +121,7 @@ class _Place:
 
 
 def _gather_places(world: World, replica: Replica, port: int) -> list[_Place]:
-    """Return the places of the replica's ranks, in their order; all ranks of the world call it together."""
+    """Return the places of the replica's ranks, in rank order. Collective among all ranks of the world."""
     mine = [*world.hostname.encode()[:64].ljust(64), world.local_rank, port]
     first = world.rank - replica.place
     gathered = all_gather(torch.tensor(mine, device="cpu"))[first : first + replica.size]

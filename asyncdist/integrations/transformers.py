@@ -7,8 +7,8 @@
     trainer = Trainer(model, arguments, train_dataset=dataset, callbacks=[SelectiveAveraging(average_every=100)])
     trainer.train()                                   # asyncdist run -n 4 train.py
 
-Each rank has a trainer of its own, which knows of no other rank: importing this module hides the variables by which
-launchers tell of ranks.
+Each rank has its own trainer, which does not know the other ranks, because importing this module hides the launcher's
+variables.
 """
 
 from __future__ import annotations
@@ -43,29 +43,30 @@ logger = logging.getLogger("asyncdist.integrations")
 
 
 class SelectiveAveraging(TrainerCallback):
-    """Lets the worst ranks of a population take the average of the good ones, while they train.
+    """Replaces the weights of the worst ranks with the average of the good ranks' weights during training.
 
-    Weights change after a step of the optimizer. Of several ranks each writes to a folder ``rank0``, ``rank1``, ...
-    below ``output_dir``, and rank 0 alone shows a progress bar. A model that ``model_init`` makes is equal on all
-    ranks, since ``arguments.seed`` is. Each rank then shuffles and drops out by random numbers of its own.
+    Weights change after a step of the optimizer. If there are several ranks, each writes to a folder ``rank0``,
+    ``rank1``, ... below ``output_dir``, and only rank 0 shows a progress bar. A model that ``model_init`` makes is
+    equal on all ranks, because ``arguments.seed`` is. During training, each rank uses different random numbers for
+    shuffling and dropout.
 
     Args:
-        average_every: the cadence of reports, in steps of the optimizer.
-        monitor: the metric of evaluation by which ranks are judged, ``"eval_loss"`` for example. By default the mean of
-            the training losses since the last report, as the trainer logs them.
-        mode: ``"min"`` if smaller is better, which is the default, ``"max"`` if larger is.
-        replica_size: of so many ranks, one after the other, each trainer is one replica under DDP; they write to
-            folders ``replica0``, ``replica1``, ... By default 1. It is shown to the trainer when this is made, so make
-            it before the ``TrainingArguments``.
-        swap_every: see :class:`protocols.ReplicaAveragingPolicy`.
-        options: others of :class:`protocols.AsyncSelectiveAveragingPolicy`.
+        average_every: Number of optimizer steps between two reports of a rank's metric.
+        monitor: Name of the evaluation metric by which ranks are judged, for example ``"eval_loss"``. By default the
+            mean of the training losses since the last report, as the trainer logs them.
+        mode: ``"min"`` (the default) if smaller is better, ``"max"`` if larger is.
+        replica_size: Number of consecutive ranks that form one replica under DDP; by default 1. They write to folders
+            ``replica0``, ``replica1``, ... Make this object before the ``TrainingArguments``, since it sets the ranks
+            that they read.
+        swap_every: See :class:`protocols.ReplicaAveragingPolicy`.
+        options: Other options of :class:`protocols.AsyncSelectiveAveragingPolicy`.
 
     Attributes:
-        last_info: what the last step of the policy did.
+        last_info: The events of the policy's last step.
 
     Raises:
-        TypeError, ValueError: an option is not what it should be; the trainer has several GPUs in one process; with
-            ``replica_size``, ``TrainingArguments`` are there already.
+        TypeError, ValueError: An option has a wrong type or value, the trainer has several GPUs in one process, or
+            ``TrainingArguments`` were made before this object with ``replica_size`` > 1.
     """
 
     @validation.names_options()
@@ -94,7 +95,7 @@ class SelectiveAveraging(TrainerCallback):
         if replica_size > 1:
             self._number = _show_replica_once(self._world, replica_size).number
             self._folder = f"replica{self._number}"
-        if self._world.rank:  # made in the trainer's constructor, before any callback is asked
+        if self._world.rank:  # the trainer's constructor makes this callback before it calls any other
             transformers.trainer.DEFAULT_PROGRESS_CALLBACK = TrainerCallback  # type: ignore[assignment]
 
     @property
@@ -109,12 +110,12 @@ class SelectiveAveraging(TrainerCallback):
     def _prepare(self, args: TrainingArguments) -> None:
         if args.n_gpu > 1:
             raise ValueError(
-                f"this Trainer has {args.n_gpu} GPUs, which make one replica; SelectiveAveraging is for ranks with one "
-                "device each: let each rank see one (CUDA_VISIBLE_DEVICES), and start more ranks"
+                f"this Trainer has {args.n_gpu} GPUs, but SelectiveAveraging needs one device per rank: show each rank "
+                "one GPU (CUDA_VISIBLE_DEVICES), and start more ranks"
             )
         if self._seed is None:
             self._seed = args.seed
-        if self._world.size > 1 and not hasattr(args, "asyncdist_rank"):  # a trainer before may have had the same ones
+        if self._world.size > 1 and not hasattr(args, "asyncdist_rank"):  # not yet changed for an earlier trainer
             args.asyncdist_rank = self._world.rank  # type: ignore[attr-defined]
             output = str(args.output_dir)
             if (logs := getattr(args, "logging_dir", None)) is not None:  # up to transformers 4
@@ -123,7 +124,7 @@ class SelectiveAveraging(TrainerCallback):
 
     @contextlib.contextmanager
     def _attached(self, trainer: Trainer) -> Iterator[None]:
-        """Take part in one call of the trainer's ``train``, and leave the policy if that raises."""
+        """Take part in one call of the trainer's ``train``, and leave the policy if it raises."""
         self._prepare(trainer.args)  # a callback that was added later has not been notified of the trainer's creation
         makers = {"training_step": self._adding_losses, "log": self._adding_replacements}
         if self._world.size > 1:
@@ -139,14 +140,14 @@ class SelectiveAveraging(TrainerCallback):
                 raise
 
     def _give_folder_to_reporters(self, trainer: Trainer) -> None:
-        """Give this rank a folder of its own below the one that TENSORBOARD_LOGGING_DIR names."""
+        """Give this rank a folder of its own below TENSORBOARD_LOGGING_DIR."""
         for callback in trainer.callback_handler.callbacks:
             given = getattr(callback, "logging_dir", None)
             if isinstance(given, str) and self._folder not in Path(given).parts:
                 callback.logging_dir = os.path.join(given, self._folder)
 
     def _drawing_apart(self, load: Callable[[str | None], None]) -> Callable[[str | None], None]:
-        """Draw other numbers than the other ranks after the random states of a checkpoint that they share."""
+        """Make the ranks' random numbers differ again after they loaded the random state of a shared checkpoint."""
 
         def load_for_rank(checkpoint: str | None) -> None:
             load(checkpoint)
@@ -156,9 +157,9 @@ class SelectiveAveraging(TrainerCallback):
         return load_for_rank
 
     def _seeding_model_init(self, call_model_init: Callable[..., Any]) -> Callable[..., Any]:
-        """Make the first weights of a trial equal on all ranks, although each rank's trial has chosen another seed.
+        """Make the initial weights of a trial equal on all ranks, although each rank's trial has another seed.
 
-        transformers 4 seeds by the trial that begins, transformers 5 by the trial before.
+        transformers 4 uses the seed of the trial that begins, transformers 5 that of the previous trial.
         """
 
         def call_with_seed(*args: Any, **options: Any) -> Any:
@@ -177,12 +178,12 @@ class SelectiveAveraging(TrainerCallback):
         return step
 
     def _see(self, loss: Any) -> None:
-        """Add the loss of a batch. The trainer has divided it by the number of batches of a step: their sum counts."""
+        """Add the loss of a batch, which the trainer has divided by the number of batches of an optimizer step."""
         self._has_losses = True
         self._loss.add(loss, count=0)
 
     def _adding_replacements(self, log: Callable[..., None]) -> Callable[..., None]:
-        """Add the number of averages to everything that is logged, before the trainer's reporters receive it."""
+        """Add the number of averages to every log entry, before the trainer's reporters receive it."""
 
         def log_with_replacements(logs: dict[str, float], *args: Any, **options: Any) -> None:
             if self._training.replacement_count:
@@ -197,9 +198,9 @@ class SelectiveAveraging(TrainerCallback):
         self._has_losses = False
         self._loss.reset()
         if self.monitor is not None and args.eval_strategy == "no":
-            self._warn("eval_strategy is 'no', so only evaluations that the program starts give %r", self.monitor)
+            self._warn("eval_strategy is 'no', so only the program's own evaluations report %r", self.monitor)
         if args.disable_tqdm:
-            warn_of_unlabelled_lines(self._world, "with disable_tqdm=False rank 0 alone prints")
+            warn_of_unlabelled_lines(self._world, "with disable_tqdm=False only rank 0 prints")
         self._training.begin(model, getattr(optimizer, "optimizer", optimizer))
         if self.monitor is None:
             self._training.judge_by_training_loss()
@@ -214,15 +215,15 @@ class SelectiveAveraging(TrainerCallback):
         self.last_info = self._training.step(self._metric)
         if self.last_info:
             self._loss.reset()
-            self._newest = NOT_MEASURED  # it was that of weights that are gone
+            self._newest = NOT_MEASURED  # it belongs to the replaced weights
 
     def _metric(self) -> Any:
         if self.monitor is None and self._has_losses:
             return self._loss()
         if self.monitor is None:
-            self._warn("this trainer has a train() of its own, without training_step(); pass monitor=")
+            self._warn("train() of this trainer does not call training_step(): pass monitor=")
             return NOT_MEASURED
-        newest, self._newest = self._newest, NOT_MEASURED  # each evaluation is judged once
+        newest, self._newest = self._newest, NOT_MEASURED  # each evaluation is reported once
         return newest
 
     def on_evaluate(
@@ -237,53 +238,55 @@ class SelectiveAveraging(TrainerCallback):
         if self.monitor is None:
             return
         found = metrics or {}
-        if self.monitor not in found and self._evaluated.issuperset(found):  # of several datasets each was seen
+        if self.monitor not in found and self._evaluated.issuperset(found):  # all evaluation datasets had their turn
             self._warn_of_no_metric()
         self._evaluated.update(found)
         self._newest = found.get(self.monitor, self._newest)
 
     def _warn_of_no_metric(self) -> None:
-        """Warn that no evaluation has given the monitored metric."""
+        """Log a warning if no evaluation has reported the monitored metric."""
         if self.monitor not in self._evaluated:
             given = ", ".join(sorted(self._evaluated)) or "nothing"
-            self._warn("no evaluation has given %r, which is monitored; given was %s", self.monitor, given)
+            self._warn("no evaluation has reported the monitored metric %r; reported: %s", self.monitor, given)
 
     def _warn(self, why: str, *arguments: object) -> None:
-        """Say once that this rank cannot be judged."""
+        """Log a warning, once, that this rank cannot be judged."""
         if not self._has_warned:
             self._has_warned = True
-            logger.warning(f"selective averaging: this rank has no metric to be judged by so far: {why}", *arguments)
+            logger.warning(
+                f"selective averaging: this rank has no metric so far, so it cannot be judged: {why}", *arguments
+            )
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Leave the policy; the others continue."""
+        """Leave the policy. The other ranks continue."""
         if self.monitor is not None:
             self._warn_of_no_metric()
         self._training.end()
 
 
 def _show_replica_once(world: World, size: int) -> Replica:
-    """Show this rank's replica to the trainer; nothing is left to show if an earlier training has been shown the same.
+    """Show this rank's replica to the trainer, unless an earlier training has already read the same replica.
 
     Raises:
-        ValueError: the ranks that the trainer has read are others.
+        ValueError: The trainer has already read other ranks.
     """
     if not PartialState._shared_state:
         return show_replica(world, size)
     replica, read = replica_of(world, size), PartialState()
     if (read.process_index, read.num_processes) != (replica.place, replica.size):
-        raise ValueError("with replica_size=, make SelectiveAveraging before TrainingArguments, which read ranks")
+        raise ValueError("with replica_size=, make SelectiveAveraging before TrainingArguments, which read the ranks")
     return replica
 
 
 def _logs_of_rank(logs: str, output: str, folder: str) -> str:
-    """Return where one rank writes logs: below its part of ``output`` if all logs are there, else below ``logs``."""
+    """Return a rank's folder of logs: in its folder of ``output`` if ``logs`` is in ``output``, else in ``logs``."""
     inside = os.path.relpath(logs, output)
     return os.path.join(logs, folder) if inside.startswith(os.pardir) else os.path.join(output, folder, inside)
 
 
 @contextlib.contextmanager
 def _replaced(trainer: Trainer, **makers: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace methods of one trainer by what each maker makes of its method, for the length of a block."""
+    """Wrap methods of one trainer for the length of a block; each maker takes a method and returns its wrapper."""
     before = {name: vars(trainer)[name] for name in makers if name in vars(trainer)}
     for name, make in makers.items():
         setattr(trainer, name, make(getattr(trainer, name)))
@@ -296,7 +299,7 @@ def _replaced(trainer: Trainer, **makers: Callable[[Any], Any]) -> Iterator[None
 
 
 def _attach_to_trainers() -> None:
-    """Let a :class:`SelectiveAveraging` take part in its trainer's ``train``: callbacks do not know their trainer."""
+    """Patch ``Trainer.train`` to attach its :class:`SelectiveAveraging`, since callbacks do not know their trainer."""
     train: Callable[..., Any] = Trainer.train
 
     @functools.wraps(train)

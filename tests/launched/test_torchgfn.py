@@ -64,7 +64,7 @@ def test_a_communicator_of_some_ranks_is_refused_or_used() -> None:
     assert ended.reports[2] is None
     for rank in (0, 1):
         told = ended.reports[rank]["told"]
-        assert "of 2 ranks, and this job has 3; a world is opened by all ranks" in told
+        assert "with 2 of the job's 3 ranks, but all ranks of a job must open the world" in told
         assert "initialize_distributed_compute" in told and "asyncdist.blocking.process_world()" in told
     assert [ended.reports[rank]["weight"] for rank in (0, 1)] == [0.0, 0.0], "rank 1 was the worst"
 

@@ -94,7 +94,7 @@ def accelerate(folder: Path) -> None:
     try:
         SelectiveAveraging(model, optimizer, EVERY, replica_size=2)  # type: ignore[call-arg]
     except TypeError as error:
-        assert "no option 'replica_size': the Accelerator knows of one rank" in str(error)
+        assert "no option 'replica_size': the Accelerator sees only one rank" in str(error)
     else:
         raise AssertionError("the Accelerator was told of one rank")
     averaging = SelectiveAveraging(model, optimizer, EVERY, **OPTIONS)

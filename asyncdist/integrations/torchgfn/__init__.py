@@ -1,4 +1,4 @@
-"""What torchgfn's training scripts distribute, under the same names and with the same calls: change the imports.
+"""The distributed parts of torchgfn's training scripts, with the same names and calls: only the imports change.
 
 ::
 
@@ -6,11 +6,11 @@
         AsyncSelectiveAveragingPolicy, DistributedContext, barrier, initialize_distributed_compute,
     )
 
-The script stays as it is: code that blocks, started by ``asyncdist run``, ``mpirun`` or ``torchrun``. The parts:
+The script remains blocking code, started by ``asyncdist run``, ``mpirun`` or ``torchrun``. The parts:
 
 - policies, which are called in each iteration (:mod:`asyncdist.integrations.torchgfn.policies`);
 - roles of ranks and what groups of ranks do together (:mod:`asyncdist.integrations.torchgfn.roles`);
-- replay buffers on ranks of their own (:mod:`asyncdist.integrations.torchgfn.buffers`), which alone import torchgfn.
+- replay buffers on separate ranks (:mod:`asyncdist.integrations.torchgfn.buffers`), the only part that needs torchgfn.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _OF_BUFFERS: Final = frozenset(
 
 
 def __getattr__(name: str) -> Any:
-    """Import the replay buffers on their first use: only they need torchgfn, whose import takes seconds."""
+    """Import the replay buffers on first use, because only they need torchgfn, whose import takes seconds."""
     if name not in _OF_BUFFERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from asyncdist.integrations.torchgfn import buffers

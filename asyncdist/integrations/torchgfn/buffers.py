@@ -1,16 +1,16 @@
-"""torchgfn's replay buffers on ranks of their own: its classes, whose messages travel through asyncdist.
+"""Replay buffers of torchgfn on separate ranks: its classes, with messages sent through asyncdist.
 
-What a training rank adds to its own buffer it also sends to its buffer rank, which answers with a score::
+A training rank sends each container that it adds to its own buffer to its buffer rank, too, which answers with scores::
 
     training rank                                 buffer rank, in ReplayBufferManager.run
     Ask("DATA", nbytes, payload)       ------->   adds the container, calls the scoring function
                                        <-------   Answer(nbytes, payload)
 
-A payload is a ``gfn.containers.message.Message`` in the bytes that torchgfn makes of it with dill: the ranks of a job
-trust each other. A payload that does not fit into a message follows as a stream.
+A payload is a ``gfn.containers.message.Message`` that torchgfn serializes with dill, so the ranks of a job must trust
+each other. A payload that does not fit into a message follows as a stream.
 
-Invariants: a training rank has one request at a time; a buffer rank answers in the order of arrival; it ends when all
-its training ranks have sent their termination signals, or are gone.
+Invariants: a training rank has one request at a time. A buffer rank answers in the order of arrival. It ends when all
+its training ranks have sent their termination signals or are gone.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ with validation.optional_imports(__name__, ["gfn"], "torchgfn"):
 logger = logging.getLogger("asyncdist.integrations.torchgfn")
 
 ContainerUnion: TypeAlias = _GfnContainerUnion
-#: Tells these messages from those of :func:`protocols.serve_replay_buffer`, which have the same tag.
+#: Distinguishes these messages from the messages of :func:`protocols.serve_replay_buffer`, which have the same tag.
 _NAME: Final = "containers of torchgfn"
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Training rank to buffer rank.
+    """Training rank to buffer rank: a request.
 
     Attributes:
         kind: Name of a ``MessageType`` of torchgfn.
-        nbytes: Size of the payload.
-        payload: The payload; empty where it follows as a stream.
+        nbytes: Size of the payload in bytes.
+        payload: The payload; empty if it follows as a stream.
     """
 
     kind: str
@@ -64,7 +64,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Buffer rank to training rank; the fields are those of :class:`Ask`."""
+    """Buffer rank to training rank: an answer, with the fields of :class:`Ask`."""
 
     nbytes: int
     payload: bytes
@@ -74,7 +74,7 @@ class Answer:
 
 
 class _Remote:
-    """Sends containers to a buffer rank, for torchgfn's buffers, whose ``add`` calls this."""
+    """Sends containers to a buffer rank; the ``add`` of torchgfn's buffers calls :meth:`_send_objs`."""
 
     remote_manager_rank: int | None
     _request_s: list[float] | None
@@ -84,7 +84,7 @@ class _Remote:
         self._request_s = [] if timing else None
 
     def _send_objs(self, training_container: ContainerUnion) -> dict[str, float]:
-        assert self.remote_manager_rank is not None, "add has looked"
+        assert self.remote_manager_rank is not None, "add has checked this"
         began_at_s = time.perf_counter()
         scores: dict[str, float] = _ask(self.remote_manager_rank, MessageType.DATA, training_container)
         if self._request_s is not None:
@@ -92,20 +92,20 @@ class _Remote:
         return scores
 
     def timing_log(self) -> str:
-        """Return a line with the seconds that ``add`` has waited for the buffer rank; it needs ``timing=True``."""
+        """Return a line with the seconds that ``add`` has waited for the buffer rank; requires ``timing=True``."""
         if self._request_s is None:
             return "the times of the replay buffer were not measured: pass timing=True"
         return f"replay buffer: {len(self._request_s)} requests to the buffer rank took {sum(self._request_s):.4f} s"
 
 
 class ReplayBuffer(_Remote, _GfnReplayBuffer):  # type: ignore[misc]  # torchgfn has no types
-    """Is torchgfn's buffer; what it is given it also sends to the rank ``remote_manager_rank``.
+    """Extends torchgfn's buffer: containers that are added are also sent to the rank ``remote_manager_rank``.
 
-    It takes the arguments of ``gfn.containers.ReplayBuffer``, and two that versions of torchgfn after 2.4.1 have.
+    It takes the arguments of ``gfn.containers.ReplayBuffer``, and two arguments of torchgfn after 2.4.1.
 
     Args:
-        communication_backend: Ignored: the launcher decides between MPI and torch.distributed.
-        timing: Whether to measure the times for :meth:`timing_log`.
+        communication_backend: Ignored, since the launcher decides between MPI and torch.distributed.
+        timing: Whether to measure times for :meth:`timing_log`.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class ReplayBuffer(_Remote, _GfnReplayBuffer):  # type: ignore[misc]  # torchgfn
 
 
 class NormBasedDiversePrioritizedReplayBuffer(_Remote, _GfnDiverseReplayBuffer):  # type: ignore[misc]
-    """Is torchgfn's buffer of that name, with the remote rank of :class:`ReplayBuffer`.
+    """Extends torchgfn's buffer of the same name in the same way as :class:`ReplayBuffer`.
 
     It takes the arguments of ``gfn.containers.NormBasedDiversePrioritizedReplayBuffer``, and ``communication_backend``
     and ``timing`` of :class:`ReplayBuffer`.
@@ -148,10 +148,11 @@ class NormBasedDiversePrioritizedReplayBuffer(_Remote, _GfnDiverseReplayBuffer):
 
 
 def _ask(server: int, kind: MessageType, data: Any = None) -> Any:
-    """Send a request to a buffer rank; return its answer, None for a termination signal.
+    """Send a request to a buffer rank, and return its answer; None for a termination signal.
 
     Raises:
-        RankLostError, ClosedError: The buffer rank is lost, or has left.
+        RankLostError: The buffer rank is lost.
+        ClosedError: The buffer rank has left.
     """
     world = join()
     payload = b"" if data is None else _packed(data)
@@ -187,17 +188,17 @@ async def _exchange(world: World, server: int, kind: MessageType, payload: bytes
 
 
 class ReplayBufferManager(_GfnReplayBufferManager):  # type: ignore[misc]  # torchgfn has no types
-    """Serves a replay buffer on this rank, as torchgfn's class does; derive from it, or give it a scoring function.
+    """Serves a replay buffer on this rank, like torchgfn's class. Subclass it, or pass a scoring function.
 
     Args:
         env: The environment.
         rank: This rank.
         num_training_ranks: Number of ranks that use this buffer.
-        scoring_function: Returns the scores of a container, as a dict that its sender gets from ``add``.
+        scoring_function: Function that returns the scores of a container as a dict, which the sender gets from ``add``.
         diverse_replay_buffer: Whether the buffer prefers diverse items.
-        capacity: Items that the buffer holds at most.
-        remote_manager_rank: None: a buffer rank has no other one behind it.
-        communication_backend: Ignored: the launcher decides between MPI and torch.distributed.
+        capacity: Maximum number of items in the buffer.
+        remote_manager_rank: Must be None, since a buffer rank does not use another buffer rank.
+        communication_backend: Ignored, since the launcher decides between MPI and torch.distributed.
     """
 
     def __init__(
@@ -229,10 +230,10 @@ class ReplayBufferManager(_GfnReplayBufferManager):  # type: ignore[misc]  # tor
         )
 
     def run(self) -> None:
-        """Serve until all training ranks of this buffer have sent their termination signals, or are gone.
+        """Serve until all training ranks of this buffer have sent their termination signals or are gone.
 
         Raises:
-            BaseException: What the scoring function or ``_compute_metadata`` raises; the job fails with it.
+            BaseException: The exception of the scoring function or ``_compute_metadata``; the job fails with it.
         """
         world = join()
         with _Desk(world, self.num_training_ranks) as desk:
@@ -249,26 +250,26 @@ class ReplayBufferManager(_GfnReplayBufferManager):  # type: ignore[misc]  # tor
 
     @staticmethod
     def get_metadata(manager_rank: int, backend: str = "mpi") -> Any:
-        """Return what ``_compute_metadata`` returns on the buffer rank ``manager_rank``; ``backend`` is ignored."""
+        """Return the result of ``_compute_metadata`` on the buffer rank ``manager_rank``; ``backend`` is ignored."""
         del backend
         return _ask(manager_rank, MessageType.GET_METADATA)
 
     @staticmethod
     def send_termination_signal(manager_rank: int, backend: str = "mpi") -> None:
-        """Tell the buffer rank ``manager_rank`` that this rank sends nothing more; ``backend`` is ignored."""
+        """Notify the buffer rank ``manager_rank`` that this rank is done with it; ``backend`` is ignored."""
         del backend
         _ask(manager_rank, MessageType.EXIT)
 
 
 class _Desk:
-    """Receives the requests of a buffer rank, one at a time, and sends the answers; a context.
+    """Receives a buffer rank's requests, one at a time, and sends the answers. Used as a context manager.
 
     Args:
-        world: This rank's.
+        world: World of this rank.
         client_count: Number of ranks that use the buffer.
 
     Attributes:
-        done: The ranks that have sent their termination signals.
+        done: Ranks that have sent their termination signals.
     """
 
     def __init__(self, world: blocking.World, client_count: int) -> None:
@@ -302,7 +303,7 @@ class _Desk:
         return len(ended) >= self._client_count or all(rank in gone for rank in self._absent())
 
     def next(self) -> tuple[int, MessageType, Any] | None:
-        """Return sender, kind and data of the next request; None when all clients have ended."""
+        """Wait for the next request; return its sender, kind and data, or None when all clients have ended."""
         return self._world.call(self._next)
 
     async def _next(self) -> tuple[int, MessageType, Any] | None:
@@ -321,12 +322,12 @@ class _Desk:
             try:
                 payload = await _receive(self._world.awaited, envelope)
             except RankLostError:
-                self._world.check()  # raises where the job has failed with it; else it is one client less
+                self._world.check()  # raises if the job has failed; otherwise there is only one client fewer
                 continue
             return source, kind, Message.deserialize(payload).message_data if len(payload) else None
 
     def answer(self, dest: int, data: Any) -> None:
-        """Send an answer to the rank that has asked; one that is gone gets none."""
+        """Send an answer to the rank that sent the request, unless that rank is lost."""
         with contextlib.suppress(RankLostError):
             self._world.call(_send, self._world.awaited, self._channel, dest, Answer, _packed(data))
         self._world.check()

@@ -1,7 +1,7 @@
 """Adapts a policy to the calls of torchgfn's scripts, which number their iterations themselves.
 
-The numbers may restart at each epoch and may skip iterations. :class:`CallerNumbers` decides what each number means for
-the policy, whose own iteration only grows; :class:`PortedCalls` checks the arguments of a call and does the step.
+Their numbers may restart at each epoch and may skip iterations, while the policy's own iteration only grows.
+:class:`CallerNumbers` translates the numbers; :class:`PortedCalls` checks a call's arguments and does the step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from asyncdist.protocols.metrics import MetricSource
 from asyncdist.protocols.policy import SpawnPolicy
 from asyncdist.protocols.step_info import fields_of
 
-#: What a ported call returns: the model, the optimizer, and the fields of the step's :class:`protocols.StepInfo`.
+#: Result of a ported call: the model, the optimizer, and the fields of the step's :class:`protocols.StepInfo`.
 CallResult: TypeAlias = tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]
 
 
@@ -26,7 +26,7 @@ class CallerNumbers:
     """Translates the caller's iteration numbers into iterations of the policy.
 
     Args:
-        average_every: The policy's cadence; number i is due when (i + 1) % average_every == 0.
+        average_every: The policy's cadence: number i is due if (i + 1) % average_every == 0.
 
     Attributes:
         epoch_start: The policy's iteration that the caller counts as 0; None before the first call.
@@ -47,7 +47,7 @@ class CallerNumbers:
         if self.epoch_start is None:
             return self._first_place(number, iteration)
         every, expected = self.average_every, iteration - self.epoch_start
-        if 0 < number == expected - 1:  # the last number is repeated; a repeated 0 means epochs of one iteration
+        if 0 < number == expected - 1:  # the last number is repeated; a repeated 0 would mean epochs of one iteration
             self.epoch_start += 1
             return iteration, (number + 1) % every == 0
         if number < expected:  # an epoch has begun
@@ -65,11 +65,7 @@ class CallerNumbers:
 
 
 class PortedCalls:
-    """Does the steps of one policy in the form of torchgfn's calls.
-
-    Args:
-        policy: The policy.
-    """
+    """Does the steps of one policy in the form of torchgfn's calls."""
 
     def __init__(self, policy: SpawnPolicy) -> None:
         self._policy = policy
@@ -88,14 +84,14 @@ class PortedCalls:
         policy = self._policy
         if model is not policy.model or optimizer is not policy.optimizer:
             raise ValueError(
-                "this policy was made for another model or optimizer; it changes weights in place, pass the same ones"
+                "this policy was made for another model or optimizer: pass the same ones, whose weights it changes"
             )
         if group is not None and not policy.is_own_group(group):
-            validation.refuse("group", group, "None, or the policy's own, which is given to its constructor")
+            validation.refuse("group", group, "None, or the group that was passed to the policy's constructor")
         if expose_params not in (None, True):
-            validation.refuse("expose_params", expose_params, "None, True; average_every says when")
+            validation.refuse("expose_params", expose_params, "None or True; average_every sets the cadence")
         if type(iteration) is int and iteration == policy.iteration and self._numbers.epoch_start == 0:
-            return model, optimizer, fields_of(await policy._guarded_step(local_metric))  # as most calls are
+            return model, optimizer, fields_of(await policy._guarded_step(local_metric))  # the fast path
         policy.check_can_step()
         if type(iteration) is not int or iteration < 0:
             iteration = validation.count("iteration", iteration, least=0)

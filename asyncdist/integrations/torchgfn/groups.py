@@ -1,4 +1,4 @@
-"""Finds the ranks that a script means by ``group=``: a group of asyncdist, a process group or a communicator."""
+"""Conversion of ``group=`` arguments: a group of asyncdist, a process group or a communicator."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _HERE = "asyncdist.integrations.torchgfn"
 def group_of(group: Any) -> Group | None:
     """Return the group of asyncdist with the ranks of ``group``; None for all ranks.
 
-    All ranks of the job open their world, the members make the group together. Nothing of that begins where it could
-    not be completed.
+    Opens the world if none is open, which is collective among all ranks of the job. The members make the group
+    together. Raises before either step if it could not complete.
 
     Args:
-        group: None, a group of asyncdist, a process group of torch.distributed, or a communicator of MPI.
+        group: A group of asyncdist, a process group of torch.distributed, a communicator of MPI, or None.
 
     Raises:
-        ValueError: Other ranks of the job are not in ``group``, and no world is open; or its ranks are not known.
-        TypeError: ``group`` is something else.
+        ValueError: No world is open and ``group`` does not have all ranks of the job, or its ranks are unknown.
+        TypeError: ``group`` is of another type.
     """
     if group is None or isinstance(group, Group):
         join()
@@ -40,15 +40,15 @@ def group_of(group: Any) -> Group | None:
 
 
 def _check_is_of_all(group: Any, size: int) -> None:
-    """Refuse a group of some ranks before a world is opened: the opening would wait for the other ranks forever."""
+    """Raise ValueError if ``group`` lacks ranks of the job: opening a world would wait for those ranks forever."""
     is_torchs = torch.distributed.is_available() and torch.distributed.is_initialized()
     found = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if is_torchs else None
     job_size = environment.detect(group=found).expected_size or 1
     if size < job_size:
         raise ValueError(
-            f"group is {group!r:.80} of {size} ranks, and this job has {job_size}; a world is opened by all ranks of a "
-            "job, and the others may never do so. Make the groups with initialize_distributed_compute of "
-            f"{_HERE} instead of torchgfn's, or call asyncdist.blocking.process_world() on all ranks before"
+            f"group is {group!r:.80} with {size} of the job's {job_size} ranks, but all ranks of a job must open the "
+            "world, and the others may never do so. Make the groups with initialize_distributed_compute of "
+            f"{_HERE} instead of torchgfn's, or first call asyncdist.blocking.process_world() on all ranks"
         )
 
 
@@ -60,7 +60,7 @@ def _size_of(group: Any) -> int:
 
 
 def _ranks_of(group: Any, size: int, world: World) -> list[int]:
-    """Return the ranks of a process group, or of a communicator, as this world numbers them."""
+    """Return the ranks of a process group or a communicator, in the numbering of this world."""
     if not hasattr(group, "Get_group"):
         return list(torch.distributed.get_process_group_ranks(group))
     everybody = world.group.communicator

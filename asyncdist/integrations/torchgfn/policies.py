@@ -1,4 +1,4 @@
-"""The spawn policies of torchgfn's training scripts, under their names and with their calls.
+"""The averaging policies of torchgfn's training scripts, with the same names and calls.
 
 ::
 
@@ -10,8 +10,8 @@
         )
     averaging_policy.shutdown()
 
-The same model and optimizer come back, changed in place. A script of torchgfn's may have a process group of
-torch.distributed, or communicators of MPI, of its own; the policy's messages travel apart from theirs.
+A call returns the same model and optimizer, changed in place. The policy's messages do not interfere with the script's
+own process groups of torch.distributed or communicators of MPI.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ PolicyT = TypeVar("PolicyT", bound=SpawnPolicy)
 
 
 class _SelectiveOptions(RoundOptions, PopulationOptions, total=False):
-    """Names the options of selective averaging that torchgfn's policy does not have."""
+    """Options of selective averaging that torchgfn's policy does not have."""
 
     metric: Callable[[], Metric] | None
 
 
 class _OneSidedOptions(ReadingOptions, StartOptions, total=False):
-    """Names the options of one-sided selective averaging that torchgfn's policies do not have."""
+    """Options of one-sided selective averaging that torchgfn's policies do not have."""
 
 
 class _Ported(Generic[PolicyT]):
-    """Is a policy that is called in each iteration; the first call starts it, with that model and optimizer.
+    """Wraps a policy that is called in each iteration. The first call starts it, with its model and optimizer.
 
     Args:
-        make: Makes the policy for a model and its optimizer, with ``group=`` as its keyword argument.
+        make: Makes the policy for a model and its optimizer; ``group=`` is a keyword argument.
     """
 
     def __init__(self, make: Callable[..., PolicyT]) -> None:
@@ -76,12 +76,12 @@ class _Ported(Generic[PolicyT]):
 
     @property
     def policy(self) -> Policy[PolicyT] | None:
-        """The policy that was started; None before the first call and after ``shutdown``."""
+        """The started policy; None before the first call and after ``shutdown``."""
         return None if self._training is None else self._training.policy
 
     @property
     def replacement_count(self) -> int:
-        """How often this rank's weights have been averaged."""
+        """Number of times that this rank's weights were averaged."""
         return 0 if self._training is None else self._training.replacement_count
 
     def _call(
@@ -91,7 +91,7 @@ class _Ported(Generic[PolicyT]):
             self._begin(model, optimizer, group)
         elif group is not self._group:
             validation.refuse("group", group, f"the group of the first call, {self._group!r:.80}")
-        assert self._training is not None, "it has begun"
+        assert self._training is not None, "the training has begun"
         return self._training.call(iteration, model, optimizer, local_metric)
 
     def _begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Any) -> None:
@@ -102,9 +102,9 @@ class _Ported(Generic[PolicyT]):
         self._training, self._group = training, group
 
     def shutdown(self) -> None:
-        """Leave the policy; the other ranks continue without this one.
+        """Leave the policy. The other ranks continue without this rank.
 
-        A world that the first call has opened ends, too, for which this rank waits for the others.
+        If the first call opened the world, this also leaves the world, and waits until the other ranks leave it.
         """
         if self._training is not None:
             self._training.end()
@@ -114,7 +114,7 @@ class _Ported(Generic[PolicyT]):
 
 
 class _Called(_Ported[PolicyT]):
-    """Is a policy with the call of torchgfn's policies for torch.distributed."""
+    """Adds the call of torchgfn's policies for torch.distributed."""
 
     def __call__(
         self,
@@ -130,14 +130,14 @@ class _Called(_Ported[PolicyT]):
             iteration: The script's own number of this iteration.
             model: The model, the same in all calls.
             optimizer: The optimizer, the same in all calls.
-            local_metric: This rank's metric, larger is better.
+            local_metric: This rank's metric; larger is better.
             group: The ranks that take part, the same in all calls: a group of asyncdist, a process group or a
                 communicator; all ranks by default.
 
         Raises:
-            ValueError: ``group`` has some of the job's ranks, and the others have not opened their world; or it is not
-                the group of the first call.
-            ClosedError: After ``shutdown``.
+            ValueError: ``group`` is not the group of the first call, or it does not have all ranks of the job and no
+                world is open.
+            ClosedError: Called after ``shutdown``.
         """
         return self._call(iteration, model, optimizer, local_metric, group)
 
@@ -146,8 +146,8 @@ class AverageAllPolicy(_Called[_All]):
     """Averages the models of all ranks at a fixed cadence.
 
     Args:
-        average_every: Iterations between two averages.
-        options: Others of :class:`protocols.AverageAllPolicy`.
+        average_every: Number of iterations between two averages.
+        options: Other options of :class:`protocols.AverageAllPolicy`.
     """
 
     @validation.names_options()
@@ -157,16 +157,19 @@ class AverageAllPolicy(_Called[_All]):
 
 
 class AsyncSelectiveAveragingPolicy(_Called[_Selective]):
-    """Lets the worst ranks take the average of the good ones; a larger ``local_metric`` is better.
+    """Replaces the weights of the worst ranks with the average of the good ranks' weights.
+
+    A larger ``local_metric`` is better.
 
     Args:
-        model_builder: Returns a model, or the pair (model, optimizer); for ``"reset_weights"``.
-        average_every: Iterations between two reports.
+        model_builder: Function that returns a model, or the pair (model, optimizer); for ``"reset_weights"``.
+        average_every: Number of iterations between two reports.
         replacement_ratio, averaging_strategy, momentum, cooldown, timing: As for
             :class:`protocols.AsyncSelectiveAveragingPolicy`.
-        poll_interval_s: Ignored: no thread polls.
-        threshold: A round acts if the worst metric is worse than this; ``inf``: each round, after the cooldown.
-        options: Others of that policy.
+        poll_interval_s: Ignored, since no thread polls.
+        threshold: Metric below which the worst rank must be for a round to act; with ``inf``, every round after the
+            cooldown acts.
+        options: Other options of that policy.
     """
 
     @validation.names_options()
@@ -199,20 +202,20 @@ class AsyncSelectiveAveragingPolicy(_Called[_Selective]):
 
 
 class AsyncSelectiveAveragingPolicympi4pyFast(_Ported[_OneSided]):
-    """Replaces a rank at the end of its drawn life by the average of random others, on every transport.
+    """Replaces a rank's weights, at the end of its randomly drawn lifetime, with the average of random other ranks.
 
-    Each call publishes a snapshot of the weights, from which other ranks read.
+    Each call publishes a snapshot of the weights, from which other ranks read. It works on every transport.
 
     Args:
-        model_builder: Returns a model, or the pair (model, optimizer); for ``"reset_weights"``.
-        model: Ignored: the calls are given the model.
-        average_every: Ignored, as by torchgfn: each call publishes.
-        threshold_metric: Ignored, as by torchgfn, unless ``replacement_mode="threshold"``.
-        replacement_ratio: Ignored, as by torchgfn, unless ``replacement_mode="worst_ratio"``.
+        model_builder: Function that returns a model, or the pair (model, optimizer); for ``"reset_weights"``.
+        model: Ignored, since the calls get the model.
+        average_every: Ignored, as in torchgfn: each call publishes.
+        threshold_metric: Ignored, as in torchgfn, unless ``replacement_mode="threshold"``.
+        replacement_ratio: Ignored, as in torchgfn, unless ``replacement_mode="worst_ratio"``.
         averaging_strategy, momentum, age_range: As for :class:`protocols.OneSidedSelectiveAveragingPolicy`.
-        poll_interval_s: Ignored: no thread polls.
-        group: The ranks that take part, as for the calls; all by default.
-        options: Others of that policy.
+        poll_interval_s: Ignored, since no thread polls.
+        group: The ranks that take part, as for the calls; all ranks by default.
+        options: Other options of that policy.
     """
 
     @validation.names_options()
@@ -260,8 +263,8 @@ class AsyncSelectiveAveragingPolicympi4pyFast(_Ported[_OneSided]):
 
         Args:
             iteration, model, optimizer, local_metric: As for :class:`AsyncSelectiveAveragingPolicy`.
-            expose_params: True: each call publishes.
-            group: The constructor's group, or None for that.
+            expose_params: Must be True, since each call publishes.
+            group: The constructor's group, or None to use it.
         """
         if expose_params is not True:
             validation.refuse("expose_params", expose_params, "True: each call publishes the weights")
@@ -271,34 +274,34 @@ class AsyncSelectiveAveragingPolicympi4pyFast(_Ported[_OneSided]):
         return called
 
     def statistics(self) -> OneSidedStatistics:
-        """Return what this rank has done; after ``shutdown``, too.
+        """Return this rank's statistics; also possible after ``shutdown``.
 
         Raises:
-            RuntimeError: Before the first call.
+            RuntimeError: Called before the first step.
         """
         return self._started().statistics()
 
     def print_stats(self) -> None:
-        """Print what this rank has done, as a table; after ``shutdown``, too."""
+        """Print this rank's statistics as a table; also possible after ``shutdown``."""
         self._started().print_stats()
 
     def print_time(self) -> None:
-        """Print how long the work of this rank took, as a table; after ``shutdown``, too."""
+        """Print the times of this rank's work as a table; also possible after ``shutdown``."""
         self._started().print_time()
 
     def _started(self) -> _OneSided:
         if self._one_sided is None:
-            raise RuntimeError("this policy has done nothing yet: its first call starts it")
+            raise RuntimeError("this policy has not started: its first call starts it")
         return self._one_sided
 
 
-#: Code for mpi4py uses these names; one class serves every transport, and models of any mix of dtypes.
+#: Names used by code for mpi4py; one class serves every transport, and models of any mix of dtypes.
 AsyncSelectiveAveragingPolicympi4pyGeneral = AsyncSelectiveAveragingPolicympi4pyFast
 AverageAllPolicympi4py = AverageAllPolicy
 
 
 def _finite(threshold: float | None) -> float | None:
-    """Return the finite number that means the same: an infinite threshold is passed always, or never."""
+    """Return ``threshold``, or the largest finite number of the same sign if it is infinite."""
     if isinstance(threshold, float) and math.isinf(threshold):
         return math.copysign(sys.float_info.max, threshold)
     return threshold

@@ -1,7 +1,7 @@
-"""Offers torchgfn's ``gfn.utils.distributed`` on the ranks of asyncdist: roles, groups, and calls that block.
+"""The functions of torchgfn's ``gfn.utils.distributed`` for the ranks of asyncdist: roles, groups and blocking calls.
 
-Every launcher starts such ranks; torchgfn's own functions see several ranks only where PMI_SIZE is set. A group of
-asyncdist takes the place of each process group and of each communicator.
+They work under every launcher; torchgfn's own functions see several ranks only if PMI_SIZE is set. A group of asyncdist
+replaces each process group and each communicator.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ report_time_info = asyncdist.report_time_info
 
 @dataclass
 class DistributedContext:
-    """Holds the roles of the ranks, seen from one rank; the fields are those of torchgfn's class.
+    """Holds the roles of the ranks, from the view of one rank. It has the fields of torchgfn's class.
 
     Attributes:
         my_rank: This rank.
         world_size: Number of ranks.
-        num_training_ranks: Number of ranks that train, which are the first ones.
-        agent_group_size: Training ranks in each agent group.
-        agent_groups: All agent groups; None where this rank is alone.
-        agent_group_id: Index of this rank's agent group; None where it does not train.
-        train_global_group: All training ranks; None where this rank is alone.
-        assigned_buffer: The buffer rank of this training rank, or None.
-        buffer_group: All buffer ranks; None without buffers.
-        assigned_training_ranks: The training ranks that this buffer rank serves, or None.
+        num_training_ranks: Number of training ranks, which are the first ranks.
+        agent_group_size: Number of training ranks in each agent group.
+        agent_groups: All agent groups; None if there is only one rank.
+        agent_group_id: Index of this rank's agent group; None if this rank does not train.
+        train_global_group: Group of all training ranks; None if there is only one rank.
+        assigned_buffer: Buffer rank of this training rank, or None.
+        buffer_group: Group of all buffer ranks; None without buffers.
+        assigned_training_ranks: Training ranks that this buffer rank serves, or None.
     """
 
     my_rank: int
@@ -52,7 +52,7 @@ class DistributedContext:
 
     @property
     def dc_mpi4py(self) -> DistributedContext:
-        """This context: its groups serve code for mpi4py, too, on every transport."""
+        """This context, whose groups also work in code for mpi4py, on every transport."""
         return self
 
     def get_train_group(self, backend: str = "mpi") -> Group | None:
@@ -69,7 +69,7 @@ class DistributedContext:
         return self.my_rank < self.num_training_ranks
 
     def cleanup(self) -> None:
-        """Free the groups and end the world of this process, for which this rank waits for the others.
+        """Free the groups, leave the world of this process, and wait until the other ranks leave it.
 
         MPI is finalized when the process ends. A second call does nothing.
         """
@@ -82,17 +82,17 @@ class DistributedContext:
 def initialize_distributed_compute(
     dist_backend: str = "gloo", num_remote_buffers: int = 0, num_agent_groups: int = 1
 ) -> DistributedContext:
-    """Give every rank its role, and make the groups. All ranks call it, which opens their world where none is open.
+    """Give every rank its role, and make the groups. Collective among all ranks; opens their world if none is open.
 
     Args:
-        dist_backend: Ignored: the launcher decides between MPI and torch.distributed.
-        num_remote_buffers: Number of buffer ranks, which are the last ones; at most one for each training rank.
-        num_agent_groups: Number of groups that the training ranks form; a divisor of their number.
+        dist_backend: Ignored, since the launcher decides between MPI and torch.distributed.
+        num_remote_buffers: Number of buffer ranks, which are the last ranks; at most one for each training rank.
+        num_agent_groups: Number of groups that the training ranks form; must divide their number.
 
     Raises:
-        ValueError: The numbers do not fit the number of ranks.
-        DisagreementError: The ranks ask for different roles.
-        StartTimeoutError: Some ranks did not come in time.
+        ValueError: The arguments do not fit the number of ranks.
+        DisagreementError: The ranks pass different arguments.
+        StartTimeoutError: Some ranks did not join in time.
     """
     del dist_backend
     world = join()
@@ -114,21 +114,21 @@ def initialize_distributed_compute(
     )
 
 
-#: Code for mpi4py uses this name; one class serves every transport.
+#: Name used by code for mpi4py; one class serves every transport.
 DistributedContextmpi4py = DistributedContext
 
 
 def initialize_distributed_compute_mpi4py(num_remote_buffers: int, num_agent_groups: int) -> DistributedContext:
-    """Do what :func:`initialize_distributed_compute` does."""
+    """Do the same as :func:`initialize_distributed_compute`."""
     return initialize_distributed_compute("mpi", num_remote_buffers, num_agent_groups)
 
 
 def barrier(group: Group | None = None, backend: str = "mpi") -> None:
-    """Return when every rank of ``group`` has called this: instead of ``torch.distributed.barrier``.
+    """Wait until every rank of ``group`` has called this. Replaces ``torch.distributed.barrier``.
 
     Args:
-        group: The ranks; all by default.
-        backend: Ignored: the launcher decides between MPI and torch.distributed.
+        group: The ranks; all ranks by default.
+        backend: Ignored, since the launcher decides between MPI and torch.distributed.
     """
     del backend
     join()
@@ -136,12 +136,12 @@ def barrier(group: Group | None = None, backend: str = "mpi") -> None:
 
 
 def broadcast(tensor: torch.Tensor, src: int = 0, group: Group | None = None) -> None:
-    """Copy the values of ``tensor`` on rank ``src`` to the other ranks, in place: instead of torch.distributed's.
+    """Copy ``tensor`` of rank ``src`` into the other ranks' tensors. Replaces ``torch.distributed.broadcast``.
 
     Args:
-        tensor: Of one shape and dtype on all ranks of ``group``.
-        src: A rank of ``group``.
-        group: The ranks; all by default.
+        tensor: The tensor to send or to overwrite, of equal shape and dtype on all ranks of ``group``.
+        src: Rank that sends, a member of ``group``.
+        group: The ranks; all ranks by default.
     """
     join()
     blocking.broadcast(tensor, src, group=group)
@@ -154,7 +154,7 @@ def average_gradients(model: nn.Module) -> None:
 
 
 def average_models(model: nn.Module, training_group: Group | None = None) -> None:
-    """Average the models of ``training_group``, by default of all ranks; see :func:`asyncdist.average_models`."""
+    """Average the models of ``training_group``, or of all ranks; see :func:`asyncdist.average_models`."""
     join()
     blocking.average_models(model, training_group)
 
