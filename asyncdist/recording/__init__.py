@@ -1,4 +1,4 @@
-"""What happens on each rank: kept for reports, written to files, and read back."""
+"""Events of each rank: kept in memory for reports, written to files, and read back."""
 
 from asyncdist import compiled
 

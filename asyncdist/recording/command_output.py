@@ -1,4 +1,4 @@
-"""Prints what commands have to say of jobs and recordings; a reader may have gone, as ``head`` has with enough."""
+"""Prints the output of commands, whose reader may close it early, as ``head`` does."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from asyncdist.validation import printable
 
 
 def print_to(command: str, write: Callable[[], None]) -> int:
-    """Print what ``write`` does; return the exit code. What its reader does not want is dropped.
+    """Call ``write``, and return the exit code. Output is dropped after its reader has closed it.
 
-    What standard output's encoding lacks, as a letter of a script's name, is printed with backslashes.
+    Characters that the encoding of standard output lacks are printed as backslash escapes.
 
     Args:
-        command: of asyncdist, which a refusal names.
-        write: prints to standard output.
+        command: Name of the command, for an error message.
+        write: Prints to standard output.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -34,6 +34,6 @@ def print_to(command: str, write: Callable[[], None]) -> int:
 
 
 def refuse(command: str, error: object) -> int:
-    """Print in one line why a command of asyncdist does nothing; return its exit code."""
+    """Print in one line why a command fails; return its exit code."""
     print(f"asyncdist {command}: {printable(str(error))}", file=sys.stderr)
     return 2

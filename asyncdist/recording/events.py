@@ -1,7 +1,7 @@
-"""Keeps what has happened on a rank lately, and hands it on to be written down.
+"""Keeps the latest events of a rank, and passes events to a recording.
 
-An event is a time, a kind and its fields. :data:`KINDS` lists all kinds; :mod:`asyncdist.recording.writer` writes the
-same events to a file, in which a kind is its place in this list. So kinds are added at the end, and fields too.
+An event has a time, a kind and fields. :data:`KINDS` lists all kinds. :mod:`asyncdist.recording.writer` writes events
+to a file, in which a kind is its index in this list. New kinds and new fields are therefore added at the end.
 """
 
 from __future__ import annotations
@@ -12,99 +12,100 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from asyncdist.waits import WaitId
 
-#: What a field of an event may be.
+#: A field of an event.
 Field: TypeAlias = int | float | str | WaitId | Sequence[int] | Sequence[float] | None
 
 
 def whole(field: Field) -> int:
-    """Return a field that is a whole number by its kind."""
-    assert isinstance(field, int), f"{field!r} in place of a whole number"
+    """Return a field that is known to be an integer."""
+    assert isinstance(field, int), f"the field must be an integer, got {field!r}"
     return field
 
 
-#: The kinds of events, each with the names of its fields. Seconds are seconds, times are those of the event.
+#: The kinds of events, each with the names of its fields. The field ``seconds`` is a duration that ends at the event.
 KINDS: Final[dict[str, tuple[str, ...]]] = {
-    # A policy has started on this rank. The number stands for it in the events below.
+    # A policy has started on this rank. Its number identifies it in the events below.
     "policy": ("policy", "class_name", "name", "average_every", "model_nbytes", "ranks"),
-    # A call of ``policy.step`` has ended, which took so many seconds.
+    # A call of ``policy.step`` has ended.
     "step": ("policy", "iteration", "seconds"),
-    # A metric was asked for and given.
+    # The user's code returned a metric.
     "metric": ("policy", "iteration", "value"),
-    # What this rank does in a round from now on: a state of protocols.selective.member, in small letters.
+    # This rank's new state in a round: a state of protocols.selective.member, in lower case.
     "role": ("policy", "round", "state"),
-    # New weights are in place.
+    # This rank has applied new weights.
     "applied": (
         *("policy", "round", "iteration", "donors", "weights"),
         *("staleness_steps", "seconds", "nbytes", "coordinator", "route"),
     ),
-    # A round that this rank was to apply came to nothing.
+    # A round whose average this rank should have applied was abandoned.
     "abandoned": ("policy", "round", "iteration", "reason"),
-    # Of the coordinator: a report has come; a round was decided, its donors were fixed, and it was over.
+    # On the coordinator: a report has arrived; a round was decided; its donors were fixed; the round has ended.
     "heard": ("policy", "source", "iteration", "value"),
     "decided": ("policy", "round", "donors", "replacers", "route"),
     "frozen": ("policy", "round", "donors"),
     "ended": ("policy", "round", "reason"),
-    # Another rank coordinates from now on.
+    # Another rank has become the coordinator.
     "coordinator": ("policy", "epoch", "rank"),
     # A policy has ended on this rank.
     "closed": ("policy", "iteration"),
-    # Of the transport: a message was handed to it, or has come from it; the k-th one sent to a rank on a tag is the
-    # k-th one that this rank receives from the sender on that tag.
+    # A message was passed to the transport, or received from it. The k-th message sent to a rank on a tag is the k-th
+    # message that the rank receives from the sender on that tag.
     "sent": ("dest", "tag", "nbytes"),
-    # The number of the pass, modulo 65536, tells which messages the rank took up together; -1 is for one that a task
-    # took by itself, -2 for one before the world was open. The turn is that of its safe point: passes and yields. So
-    # many waits had ended, and begun, since that safe point began.
+    # ``pass`` is the number of the polling pass, modulo 65536: a pass receives its messages together. It is -1 if a
+    # task received the message without a pass, and -2 before the world was open. ``turn`` counts the passes and yields
+    # of the safe point. ``woken`` and ``begun`` count the waits that have ended and begun since the last safe point
+    # began.
     "received": ("source", "tag", "nbytes", "pass", "turn", "woken", "begun"),
-    # A task has waited so many seconds, up to now; see :data:`asyncdist.recording.writer.WAIT_S_MIN`.
+    # A wait of a task has ended; see :data:`asyncdist.recording.writer.WAIT_S_MIN`.
     "waited": ("what", "seconds"),
-    # Of other ranks: one was lost, or is there again as a new process; turn and waits are as of a message.
+    # Another rank was lost, or has returned as a new process. ``turn`` and ``woken`` are as for "received".
     "lost": ("rank", "turn", "woken"),
     "returned": ("rank", "incarnation"),
-    # The error that ends this rank, or "" where main has returned.
+    # Main has ended with this error; "" if it returned.
     "over": ("error",),
-    # For replays: a safe point has begun, or ended; a line of code has read the clock; a deadline has passed.
-    # The beginning of a safe point in which nothing happened is left out. So many waits had ended as it began, since
-    # the one before.
+    # For replays: a safe point has begun or ended; a line of code has read the clock; a deadline has passed. The
+    # beginning of a safe point without events is not recorded. ``woken`` of a safe point counts the waits that ended
+    # between the previous safe point and this one.
     "safe_point": ("has_ended", "turns", "woken"),
     "clock": ("seconds", "line"),
     "deadline": ("what", "turn", "woken"),
-    # The last weights of a policy, as a CRC-32 of all bytes, where they are not too many.
+    # CRC-32 of a policy's final weights, if they are not too large.
     "weights": ("policy", "checksum"),
-    # A timer of the runtime or of asyncio has fired, or work in a thread has ended; turn and waits are as of a message.
+    # A timer of the runtime or of asyncio has fired, or work in a thread has ended. Counts are as for "received".
     "timer": ("what", "turn", "woken", "begun"),
-    # A task goes on after a collective that has failed; turn and waits are as of a message.
+    # A task continues after a failed collective. ``turn`` and ``woken`` are as for "received".
     "failed": ("turn", "woken"),
-    # Main is cancelled because of a signal; what it waited for, and in which line, or "".
+    # A signal has cancelled main. ``waited_for`` names main's wait and its line of code; "" if main was not waiting.
     "interrupted": ("waited_for",),
-    # A task goes on after a collective that MPI has carried by itself; turn and waits are as of a message.
+    # A task continues after a collective that MPI has carried out. ``turn`` and ``woken`` are as for "received".
     "collective": ("tag", "turn", "woken"),
-    # MPI has added or multiplied floating numbers in an order of its own: the result's bytes, in hexadecimal digits,
-    # where they are few, else "".
+    # MPI has reduced floating-point numbers in an order of its own. ``result`` has the bytes of the result as
+    # hexadecimal digits; "" if they are too many.
     "reduced": ("tag", "nbytes", "result"),
-    # A number that follows from nothing but timing, as how much of a tensor was written into another rank's memory.
+    # A number that depends on timing alone, such as the part of a tensor that was written to another rank's memory.
     "measured": ("what", "value"),
-    # The file ends here, though the rank goes on: it is as large as it may be, or cannot be written any more.
+    # The file ends before its rank: it has reached its size limit, or can no longer be written.
     "cut": ("why",),
-    # A rank that was started again, or came later, has begun with the state of a member: weights and all.
+    # A rank that was restarted or joined late has started with the state of a member, including its weights.
     "joined": ("policy", "round", "iteration", "donor"),
-    # What all ranks of a host did was told, in these words: nothing had moved, or the job is aborted. The rank that
-    # tells it writes it down, and a few others.
+    # The ranks of a host have logged their story, because the job made no progress or is aborted. The rank that logs it
+    # and a few others record it.
     "told": ("story",),
 }
 _PLACES: Final = {kind: {name: place for place, name in enumerate(names)} for kind, names in KINDS.items()}
-#: In place of the number of a pass: the message came before the rank's world was open.
+#: The ``pass`` of a message that was received before the rank's world was open.
 BEFORE_WORLD: Final = -2
-#: Events that a rank keeps in memory. Steps, messages and reports that come are not among them: they are too many.
+#: Number of events that a rank keeps in memory. Steps, messages and arriving reports are not kept: they are too many.
 CAPACITY: Final = 256
 
 
 class Event(NamedTuple):
-    """Says that something happened.
+    """An event on a rank.
 
     Attributes:
-        time_s: when, on the clock of the rank's loop, in seconds from an arbitrary start.
-        kind: one of :data:`KINDS`.
-        fields: as listed there.
+        time_s: Time in seconds, on the clock of the rank's loop, which starts at an arbitrary moment.
+        kind: One of :data:`KINDS`.
+        fields: Values of the fields that :data:`KINDS` lists for the kind.
     """
 
     time_s: float
@@ -112,13 +113,13 @@ class Event(NamedTuple):
     fields: tuple[Field, ...]
 
     def get(self, name: str) -> Any:
-        """Return a field by its name; None where the event has none."""
+        """Return the field with this name; None if the event does not have it."""
         place = _PLACES[self.kind].get(name, -1)
         return self.fields[place] if 0 <= place < len(self.fields) else None
 
     @property
     def wait(self) -> WaitId:
-        """The wait, the timer or the number of an event that has one."""
+        """Identity of the event's wait, timer or number, from its field ``what``."""
         return WaitId(*self.get("what"))
 
     def __str__(self) -> str:
@@ -127,15 +128,15 @@ class Event(NamedTuple):
 
 
 class EventLog:
-    """Keeps the latest events of one rank, and hands each to a sink if there is one.
+    """Keeps the latest events of one rank, and passes each to a sink if there is one.
 
     Args:
-        clock: returns the time in seconds.
+        clock: Returns the time in seconds.
 
     Attributes:
-        now: that clock.
-        sink: called with each event; None where nothing is written down.
-        counts: how many events of each kind there were; of roles each state by itself, as in ``"role giving"``.
+        now: The clock.
+        sink: Called with each event; None if nothing is recorded.
+        counts: Number of events of each kind. Roles are counted by state, for example as ``"role giving"``.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -146,7 +147,7 @@ class EventLog:
         self.sink: Callable[[float, str, tuple[Field, ...]], None] | None = None
 
     def add(self, kind: str, *fields: Field) -> None:
-        """Add an event, now."""
+        """Add an event that happens now."""
         time_s = self.now()
         self._latest.append(Event(time_s, kind, fields))
         self.counts[kind if kind != "role" else f"role {fields[-1]}"] += 1
@@ -154,7 +155,7 @@ class EventLog:
             self.sink(time_s, kind, fields)
 
     def record(self, kind: str, *fields: Field) -> None:
-        """Add an event to what is written down alone: one of those that are too many to be kept."""
+        """Pass an event to the sink without keeping it; for events that are too many to keep."""
         if self.sink is not None:
             self.sink(self.now(), kind, fields)
 
@@ -163,6 +164,6 @@ class EventLog:
         return tuple(self._latest)
 
     def number_policy(self) -> int:
-        """Return the number of one more policy of this rank, from 0."""
+        """Return the number of this rank's next policy, from 0."""
         self._policy_count += 1
         return self._policy_count - 1

@@ -1,4 +1,4 @@
-"""Says in words why a file cannot be written, where the kernel gives a number."""
+"""Describes why a file cannot be written."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from pathlib import Path
 
 
 def why_not_written(error: OSError) -> str:
-    """Return what is in the way: a folder, a file in the place of a folder, no folder, or what the kernel says."""
+    """Return why a file cannot be written: a folder or file is in the way, a folder is missing, or the OS's message."""
     if error.filename is None:
         return error.strerror or str(error)
     path = Path(error.filename)
     if isinstance(error, IsADirectoryError):
         return f"{str(path)!r} is a folder"
     if isinstance(error, FileExistsError | NotADirectoryError):
-        return f"{str(_file_in_the_way(path))!r} is a file, and no folder"
+        return f"{str(_file_in_the_way(path))!r} is a file, not a folder"
     if isinstance(error, FileNotFoundError) and not path.parent.is_dir():
         return f"there is no folder {str(path.parent)!r}"
     return f"{str(path)!r}: {error.strerror}"

@@ -1,6 +1,6 @@
-"""Reads recordings, which :mod:`asyncdist.recording.writer` describes, with all that can be wrong with them.
+"""Reads recordings in the format of :mod:`asyncdist.recording.writer`, including damaged ones.
 
-Everything that is read has passed :mod:`asyncdist.recording.schema`: callers see checked headers and events alone.
+Callers get only headers and events that :mod:`asyncdist.recording.schema` has checked.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from asyncdist.validation import printable
 
 logger = logging.getLogger("asyncdist.recording.reader")
 
-#: Jobs that are named where a folder has several, the latest ones.
+#: Number of jobs, the latest ones, that an error names if a folder has several.
 _JOB_COUNT_MAX: Final = 8
-#: What is read of a file at once, and what is checked at once.
+#: Number of bytes that are read from a file at once, and that are checked at once.
 _READ_NBYTES: Final = 1 << 16
 _CHECK_NBYTES: Final = 1 << 16
 
 
 class RecordingError(AsyncdistError):
-    """A recording cannot be read; the text names the file and says why."""
+    """A recording cannot be read. The message names the file and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankRecording:
-    """Holds what one process of a rank has written down.
+    """Recording of one process of a rank.
 
     Attributes:
-        path: of the file.
-        header: its beginning.
-        schema: checks its events.
-        header_nbytes: the size of the header.
-        nbytes: how much was there when it was opened: a rank that goes on writes more, which is not read.
-        damage: what is wrong with the end of the file; "" where nothing is.
+        path: Path of the file.
+        header: Header of the file.
+        schema: Checks the events.
+        header_nbytes: Size of the header in bytes.
+        nbytes: Size of the file in bytes when it was opened. A running rank writes more, which is not read.
+        damage: Description of the damage at the end of the file; "" if it is intact.
     """
 
     path: Path
@@ -59,36 +59,36 @@ class RankRecording:
 
     @property
     def rank(self) -> int:
-        """The rank."""
+        """Rank of the process."""
         return self.header.rank
 
     @property
     def incarnation(self) -> int:
-        """How often the rank had been started again."""
+        """Number of restarts of the rank before this process."""
         return self.header.incarnation
 
     def unix_s(self, time_s: float) -> float:
-        """Return the time of an event in seconds since 1970, as this host's clock says."""
+        """Return the time of an event in seconds since 1970, by the clock of the rank's host."""
         return self.header.unix_s + time_s - self.header.clock_s
 
     def conditions(self) -> Conditions:
-        """Read from the header what a replay begins with.
+        """Read the conditions in which a replay starts from the header.
 
         Raises:
-            RecordingError: the header does not have it.
+            RecordingError: The header does not contain valid conditions.
         """
         with self.path.open("rb") as file:
             data = file.read(self.header_nbytes)
         try:
             return schema.read_conditions(data)
         except (ValueError, RecursionError) as error:
-            why = f"{self.path} has a header with which no replay can begin: {schema.why_refused(error)}"
+            why = f"{self.path} has a header from which no replay can start: {schema.why_refused(error)}"
             raise RecordingError(f"{why}; record the run anew") from error
 
     def events(self) -> Iterator[Event]:
-        """Read the events, oldest first; a file may have millions. It ends where the file is damaged.
+        """Iterate over the events, oldest first, up to the first damage; a file may have millions.
 
-        They are the same each time, also where the rank goes on. :func:`read_recording` has checked them.
+        Each call yields the same events, even if the rank is still writing. :func:`read_recording` has checked them.
         """
         read = self.schema.reader()
         for block in self.blocks():
@@ -96,10 +96,10 @@ class RankRecording:
                 yield from read(block.content, block.time_s)
 
     def check(self) -> str:
-        """Check the whole file; return what is wrong with its end, or "".
+        """Check the whole file; return a description of the damage at its end, or "".
 
         Raises:
-            RecordingError: the file holds something that no rank writes.
+            RecordingError: The file has content that no rank writes.
         """
         damage, waiting, nbytes = "", list[_Block](), 0
         for block in self.blocks():
@@ -115,7 +115,7 @@ class RankRecording:
         return damage
 
     def _check(self, blocks: Sequence[_Block]) -> None:
-        """Check blocks together, since each call takes longer than an event, and each by itself if that fails."""
+        """Check blocks together, which is faster, and one by one if that fails."""
         try:
             self.schema.check(b"".join([block.content for block in blocks]))
         except EventError:
@@ -123,12 +123,12 @@ class RankRecording:
                 try:
                     self.schema.check(block.content)
                 except EventError as error:
-                    why = f"{self.path} has, in the block at byte {block.place}, what no rank writes: {error}"
+                    why = f"{self.path} has content that no rank writes, in the block at byte {block.place}: {error}"
                     raise RecordingError(why) from error
-            raise AssertionError("what is wrong with blocks together is wrong with one of them") from None
+            raise AssertionError("blocks were refused together, but each is valid alone") from None
 
     def blocks(self) -> Iterator[_Block | str]:
-        """Yield the blocks; at the end what is wrong with the file, if something is."""
+        """Yield the blocks, and at the end a description of the damage if there is any."""
         with self.path.open("rb") as file:
             file.seek(self.header_nbytes)
             yield from _blocks(_Part(file, self.nbytes - self.header_nbytes), self.header_nbytes, self.nbytes)
@@ -136,13 +136,13 @@ class RankRecording:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """Holds what all ranks of a job have written down.
+    """Recording of a job: the files of all its ranks.
 
     Attributes:
-        job: its name.
-        size: the number of ranks.
-        ranks: the files, by rank and incarnation.
-        missing: ranks without a file.
+        job: Name of the job.
+        size: Number of ranks.
+        ranks: Files, ordered by rank and incarnation.
+        missing: Ranks without a file.
     """
 
     job: str
@@ -152,27 +152,27 @@ class Recording:
 
     @property
     def began_at(self) -> float:
-        """When the first rank began, in seconds since 1970."""
+        """Time at which the first rank began, in seconds since 1970."""
         return min(each.header.unix_s for each in self.ranks)
 
 
 def read_recording(folder: str | os.PathLike[str], job: str | None = None) -> Recording:
-    """Open the recording of one job.
+    """Open the recording of one job, and check each event.
 
-    Files that end too early, or that are damaged, count as far as they can be read; those that are no recordings at all
-    are left out. Warnings say so. Each event is checked.
+    Truncated or damaged files are read up to the damage, and files that are not recordings are ignored; a warning is
+    logged for both.
 
     Args:
-        folder: that of ``record=``.
-        job: which one, where the folder has recordings of several.
+        folder: Folder of the recording, as given to ``record=``.
+        job: Name of the job, if the folder has recordings of several.
 
     Raises:
-        RecordingError: there is none that can be read, it is of several jobs, a rank has two files, or a file holds
-            something that no rank writes.
+        RecordingError: No recording can be read, the folder has several jobs and ``job`` is None, a rank has two files,
+            or a file has content that no rank writes.
     """
     root = Path(folder)
     if not root.is_dir():
-        raise RecordingError(f"{root} is no folder; a recording is what asyncdist run --record FOLDER writes")
+        raise RecordingError(f"{root} is not a folder; asyncdist run --record FOLDER writes a recording")
     paths = sorted(root.glob(f"*{SUFFIX}"))
     if not paths:
         raise RecordingError(f"{root} has no recording: no file that ends with {SUFFIX}")
@@ -180,29 +180,29 @@ def read_recording(folder: str | os.PathLike[str], job: str | None = None) -> Re
     if not found and refused:
         raise refused[0]
     if not found:
-        raise RecordingError(f"{root} has no recording that was begun: no file that ends with {SUFFIX} has anything")
+        raise RecordingError(f"{root} has no recording: all files that end with {SUFFIX} are empty")
     chosen = _chosen_job(root, found, job)
     ranks = tuple(sorted((_looked_at(each) for each in found if each.header.job == chosen), key=_place))
     for each, other in itertools.pairwise(ranks):
         if _place(each) == _place(other):
             raise RecordingError(
-                f"rank {each.rank} has two recordings of job {chosen}, {each.path} and {other.path}: what it did would"
-                " count twice; take one of them out of the folder"
+                f"rank {each.rank} has two recordings of job {chosen}, {each.path} and {other.path}: its events would"
+                " count twice; move one of them out of the folder"
             )
         if each.header.size != other.header.size:
             raise RecordingError(
-                f"job {chosen} has {each.header.size} ranks in {each.path}, and {other.header.size} in {other.path}"
+                f"job {chosen} has {each.header.size} ranks in {each.path}, but {other.header.size} in {other.path}"
             )
     for each in ranks:
         if each.damage:
             logger.warning("%s: %s", printable(str(each.path)), each.damage)
     for error in refused:
-        logger.warning("%s; it is left out", printable(str(error)))
+        logger.warning("%s; the file is ignored", printable(str(error)))
     size = ranks[0].header.size
     missing = sorted(set(range(size)) - {each.rank for each in ranks})
     recording = Recording(chosen, size, ranks, tuple(missing))
     if (told := told_of_other_version(recording)) is not None:
-        logger.warning("%s; kinds of waits that it does not know are shown by their keys", printable(told))
+        logger.warning("%s; unknown kinds of waits are shown by their keys", printable(told))
     return recording
 
 
@@ -210,28 +210,28 @@ def told_of_other_version(recording: Recording) -> str | None:
     """Return a sentence that names both versions if another version of asyncdist made the recording; else None."""
     for each in recording.ranks:
         if each.header.asyncdist != __version__:
-            return f"{each.path} was written by asyncdist {each.header.asyncdist}, and this is asyncdist {__version__}"
+            return f"{each.path} was written by asyncdist {each.header.asyncdist}, but this is asyncdist {__version__}"
     return None
 
 
 def _chosen_job(root: Path, found: Sequence[RankRecording], job: str | None) -> str:
-    """Return the job that is meant. Raises RecordingError where it is not there, or there are several."""
+    """Return the job to read. Raises RecordingError if it is not in the folder, or if several jobs could be meant."""
     jobs = sorted({each.header.job: each.header.unix_s for each in found}.items(), key=lambda item: item[1])
     names = [name for name, _ in jobs]
     known = ", ".join(names[-_JOB_COUNT_MAX:])
     if len(names) > _JOB_COUNT_MAX:
         known = f"{len(names) - _JOB_COUNT_MAX} more, {known}"
     if job is not None and job not in names:
-        raise RecordingError(f"{root} has no recording of job {job}; those that it has, from the oldest: {known}")
+        raise RecordingError(f"{root} has no recording of job {job}; jobs in it, from the oldest: {known}")
     if job is None and len(names) > 1:
         raise RecordingError(
-            f"{root} has recordings of {len(names)} jobs, from the oldest: {known}; say which (--job {names[-1]})"
+            f"{root} has recordings of {len(names)} jobs, from the oldest: {known}; choose one (--job {names[-1]})"
         )
     return job or names[0]
 
 
 def _open_all(paths: Sequence[Path]) -> tuple[list[RankRecording], list[RecordingError]]:
-    """Return the files that can be read and hold something, and why others cannot be read."""
+    """Return the readable files that are not empty, and an error for each unreadable one."""
     found, refused, schemas = [], [], dict[Any, EventSchema]()
     for path in paths:
         try:
@@ -248,28 +248,28 @@ def _place(each: RankRecording) -> tuple[int, int]:
 
 
 class _Part:
-    """Reads the next ``nbytes`` bytes of a file, and no more."""
+    """Reads at most the next ``nbytes`` bytes of a file."""
 
     def __init__(self, file: BinaryIO, nbytes: int) -> None:
         self._file = file
         self._left = nbytes
 
     def read(self, nbytes: int) -> bytes:
-        """Return the next bytes, so many at most; none at the end."""
+        """Return at most ``nbytes`` of the next bytes; b"" at the end."""
         data = self._file.read(min(nbytes, self._left))
         self._left -= len(data)
         return data
 
 
 def _open(path: Path, schemas: dict[Any, EventSchema]) -> RankRecording | None:
-    """Read a file's header; None where nothing was written.
+    """Read a file's header; return None if the file is empty.
 
     Args:
-        path: of the file.
-        schemas: by what they depend on: making one takes a millisecond, and ranks of a job have the same.
+        path: Path of the file.
+        schemas: Cache of schemas, since making one takes a millisecond and all ranks of a job have the same.
     """
     if not path.is_file():
-        raise RecordingError(f"{path} is no file")
+        raise RecordingError(f"{path} is not a file")
     try:
         with path.open("rb") as file:
             if not os.fstat(file.fileno()).st_size:
@@ -280,11 +280,11 @@ def _open(path: Path, schemas: dict[Any, EventSchema]) -> RankRecording | None:
             file.seek(0)
             data = file.read(header_nbytes)
     except msgpack.OutOfData:
-        raise RecordingError(f"{path} ends within its header: its rank was killed as it began") from None
+        raise RecordingError(f"{path} ends within its header: its rank was killed when it began") from None
     except OSError as error:
         raise RecordingError(f"{path} cannot be read: {error}") from error
     except (ValueError, msgpack.UnpackException):
-        raise RecordingError(f"{path} is no recording of asyncdist") from None
+        raise RecordingError(f"{path} is not a recording of asyncdist") from None
     header = _checked(path, data)
     key = header.size, tuple((name, tuple(fields)) for name, fields in header.kinds.items())
     if key not in schemas:
@@ -292,12 +292,12 @@ def _open(path: Path, schemas: dict[Any, EventSchema]) -> RankRecording | None:
     events = schemas[key]
     if events.unknown:
         names = ", ".join(events.unknown)
-        logger.warning("%s has events that this version does not know, and leaves out: %s", printable(str(path)), names)
+        logger.warning("%s has events that this version does not know and ignores: %s", printable(str(path)), names)
     return RankRecording(path, header, events, header_nbytes)
 
 
 def _looked_at(each: RankRecording) -> RankRecording:
-    """Check a file's blocks: that reads all of it, so it is done for those of the chosen job alone."""
+    """Check a file's blocks. This reads the whole file, so it is done only for files of the chosen job."""
     try:
         each = replace(each, nbytes=each.path.stat().st_size)
         return replace(each, damage=each.check())
@@ -306,26 +306,26 @@ def _looked_at(each: RankRecording) -> RankRecording:
 
 
 def _checked(path: Path, data: bytes) -> Header:
-    """Return the header that is in these bytes. Raises RecordingError."""
+    """Decode and check a header. Raises RecordingError."""
     try:
         preamble = schema.read_preamble(data)
     except (ValueError, RecursionError):
         preamble = schema.Preamble()
     if preamble.format != FORMAT or len(data) > OBJECT_NBYTES_MAX:
-        raise RecordingError(f"{path} is no recording of asyncdist")
+        raise RecordingError(f"{path} is not a recording of asyncdist")
     if preamble.version != VERSION:
         raise RecordingError(
-            f"{path} has version {preamble.version!r:.80} of the format, written by asyncdist "
-            f"{preamble.asyncdist!r:.80}; asyncdist {__version__} reads version {VERSION}"
+            f"{path} has format version {preamble.version!r:.80}, written by asyncdist "
+            f"{preamble.asyncdist!r:.80}; asyncdist {__version__} reads only version {VERSION}"
         )
     try:
         return schema.read_header(data)
     except (ValueError, RecursionError) as error:
-        raise RecordingError(f"{path} has a wrong header: {schema.why_refused(error)}") from error
+        raise RecordingError(f"{path} has an invalid header: {schema.why_refused(error)}") from error
 
 
 class _Block(NamedTuple):
-    """What stands at a place of a file: events, which are not decoded yet, since a time."""
+    """A block of a file: its offset in bytes, its time, and its events, not decoded yet."""
 
     place: int
     time_s: float
@@ -333,7 +333,7 @@ class _Block(NamedTuple):
 
 
 def _blocks(file: _Part, begin: int, end: int) -> Iterator[_Block | str]:
-    """Yield the blocks from byte ``begin`` to ``end`` of a file; at the end what is wrong with it, if something is."""
+    """Yield the blocks from byte ``begin`` to ``end``, and at the end a description of the damage if there is any."""
     limits = {"max_bin_len": OBJECT_NBYTES_MAX, "max_array_len": 3, **dict.fromkeys(_NONE, 0)}
     unpacker = msgpack.Unpacker(file, read_size=_READ_NBYTES, max_buffer_size=4 * OBJECT_NBYTES_MAX, **limits)
     for count in itertools.count():
@@ -358,5 +358,5 @@ def _blocks(file: _Part, begin: int, end: int) -> Iterator[_Block | str]:
                 return
 
 
-#: What blocks do not hold: lengths of these are 0.
+#: Limits of msgpack types that blocks do not contain; all are set to 0.
 _NONE: Final = ("max_str_len", "max_map_len", "max_ext_len")

@@ -1,9 +1,9 @@
-"""Defines what a recording may hold: each header and each event is checked against it when it is read.
+"""Defines the valid content of a recording: each header and each event is checked when it is read.
 
-A recording is a file of somebody else: it may come from another version, a damaged disk or an attacker. msgspec decodes
-the bytes straight into the types below. It refuses a wrong type, a number outside its bounds, a missing or an unknown
-field, and it builds nothing that the types do not name, so that a few bytes cannot claim gigabytes. (pydantic 2 checks
-objects of Python, which something else has to build first: 670 ns for an event, where msgspec takes 70 from the bytes.)
+A recording is untrusted input: it may come from another version, a damaged disk or an attacker. msgspec decodes the
+bytes directly into the types below. It refuses a wrong type, a number outside its bounds, and a missing or unknown
+field. It builds only objects of these types, so a few bytes cannot claim gigabytes. (pydantic 2 checks Python objects,
+which something else has to build first: 670 ns for an event, while msgspec takes 70 ns from the bytes.)
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from msgspec import Meta, Struct
 from asyncdist.recording.events import KINDS, Event
 from asyncdist.validation import printable
 
-#: Ranks of a job.
+#: Maximum number of ranks of a job.
 SIZE_MAX: Final = 1 << 16
-#: A header, and a block: a writer makes blocks of 32 KiB, and one with a longer event.
+#: Maximum size of a header or a block. Writers make blocks of 32 KiB, or larger for a longer event.
 OBJECT_NBYTES_MAX: Final = 1 << 22
-#: Seconds of a monotonic clock, some 300 years; and of the clock of the day, up to the year 9999.
+#: Maximum time of a monotonic clock, some 300 years, and of the wall clock, the year 9999; in seconds.
 CLOCK_S_MAX: Final = 1e10
 _UNIX_S_MAX: Final = 253402300799.0
 
@@ -34,7 +34,7 @@ Count: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 53)]
 Text: TypeAlias = Annotated[str, Meta(max_length=1 << 20)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=CLOCK_S_MAX)]
 Clock: TypeAlias = Annotated[float, Meta(ge=-CLOCK_S_MAX, le=CLOCK_S_MAX)]
-#: A number that each kind of table takes. NaN and infinities are numbers, as of metrics of a run that has diverged.
+#: A number that all formats of tables can hold. NaN and infinities are allowed, for metrics of a run that diverged.
 Number: TypeAlias = Annotated[int, Meta(ge=-(1 << 53), le=1 << 53)] | float
 #: The fields of a :class:`asyncdist.waits.WaitId`. Another version may have other kinds.
 _Wait: TypeAlias = tuple[
@@ -46,13 +46,13 @@ _Wait: TypeAlias = tuple[
 ]
 #: Fields that this version does not know.
 _Other: TypeAlias = bool | int | float | Text | list[int | float] | None
-#: Also the beginning of a file's name.
+#: Name of a job, with which the names of its files begin.
 _Job: TypeAlias = Annotated[str, Meta(pattern=r"^[0-9A-Za-z_][0-9A-Za-z_.-]{0,63}\Z")]
 _Name: TypeAlias = Annotated[str, Meta(pattern=r"^[a-z][a-z_]{0,31}\Z")]
 
 
 class RecordedCapabilities(Struct, frozen=True):
-    """What the transport of a recorded rank could do: see :class:`asyncdist.transports.base.Capabilities`."""
+    """Capabilities of a recorded rank's transport: see :class:`asyncdist.transports.base.Capabilities`."""
 
     native_collectives: bool
     survives_rank_loss: bool
@@ -64,12 +64,12 @@ class RecordedCapabilities(Struct, frozen=True):
 
 
 class RandomStates(Struct, frozen=True):
-    """The states of the random generators with which a rank has begun.
+    """Initial states of a rank's random generators.
 
     Attributes:
-        python: the version, the numbers and the kept Gaussian of ``random.getstate()``.
-        numpy: the name, the words, the position and the kept Gaussian of ``numpy.random.get_state()``.
-        torch: the bytes of ``torch.get_rng_state()``.
+        python: Version, numbers and cached Gaussian of ``random.getstate()``.
+        numpy: Name, words, position and cached Gaussian of ``numpy.random.get_state()``.
+        torch: Bytes of ``torch.get_rng_state()``.
     """
 
     python: tuple[
@@ -88,21 +88,21 @@ class RandomStates(Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if self.python[1][-1] > 624:
-            raise ValueError(f"random.python has the position {self.python[1][-1]}; allowed: 0 to 624")
+            raise ValueError(f"the position in random.python must be from 0 to 624, got {self.python[1][-1]}")
 
 
 class Header(Struct, frozen=True, kw_only=True):
-    """What stands at the beginning of a rank's file: see :func:`asyncdist.recording.writer.header_of`.
+    """Header of a rank's file: see :func:`asyncdist.recording.writer.header_of`.
 
     Attributes:
-        job: the job's name, the same on all of its ranks.
-        rank, size, incarnation: of the world.
-        transport: what carried the messages, as a string for people.
-        hostname, pid: of the process.
-        asyncdist: Its version of asyncdist.
-        script, script_digest, arguments: the program's path, its SHA-256 and its arguments.
-        clock_s, unix_s: the clock of events and the clock of the day, at one moment.
-        kinds: each kind of event, with the names of its fields.
+        job: Name of the job, the same on all of its ranks.
+        rank, size, incarnation: Those of the world.
+        transport: Description of the transport, for users.
+        hostname, pid: Those of the process.
+        asyncdist: Version of asyncdist.
+        script, script_digest, arguments: Path of the program, its SHA-256 and its arguments.
+        clock_s, unix_s: Clock of events and wall clock at the same moment, in seconds.
+        kinds: Kinds of events, each with the names of its fields.
     """
 
     job: _Job
@@ -122,22 +122,23 @@ class Header(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.rank >= self.size:
-            raise ValueError(f"rank is {self.rank}; allowed: 0 to {self.size - 1}, as size is {self.size}")
+            raise ValueError(f"rank must be from 0 to {self.size - 1}, as size is {self.size}; got {self.rank}")
 
 
 class Conditions(Struct, frozen=True, kw_only=True):
-    """What a header says of the conditions in which a rank has begun: a replay begins with the same.
+    """Conditions, from the header, in which a rank began; a replay starts in the same conditions.
 
     Attributes:
-        torch: its version.
-        nonce: the random number of the job.
-        capabilities: those of the transport.
-        thread_count: of torch.
-        random: the states of the random generators.
-        hosts: for each rank the first rank on its host; None where all are on one host.
-        first_seed: torch's as it was imported; None where the header does not say it.
-        sent_before_count: messages that were sent before the world was open.
-        tells_sleeps, tells_collectives: see :class:`asyncdist.simulation.replay.log.RankLog`.
+        torch: Version of torch.
+        nonce: Random number of the job.
+        capabilities: Capabilities of the transport.
+        thread_count: Number of torch's threads.
+        random: States of the random generators.
+        size: Number of ranks.
+        hosts: For each rank, the first rank on its host; None if all are on one host.
+        first_seed: Seed of torch when it was imported; None if the header does not have it.
+        sent_before_count: Number of messages sent before the world was open.
+        tells_sleeps, tells_collectives: As for :class:`asyncdist.simulation.replay.log.RankLog`.
     """
 
     torch: Text
@@ -154,11 +155,11 @@ class Conditions(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.hosts is not None and (len(self.hosts) != self.size or max(self.hosts) >= self.size):
-            raise ValueError(f"hosts is {self.hosts!r:.80}; allowed: {self.size} ranks, one for each rank")
+            raise ValueError(f"hosts must name one of {self.size} ranks for each rank, got {self.hosts!r:.80}")
 
 
 class Preamble(Struct, frozen=True):
-    """What tells whether a file is a recording, and one of this version."""
+    """Part of a header that identifies a recording and the version of its format."""
 
     format: Any = None
     version: Any = None
@@ -169,13 +170,13 @@ read_header: Final = msgspec.msgpack.Decoder(Header).decode
 read_conditions: Final = msgspec.msgpack.Decoder(Conditions).decode
 read_preamble: Final = msgspec.msgpack.Decoder(Preamble).decode
 
-#: Fields of events that a writer may leave out at the end: so many of a kind are always there.
+#: Number of fields that are always present, for kinds of events whose last fields are optional.
 _REQUIRED_COUNTS: Final[Mapping[str, int]] = {"safe_point": 2, "received": 3}
 _OFFSET: Final = Annotated[int, Meta(ge=-(10**16), le=10**16)]
 
 
 def _types_of_fields(size: int) -> Mapping[str, Any]:
-    """Return the types of the fields of events, by the field's name, or by its kind and name; for ``size`` ranks."""
+    """Return the types of event fields for ``size`` ranks, by the field's name or by ``kind.name``."""
     rank = Annotated[int, Meta(ge=0, lt=size)]
     rank_or_none = Annotated[int, Meta(ge=-1, lt=size)]
     ranks = Annotated[list[rank], Meta(max_length=size)]
@@ -204,24 +205,24 @@ def _types_of_fields(size: int) -> Mapping[str, Any]:
     }
 
 
-#: Makes an event out of a tuple: half as long as by its constructor takes, and there are millions.
+#: Makes an event from a tuple, in half the time of its constructor: there are millions of events.
 _new_event: Final = functools.partial(tuple.__new__, Event)
 
 
 class EventError(Exception):
-    """A block holds something that no writer writes: the message names the event, the field and what is allowed."""
+    """A block has content that no writer writes. The message names the event, the field and the allowed values."""
 
 
 class EventSchema:
     """Decodes the blocks of one file into checked events.
 
     Args:
-        kinds: the kinds of events that the file has, with the names of their fields: those of another version have
-            kinds and fields that this version does not know.
-        size: the number of ranks.
+        kinds: Kinds of events in the file, with the names of their fields. A file of another version may have kinds and
+            fields that this version does not know.
+        size: Number of ranks.
 
     Attributes:
-        unknown: names of kinds that this version leaves out.
+        unknown: Names of the kinds that this version ignores.
     """
 
     def __init__(self, kinds: Mapping[str, Sequence[str]], size: int) -> None:
@@ -230,7 +231,7 @@ class EventSchema:
             name: (*KINDS[name], *fields[len(KINDS[name]) :]) if name not in self.unknown else tuple(fields)
             for name, fields in kinds.items()
         }
-        #: The name of each kind at its place; None of one that is left out.
+        #: Names of the kinds, by their index in the file; None for an ignored kind.
         self._names = tuple(None if name in self.unknown else name for name in kinds)
         types = _types_of_fields(size)
         structs = [self._struct_of(place, name, kinds[name], types) for place, name in enumerate(kinds)]
@@ -240,7 +241,7 @@ class EventSchema:
         self._counter = _unpacker()
 
     def _struct_of(self, place: int, name: str, declared: Sequence[str], types: Mapping[str, Any]) -> type[Struct]:
-        """Return the type of a kind's events: arrays of its place, the offset in microseconds, and the fields."""
+        """Return the type of a kind's events: arrays of the kind's index, the offset in microseconds and the fields."""
         is_known = name not in self.unknown
         required = min(_REQUIRED_COUNTS.get(name, 64), len(declared)) if is_known else 0
         fields: list[Any] = [("offset_us", _OFFSET)]
@@ -252,17 +253,17 @@ class EventSchema:
         return msgspec.defstruct(name, fields, **options)
 
     def check(self, content: bytes) -> None:
-        """Check all events of a block's content, or of the contents of several blocks. Raises EventError."""
+        """Check all events in the content of one or several blocks. Raises EventError."""
         try:
             self._check(b"\xdd" + self._count(content).to_bytes(4) + content)
         except (ValueError, RecursionError) as error:
-            self._counter = _unpacker()  # this one stands within the content
+            self._counter = _unpacker()  # the old one may have stopped inside the content
             self._refuse(content, error)
 
     def reader(self) -> Callable[[bytes, float], list[Event]]:
-        """Return a function that decodes the blocks of one file in turn, as :meth:`check` has found them in order.
+        """Return a function that decodes the blocks of one file, which :meth:`check` has accepted.
 
-        It takes the content of a block and its time, and returns the events without those of unknown kinds.
+        It takes the content of a block and its time, and returns the events of known kinds.
         """
         unpacker, names = _unpacker(), self._names
 
@@ -277,7 +278,7 @@ class EventSchema:
         return read
 
     def _count(self, content: bytes) -> int:
-        """Return the number of objects that are there as a whole; the decoder needs it, and says what follows them."""
+        """Return the number of complete objects, which the decoder needs; it reports any incomplete one."""
         self._counter.feed(content)
         count = 0
         try:
@@ -288,7 +289,7 @@ class EventSchema:
             return count
 
     def _refuse(self, content: bytes, error: Exception) -> NoReturn:
-        """Raise the error that names what is wrong with the content."""
+        """Raise an EventError that describes the invalid content."""
         found = re.match(r"(?P<what>.*) - at `\$\[(?P<event>\d+)\](\[(?P<field>\d+)\])?", str(error), re.DOTALL)
         if found is None:
             raise EventError("its content is not a list of events") from error
@@ -297,13 +298,13 @@ class EventSchema:
         field = f", field {self._fields[name][place]!r}" if name and 0 <= place < len(self._fields[name]) else ""
         if name and not found["field"]:
             raise EventError(
-                f"event {name!r}: wrong number of fields; allowed: {', '.join(self._fields[name])}"
+                f"event {name!r} has the wrong number of fields; its fields are {', '.join(self._fields[name])}"
             ) from error
-        event = f"event {name!r}{field}" if name else "an event of no known kind"
+        event = f"event {name!r}{field}" if name else "an event of an unknown kind"
         raise EventError(f"{event}: {_in_words(found['what'])}") from error
 
     def _name_of(self, content: bytes, number: int) -> str:
-        """Return the kind of an event; "" for something else."""
+        """Return the kind of the event with this number; "" if it has none."""
         unpacker = _unpacker()
         unpacker.feed(content)
         try:
@@ -322,12 +323,12 @@ def _unpacker() -> msgpack.Unpacker:
 
 
 def _is_known(name: str, fields: Sequence[str]) -> bool:
-    """Return whether these fields are those of this version: more may follow, or fewer be there."""
+    """Return whether this version knows a kind with these fields; the file may have more or fewer of them."""
     return name in KINDS and all(theirs == ours for theirs, ours in zip(fields, KINDS[name], strict=False))
 
 
 def why_refused(error: Exception) -> str:
-    """Return what is wrong with a header, as msgspec says it: the field, what is allowed, and what is there."""
+    """Return msgspec's description of an invalid header: the field, the expected value and the actual one."""
     found = re.match(r"(?P<what>.*) - at `\$\.(?P<where>[^`]*)`$", str(error), re.DOTALL)
     if found is None:
         return _in_words(str(error))

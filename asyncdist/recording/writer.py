@@ -1,16 +1,16 @@
-"""Writes what happens on a rank to a file, in a form that is read back after a crash.
+"""Writes the events of a rank to a file that can be read after a crash.
 
-The file of a rank is one stream of MessagePack (https://github.com/msgpack/msgpack/blob/master/spec.md):
+The file of a rank is a stream of MessagePack objects (https://github.com/msgpack/msgpack/blob/master/spec.md):
 
-1. a map, the header: see :func:`header_of`;
-2. arrays of three, the blocks: the time of the block in seconds (float 64), the CRC-32 of its content (zlib's), and its
-   content (bin), which is itself a stream of arrays, the events: the place of the kind in
+1. The header, a map: see :func:`header_of`.
+2. Blocks, arrays of three elements: the time of the block in seconds (float 64), the CRC-32 of its content (zlib's),
+   and its content (bin). The content is a stream of events. An event is an array: the index of the kind in
    :data:`~asyncdist.recording.events.KINDS`, the microseconds since the block's time, and the fields.
 
-A block is written by one call of the kernel, when it is large or old, and when the rank fails or ends. So a process
-that is killed loses about the last second, and a file that ends within a block loses that block alone.
+A block is written with one system call, when it is large or old, and when the rank fails or ends. A killed process thus
+loses about the last second, and a file that ends within a block loses only that block.
 
-No run is ended or held up by its recorder: where a file cannot be written, one warning says so, and training goes on.
+Recording never ends or delays a run: if the file cannot be written, one warning is logged and training continues.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ logger = logging.getLogger("asyncdist.recording.writer")
 
 FORMAT: Final = "asyncdist recording"
 VERSION: Final = 2
-#: Of the files of a recording.
+#: Suffix of the files of a recording.
 SUFFIX: Final = ".record"
 LIMIT_NBYTES: Final = 1 << 28
-#: Waits that were shorter are not recorded.
+#: Seconds of the shortest wait that is recorded.
 WAIT_S_MIN: Final = 0.001
 
 _BLOCK_NBYTES: Final = 1 << 15
-#: What the limit leaves for the block that says that it is reached.
+#: Number of bytes reserved for the block that records that the limit is reached.
 _CUT_NBYTES: Final = 160
 _BLOCK_AGE_S: Final = 1.0
 _CODES: Final = {kind: code for code, kind in enumerate(KINDS)}
@@ -63,15 +63,15 @@ _encode = msgspec.msgpack.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class RecordOptions:
-    """Says what is written down of a run: options of :func:`asyncdist.run`.
+    """Options of :func:`asyncdist.run` for recording.
 
     Attributes:
-        folder: where the files are written; it is made where there is none.
-        limit_nbytes: the size at which the file of a rank ends, in bytes.
+        folder: Folder for the files, created if necessary.
+        limit_nbytes: Maximum size of a rank's file in bytes.
 
     Raises:
-        TypeError: the folder is no path.
-        ValueError: the limit is no whole number above 0.
+        TypeError: The folder is not a path.
+        ValueError: The limit is not a positive integer.
     """
 
     folder: Path
@@ -82,7 +82,7 @@ class RecordOptions:
 
     @staticmethod
     def of(folder: Any, limit_nbytes: int = LIMIT_NBYTES) -> RecordOptions | None:
-        """Return the options; None without a folder."""
+        """Return the options; None if ``folder`` is None."""
         if folder is None:
             return None
         if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
@@ -91,12 +91,12 @@ class RecordOptions:
 
 
 def file_name(job: str, rank: int, incarnation: int) -> str:
-    """Return the name of a rank's file; a process in the place of one that was lost has a file of its own."""
+    """Return the name of a rank's file; a restarted rank writes a new file."""
     return f"{job}-rank{rank:05d}{f'.{incarnation}' if incarnation else ''}{SUFFIX}"
 
 
 def remove_earlier(folder: Path, job: str, kept: str) -> None:
-    """Remove the files that another run of this name has left, but one. Simulations of one seed have one name."""
+    """Remove the files of earlier runs of this job except ``kept``. Simulations with the same seed share a name."""
     with contextlib.suppress(OSError):
         for path in folder.glob(f"{job}-rank*{SUFFIX}"):
             if path.name != kept:
@@ -104,13 +104,13 @@ def remove_earlier(folder: Path, job: str, kept: str) -> None:
 
 
 def header_of(*, job: str, rank: int, size: int, incarnation: int, transport: str, hostname: str) -> dict[str, Any]:
-    """Return what stands at the beginning of a rank's file; the runtime adds what replays need.
+    """Return the header of a rank's file; the runtime adds the conditions for replays.
 
     Args:
-        job: names the job; equal on all of its ranks.
-        rank, size, incarnation: of the world.
-        transport: what carries the messages, in words.
-        hostname: of the rank.
+        job: Name of the job, the same on all of its ranks.
+        rank, size, incarnation: Those of the world.
+        transport: Description of the transport.
+        hostname: Name of the rank's host.
     """
     script = getattr(sys.modules.get("__main__"), "__file__", None) or ""
     return {
@@ -129,12 +129,14 @@ def header_of(*, job: str, rank: int, size: int, incarnation: int, transport: st
         "python": platform.python_version(),
         "script": readable(os.path.abspath(script)) if script else "",
         "script_digest": _digest_of(script),
-        "arguments": [readable(word) for word in sys.argv[1:]] if script else [],  # a notebook's are its kernel's
+        "arguments": [readable(word) for word in sys.argv[1:]]
+        if script
+        else [],  # in a notebook, they are the kernel's
     }
 
 
 def readable(text: str) -> str:
-    """Return a text that UTF-8 can hold: bytes of a path or of an argument that were no UTF-8 become backslashes."""
+    """Return a string that UTF-8 can encode: undecodable bytes of a path or argument become backslash escapes."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
@@ -156,14 +158,12 @@ def _digest_of(path: str) -> str:
 
 
 class RecordWriter:
-    """Writes the events of one rank.
-
-    What comes before :meth:`open` is kept until then.
+    """Writes the events of one rank. Events before :meth:`open` are kept until then.
 
     Args:
-        options: where to, and how much.
-        clock: returns the time of events in seconds.
-        rank: for the warning.
+        options: Folder and size limit.
+        clock: Returns the time of events in seconds.
+        rank: This rank.
     """
 
     def __init__(self, options: RecordOptions, clock: Callable[[], float], rank: int) -> None:
@@ -176,18 +176,18 @@ class RecordWriter:
         self._block = bytearray()
         self._process_id = os.getpid()
         self._block_began_at = clock()
-        self._is_at_safe_point = False  # one has begun, which is not written down yet
+        self._is_at_safe_point = False  # a safe point has begun that is not recorded yet
         self._woken_count = 0
-        self._turn_count = -1  # of a safe point whose end is not written down yet
+        self._turn_count = -1  # of a safe point whose end is not recorded yet; -1 for none
         self._has_sent = False
 
     @property
     def is_recording(self) -> bool:
-        """Whether events are still written down."""
+        """Whether events are still recorded."""
         return not self._is_over
 
     def open(self, header: dict[str, Any]) -> None:
-        """Begin the file. The header is completed by the time, on the clock of events and of the world."""
+        """Create the file, and write the header, with the current time on the clock of events and on the wall clock."""
         name = file_name(header["job"], header["rank"], header["incarnation"])
         clocks = {"clock_s": self._clock(), "unix_s": time.time()}
         try:
@@ -200,7 +200,7 @@ class RecordWriter:
         self._write(_encode({**header, **clocks}))
 
     def add(self, time_s: float, kind: str, fields: tuple[Field, ...]) -> None:
-        """Write an event down, later."""
+        """Add an event to the current block, which is written later."""
         if self._is_over:
             return
         block = self._block
@@ -214,10 +214,10 @@ class RecordWriter:
         begin = len(block)
         try:
             _encode_into((code, int((time_s - self._block_began_at) * 1e6), *fields), block, -1)
-        except UnicodeEncodeError:  # the name of a file in an error's text, for example
-            del block[begin:]  # what was encoded of it
+        except UnicodeEncodeError:  # from the name of a file in an error message, for example
+            del block[begin:]  # the part of the event that was encoded
             _encode_into((code, int((time_s - self._block_began_at) * 1e6), *_readable_fields(fields)), block, -1)
-        # What was told is of use where the process is killed next.
+        # A story is written at once, because the process may be killed next.
         if self._is_block_due(time_s) or (self._has_sent and code in (_STEP, _POLICY)) or code == _TOLD:
             self.flush()
 
@@ -225,14 +225,14 @@ class RecordWriter:
         return len(self._block) >= _BLOCK_NBYTES or time_s - self._block_began_at >= _BLOCK_AGE_S
 
     def note(self, kind: str, *fields: Field) -> None:
-        """Write an event down that happens now."""
+        """Add an event that happens now."""
         self.add(self._clock(), kind, fields)
 
     def begin_safe_point(self, woken_count: int) -> None:
-        """Note that a safe point begins, and how many waits had ended. It is written down with the next event."""
+        """Note that a safe point begins, and how many waits have ended. Both are recorded with the next event."""
         if self._is_over:
             return
-        if self._turn_count >= 0:  # there was no event since: safe points alone
+        if self._turn_count >= 0:  # no other event since the last safe point
             time_s = self._clock()
             self._add_safe_point(time_s)
             if self._is_block_due(time_s):
@@ -240,9 +240,9 @@ class RecordWriter:
         self._is_at_safe_point, self._woken_count = True, woken_count
 
     def end_safe_point(self, turn_count: int) -> None:
-        """Note that a safe point has ended, and how many passes and yields were made. It is written down likewise.
+        """Note that a safe point has ended, and its number of passes and yields. It is recorded with the next event.
 
-        Messages that were sent are flushed: what other ranks have seen of this one is known even if it is killed now.
+        If the rank has sent messages, they are written: a replay needs them even if this process is killed now.
         """
         if self._is_over:
             return
@@ -251,7 +251,7 @@ class RecordWriter:
             self.flush()
 
     def _add_safe_point(self, time_s: float) -> None:
-        """Write down that a safe point has begun, that it has ended, or both at once where nothing happened in it."""
+        """Record the beginning of a safe point, its end, or, if it had no events, both as one event."""
         block = self._block
         if not block:
             self._block_began_at = time_s
@@ -265,12 +265,12 @@ class RecordWriter:
         self._is_at_safe_point, self._turn_count = False, -1
 
     def note_wait(self, what: WaitId, seconds: float) -> None:
-        """Write down that a task has waited."""
+        """Record a task's wait, unless it was very short."""
         if seconds >= WAIT_S_MIN:
             self.note("waited", what, seconds)
 
     def flush(self) -> None:
-        """Hand what is there to the kernel, which keeps it even if this process is killed."""
+        """Pass all events to the kernel, which keeps them even if this process is killed."""
         if self._turn_count >= 0 and not self._is_over:
             self._add_safe_point(self._clock())
         if self._block and self._file is not None:
@@ -284,13 +284,14 @@ class RecordWriter:
         self._end()
 
     def _write(self, data: bytes) -> None:
-        if os.getpid() != self._process_id:  # a forked child, as a DataLoader's worker: it is no rank
+        if os.getpid() != self._process_id:  # a forked child, such as a DataLoader's worker, is not a rank
             self._end()
         if self._file is None:
             return
         if self._nbytes + len(data) > self._options.limit_nbytes - _CUT_NBYTES:
             self._give_up(
-                f"has reached {self._options.limit_nbytes} bytes, and ends here; record_limit_nbytes allows more"
+                f"has reached its limit of {self._options.limit_nbytes} bytes and ends here; raise record_limit_nbytes"
+                " to record more"
             )
             return
         try:
@@ -311,7 +312,7 @@ class RecordWriter:
         self._end()
 
     def _write_cut(self, why: str) -> None:
-        """Write down why the file ends, where there is room for that: else it looks as that of a killed rank does."""
+        """Record why the file ends, if there is room. Without that, it looks like the file of a killed rank."""
         if self._file is None:
             return
         content = _encode((_CODES["cut"], 0, why))

@@ -50,7 +50,7 @@ def test_a_run_in_which_a_rank_was_killed_happens_again(tmp_path: Path) -> None:
     assert recorded.returncode
     result = replay(tmp_path, SCRIPT, *killed)
     check_same(result, 50)
-    assert re.search(r"the record ends before main did on ranks? .*3 \(", result.stdout)
+    assert re.search(r"the record of ranks? .*3 ends before main \(", result.stdout)
     assert re.search(r"^ranks? .*3: no result$", result.stdout, re.MULTILINE)
 
 

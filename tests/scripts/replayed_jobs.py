@@ -21,7 +21,7 @@ from support import mpi, warm
 
 SCRIPT: Final = str(Path(__file__).with_name("recorded_training.py"))
 SAME: Final = re.compile(
-    r"^(\d+) decisions, metrics and checksums of weights are those that were recorded$", re.MULTILINE
+    r"^(\d+) decisions, metrics and checksums of weights are the same as in the recording$", re.MULTILINE
 )
 _TIMEOUT_S: Final = 600.0
 

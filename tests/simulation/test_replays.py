@@ -101,7 +101,7 @@ def test_the_first_difference_is_told(tmp_path: Path) -> None:
     recording = read_recording(tmp_path)
     with pytest.raises(DivergenceError, match=r"rank [12], .*\[metric policy 0, iteration 2, value "):
         replay(train, 1e-3, recording=recording)
-    with pytest.raises(DivergenceError, match=r"rank [012], after iteration 27: recorded was .* and now"):
+    with pytest.raises(DivergenceError, match=r"rank [012], after iteration 27: the recording has .* but"):
         replay(train, 0.0, STEPS - 2, recording=recording)
     with pytest.raises(DivergenceError, match=r"rank [012]"):
         replay(train, 0.0, STEPS + 6, recording=recording)
@@ -163,7 +163,7 @@ def test_what_does_not_come_any_more_is_told_in_words(tmp_path: Path) -> None:
     simulate(waits, 0, ranks=2, seed=0, record=tmp_path)
     with pytest.raises(
         DivergenceError,
-        match="rank 1, before its first step: in the recorded run a message of rank 0 on tag 40 came next; now none",
+        match="rank 1, before its first step: the recording expects a message of rank 0 on tag 40 next, but none",
     ):
         replay(waits, 5, recording=read_recording(tmp_path))
 
@@ -192,7 +192,9 @@ def test_an_error_that_was_not_recorded_is_told_with_its_words(tmp_path: Path) -
     recorded: list[bool] = []
     simulate(main, ranks=2, seed=2, record=tmp_path)
     recorded.append(True)
-    with pytest.raises(DivergenceError, match=r"rank 1, .*ended with \[\], and now with \[KeyError: .as planned"):
+    with pytest.raises(
+        DivergenceError, match=r"rank 1, .*ended with \[\] in the recording, but with \[KeyError: .as planned"
+    ):
         replay(main, recording=read_recording(tmp_path))
 
 
@@ -270,7 +272,7 @@ def test_groups_of_mpi_are_agreed_on_as_they_were(tmp_path: Path, monkeypatch: p
 def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
     simulate(train, ranks=3, seed=3, record=tmp_path / "lacks")
     next((tmp_path / "lacks").glob("*-rank00001.record")).unlink()
-    with pytest.raises(RecordingError, match="rank 1 has no recording; a replay needs those of all ranks"):
+    with pytest.raises(RecordingError, match="rank 1 has no recording; a replay needs the files of all ranks"):
         replay(train, recording=read_recording(tmp_path / "lacks"))
     simulate(train, ranks=3, seed=3, record=tmp_path / "twice")
     of_rank_1 = next((tmp_path / "twice").glob("*-rank00001.record"))
@@ -283,7 +285,7 @@ def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
         replay(train, recording=old)
     faults = (Kill(rank=2, at_s=0.005), Restart(rank=2, at_s=0.02))
     simulate(train, ranks=3, seed=3, record=tmp_path / "again", faults=faults, until_s=60.0)
-    with pytest.raises(RecordingError, match="rank 2 was started again"):
+    with pytest.raises(RecordingError, match="rank 2 was restarted"):
         replay(train, recording=read_recording(tmp_path / "again"))
 
 
@@ -325,10 +327,10 @@ def test_a_changed_script_is_named_and_may_behave_differently(tmp_path: Path, ca
     simulate(namespace["main"], ranks=2, seed=0, record=tmp_path / "run")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="broken"):
         replay_script(tmp_path / "run", script)
-    assert "is another script than the recorded one, or has changed since" in caplog.text
+    assert "is not the recorded script, or has changed since the recording" in caplog.text
     script.write_text(SCRIPT.replace("BROKEN", "False"))
     assert replay_script(tmp_path / "run", script) is None, "mended"
-    with pytest.raises(RecordingError, match=r"'nowhere.py', the script of the recorded run, is not there"):
+    with pytest.raises(RecordingError, match=r"the script of the recorded run, 'nowhere.py', does not exist"):
         replay_script(tmp_path / "run", "nowhere.py")
 
 
@@ -391,7 +393,7 @@ def test_a_link_where_the_recording_would_go_is_not_followed(
     test = tmp_path / "test_it.py"
     assert run_command(str(tmp_path / "run"), str(script), (), job=None, rank=None, to_test=str(test)) == 2
     assert not list(elsewhere.iterdir()) and not test.exists()
-    assert f"{str(link)!r} is there already" in capsys.readouterr().err
+    assert f"{str(link)!r} already exists" in capsys.readouterr().err
 
 
 LOCAL = """

@@ -204,7 +204,7 @@ def test_a_report_names_ranks_whose_recording_ends_before_main(tmp_path: Path, m
     assert [rank for _, rank, text in news if "recording" in text] == [2]
     ad.simulate(train, ranks=3, seed=1, record=tmp_path / "cut", record_limit_nbytes=15_000)
     news = summarise(read_recording(tmp_path / "cut")).news
-    why = "its recording has reached 15000 bytes, and ends here; record_limit_nbytes allows more"
+    why = "its recording has reached its limit of 15000 bytes and ends here; raise record_limit_nbytes to record more"
     assert 0 in {rank for _, rank, _ in news} and {text for _, _, text in news} == {why}
     assert f"  rank 0: {why}; its last event was" in tell_recording(str(tmp_path / "cut"))
 

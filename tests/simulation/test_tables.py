@@ -97,10 +97,10 @@ A_FOLDER = "; -o takes a folder, which is made if it is not there"
     [
         ("report", "folder", "the page cannot be written: '{}/folder' is a folder" + A_FILE),
         ("report", "none/page", "the page cannot be written: there is no folder '{}/none'" + A_FILE),
-        ("report", "file/more/page", "the page cannot be written: '{}/file' is a file, and no folder" + A_FILE),
+        ("report", "file/more/page", "the page cannot be written: '{}/file' is a file, not a folder" + A_FILE),
         ("trace", "folder", "the trace cannot be written: '{}/folder' is a folder" + A_FILE),
         ("trace", "none/trace.gz", "the trace cannot be written: there is no folder '{}/none'" + A_FILE),
-        ("export", "file", "the tables cannot be written: '{}/file' is a file, and no folder" + A_FOLDER),
+        ("export", "file", "the tables cannot be written: '{}/file' is a file, not a folder" + A_FOLDER),
         ("report", "full", "the page cannot be written: No space left on device" + A_FILE),
     ],
 )

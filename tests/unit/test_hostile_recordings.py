@@ -74,7 +74,7 @@ def test_every_field_of_every_event_has_a_type() -> None:
 )
 def test_a_wrong_header_is_refused_with_its_field(tmp_path: Path, changed: dict[str, Any], why: str) -> None:
     path = write(tmp_path, **changed)
-    assert refusal(tmp_path).startswith(f"{path} has a wrong header: ") and why in refusal(tmp_path)
+    assert refusal(tmp_path).startswith(f"{path} has an invalid header: ") and why in refusal(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -83,23 +83,26 @@ def test_a_wrong_header_is_refused_with_its_field(tmp_path: Path, changed: dict[
         ([CODES["sent"], 0, 2, 100, 8], "event 'sent', field 'dest': expected int <= 1"),
         ([CODES["sent"], 0, "1", 100, 8], "event 'sent', field 'dest': expected int, got str"),
         ([CODES["sent"], 0, 1, 100, 2**63], "event 'sent', field 'nbytes': expected int <= 9007199254740992"),
-        ([CODES["sent"], 0, 1], "event 'sent': wrong number of fields; allowed: dest, tag, nbytes"),
-        ([CODES["sent"], 0, 1, 100, 8, 9], "event 'sent': wrong number of fields; allowed: dest, tag, nbytes"),
+        ([CODES["sent"], 0, 1], "event 'sent' has the wrong number of fields; its fields are dest, tag, nbytes"),
+        (
+            [CODES["sent"], 0, 1, 100, 8, 9],
+            "event 'sent' has the wrong number of fields; its fields are dest, tag, nbytes",
+        ),
         ([CODES["sent"], float("inf"), 1, 100, 8], "event 'sent': expected int, got float"),
         ([CODES["step"], 0, 0, 1, float("nan")], "event 'step', field 'seconds': expected float >= 0.0"),
         ([CODES["frozen"], 0, 0, 1, [0, [1]]], "event 'frozen', field 'donors': expected int, got array"),
         ([CODES["frozen"], 0, 0, 1, [0] * 3], "event 'frozen', field 'donors': expected array of length <= 2"),
         ([CODES["reduced"], 0, 7, 4, "no hex"], "event 'reduced', field 'result': expected str matching regex"),
-        ([999, 0], "an event of no known kind: invalid value 999"),
-        (5, "an event of no known kind: expected array, got int"),
-        ([], "an event of no known kind: expected array of at least length 1, got 0"),
+        ([999, 0], "an event of an unknown kind: invalid value 999"),
+        (5, "an event of an unknown kind: expected array, got int"),
+        ([], "an event of an unknown kind: expected array of at least length 1, got 0"),
     ],
 )
 def test_a_wrong_event_is_refused_with_its_field(tmp_path: Path, event: Any, why: str) -> None:
     good = [CODES["step"], 0, 0, 1, 0.5]
     path = write(tmp_path, content_of(good, event, good))
     place = path.read_bytes().rindex(b"\x93\xcb")
-    assert refusal(tmp_path).startswith(f"{path} has, in the block at byte {place}, what no rank writes: {why}")
+    assert refusal(tmp_path).startswith(f"{path} has content that no rank writes, in the block at byte {place}: {why}")
 
 
 @pytest.mark.parametrize(
@@ -147,7 +150,7 @@ def test_events_and_fields_of_a_later_version_are_left_out(tmp_path: Path, caplo
     write(tmp_path, content_of(*events), kinds=kinds)
     (rank,) = read_recording(tmp_path).ranks
     assert [(event.kind, event.get("iteration"), event.get("more")) for event in rank.events()] == [("step", 7, None)]
-    assert "has events that this version does not know, and leaves out: later" in caplog.text
+    assert "has events that this version does not know and ignores: later" in caplog.text
 
 
 def test_ranks_of_one_job_that_differ_in_its_size_are_refused(tmp_path: Path) -> None:

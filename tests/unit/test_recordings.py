@@ -190,8 +190,8 @@ def test_what_is_no_recording_is_left_out_of_one(tmp_path: Path, caplog: pytest.
     foreign.write_bytes(b"a text that somebody has put there")
     found = read_recording(tmp_path)
     assert (list(found.ranks[0].events()), found.missing) == (events, (1,))
-    assert f"{torn} ends within its header: its rank was killed as it began; it is left out" in caplog.text
-    assert f"{foreign} is no recording of asyncdist; it is left out" in caplog.text
+    assert f"{torn} ends within its header: its rank was killed when it began; the file is ignored" in caplog.text
+    assert f"{foreign} is not a recording of asyncdist; the file is ignored" in caplog.text
 
 
 def test_a_damaged_block_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -235,7 +235,7 @@ def test_a_copy_of_a_file_does_not_count_twice(tmp_path: Path) -> None:
     recorded(tmp_path, rank=1, size=2)
     copy = tmp_path / "copy of rank 1.record"
     copy.write_bytes((tmp_path / "0000abcd-rank00001.record").read_bytes())
-    told = f"rank 1 has two recordings of job 0000abcd, {tmp_path}/0000abcd-rank00001.record and {copy}: what it did"
+    told = f"rank 1 has two recordings of job 0000abcd, {tmp_path}/0000abcd-rank00001.record and {copy}: its events"
     with pytest.raises(RecordingError, match=re.escape(told)):
         read_recording(tmp_path)
     copy.unlink()
@@ -250,15 +250,15 @@ def test_ranks_without_a_file_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "told"),
     [
-        (b"a text that somebody has put there", "is no recording"),
-        (msgpack.packb({"format": "of another program"}), "is no recording"),
+        (b"a text that somebody has put there", "is not a recording"),
+        (msgpack.packb({"format": "of another program"}), "is not a recording"),
         (
             msgpack.packb({"format": writer.FORMAT, "version": 7, "asyncdist": "9.9"}),
-            rf"has version 7 of the format, written by asyncdist '9\.9'; asyncdist {ad.__version__} reads version 2",
+            rf"has format version 7, written by asyncdist '9\.9'; asyncdist {ad.__version__} reads only version 2",
         ),
         (
             msgpack.packb({"format": writer.FORMAT, "version": writer.VERSION, "job": 3}),
-            "wrong header: job: expected str, got int",
+            "invalid header: job: expected str, got int",
         ),
         (msgpack.packb({"format": writer.FORMAT, "version": writer.VERSION})[:-4], "ends within its header"),
     ],
@@ -280,7 +280,7 @@ def test_a_recording_of_another_version_is_read_with_a_warning(
     to.close()
     (event,) = read_recording(tmp_path).ranks[0].events()
     assert str(event.wait) == "kind kind_of_tomorrow, number 3"
-    assert f"was written by asyncdist 9.9, and this is asyncdist {ad.__version__}" in caplog.text
+    assert f"was written by asyncdist 9.9, but this is asyncdist {ad.__version__}" in caplog.text
 
 
 def test_an_empty_or_missing_folder_is_refused(tmp_path: Path) -> None:
@@ -337,7 +337,7 @@ def test_header_without_room_leaves_an_empty_file(tmp_path: Path) -> None:
     to = RecordWriter(RecordOptions(tmp_path, limit_nbytes=100), Clock(), 0)
     to.open(header())
     to.close()
-    with pytest.raises(RecordingError, match="no recording that was begun"):
+    with pytest.raises(RecordingError, match="are empty"):
         read_recording(tmp_path)
 
 

@@ -1,1 +1,1 @@
-"""Lets a recorded run happen again in the simulator."""
+"""Replays a recorded run in the simulator."""

@@ -1,4 +1,4 @@
-"""Decides which message a receive of a replayed rank may take now."""
+"""Decides which message a replayed rank's receive may take now."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from asyncdist.transports.base import ANY_SOURCE
 
 
 class Admission:
-    """Lets receives take messages that the rank has been shown, and tasks those that they took by themselves.
+    """Lets receives take the messages that the rank was shown, or that a task took without a polling pass.
 
     Args:
-        log: what the rank saw.
-        mailbox: where its messages wait.
-        agenda: what it sees next.
-        on_late: called where a task wants to take a message by itself that is not there yet.
-        on_taken: called as a message is taken.
-        see_losses: shows the rank the losses that are next.
+        log: The rank's record.
+        mailbox: The rank's messages that it has not received yet.
+        agenda: The rank's remaining observations.
+        on_late: Called if a task tries to take a message that has not arrived yet.
+        on_taken: Called when a message is taken.
+        see_losses: Shows the rank its next losses.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class Admission:
         self._engine: ObservedEngine
 
     def open(self, engine: ObservedEngine) -> None:
-        """Begin: main is about to."""
+        """Begin; main starts next."""
         self._engine = engine
-        self._early.clear()  # the simulated start may not need all that the recorded one did
+        self._early.clear()  # the simulated start may need fewer messages than the recorded one
 
     @property
     def has_permitted(self) -> bool:
-        """Whether messages have been shown that no receive has taken yet."""
+        """Whether some messages were shown to the rank and not taken yet."""
         return bool(self._permitted)
 
     def permit(self, keys: Iterable[Key]) -> None:
@@ -60,11 +60,11 @@ class Admission:
         self._permitted.extend(keys)
 
     def clear(self) -> None:
-        """Drop what is permitted: nothing is held back any more."""
+        """Forget the permitted messages, because nothing is held back from now on."""
         self._permitted.clear()
 
     def next_key(self, source: int, tag: int) -> Key | None:
-        """Return the source and tag of the message that a receive may take now; None for none."""
+        """Return the key of the message that a receive may take now; None if there is none."""
         for key in self._permitted:
             if fits(key, source, tag):
                 return key if self._mailbox.count(key) else None
@@ -78,22 +78,22 @@ class Admission:
         return self._key_of_task(source, tag)
 
     def _key_of_task(self, source: int, tag: int) -> Key | None:
-        """Return what a task may take by itself now: one of the messages that are next, all of which tasks took."""
+        """Return the key of the message that a task may take without a polling pass now; None if there is none."""
         if isinstance(self._agenda.next(), Lost):
             first = next((sight for sight in self._agenda.sights() if not isinstance(sight, Lost)), None)
             if isinstance(first, TakenByTask) and fits(first.keys[0], source, tag):
-                self._see_losses()  # as the task looked for this message
+                self._see_losses()  # the rank saw them when the task looked for this message
         late: list[TakenByTask] = []
         for sight in self._agenda.sights():
             if tag not in COLLECTIVE_TAGS and self._agenda.is_seen_at_point(sight):
-                continue  # it comes after what user code takes before that safe point
+                continue  # user code takes its messages before that safe point first
             if not isinstance(sight, TakenByTask) or (late and not sight.is_beside(late[0])):
                 break
             (key,) = sight.keys
             if fits(key, source, tag):
                 if not late and self._mailbox.count(key):
                     return key
-                late.append(sight)  # the task took all of these one right after the other, and waits for them now
+                late.append(sight)  # the task took all late messages in turn, and waits for them now
         for sight in late:
             sight.late_for = asyncio.current_task(self._engine.loop)
         if late:
@@ -101,7 +101,7 @@ class Admission:
         return None
 
     def take(self, key: Key) -> bytes:
-        """Take a message out."""
+        """Remove and return the data of a message."""
         if key in self._permitted:
             self._permitted.remove(key)
         elif self._early[key]:
@@ -112,7 +112,7 @@ class Admission:
         return self._mailbox.pop(key)
 
     def _leave_no_more_to_task(self, taken: TakenByTask) -> None:
-        """Let what a task took right after this come at once: here it tests its tag less often than there."""
+        """Deliver the messages that the task took right after this one: in a replay, it tests its tag less often."""
         for sight in itertools.takewhile(taken.is_beside, self._agenda.sights()):
             if not isinstance(sight, TakenByTask) or sight.keys[0][1] != taken.keys[0][1]:
                 break
@@ -121,5 +121,5 @@ class Admission:
 
 
 def fits(key: Key, source: int, tag: int) -> bool:
-    """Return whether a receive of this source and tag takes such a message."""
+    """Return whether a receive with this source and tag takes a message with this key."""
     return key[1] == tag and source in (ANY_SOURCE, key[0])

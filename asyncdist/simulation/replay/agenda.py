@@ -1,4 +1,4 @@
-"""Keeps what a replayed rank has still to see, and says when its place has come."""
+"""Keeps the remaining observations of a replayed rank, and tells when the rank has reached their positions."""
 
 from __future__ import annotations
 
@@ -32,23 +32,24 @@ COLLECTIVE_TAGS: Final = range(tags.COLLECTIVE_FIRST, tags.COLLECTIVE_LAST + 1)
 
 
 class Agenda:
-    """Owns the place that a rank has come to in its record.
+    """Owns a rank's position in its record.
 
-    A place is a safe point and its turn, or the time between two of them; within it, how many waits have ended and how
-    many messages were sent.
+    A position is a turn of a safe point, or the interval between two safe points. Within these, it consists of the
+    numbers of waits that have begun and ended and of messages that were sent.
 
     Args:
-        log: what the rank saw.
-        mailbox: where its messages wait.
-        timers, deadlines: those of the rank.
-        now: returns the virtual time in seconds.
+        log: The rank's record.
+        mailbox: The rank's messages that it has not received yet.
+        timers, deadlines: Those of the rank.
+        now: Returns the virtual time in seconds.
 
     Attributes:
-        is_open: whether the rank's world is open; before that it sees nothing.
-        progress_count: how often it has seen something, or come to a safe point.
-        progressed_at_s: when it did so last.
-        catch_up: shows the rank all whose place has come, as much as is said in any case.
-        seen_count: how much it has seen that readings of the clock count.
+        is_open: Whether the rank's world is open. Before that, the rank sees no observation.
+        progress_count: Number of observations made and safe points begun.
+        progressed_at_s: Virtual time of the last of them.
+        catch_up: Shows the rank all observations whose positions it has reached. Its argument is the number of
+            observations that the rank must have made afterwards; up to it, none is put off.
+        seen_count: Number of observations made, of the kinds that clock readings count.
     """
 
     def __init__(
@@ -72,16 +73,16 @@ class Agenda:
         self._engine: ObservedEngine  # which counts the waits that have ended
 
     def open(self, engine: ObservedEngine) -> None:
-        """Begin: main is about to."""
+        """Begin; main starts next."""
         self._engine = engine
         self._sent_count = engine.woken_count = engine.begun_count = 0
         self.is_open = True
 
-    # -- what comes next --------------------------------------------------------------------------------------------
+    # -- next observations ------------------------------------------------------------------------------------------
 
     @property
     def is_done(self) -> bool:
-        """Whether all that was recorded has happened once more."""
+        """Whether the whole record has been replayed."""
         return not self._log.entries and self._point is None
 
     @property
@@ -91,19 +92,19 @@ class Agenda:
 
     @property
     def is_in_point(self) -> bool:
-        """Whether a safe point is under way."""
+        """Whether the rank is in a safe point."""
         return self._point is not None
 
     def next(self) -> Sight | None:
-        """Return what the rank sees next; None if user code has to come to a safe point, or to end this one, first."""
+        """Return the next observation; None if user code has to begin or end a safe point first."""
         return next(self.sights(), None)
 
     def next_entry(self) -> Entry | None:
-        """Return what comes next, be it a safe point; None at the end of the record."""
+        """Return the next observation or safe point; None at the end of the record."""
         return self.next() or next(iter(self._log.entries), None)
 
     def sights(self) -> Iterator[Sight]:
-        """Yield what is to be seen before user code comes to its next safe point, or ends this one."""
+        """Yield the observations before user code begins its next safe point, or ends the current one."""
         for sight in self._all_sights():
             if isinstance(sight, SafePoint) or (self._point is not None and sight.turn > self._turn):
                 return
@@ -113,11 +114,11 @@ class Agenda:
         return self._log.entries if self._point is None else self._point.sights
 
     def is_to_come(self, what: WaitId) -> bool:
-        """Return whether a timer of this identity fires before the record ends, or a task leaves such a collective."""
+        """Return whether the rest of the record has a timer, or the end of a collective, with this identity."""
         return self._named[what] > 0
 
     def remove(self, sight: Sight) -> None:
-        """Note that the rank sees this now."""
+        """Remove an observation that the rank makes now."""
         self._all_sights().remove(sight)
         if isinstance(sight, (Fired, Left)):
             self._named[sight.what] -= 1
@@ -125,7 +126,7 @@ class Agenda:
         self._note_progress()
 
     def remove_taken(self, key: Key) -> TakenByTask | None:
-        """Note that a task takes a message by itself, if it is one that a task took; return that."""
+        """Remove and return the first observation that a task took a message with this key; None if there is none."""
         for sight in self._all_sights():
             if isinstance(sight, TakenByTask) and sight.keys == [key]:
                 self.remove(sight)
@@ -133,7 +134,7 @@ class Agenda:
         return None
 
     def clear(self) -> None:
-        """Drop all that is left."""
+        """Drop the rest of the record."""
         self._log.entries.clear()
         self._named.clear()
 
@@ -144,16 +145,16 @@ class Agenda:
     # -- safe points ------------------------------------------------------------------------------------------------
 
     def is_point_due(self) -> bool:
-        """Return whether as many waits have ended, and messages were sent, as before the safe point that is next."""
+        """Return whether the rank has ended as many waits and sent as many messages as before its next safe point."""
         point = self._log.entries[0] if self._log.entries else None
         return not isinstance(point, SafePoint) or (
             point.woken_count <= self._engine.woken_count and point.sent_count <= self._sent_count
         )
 
     def is_seen_at_point(self, sight: Sight) -> bool:
-        """Return whether main comes to its next safe point before anybody goes on because of this sight.
+        """Return whether main reaches its next safe point before this observation makes a task continue.
 
-        So it was where no wait has ended between the two: main had gone on already, after a sleep for example.
+        That is the case if no wait ended between the two: main was already running, for example after a sleep.
         """
         if self._point is not None or type(sight) is not Taken:
             return False
@@ -161,22 +162,23 @@ class Agenda:
         return point is not None and point.woken_count <= self._engine.woken_count
 
     def first_late(self) -> TakenByTask | None:
-        """Return the first message behind those that are seen at the next safe point, if a task waits for it."""
+        """Return the first message after those that are seen at the next safe point, if a task waits for it."""
         first = next((sight for sight in self.sights() if not self.is_seen_at_point(sight)), None)
         return first if isinstance(first, TakenByTask) and first.late_for is not None else None
 
     def wakes_one_before_point(self, sight: Taken) -> bool:
-        """Return whether one wait alone ended between this sight, which comes now, and the next safe point."""
+        """Return whether exactly one wait ended between this observation, which comes now, and the next safe point."""
         if self._point is not None or len(sight.keys) == 1:
             return False
         entry = next(iter(self._log.entries), None)
         return isinstance(entry, SafePoint) and entry.woken_count == self._engine.woken_count + 1
 
     def exit_after(self, sight: Sight) -> tuple[Left, bool] | None:
-        """Return the collective after which a task went on before anybody did because of this sight, if there is one.
+        """Return the end of a collective after which a task continued before this observation made a task continue.
 
         Returns:
-            It, and whether its place has come, and all that was seen before it can be seen now.
+            The end of the collective, and whether the rank has reached its position and all observations before it
+            are possible now; None if there is no such collective.
         """
         if type(sight) not in (Taken, Fired):
             return None
@@ -191,7 +193,7 @@ class Agenda:
         return None
 
     def has_late_timer_after(self, sight: Sight) -> bool:
-        """Return whether a timer that is not there yet fired after this sight, before anybody went on because of it."""
+        """Return whether a timer that is not set yet fired before this observation made a task continue."""
         if type(sight) is not Taken:
             return False
         beside = itertools.takewhile(sight.is_beside, self.sights())
@@ -201,35 +203,37 @@ class Agenda:
         """Begin the next safe point; return its number of turns."""
         entries = self._log.entries
         point = entries.popleft() if entries else SafePoint()
-        assert isinstance(point, SafePoint), f"{point} was to be seen before this safe point"
+        assert isinstance(point, SafePoint), f"{point} has to be seen before this safe point"
         self._point = point
         self._engine.woken_count = self._engine.begun_count = self._sent_count = 0
         self._note_progress()
         return point.turn_count
 
     def set_turn(self, turn: int) -> None:
-        """Come to a turn of the safe point."""
+        """Set the current turn of the safe point."""
         self._turn = self._engine.turn = turn
 
     def end_point(self) -> None:
         """End the safe point."""
         self._point = None
 
-    # -- places -----------------------------------------------------------------------------------------------------
+    # -- positions --------------------------------------------------------------------------------------------------
 
     def note_sent(self, tag: int) -> None:
-        """Count a message that the rank sends."""
+        """Count a message sent by the rank."""
         self._sent_count += not (self._log.is_native and tag in COLLECTIVE_TAGS)
 
     def is_due(self, sight: Sight, ending_count: int = 0) -> bool:
-        """Return whether its place has come: as many waits have begun and ended, and messages were sent, as before it.
+        """Return whether the rank has reached an observation's position.
+
+        That is, it has begun and ended as many waits, and sent as many messages, as before the recorded observation.
 
         Args:
-            sight: one that comes next.
-            ending_count: how many waits end now, and are not counted yet.
+            sight: One of the next observations.
+            ending_count: Number of waits that end now and are not counted yet.
         """
         if not isinstance(sight, Taken) and not self.is_possible(sight):
-            return False  # this rank has to do something for it, and not another one
+            return False  # this rank itself, not another rank, has to do something for it
         return (
             sight.woken_count <= self._engine.woken_count + ending_count
             and sight.begun_count <= self._engine.begun_count
@@ -237,7 +241,7 @@ class Agenda:
         )
 
     def is_before_next_begin(self, sight: Sight) -> bool:
-        """Return whether it came before the next wait began, as far as its place tells that."""
+        """Return whether the observation's position is before the beginning of the next wait."""
         engine = self._engine
         return (
             type(sight) in (Taken, Fired)
@@ -246,11 +250,11 @@ class Agenda:
         )
 
     def must_be_there(self, sight: Sight, ending_count: int = 0) -> bool:
-        """Return whether it is possible, or will be without this rank, before the rank's next step."""
+        """Return whether the observation has to be possible, without this rank's help, before the rank's next step."""
         return self.is_due(sight, ending_count + isinstance(sight, TakenByTask))
 
     def is_possible(self, sight: Sight) -> bool:
-        """Return whether all that it needs is there."""
+        """Return whether the rank can make an observation now: its messages have arrived, or its timer is set."""
         match sight:
             case Taken():
                 return not self.missing_sources(sight)
@@ -262,13 +266,13 @@ class Agenda:
                 return True
 
     def missing_sources(self, sight: Sight | None) -> set[int]:
-        """Return the ranks whose messages of a sight have not come."""
+        """Return the sources of the observation's messages that have not arrived."""
         if not isinstance(sight, Taken):
             return set()
         return {key[0] for key, count in self._keys_with(sight).items() if self._mailbox.count(key) < count}
 
     def _keys_with(self, first: Taken) -> Counter[Key]:
-        """Return the messages of a sight, and of those after it that a task took in the step that follows, if any."""
+        """Count by key the messages of an observation, and those that tasks took in the step after it."""
         keys = Counter(first.keys)
         for sight in self.sights():
             if isinstance(sight, TakenByTask) and sight is not first:
@@ -285,28 +289,28 @@ class Agenda:
     # -- the clock --------------------------------------------------------------------------------------------------
 
     def seen_before_reading(self) -> int:
-        """Return how much the rank had seen by the time when it read the clock next."""
+        """Return the number of observations before the next recorded reading of the clock."""
         firsts = (readings[0] for readings in self._log.clock.values() if readings)
         reading = min(firsts, key=lambda reading: reading.number, default=None)
         return 0 if reading is None else reading.seen_count
 
     def read_clock(self) -> float:
-        """Return the recorded time for the line of code that calls this; before the world is open, virtual time."""
+        """Return the recorded time for the calling line of code, or the virtual time before the world is open."""
         if not self.is_open:
             return self._now()
         readings = self._log.clock[sys._getframe(1).f_lineno]
         if readings and readings[0].seen_count > self.seen_count and not self._engine._in_pass:
-            # The rank had seen more by then, and the line's task goes on with that.
+            # In the recorded run, the rank had made more observations by then, and the line's task depends on them.
             self.catch_up(readings[0].seen_count)
         while len(readings) > 1 and readings[0].seen_count < self.seen_count >= readings[1].seen_count:
-            readings.popleft()  # a task has not gone on then which did so in the recorded run, as it had nothing to do
+            readings.popleft()  # read by a task that continues only in the recorded run, where it had nothing to do
         if readings and readings[0].seen_count <= self.seen_count:
             self._time_s = readings.popleft().seconds
         return self._time_s
 
 
 def _may_bring(sight: Taken, left: Left) -> bool:
-    """Return whether messages may be what ends a collective, or fails it."""
+    """Return whether the messages of an observation may end a collective, or make it fail."""
     tags_of = [tag for _, tag in sight.keys if tag in COLLECTIVE_TAGS]
     return bool(tags_of) if left.what == FAILED else any(left.what == end_of_collective(tag) for tag in tags_of)
 

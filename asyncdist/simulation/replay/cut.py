@@ -1,8 +1,8 @@
-"""Ends the records of a job where a signal ended its ranks: a replay has no signals.
+"""Cuts the records of a job at the signals that ended its ranks, because a replay has no signals.
 
-The records end in a consistent state: no rank sees a message that another one sent after the end of its own record (K.
-M. Chandy and L. Lamport, Distributed Snapshots: Determining Global States of Distributed Systems, ACM Transactions on
-Computer Systems 3(1), 1985).
+The cut is consistent: no rank receives a message that was sent after the end of its sender's record (K. M. Chandy and
+L. Lamport, Distributed Snapshots: Determining Global States of Distributed Systems, ACM Transactions on Computer
+Systems 3(1), 1985).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _SIGNALS: Final = (f"SystemExit: {128 + signal.SIGTERM}", "KeyboardInterrupt")
 
 
 def cut_at_signals(records: Mapping[int, Sequence[Event]]) -> dict[int, Sequence[Event]]:
-    """Return what each rank saw and did before a signal, or the message of a rank after its signal, came to it.
+    """Return each rank's events before its signal, and before any message sent after the end of another rank's record.
 
     Args:
-        records: the events of each rank.
+        records: All events of each rank.
     """
     ends = {rank: _end(events) for rank, events in records.items()}
     if any(ends[rank] < len(events) for rank, events in records.items()):
@@ -33,7 +33,7 @@ def cut_at_signals(records: Mapping[int, Sequence[Event]]) -> dict[int, Sequence
 
 
 def _end(events: Sequence[Event]) -> int:
-    """Return how many events came before a signal to main; up to the last step, where one was raised in user code."""
+    """Return the number of events before a signal. If its error was raised in user code, count up to the last step."""
     end = 0
     for place, event in enumerate(events):
         if event.kind == "interrupted":
@@ -47,12 +47,12 @@ def _end(events: Sequence[Event]) -> int:
 
 @dataclass(slots=True)
 class _Messages:
-    """Says where a record has messages.
+    """Indices of the message events in a rank's record.
 
     Attributes:
-        end: the place after the last event. What the rank sent last may not be there: its process was ended.
-        sent: places of messages to each rank and tag.
-        received: places, and their sources and tags.
+        end: Number of events. The rank's last sends may be missing, because its process was ended.
+        sent: Indices of sends, by receiver and tag.
+        received: Indices of receives, with source and tag.
     """
 
     end: int
@@ -61,7 +61,7 @@ class _Messages:
 
     @classmethod
     def of(cls, events: Sequence[Event]) -> _Messages:
-        """Return where these events have messages."""
+        """Return the indices of the message events."""
         found = cls(len(events))
         for place, event in enumerate(events):
             match event.kind, event.fields:
@@ -72,7 +72,7 @@ class _Messages:
         return found
 
     def first_received_after(self, ends: Mapping[int, int], rank: int, messages: Mapping[int, _Messages]) -> int | None:
-        """Return the place of this rank's first message that was sent after the end of its source's record."""
+        """Return the index of this rank's first receive whose message was sent after the end of its source's record."""
         counts: Counter[Key] = Counter()
         for place, (source, tag) in self.received:
             if place >= ends[rank]:
@@ -88,7 +88,7 @@ class _Messages:
 
 
 def _make_consistent(ends: dict[int, int], messages: Mapping[int, _Messages]) -> None:
-    """Shorten records until no rank receives what was sent after the end of another record."""
+    """Shorten records until no rank receives a message sent after the end of its source's record."""
     has_changed = True
     while has_changed:
         has_changed = False

@@ -1,4 +1,4 @@
-"""The engine of a replayed rank: its waits, timers and sends end when they ended in the recorded run."""
+"""The engine of a replayed rank: its waits, timers and sends end at their recorded positions."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ T = TypeVar("T")
 
 
 class ReplayedEngine(ObservedEngine):
-    """Polls the requests of a replayed rank, and lets its coroutines wait as long as they waited in the recorded run.
+    """Polls the requests of a replayed rank, and ends its coroutines' waits at their recorded positions.
 
-    Before the world is open it does what the engine of any rank does.
+    Before the world is open, it behaves like any other engine.
 
     Args:
-        transport: The transport of the rank.
-        loop: The loop that runs the rank.
-        gate: Decides when the rank sees something.
+        transport: The rank's transport.
+        loop: The rank's event loop.
+        gate: Decides when the rank makes an observation.
     """
 
     def __init__(self, transport: Transport, loop: RankLoop, gate: Gate) -> None:
@@ -37,7 +37,7 @@ class ReplayedEngine(ObservedEngine):
         self.clock = gate.agenda.read_clock
 
     def begin(self) -> None:
-        """Show the rank from now on what it saw then: main is about to begin."""
+        """Begin to show the rank its recorded observations; main starts next."""
         super().begin()
         self._gate.open(self)
 
@@ -67,7 +67,7 @@ class ReplayedEngine(ObservedEngine):
             await gate.see_all_before_begin(condition)
         if deadline is None or gate.agenda.is_done:
             if gate.agenda.is_cut_short:
-                deadline = None  # it goes no further
+                deadline = None  # the rank stops at the end of its record
             return await super().until(condition, what, deadline=deadline, is_of_request=is_of_request, peers=peers)
         with gate.deadlines.waiting(what, deadline, self.recheck) as entry:
             gate.lookout.look_soon()
@@ -112,11 +112,11 @@ class ReplayedEngine(ObservedEngine):
             await self._gate.see_all_before_begin(waiter.done)
             if task is tasks.user:
                 await self._gate.see_without_wait(waiter)
-            if waiter.done() and self.failure is None:  # it did not wait then
+            if waiter.done() and self.failure is None:  # the task did not wait in the recorded run
                 await waiter
                 return
         if task is tasks.main and not waiter.done():
-            tasks.main = None  # for this wait: what the rank sees meanwhile is not seen at a safe point
+            tasks.main = None  # observations during this wait are not made at a safe point
         tasks.waiters[task] = waiter
         tasks.counted |= set() if is_of_request else {task}
         try:
@@ -160,7 +160,7 @@ class ReplayedEngine(ObservedEngine):
         await yield_to_loop()
 
     async def repeat_sent(self, what: WaitId, dest: int) -> bool:
-        """Continue when the task did that had sent this: here it is sent at once."""
+        """Wait until the sending task continued in the recorded run; in a replay, a message leaves immediately."""
         if not self._gate.agenda.is_to_come(what):
             return False
         waiter: asyncio.Future[None] = self.loop.create_future()
@@ -169,7 +169,7 @@ class ReplayedEngine(ObservedEngine):
             resolve_waiter(waiter, gone(dest) if dest in self.transport.lost_ranks() else None)
 
         self._gate.wakings.wake_by(what, wake)
-        if is_end_of_stream(what):  # then it was a condition that the task waited for
+        if is_end_of_stream(what):  # the task waited for a condition
             await super().until(waiter.done, what, is_of_request=True)
         else:
             await self.park(waiter, what, is_of_request=True)
@@ -188,10 +188,10 @@ class ReplayedEngine(ObservedEngine):
         if self.failure is None or self._gate.agenda.is_to_come(what):
             await self._leave(what)
         elif self._gate.log.tells_collectives:
-            raise self.failure  # it came before the end of this collective
+            raise self.failure  # the failure came before the end of this collective
 
     async def _leave(self, what: WaitId) -> None:
-        """Continue after a collective when the task continued then."""
+        """Wait until the task continued after the collective in the recorded run."""
         gate = self._gate
         is_to_come = gate.agenda.is_to_come(what)
         if not is_to_come and not gate.log.tells_collectives:
@@ -200,7 +200,7 @@ class ReplayedEngine(ObservedEngine):
         wake = functools.partial(resolve_waiter, waiter, None)
         with gate.deadlines.waiting(what, self.loop.time(), wake):
             gate.lookout.look_soon()
-            if not is_to_come:  # the failure of the job ended it, or main's end came first
+            if not is_to_come:  # the job's failure ended the collective, or main ended first
                 await self.park(waiter, what, is_of_request=True)
                 return
             if asyncio.current_task() is gate.tasks.main:

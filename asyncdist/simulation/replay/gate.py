@@ -1,4 +1,4 @@
-"""Shows one rank of a simulation what that rank of a recorded run saw, in the same order."""
+"""Shows a replayed rank its recorded observations, in the recorded order."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from asyncdist.waits import WaitId, WaitKind
 
 #: Virtual seconds for which a message waits for the safe point that came after it in the recorded run.
 _DEFERRAL_S: Final = 1.0
-#: The same for the end of work in a thread, which takes virtual time where it sleeps.
+#: Virtual seconds for which a message waits for the end of work in a thread, which takes virtual time if it sleeps.
 _WORK_S: Final = 100.0
-#: So often a safe point lets the rank's tasks run for it, where they have not come as far as they had then.
+#: Number of times that the rank's other tasks are run to let them reach the position of an observation.
 _TRY_COUNT: Final = 20
 
 
 @dataclass(slots=True)
 class Tasks:
-    """Keeps what the tasks of a replayed rank do.
+    """Waits of a replayed rank's tasks.
 
     Attributes:
-        waiters: The future for which each task waits.
-        counted: The tasks among these whose wait counts.
-        woken_late: The tasks woken by a message that they had taken without a wait in the recorded run.
-        user: The task that has come to a safe point last.
-        main: The same task, unless it waits for something else.
+        waiters: Future for which each task waits.
+        counted: Tasks among these whose waits count for positions.
+        woken_late: Tasks woken by a message that they took without a wait in the recorded run.
+        user: Task that reached the last safe point.
+        main: The task ``user``; None while it waits for something other than a safe point.
     """
 
     waiters: dict[asyncio.Task[Any] | None, asyncio.Future[None]] = field(default_factory=dict)
@@ -53,26 +53,26 @@ class Tasks:
 
 
 class Gate:
-    """Holds back what comes to a rank until its recorded turn has come.
+    """Holds back a rank's messages, timers and losses until their recorded positions.
 
     Args:
-        rank: the rank.
-        log: what it saw.
-        mailbox: where its messages wait.
-        loop: runs it.
-        found: differences are added to it.
-        is_cut_off: returns whether a rank goes no further, since its record ends, or that of one that it needs; if
-            asked so, also whether it may be taken to do so, since it waits.
+        rank: The rank.
+        log: The rank's record.
+        mailbox: The rank's messages that it has not received yet.
+        loop: The rank's event loop.
+        found: Receives the differences.
+        is_cut_off: Returns whether a rank has stopped at the end of a record, its own or that of a rank that it needs.
+            If its second argument is true, ranks that wait at the end of their record count as stopped.
 
     Attributes:
-        agenda: what it has still to see.
-        admission: which of its messages its receives may take.
-        comparison: of what it does with what it did.
-        log: As given.
-        tasks: What its tasks do.
-        timers, deadlines, wakings: What it waits for besides messages.
-        lookout, hold: What happens while it waits.
-        has_stopped: whether the rank has come to the end of its record, or to that of its main.
+        agenda: The rank's remaining observations.
+        admission: The messages that its receives may take.
+        comparison: Compares its decisions with the record.
+        log: The rank's record.
+        tasks: Waits of its tasks.
+        timers, deadlines, wakings: Everything it waits for except messages.
+        lookout, hold: Show it observations, or stop it, outside its safe points.
+        has_stopped: Whether the rank has reached the end of its record or of its main.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Gate:
         mailbox.ring = self._on_arrival
 
     def open(self, engine: ObservedEngine) -> None:
-        """Begin: main is about to."""
+        """Begin; main starts next."""
         self._engine = engine
         for part in (self.agenda, self.admission, self.hold, self.lookout, self.wakings):
             part.open(engine)
@@ -122,18 +122,18 @@ class Gate:
 
     @property
     def has_stopped_at_cut(self) -> bool:
-        """Whether it goes no further, since its record ends, or that of a rank that it needs."""
+        """Whether the rank has stopped at the end of a record: its own, or that of a rank that it needs."""
         return self._goes_no_further or (self.has_stopped and not self.log.is_over)
 
     @property
     def is_at_cut(self) -> bool:
-        """Whether it may wait for ever, since its record ends before its main, or has stopped for that."""
+        """Whether the rank has stopped at the end of a record, or may wait forever because its own record has ended."""
         return self.has_stopped_at_cut or (self.agenda.is_done and not self.log.is_over)
 
     def awaited_ranks(self) -> set[int]:
-        """Return the ranks that have to send something before it goes on.
+        """Return the ranks that have to send a message before this rank continues.
 
-        Of the collectives that a backend carried by itself the record has no messages, but the replay needs them.
+        They include the peers of collectives that the backend carried out, whose messages the record does not contain.
         """
         sight = self.agenda.next()
         missing = self.agenda.missing_sources(sight)
@@ -148,7 +148,7 @@ class Gate:
         return missing.union(unrecorded)
 
     def missing(self) -> tuple[float, str]:
-        """Return when the event was that came next in the recorded run, on the rank's clock, and what it was."""
+        """Return the recorded time of the next observation, on the rank's clock, and a description of it."""
         entry = self.agenda.next_entry()
         time_s = math.inf if entry is None else entry.time_s
         return time_s, f"rank {self.rank}, {self.comparison.where()}: {in_words(self.agenda.next())}"
@@ -156,7 +156,7 @@ class Gate:
     # -- messages ---------------------------------------------------------------------------------------------------
 
     def set_doorbell(self, ring: Callable[[], None]) -> None:
-        """Have ``ring`` called when there is something to see."""
+        """Set the function that is called when the rank may receive a message."""
         self._ring = ring
 
     def _on_arrival(self, tag: int) -> None:
@@ -165,12 +165,12 @@ class Gate:
             self._ring()
 
     def see_losses(self) -> None:
-        """See the losses that the rank saw before what its task does now: a send, say, which may fail by them."""
+        """Show the rank the losses that it saw before the current operation, such as a send that fails by them."""
         while isinstance(sight := self.agenda.next(), Lost) and self.agenda.is_open and self.agenda.is_due(sight):
             self._show(sight)
 
     def note_sent(self, tag: int) -> None:
-        """Count a message that the rank sends: what it sees next may have its place after that."""
+        """Count a sent message: the rank may have reached the position of its next observation."""
         self.agenda.note_sent(tag)
         self.hold.begin_if_late()
         self.lookout.look_soon()
@@ -178,7 +178,7 @@ class Gate:
     # -- showing ----------------------------------------------------------------------------------------------------
 
     def _show(self, sight: Sight) -> None:
-        """Let the rank see something, and do at once what follows from it."""
+        """Show the rank an observation, and wake the tasks that wait for it."""
         self.agenda.remove(sight)
         match sight:
             case Taken(keys=keys):
@@ -193,7 +193,7 @@ class Gate:
                     self._loop.do_first(functools.partial(self._bring_late, late_for))
             case Lost(rank=rank):
                 self._mailbox.lose(rank)
-                self._engine.poll()  # what waits for a message of that rank fails
+                self._engine.poll()  # receives from that rank fail
             case Fired(what=what):
                 self.timers.fire(what)
                 self._engine.recheck()
@@ -201,7 +201,11 @@ class Gate:
                 self.deadlines.expire(what)
 
     def _bring_late(self, task: asyncio.Task[Any]) -> bool:
-        """Let a task have what it took by itself then; return whether that ends its wait: it did not wait then."""
+        """Deliver a message to the task that waits for it, but did not wait for it in the recorded run.
+
+        Returns:
+            Whether the message ends the task's wait.
+        """
         self._engine.poll()
         if task in self.tasks.woken_late or (waiter := self.tasks.waiters.get(task)) is None or not waiter.done():
             return False
@@ -210,7 +214,7 @@ class Gate:
         return True
 
     def _end_streams(self, taken: Taken) -> None:
-        """Let streams end whose last part left in the same pass: tasks go on in the order in which they waited."""
+        """End the streams whose last part left in the same pass, so that tasks continue in the order of their waits."""
         for sight in list(itertools.takewhile(taken.is_beside, self.agenda.sights())):
             if not isinstance(sight, Fired) or not is_end_of_stream(sight.what) or not self.timers.has(sight.what):
                 return
@@ -218,9 +222,9 @@ class Gate:
             self.timers.fire(sight.what)
 
     def _wake_user(self, keys: Collection[Key]) -> None:
-        """Let the user's task go on before others that these messages wake, if it waits for one of them.
+        """Wake the user's task before other tasks that these messages wake, if it waits for one of them.
 
-        A timeout had woken it already as they came.
+        In the recorded run, a timeout had woken it before they arrived.
         """
         if (waiter := self.tasks.waiters.get(self.tasks.user)) is None:
             return
@@ -229,7 +233,10 @@ class Gate:
             resolve_waiter(waiter, None)
 
     def _catch_up(self, seen_count: int = 0) -> None:
-        """Show all whose place has come, as far as it is possible, up to ``seen_count`` also what could come later."""
+        """Show the rank all possible observations whose positions it has reached.
+
+        Observations up to the number ``seen_count`` are shown even if they could be put off.
+        """
         while (sight := self.agenda.next()) is not None and self.agenda.is_due(sight):
             if self.admission.has_permitted and self._engine.poll() == 0 and self.admission.has_permitted:
                 return
@@ -238,30 +245,29 @@ class Gate:
             if self.agenda.seen_count >= seen_count and self._is_deferred(sight):
                 if (late := self.agenda.first_late()) is None or not self.agenda.is_possible(late):
                     return
-                sight = late  # what a task waits for already comes first
+                sight = late  # a message for which a task already waits comes first
             left = self.agenda.exit_after(sight)
             if left is not None and self.agenda.is_due(left[0]):
                 self._show(left[0])
-                sight.woken_count += 1  # the tasks that it wakes went on after this one
+                sight.woken_count += 1  # the tasks that it wakes continued after this one
                 continue
             self._show(sight)
 
     def _is_waited_for(self, sight: Sight) -> bool:
-        """Return whether a task waits for this message that took it by itself then: it has come to that sooner here.
+        """Return whether a task waits for a message that it took without a wait in the recorded run.
 
-        It had sent something before, for example, which took its time.
+        The task reaches this receive sooner in the replay, for example because its sends take no time.
         """
-        assert isinstance(sight, TakenByTask), f"{sight} is left to no task"
+        assert isinstance(sight, TakenByTask), f"{sight} was not taken by a task"
         requests: Iterator[Any] = (operation.request for operation in self._engine._operations)
         return any(request.is_for(sight.keys[0]) for request in requests if hasattr(request, "is_for"))
 
     def _is_deferred(self, sight: Sight) -> bool:
-        """Whether user code comes to a safe point first, which sees this; or out of a collective.
+        """Return whether to put off an observation, because a task continued before those that the observation wakes.
 
-        Or to the end of a sleep, or of work in a thread, which came before anybody went on because of this.
-
-        A pass took it up as user code was about to go on, after a sleep, or out of what a thread computed: the task
-        that it wakes went on within the safe point. Where user code waits for this after all, it waits a little.
+        This is user code that reaches a safe point, or a task that continues after a collective, a sleep or work in a
+        thread. In the recorded run, that task was ready when a pass received the message. An observation is put off for
+        a limited time only, in case user code does wait for it.
         """
         left = self.agenda.exit_after(sight)
         is_late = self.agenda.has_late_timer_after(sight)
@@ -276,16 +282,16 @@ class Gate:
         return True
 
     def on_wait_begun(self) -> None:
-        """Look for what comes next, whose place may be after the beginning of this wait."""
+        """Look at the next observation: its position may be after the beginning of this wait."""
         self.hold.begin_if_late()
         self.lookout.look_soon()
 
     async def before_wait_ends(self) -> None:
-        """See all that came before this wait ended: it is the next one to end, and what came before it ended none.
+        """Show the rank all observations before the end of this wait, none of which ended a wait.
 
-        Other tasks may have to go on first, which takes no time here, and other ranks may have still to send it.
+        Other tasks may have to run first, which takes no virtual time, and other ranks may still have to send messages.
         """
-        if asyncio.current_task(self._loop) in self.tasks.woken_late:  # it did not wait then
+        if asyncio.current_task(self._loop) in self.tasks.woken_late:  # it did not wait in the recorded run
             return
         for _ in range(_TRY_COUNT):
             self._catch_up()
@@ -295,10 +301,10 @@ class Gate:
             if not self.agenda.is_due(sight):
                 await yield_to_loop()
             elif self.agenda.is_possible(sight) or not await self._until_possible(sight):
-                return  # it is put off, or never comes
+                return  # the observation is put off, or never becomes possible
 
     async def see_all_before_begin(self, is_ready: Callable[[], bool]) -> None:
-        """See what came before the wait that is about to begin, unless what it is for is there; no deadline's end."""
+        """Show the rank all messages and timers before the wait that begins next, until ``is_ready`` returns True."""
         for _ in range(_TRY_COUNT):
             sight = self.agenda.next()
             if is_ready() or sight is None or not self.agenda.is_before_next_begin(sight):
@@ -314,7 +320,7 @@ class Gate:
                 self._show(sight)
 
     def on_wait_ended(self, counts: bool) -> None:
-        """Make the passes that were made before the task that goes on now."""
+        """Show the rank the observations before the current task continues."""
         if self.agenda.is_done and not self.admission.has_permitted:
             return
         self._catch_up()
@@ -323,16 +329,16 @@ class Gate:
             self.tasks.woken_late.remove(task)
             self._engine.woken_count -= counts
         self.hold.begin_if_late(counts)
-        self.lookout.look_soon()  # the place of what comes next may be after this wait
+        self.lookout.look_soon()  # the position of the next observation may be after this wait
 
     def _is_main_running(self) -> bool:
-        """Whether what runs now comes to a safe point, which waits by itself for what it is to see."""
+        """Return whether the current task is main: its next safe point waits for the observations before it anyway."""
         return self.tasks.main is not None and asyncio.current_task(self._loop) is self.tasks.main
 
     # -- safe points ------------------------------------------------------------------------------------------------
 
     async def pass_safe_point(self) -> None:
-        """Make the passes, and yield as often, as the recorded safe point did."""
+        """Poll and yield as often as the recorded safe point did."""
         self.tasks.main = self.tasks.user = asyncio.current_task()
         if self._engine.before_safe_point is not None:
             await self._engine.before_safe_point()
@@ -349,7 +355,7 @@ class Gate:
                 self._engine.poll()
                 self.agenda.set_turn(turn + 1)
                 await self._wait_for_next()
-                self._loop.call_soon(self._on_turn)  # tasks that it wakes go on after this one
+                self._loop.call_soon(self._on_turn)  # tasks that it wakes continue after this one
                 await yield_to_loop()
                 await self._see_turn(turn + 1)
         finally:
@@ -362,7 +368,7 @@ class Gate:
             self._catch_up()
 
     async def _see_all_before(self) -> None:
-        """See what was seen before this safe point, and has not been seen yet."""
+        """Show the rank the remaining observations before this safe point."""
         while (sight := self.agenda.next()) is not None or self.admission.has_permitted:
             if sight is not None and self.agenda.is_due(sight) and not _is_left_to_task(sight):
                 await self._see(sight)
@@ -376,7 +382,7 @@ class Gate:
             await yield_to_loop()
 
     async def _until_changed(self, sight: Sight | None) -> bool:
-        """Let others run until something else is next; return False if it never is."""
+        """Let other tasks run until the next observation is another one, or is possible; return False if that fails."""
         for try_count in range(_TRY_COUNT):
             self._engine.poll()
             self._engine.recheck()
@@ -392,7 +398,7 @@ class Gate:
         return False
 
     async def _see_turn(self, turn: int) -> None:
-        """See all that was seen up to a turn of this safe point."""
+        """Show the rank the observations up to a turn of this safe point."""
         self.agenda.set_turn(turn)
         while (sight := self.agenda.next()) is not None:
             is_due = self.agenda.is_due(sight) and not _is_left_to_task(sight)
@@ -400,16 +406,16 @@ class Gate:
                 await self._see(sight)
 
     async def _wait_for_next(self) -> None:
-        """Let nothing run before what is seen next is there."""
+        """Let nothing run until the next observation is possible, if the rank has reached its position."""
         while (sight := self.agenda.next()) is not None and self.agenda.must_be_there(sight):
             await self._until_possible(sight)
             if not isinstance(sight, Passed):
                 return
-            self._show(sight)  # it was written down by the task that goes on in this turn
+            self._show(sight)  # the task that continues in this turn recorded it
             self._engine.recheck()
 
     async def _see(self, sight: Sight) -> None:
-        """See something as soon as it is possible; nothing else on the rank happens meanwhile."""
+        """Show the rank an observation as soon as it is possible; nothing else runs on the rank meanwhile."""
         while not await self._until_possible(sight):
             is_late = self.agenda.progressed_at_s < self._loop.time() - _TRY_COUNT * PATIENCE_S
             if any(self._is_cut_off(rank, is_late) for rank in self.agenda.missing_sources(sight)):
@@ -430,12 +436,12 @@ class Gate:
         return True
 
     async def _stop(self) -> None:
-        """Go no further: the record of this rank, or of one that it needs, ends here."""
+        """Stop, because the record of this rank or of a rank that it needs has ended."""
         self.has_stopped = self._goes_no_further = True
         await self._loop.create_future()
 
     async def see_without_wait(self, waiter: asyncio.Future[None]) -> None:
-        """Show user code that is about to wait what it had already, where no wait ended before its next safe point."""
+        """Show the rank its observations before user code's wait, which did not wait before its next safe point."""
         while not waiter.done() and (sight := self.agenda.next()) is not None:
             is_there = self.agenda.is_seen_at_point(sight) and self.agenda.is_due(sight)
             if not is_there or not await self._until_possible(sight):
@@ -444,7 +450,7 @@ class Gate:
                 self._show(sight)
 
     async def see_all_before_reading(self) -> None:
-        """See what the rank had seen before its task that begins now read the clock."""
+        """Show the rank the observations before the task that begins now read the clock."""
         seen_count = self.agenda.seen_before_reading()
         while self.agenda.seen_count < seen_count and (sight := self.agenda.next()) and self.agenda.is_due(sight):
             await self._see(sight)
@@ -457,13 +463,13 @@ class Gate:
             self.comparison.on_event(time_s, kind, fields, self.has_stopped)
 
     def repeat_reduction(self, tag: int, result: memoryview) -> None:
-        """Let a reduction come to what it did where MPI made it, in an order of its own."""
+        """Overwrite the result of a reduction with the recorded one, because MPI reduces in an order of its own."""
         results = self.log.results.get(tag)
         if not results:
             return
         nbytes, recorded = results.popleft()
         if nbytes != len(result):
-            what = f"all_reduce of {nbytes} bytes was recorded, and now there are {len(result)}"
+            what = f"the recording has an all_reduce of {nbytes} bytes next, but the replay reduces {len(result)}"
             raise self.comparison.divergence(what)
         if recorded:
             result[:] = recorded
@@ -471,18 +477,18 @@ class Gate:
             self.comparison.note_other_order(nbytes)
 
     def note_end(self, error: BaseException | None) -> None:
-        """Compare how main ended."""
-        if not isinstance(error, asyncio.CancelledError):  # since the simulation is over
+        """Compare the end of main with the recorded one."""
+        if not isinstance(error, asyncio.CancelledError):  # cancelled because the simulation is over
             self.has_stopped = True
             self.lookout.note_end()
         self.comparison.on_end(error)
 
 
 def is_end_of_stream(what: WaitId) -> bool:
-    """Return whether this is the wait for the end of a stream that a task sends."""
+    """Return whether this identifies the wait until the end of a stream has left."""
     return what.kind == WaitKind.STREAM_LEFT
 
 
 def _is_left_to_task(sight: Sight) -> bool:
-    """Return whether a task is to take it by itself; that one has not tried to do so yet."""
+    """Return whether a task has to take this message without a polling pass, and has not tried to yet."""
     return isinstance(sight, TakenByTask) and sight.late_for is None

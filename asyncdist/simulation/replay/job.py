@@ -1,4 +1,4 @@
-"""Holds the ranks of a replay, and judges how far they came."""
+"""Holds the ranks of a replay, and judges how far they have come."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from asyncdist.simulation.replay.mailbox import Mailbox
 from asyncdist.simulation.replay.transport import ReplayTransport
 from asyncdist.transports.base import Transport
 
-#: After so many things in a row in which no rank sees anything the replay is over: a rank waits for what never comes.
+#: Number of events in a row without progress of any rank after which the replay ends: a rank waits forever.
 _IDLE_EVENT_COUNT: Final = 200_000
-#: Things that happen between two looks at that.
+#: Number of events between two checks for progress.
 _LOOK_EVERY: Final = 64
 
 
 class ReplayedJob:
-    """Holds what a replay knows of its ranks: what they saw and did then, and how far they have come.
+    """Holds the records of a replay's ranks, and tracks how far the ranks have come.
 
     Args:
-        recording: of the job.
-        on_open: called with the world of each rank before its main begins.
+        recording: Recording of the job.
+        on_open: Called with the world of each rank before its main begins.
 
     Attributes:
-        decision_count: how many decisions were recorded.
-        left_count: how many of these were not come to; known when the simulation is over.
-        cut_ranks: the ranks whose record ends before their main.
+        decision_count: Number of recorded decisions.
+        left_count: Number of recorded decisions that the replay has not reached; final when the simulation is over.
+        cut_ranks: Ranks whose record ends before their main.
     """
 
     def __init__(self, recording: Recording, on_open: Callable[[World], object] | None) -> None:
@@ -58,7 +58,7 @@ class ReplayedJob:
         self.cut_ranks = tuple(rank for rank, log in sorted(self._logs.items()) if not log.is_over)
 
     def open_rank(self, transport: Transport, loop: RankLoop) -> ReplayedRank:
-        """Return what takes the place of a rank's recording."""
+        """Return the replay of a rank, which replaces the rank's recording."""
         rank = transport.rank
         gate = Gate(rank, self._logs[rank], self._mailboxes[rank], loop, self._found, self._is_cut_off)
         self._gates[rank] = gate
@@ -70,20 +70,20 @@ class ReplayedJob:
             self._on_open(world)
 
     def is_over(self) -> bool:
-        """Return whether nothing more is to be seen; called after each thing that happens."""
+        """Return whether the replay is over; called after each event."""
         return bool(self._found) or (bool(self.cut_ranks) and self._have_all_stopped()) or self._watch.is_over()
 
     def _have_all_stopped(self) -> bool:
         return len(self._gates) == self._size and all(gate.has_stopped for gate in self._gates.values())
 
     def check(self) -> None:
-        """Raise DivergenceError if the ranks have done something else than then; the simulation is over."""
+        """Raise DivergenceError if a rank differs from its record; called when the simulation is over."""
         self._judge()
         if self._difference is not None:
             raise self._difference
 
     def _judge(self) -> None:
-        """Look how far the ranks have come, once, before they are cleared away: they end by that, and decide things."""
+        """Judge once how far the ranks have come, before they are cancelled, since ending ranks make decisions too."""
         if self._is_judged:
             return
         self._is_judged = True
@@ -100,13 +100,16 @@ class ReplayedJob:
         return None
 
     def _is_cut_off(self, rank: int, or_waits: bool) -> bool:
-        """Return whether a rank goes no further, or waits, since its record ends, or that of one that it needs."""
+        """Return whether a rank has stopped at the end of a record: its own, or that of a rank that it needs.
+
+        With ``or_waits``, ranks that still wait at the end of their record count as stopped.
+        """
         return rank in self._cut_off(
             {each for each, gate in self._gates.items() if gate.has_stopped_at_cut or (or_waits and gate.is_at_cut)}
         )
 
     def _cut_off(self, ranks: Collection[int]) -> set[int]:
-        """Return these ranks, which go no further, and all that need something of one that goes no further."""
+        """Return these stopped ranks, and all ranks that need a message from a stopped rank."""
         cut_off = set(ranks)
         while more := {
             rank
@@ -120,19 +123,19 @@ class ReplayedJob:
         return sum(log.decision_count for log in self._logs.values())
 
     def _first_missing(self, ranks: Iterable[int]) -> DivergenceError:
-        """Return an error that names the first event of the recorded run that does not happen now on these ranks."""
+        """Return an error that names the first recorded event that these ranks lack in the replay."""
         missing = {rank: self._gates[rank].missing() for rank in ranks}
         first = min(missing, key=lambda rank: (self._recorded[rank].unix_s(missing[rank][0]), missing[rank][1]))
         others = [rank for rank in sorted(missing) if rank != first]
-        places = [f"rank {rank} is there {self._gates[rank].comparison.where()}" for rank in others]
+        places = [f"rank {rank} is {self._gates[rank].comparison.where()}" for rank in others]
         return DivergenceError("; ".join([missing[first][1], *places]), rank=first)
 
 
 class _Watch:
-    """Ends a replay in which nothing happens any more.
+    """Ends a replay in which no rank makes progress.
 
     Args:
-        gates: of all ranks; it changes meanwhile.
+        gates: All ranks' gates, keyed by rank; may change during the replay.
     """
 
     def __init__(self, gates: Mapping[int, Gate]) -> None:
@@ -142,7 +145,7 @@ class _Watch:
         self._progressed_at_count = 0
 
     def is_over(self) -> bool:
-        """Return whether it is; called after each thing that happens."""
+        """Return whether no rank has made progress for many events; called after each event."""
         self._event_count += 1
         if self._event_count % _LOOK_EVERY:
             return False
@@ -153,7 +156,7 @@ class _Watch:
 
 
 class ReplayedRank:
-    """Takes the place of a :class:`asyncdist.runtime.recording.Recording`: the other way round."""
+    """Replays one rank; replaces its :class:`asyncdist.runtime.recording.Recording`."""
 
     def __init__(
         self,
@@ -171,7 +174,7 @@ class ReplayedRank:
         self.engine = ReplayedEngine(self.transport, loop, gate)
 
     def begin(self, world: World) -> None:
-        """Show the rank what it saw from now on, and draw what it drew."""
+        """Restore the rank's random states, and begin to show it its recorded observations."""
         draw_as(self._conditions)
         world.services.reports_in_turn = not self._conditions.capabilities.shares_process
         world.services.events.sink = self._gate.on_event
@@ -180,7 +183,7 @@ class ReplayedRank:
             self._on_open(world)
 
     def note_end(self, error: BaseException | None) -> None:
-        """Compare how main ended."""
+        """Compare the end of main with the recorded one."""
         self._gate.note_end(error)
 
     def close(self) -> None:
@@ -188,7 +191,7 @@ class ReplayedRank:
 
 
 def draw_as(conditions: Conditions) -> None:
-    """Let this thread draw the numbers that a rank has drawn since its world was open."""
+    """Set this thread's random states to those of a rank that has just opened its world."""
     states = conditions.random
     version, numbers, gauss = states.python
     random.setstate((version, tuple(numbers), gauss))
@@ -198,7 +201,7 @@ def draw_as(conditions: Conditions) -> None:
 
 
 def torch_state_of(conditions: Conditions) -> torch.Tensor:
-    """Return the state of torch's generator in which a rank has opened its world."""
+    """Return the state of torch's generator with which a rank opened its world."""
     return torch.frombuffer(bytearray(conditions.random.torch), dtype=torch.uint8)
 
 

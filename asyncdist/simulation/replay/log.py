@@ -1,4 +1,4 @@
-"""What one rank of a recorded run saw, in the order in which a replay has to show it again."""
+"""Record of one rank: its observations, in the order in which a replay shows them to the rank again."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ from asyncdist.recording.events import BEFORE_WORLD, Event
 from asyncdist.recording.reader import RecordingError
 from asyncdist.waits import WaitId, WaitKind
 
-#: Events that a replay must repeat, field by field.
+#: Kinds of events that a replay must repeat, field by field.
 DECISIONS: Final = frozenset(
     {
         *("policy", "metric", "role", "applied", "abandoned", "heard", "decided", "frozen", "ended"),
         *("coordinator", "closed", "weights", "lost"),
     }
 )
-#: A message, by its source and tag.
+#: Source and tag of a message.
 Key: TypeAlias = tuple[int, int]
 
 
 @dataclass(slots=True)
 class Sight:
-    """Something that comes to a rank from outside: a message, a time that is over, a loss.
+    """One observation of a rank: an arrived message, the end of a timeout or timer, or a loss.
+
+    Its position counts waits and messages since the last safe point began.
 
     Attributes:
-        turn: of the safe point, if it was within one.
-        woken_count: how many waits had ended by then since the last safe point began.
-        sent_count: how many messages the rank had sent by then since that.
-        time_s: when it was, on the clock of the rank.
-        begun_count: how many waits had begun by then since that; 0 where the record does not tell it.
+        turn: Turn of the safe point in which the rank made the observation; 0 outside safe points.
+        woken_count: Number of waits that had ended.
+        sent_count: Number of messages that the rank had sent.
+        time_s: Time of the observation in seconds, on the rank's clock.
+        begun_count: Number of waits that had begun; 0 if the record does not say.
     """
 
     turn: int
@@ -41,19 +43,19 @@ class Sight:
     sent_count: int
     time_s: float
     begun_count: int = field(default=0, kw_only=True)
-    counts: ClassVar[bool] = True  #: Whether a clock reading tells its place by it.
+    counts: ClassVar[bool] = True  #: Whether the positions of clock readings count it.
 
     def is_beside(self, other: Sight) -> bool:
-        """Whether no wait ended and no message was sent between the two."""
+        """Whether no wait ended and no message was sent between this observation and the other."""
         return (self.woken_count, self.sent_count) == (other.woken_count, other.sent_count)
 
 
 @dataclass(slots=True)
 class Taken(Sight):
-    """One pass took up messages together, with nothing sent between them; or a task took one by itself.
+    """One polling pass received these messages, without a send in between.
 
     Attributes:
-        keys: their sources and tags.
+        keys: Sources and tags of the messages.
     """
 
     keys: list[Key]
@@ -61,10 +63,10 @@ class Taken(Sight):
 
 @dataclass(slots=True)
 class TakenByTask(Taken):
-    """A task took a message by itself, between two of its awaits; in a replay it may do so a little earlier.
+    """A task received a message without a polling pass, between two awaits. In a replay it may do so slightly earlier.
 
     Attributes:
-        late_for: the task that wanted to take it in the replay when that was not there yet; None for none.
+        late_for: Task that has tried to take the message in the replay before it arrived; None if no task has.
     """
 
     late_for: asyncio.Task[Any] | None = None
@@ -73,21 +75,21 @@ class TakenByTask(Taken):
 
 @dataclass(slots=True)
 class Passed(Sight):
-    """A deadline has passed for the task that waited for this."""
+    """The deadline of a task's wait passed."""
 
     what: WaitId
 
 
 @dataclass(slots=True)
 class Fired(Sight):
-    """A timer of the runtime has fired."""
+    """A timer of the runtime fired."""
 
     what: WaitId
 
 
 @dataclass(slots=True)
 class Lost(Sight):
-    """A rank was seen to be lost."""
+    """The rank was notified of another rank's loss."""
 
     rank: int
 
@@ -98,28 +100,28 @@ FAILED: Final = WaitId(WaitKind.COLLECTIVE_FAILURE)
 
 @dataclass(slots=True)
 class Left(Sight):
-    """A task went on after a collective that had failed, or that MPI had carried by itself.
+    """A task continued after a collective that had failed or that MPI had carried out.
 
     Attributes:
-        what: :data:`FAILED`, or a wait that :func:`end_of_collective` returns.
+        what: :data:`FAILED`, or a result of :func:`end_of_collective`.
     """
 
     what: WaitId
 
 
 def end_of_collective(tag: int) -> WaitId:
-    """Return the wait of a task that continues after a collective of the group with this tag."""
+    """Return the identity of the wait that ends with a collective of the group with this tag."""
     return WaitId(WaitKind.COLLECTIVE_END, tag)
 
 
 @dataclass(slots=True)
 class Reading:
-    """What the clock said.
+    """A reading of the clock.
 
     Attributes:
-        seconds: that.
-        seen_count: how many sights that count came before.
-        number: how many times the clock had been read before.
+        seconds: Time that the clock returned.
+        seen_count: Number of earlier observations, of the kinds that count.
+        number: Number of earlier readings.
     """
 
     seconds: float
@@ -132,11 +134,11 @@ class SafePoint:
     """A safe point of the user's code.
 
     Attributes:
-        woken_count, sent_count: as of sights; when it began.
-        sights: what the rank saw within it.
-        turn_count: the passes and yields that it made.
-        has_ended: whether that is recorded.
-        time_s: when it began.
+        woken_count, sent_count: Numbers of waits ended and messages sent between the previous safe point and this one.
+        sights: The rank's observations in the safe point.
+        turn_count: Number of its polling passes and yields.
+        has_ended: Whether its end is recorded.
+        time_s: Time in seconds when it began, on the rank's clock.
     """
 
     woken_count: int = 0
@@ -152,21 +154,22 @@ Entry: TypeAlias = Sight | SafePoint
 
 @dataclass(slots=True)
 class RankLog:
-    """Holds what a rank saw and did.
+    """A rank's record: its observations and its decisions.
 
     Attributes:
-        entries: what it saw, oldest first.
-        early: messages that it received before its world was open.
-        clock: for each line of code that has asked, what the clock said.
-        decisions: what it did, by kind: its tasks may have done this in another order.
-        tags: those of messages that it received.
-        is_over: whether the end of its main is recorded.
-        error: with which main ended; "" where it returned.
-        is_native: see :func:`log_of`.
-        results: of each group's tag, what MPI's reductions came to: so many bytes, and these, or b"" if too many.
-        measured: numbers that follow from nothing but timing, by what they are.
-        tells_sleeps: whether it tells when asyncio's timers fired.
-        tells_collectives: whether it tells of all collectives that have ended when a task went on after them.
+        entries: Observations and safe points, oldest first.
+        early: Messages received before the rank's world was open, with their numbers.
+        clock: Readings of the clock, by the line of code that read it.
+        decisions: Decisions by kind, because the order between kinds depends on the order of tasks.
+        tags: Tags of the received messages.
+        is_over: Whether the end of main is recorded.
+        error: Error with which main ended; "" if it returned.
+        is_native: As for :func:`log_of`.
+        results: Results of MPI's reductions, by the group's tag: the number of bytes, and the bytes, or b"" if they
+            were too many to record.
+        measured: Numbers that depend on timing alone, by their identity.
+        tells_sleeps: Whether the record contains the firing of asyncio's timers.
+        tells_collectives: Whether the record contains all ends of collectives after which a task continued.
     """
 
     entries: deque[Entry] = field(default_factory=deque)
@@ -183,12 +186,12 @@ class RankLog:
     measured: defaultdict[WaitId, deque[int]] = field(default_factory=lambda: defaultdict(deque))
 
     def is_without_messages(self, tag: int | None) -> bool:
-        """Whether collectives on that tag were carried by MPI: the record has no messages of theirs, and none waits."""
+        """Whether MPI carried out the collectives with this tag, so that the record has none of their messages."""
         return tag is not None and _is_of_collectives(tag) and tag not in self.tags
 
     @property
     def decision_count(self) -> int:
-        """How many are left."""
+        """Number of decisions that the replay has not reached."""
         return sum(map(len, self.decisions.values()))
 
 
@@ -200,13 +203,13 @@ def log_of(
     tells_sleeps: bool = False,
     tells_collectives: bool = False,
 ) -> RankLog:
-    """Read a rank's events.
+    """Return the record that a rank's events make up.
 
     Args:
-        events: as they were recorded, up to where a signal has ended the rank.
-        sent_before_count: how many messages the rank sent before its world was open.
-        is_native: whether the backend carried collectives by itself: what a replay sends for them does not count.
-        tells_sleeps, tells_collectives: see :class:`RankLog`.
+        events: Recorded events, up to a signal that ended the rank.
+        sent_before_count: Number of messages that the rank sent before its world was open.
+        is_native: Whether the backend carried out collectives. The messages that a replay sends for them do not count.
+        tells_sleeps, tells_collectives: As for :class:`RankLog`.
     """
     events = list(events)
     log = RankLog(is_native=is_native, tells_sleeps=tells_sleeps, tells_collectives=tells_collectives)
@@ -218,34 +221,34 @@ def log_of(
 
 
 class _Reader:
-    """Fills a log, event by event.
+    """Fills a RankLog, event by event.
 
     Args:
-        log: the log.
-        sent_before_count: how many messages the rank sent before its world was open.
-        tells_ends: whether the record tells the ends of collectives, so that their messages do not count.
+        log: The RankLog.
+        sent_before_count: Number of messages that the rank sent before its world was open.
+        tells_ends: Whether the record contains the ends of collectives, so that their messages do not count.
     """
 
     def __init__(self, log: RankLog, sent_before_count: int, *, tells_ends: bool) -> None:
         self._log = log
         self._tells_ends = tells_ends
-        self._sights: deque[Any] = log.entries  # of the safe point that is under way, if one is
+        self._sights: deque[Any] = log.entries  # or those of the safe point in progress
         self._point: SafePoint | None = None
         self._last_pass = -1
         self._sent_count = -sent_before_count
         self._seen_count = self._reading_count = 0
 
     def read(self, event: Event) -> None:
-        """Put down what an event tells."""
+        """Add one event to the log."""
         log = self._log
         match event.kind, event.fields:
             case "safe_point", (bool(has_ended), int(turn_count), *_):
                 self._read_safe_point(event, has_ended, turn_count)
             case "received", (int(source), int(tag), int(), int(number), *_):
-                if not (self._tells_ends and _is_of_collectives(tag)):  # a replay may send others for these
+                if not (self._tells_ends and _is_of_collectives(tag)):  # a replay may send other messages
                     self._read_message(event, number, (source, tag))
             case "sent", (int(), int(tag), *_):
-                self._last_pass = -1  # what the pass takes up after this may answer it
+                self._last_pass = -1  # a message that the pass receives later may be a reply to this one
                 self._sent_count += not (log.is_native and _is_of_collectives(tag))
             case "deadline" | "timer" | "failed" | "collective" | "lost", _:
                 self._sights.append(_seen(event, self._sent_count))
@@ -267,7 +270,7 @@ class _Reader:
 
     def _read_safe_point(self, event: Event, has_ended: bool, turn_count: int) -> None:
         point = self._point
-        if point is None or not has_ended:  # where nothing was seen in it, its beginning is not written down
+        if point is None or not has_ended:  # without observations, its beginning is not recorded
             point = SafePoint(event.get("woken") or 0, self._sent_count, time_s=event.time_s)
             self._log.entries.append(point)
             self._sent_count = 0
@@ -277,7 +280,7 @@ class _Reader:
         self._sights = self._log.entries if has_ended else point.sights
 
     def _read_message(self, event: Event, number: int, key: Key) -> None:
-        """Put down a message, which the pass of this number took up; below 0 none did."""
+        """Add a message. ``number`` is that of the pass that received it; negative if no pass did."""
         self._log.tags.add(key[1])
         if number == BEFORE_WORLD:
             self._log.early[key] += 1
@@ -295,7 +298,7 @@ class _Reader:
 
 
 def _seen(event: Event, sent_count: int) -> Sight:
-    """Return what a rank saw that is no message: the end of a wait, a failure, or the loss of a rank."""
+    """Return an observation that is not a message: the end of a wait, a failure, or a loss."""
     turn, woken_count = int(event.get("turn") or 0), int(event.get("woken") or 0)
     at = (turn, woken_count, sent_count, event.time_s)
     match event.kind:

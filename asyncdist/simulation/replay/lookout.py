@@ -1,4 +1,4 @@
-"""Shows a replayed rank what comes next while it waits outside of its safe points, and stops it until that is there."""
+"""Shows a replayed rank its next observation while it waits outside its safe points, and stops a rank that is early."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from asyncdist.simulation.replay.log import Sight
 from asyncdist.simulation.replay.timers import Deadlines, Timers
 from asyncdist.simulation.scheduler import Handle
 
-#: Virtual seconds between two looks for what a rank may see next. Whatever others do for it takes no time at all.
+#: Virtual seconds between two looks at the next observation. Other ranks need no virtual time to make it possible.
 PAUSE_S: Final = 1e-5
 #: The longest pause between two such looks.
 PAUSE_MAX_S: Final = 0.1
-#: Virtual seconds for which a rank waits for what it saw next before it is taken to have gone another way.
+#: Virtual seconds for which a rank waits for its next observation. After that, the run is considered to differ.
 PATIENCE_S: Final = 300.0
 
 
 class Lookout:
-    """Looks, a little after something has happened, whether the place of what comes next has come.
+    """Checks, shortly after each event, whether the rank has reached the position of its next observation.
 
     Args:
-        agenda: what the rank sees next.
-        admission: which messages it may take.
-        timers, deadlines: its own.
-        loop: runs it.
-        show: lets it see something.
-        catch_up: lets it see all whose place has come.
+        agenda: The rank's remaining observations.
+        admission: The messages that its receives may take.
+        timers, deadlines: Those of the rank.
+        loop: The rank's event loop.
+        show: Shows the rank one observation.
+        catch_up: Shows the rank all observations whose positions it has reached.
     """
 
     def __init__(
@@ -59,17 +59,17 @@ class Lookout:
         self._engine: ObservedEngine
 
     def open(self, engine: ObservedEngine) -> None:
-        """Begin: main is about to."""
+        """Begin; main starts next."""
         self._engine = engine
         self.look_soon()
 
     def note_end(self) -> None:
-        """Hold nothing back for long any more: main has ended."""
+        """Note that main has ended: from now on, observations are held back only briefly."""
         self._has_main_ended = True
         self.look_soon()
 
     def look_soon(self, after_s: float = PAUSE_S) -> None:
-        """Look in so many virtual seconds, or before."""
+        """Schedule a look in at most ``after_s`` virtual seconds."""
         at_s = self._loop.time() + after_s
         if not self._agenda.is_open or (self._timer is not None and self._look_at_s <= at_s):
             return
@@ -78,10 +78,10 @@ class Lookout:
         self._timer, self._look_at_s = self._loop.call_later(after_s, self._look), at_s
 
     def _look(self) -> None:
-        """Show what is next, unless user code has to come to a safe point first."""
+        """Show the next observation, unless user code has to reach a safe point first."""
         self._timer = None
         if self._agenda.is_done:
-            if not self._agenda.is_cut_short:  # else it goes no further, as far as others can tell
+            if not self._agenda.is_cut_short:  # a rank whose record is cut short stops here
                 self._release()
             return
         if self._agenda.is_in_point:
@@ -92,7 +92,7 @@ class Lookout:
             if self._has_main_ended:
                 self._show_all()
         elif self._agenda.is_possible(sight) and not self._admission.has_permitted:
-            # Its place has not come, and the rank waits: some task has gone on in another order.
+            # The rank waits before the position of its next observation: its tasks ran in another order.
             if sight is not self._put_off:
                 self._put_off = sight
                 self.look_soon(PATIENCE_S)
@@ -103,7 +103,7 @@ class Lookout:
             self._show_all()
 
     def _has_no_patience(self) -> bool:
-        """Whether nothing was seen for long; if something was, look again when that may be so."""
+        """Whether the rank has seen nothing for PATIENCE_S. If it has seen something, look again when they are over."""
         ends_at_s = self._agenda.progressed_at_s + PATIENCE_S
         if self._loop.time() >= ends_at_s:
             return True
@@ -111,7 +111,7 @@ class Lookout:
         return False
 
     def _show_all(self) -> None:
-        """Hold nothing back any more: ranks may come to their end in another order than then."""
+        """Hold nothing back from now on: ranks may end in another order than in the recorded run."""
         self._agenda.clear()
         self._admission.clear()
         self._release()
@@ -123,18 +123,18 @@ class Lookout:
 
 
 class Hold:
-    """Lets nothing run on a rank after the step under way, if a message that comes next is not there yet.
+    """Stops a rank after its current step until the message that it observes next has arrived.
 
-    The rank that sends it needs nothing more of this one for that, since it had nothing more then.
+    This cannot deadlock: in the recorded run, the sender needed nothing more from this rank before it sent the message.
 
     Args:
-        agenda: what the rank sees next.
-        loop: runs it.
-        may_begin: returns whether it may be held in this step.
-        on_end: called when the message is there, before anything else runs.
+        agenda: The rank's remaining observations.
+        loop: The rank's event loop.
+        may_begin: Returns whether the rank may be stopped in this step.
+        on_end: Called when the message has arrived, before anything else runs.
 
     Attributes:
-        is_on: whether the rank is held.
+        is_on: Whether the rank is stopped.
     """
 
     def __init__(
@@ -150,23 +150,23 @@ class Hold:
         self._context: contextvars.Context
 
     def open(self, engine: ObservedEngine) -> None:
-        """Begin: main is about to, in this context."""
+        """Begin; main starts next, in this context."""
         self._engine = engine
         self._context = contextvars.copy_context()
 
     def begin_if_late(self, ending_count: int = 0) -> None:
-        """Hold the rank if it has to be; ``ending_count`` is that of :meth:`Agenda.is_due`."""
+        """Stop the rank if its next message is late; ``ending_count`` is as for :meth:`Agenda.is_due`."""
         if self.is_on or not self._agenda.is_open or not self._may_begin():
             return
         sight = self._agenda.next()
         if sight is None or not self._agenda.must_be_there(sight, ending_count) or self._agenda.is_possible(sight):
             return
         if self._agenda.exit_after(sight) is not None:
-            return  # a collective ends first, for which others may need this rank
+            return  # a collective ends first, and other ranks may need this rank for it
         self.is_on = True
         self._until_s = self._loop.time() + PATIENCE_S
         self._go_on(PAUSE_S)
-        self._loop.attend(self._end, ())  # before anything else, when it is not busy any more
+        self._loop.attend(self._end, ())  # as soon as the rank is no longer busy, before anything else
 
     def _go_on(self, pause_s: float) -> None:
         sight = self._agenda.next()

@@ -1,4 +1,4 @@
-"""Where the messages of a replay wait until their rank may see them."""
+"""Keeps the messages of a replay until their receiver may take them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from asyncdist.transports.base import ANY_SOURCE
 
 
 class Mailbox:
-    """Keeps the messages that have come to a rank until it may see them.
+    """Keeps a rank's arrived messages until the rank may take them.
 
     Attributes:
-        ring: called with the tag of one that has come.
-        listen: called with a rank that is lost.
+        ring: Called with the tag of each arriving message.
+        listen: Called with each lost rank.
     """
 
     def __init__(self) -> None:
@@ -33,15 +33,15 @@ class Mailbox:
             self.ring(tag)
 
     def pop(self, key: Key) -> bytes:
-        """Take out the oldest message of a source and tag."""
+        """Remove and return the oldest message with this source and tag."""
         return self._messages[key].popleft()[1]
 
     def count(self, key: Key) -> int:
-        """Return the number of messages of a source and tag."""
+        """Return the number of messages with this source and tag."""
         return len(self._messages[key])
 
     def first(self, source: int, tag: int) -> Key | None:
-        """Return the source and tag of the oldest message for a receive; None where there is none."""
+        """Return the key of the oldest message for a receive; None if there is none."""
         if source != ANY_SOURCE:
             return (source, tag) if self._messages[source, tag] else None
         waiting = ((queue[0][0], key) for key, queue in self._messages.items() if key[1] == tag and queue)
@@ -55,5 +55,5 @@ class Mailbox:
 
 
 def gone(rank: int) -> RankLostError:
-    """Return the error of what waits for a rank that is lost."""
+    """Return the error for an operation that waits for a lost rank."""
     return RankLostError(f"rank {rank} is gone: its process has ended", rank=rank)

@@ -1,10 +1,10 @@
-"""Runs a main once more as it ran when it was recorded: in the simulator, rank by rank.
+"""Replays a recorded run in the simulator: each rank observes and does the same as in the recorded run.
 
-Recording and replaying what a process has seen from outside is an old method to debug parallel programs (T. J. LeBlanc
+Recording and replaying a process's external inputs is an established method to debug parallel programs (T. J. LeBlanc
 and J. M. Mellor-Crummey, Debugging Parallel Programs with Instant Replay, IEEE Transactions on Computers C-36, 1987).
-A rank of asyncdist sees three things from outside: messages, the clock, and losses. It sees them at its safe points, or
-while it waits. A recording has them in order, with the random states that the rank began with. What follows from them
-is computed anew, and compared with what was recorded: each decision, and the weights.
+A rank of asyncdist has three external inputs: messages, the clock, and losses. It observes them at its safe points or
+while it waits. A rank's *record* holds these *observations* in order, and the rank's initial random states. The replay
+computes everything else again, and compares each decision and the weights with the record.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ logger = logging.getLogger("asyncdist.simulation.replay")
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Says what a replay came to.
+    """Result of a replay.
 
     Attributes:
-        report: of the simulation; a rank whose record ends before its main has no result.
-        decision_count: how many recorded decisions, weights included, were compared, and are the same.
-        left_count: how many were not come to, since they need something of a rank whose record ends before.
-        cut_ranks: the ranks whose record ends before their main, as where they were killed.
+        report: Report of the simulation. A rank whose record ends before its main has no result.
+        decision_count: Number of recorded decisions, including weights, that the replay repeated.
+        left_count: Number of recorded decisions that the replay did not reach, because they depend on a rank whose
+            record ends earlier.
+        cut_ranks: Ranks whose record ends before their main, for example because they were killed.
     """
 
     report: SimReport[Any]
@@ -50,19 +51,19 @@ def replay(
     recording: Recording,
     on_open: Callable[[World], object] | None = None,
 ) -> Replayed:
-    """Run ``main(world, *args)`` on the ranks of a recorded run; each sees the messages, and the clock, as it did then.
+    """Run ``main(world, *args)`` on the ranks of a recorded run. Each rank sees the recorded messages and clock times.
 
-    Threads of torch are as many as then, since sums depend on them.
+    torch uses the recorded number of threads, because sums depend on it.
 
     Args:
-        main: the coroutine function that was run.
-        args: its other arguments.
-        recording: of one job, all ranks of which have a file.
-        on_open: called with the world of each rank before its main begins.
+        main: Coroutine function that was recorded.
+        args: Its arguments after the world.
+        recording: Recording of one job, with a file of each rank.
+        on_open: Called with the world of each rank before its main begins.
 
     Raises:
-        DivergenceError: a rank does something else than then; the first difference is named.
-        RecordingError: a rank has no file, or was started again meanwhile.
+        DivergenceError: A rank differs from its record; the error names the first difference.
+        RecordingError: A rank has no file, or was restarted in the recorded run.
     """
     check_replayable(recording)
     version = recording.ranks[0].conditions().torch
@@ -77,7 +78,7 @@ def replay(
 def _run(
     job: ReplayedJob, recording: Recording, main: Callable[..., Coroutine[Any, Any, Any]], args: tuple[Any, ...]
 ) -> SimReport[Any]:
-    """Simulate the job's ranks until they have ended, or none goes further."""
+    """Simulate the job's ranks until all have ended or none makes progress."""
     token = instrument.set(job.open_rank)
     threads = torch.get_num_threads()
     torch.set_num_threads(recording.ranks[0].conditions().thread_count)
@@ -91,7 +92,7 @@ def _run(
             after_event=job.is_over,
         )
     except STOPPED as error:
-        logger.debug("the replay stood still: %s", error)
+        logger.debug("the replay made no progress: %s", error)
         report: SimReport[Any] = error.report
         return report
     finally:
@@ -100,9 +101,9 @@ def _run(
 
 
 def check_replayable(recording: Recording) -> None:
-    """Raise RecordingError where a recording cannot be replayed."""
+    """Raise RecordingError if a recording cannot be replayed."""
     if recording.missing:
-        raise RecordingError(f"rank {recording.missing[0]} has no recording; a replay needs those of all ranks")
+        raise RecordingError(f"rank {recording.missing[0]} has no recording; a replay needs the files of all ranks")
     if (told := told_of_other_version(recording)) is not None:
         raise RecordingError(f"{told}; a replay needs the same version: install it, or record the run anew")
     for each in recording.ranks:
@@ -110,22 +111,22 @@ def check_replayable(recording: Recording) -> None:
     again = [each.rank for each in recording.ranks if each.incarnation]
     if again:
         raise RecordingError(
-            f"rank {again[0]} was started again, or came later, in the recorded run; such a run cannot be replayed"
+            f"rank {again[0]} was restarted or joined late in the recorded run; such a run cannot be replayed"
         )
     capabilities = recording.ranks[0].conditions().capabilities
     if capabilities.one_sided_reads and "OneSidedSelectiveAveragingPolicy" in _policies_of(recording):
         raise RecordingError(
-            "the ranks of OneSidedSelectiveAveragingPolicy read each other's memory here, without messages;"
+            "the ranks of OneSidedSelectiveAveragingPolicy read each other's memory without messages in this run;"
             " such a run cannot be replayed"
         )
 
 
 def _check_state_of_torch(each: RankRecording) -> None:
-    """Raise RecordingError where a rank's file has no state that torch's generator takes."""
+    """Raise RecordingError if torch refuses the generator state in a rank's file."""
     try:
         torch.Generator().set_state(torch_state_of(each.conditions()))
     except RuntimeError as error:
-        raise RecordingError(f"{each.path} has a state of torch's generator that torch refuses: {error}") from error
+        raise RecordingError(f"torch refuses the generator state in {each.path}: {error}") from error
 
 
 def _policies_of(recording: Recording) -> set[str]:

@@ -1,4 +1,4 @@
-"""Replays a script: ``asyncdist replay``, and tests that it has written."""
+"""Replays a script, for ``asyncdist replay`` and for the tests that it writes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from asyncdist.wording import ranks_in_words
 
 logger = logging.getLogger("asyncdist.simulation.replay")
 
-#: What is put into it is a literal of Python, or a name that :func:`_write_test` has made.
+#: Only Python literals, and a name that :func:`_write_test` has made, are put into it.
 _TEST = '''"""Replays a recorded job; written by asyncdist replay --to-test."""
 
 from pathlib import Path
@@ -52,12 +52,12 @@ def test_replay_of_job_{name}() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _ReplayedScript(Script):
-    """A script whose ranks do as they did in a recorded run.
+    """A script that replays a recorded run.
 
     Attributes:
-        recording: of that run.
-        debugger: of one rank, if there is one.
-        ended: gets the result.
+        recording: Recording of the run.
+        debugger: Debugger of one rank; None for none.
+        ended: List that receives the result.
     """
 
     recording: Recording | None = None
@@ -73,7 +73,7 @@ class _ReplayedScript(Script):
         strict: bool,
         inherited: list[str],
     ) -> SimReport[Any]:
-        """Replay in place of simulating; what a rank draws goes on where it did in the recorded run."""
+        """Replay the recording instead of simulating; each rank continues with its recorded random states."""
         del seed, faults, strict, inherited
         assert self.recording is not None and self.ended is not None
 
@@ -81,21 +81,22 @@ class _ReplayedScript(Script):
             if self.debugger is not None:
                 self.debugger.watch(main, world.rank)
 
-        known_torch_seed.set(None)  # from here on each rank sets its own
+        known_torch_seed.set(None)  # from now on each rank sets its own
         replayed = replay(main, *args, recording=self.recording, on_open=on_open)
         self.ended.append(replayed)
         return replayed.report
 
     @property
     def is_local(self) -> bool:
-        """Whether the recorded ranks were of one process, so that ``asyncdist.run_local`` may have hosted them."""
+        """Whether the recorded ranks shared a process, so that ``asyncdist.run_local`` may have run them."""
         assert self.recording is not None
         return self.recording.ranks[0].conditions().capabilities.shares_process
 
     def begin_process(self, rank: int) -> None:
-        """Let torch draw what it drew before the world was open: with the seeds of its process and of ``torch.seed()``.
+        """Seed torch so that it draws the recorded numbers before the world is open.
 
-        The second is that of the state in which the rank opened its world, where it is the last seed before that.
+        ``torch.manual_seed`` gets the first seed of the recorded process. ``torch.seed()`` returns the seed of the
+        generator with which the rank opened its world, which is the recorded one if no other seed was set in between.
         """
         assert self.recording is not None
         conditions = self.recording.ranks[rank].conditions()
@@ -105,7 +106,7 @@ class _ReplayedScript(Script):
         known_torch_seed.set(opened.initial_seed())
 
     def on_world_opened(self, rank: int) -> None:
-        """Go on with the random states that this rank has had where it opened its world."""
+        """Continue with the random states that this rank had when it opened its world."""
         assert self.recording is not None
         known_torch_seed.set(None)
         draw_as(self.recording.ranks[rank].conditions())
@@ -114,26 +115,26 @@ class _ReplayedScript(Script):
 def _script_of(
     recording: Recording, path: str | os.PathLike[str] | None, arguments: Sequence[str], debugger: RankDebugger | None
 ) -> _ReplayedScript:
-    """Return the script of a recording: the one that is named, else the one that was recorded; its arguments alike.
+    """Return the script to replay: ``path`` with ``arguments``, by default those that were recorded.
 
     Raises:
-        RecordingError: the script is not there; or a recording alone names it, and it is not in the current folder.
+        RecordingError: The script does not exist, or the recorded script is not in the current folder.
     """
     header = recording.ranks[0].header
     name = os.fspath(path or header.script)
     if not name:
-        raise RecordingError("the recorded run had no script, as in a notebook: name one that runs the same")
+        raise RecordingError("the recorded run had no script (a notebook, perhaps); name one that runs the same main")
     if path is None and not Path(name).resolve().is_relative_to(Path.cwd().resolve()):
         raise RecordingError(
-            f"the recording names the script {name!r}, which is not in the current folder, and a recording may name any"
-            " file; name the one to be run: asyncdist replay DIR FILE"
+            f"the recording names the script {name!r}, which is not in the current folder. A recording may name any"
+            " file, so name the script to run yourself: asyncdist replay DIR FILE"
         )
     if not os.path.isfile(name):
         raise RecordingError(
-            f"{name!r}, the script of the recorded run, is not there; name it: asyncdist replay DIR FILE"
+            f"the script of the recorded run, {name!r}, does not exist; name the script: asyncdist replay DIR FILE"
         )
     if header.script_digest != hashlib.sha256(Path(name).read_bytes()).hexdigest():
-        logger.warning("%s is another script than the recorded one, or has changed since", name)
+        logger.warning("%s is not the recorded script, or has changed since the recording", name)
     words = tuple(arguments) or tuple(header.arguments)
     return _ReplayedScript(name, words, recording.size, recording=recording, debugger=debugger, ended=[])
 
@@ -144,36 +145,36 @@ def replay_script(
     *arguments: str,
     job: str | None = None,
 ) -> Replayed | None:
-    """Run a script once more as it ran when it was recorded, in the simulator; for tests.
+    """Replay the recorded run of a script in the simulator; for tests.
 
-    A recorded run that ended well must go the same way. One that failed may go another way, since its fault may have
-    been mended; but it must not fail.
+    If the recorded run succeeded, the replay must not differ from it. If it failed, the replay may differ, because the
+    fault may have been fixed since; but no rank may fail.
 
     Args:
-        folder: of the recording, as given to ``record=``.
-        script: the path of the script; by default the recorded one's, if that is in the current folder or below it.
-        arguments: of the script; by default the recorded ones.
-        job: which one, where the folder has recordings of several.
+        folder: Folder of the recording, as given to ``record=``.
+        script: Path of the script; by default the recorded path, which must be in or below the current folder.
+        arguments: Arguments of the script; by default the recorded ones.
+        job: Name of the job, if the folder has recordings of several.
 
     Returns:
-        What the replay came to; None where it went another way.
+        Result of the replay; None if it differs from a run that failed.
 
     Raises:
-        DivergenceError: a run that ended well goes another way now.
-        RecordingError: the recording cannot be read or replayed.
-        ScriptError: the script does not call ``asyncdist.run`` exactly once.
-        BaseException: what a rank has raised.
+        DivergenceError: The replay differs from a run that succeeded.
+        RecordingError: The recording cannot be read or replayed.
+        ScriptError: The script does not call ``asyncdist.run`` exactly once.
+        BaseException: The error that a rank raised.
     """
     recording = read_recording(folder, job)
     check_replayable(recording)
     ran = _script_of(recording, script, arguments, None)
     error = contextvars.copy_context().run(execute, ran, 0, ()).error
     if isinstance(error, DivergenceError) and _has_failed(recording):
-        logger.warning("the run goes another way than the recorded one, which failed: %s", error)
+        logger.warning("the replay differs from the recorded run, which failed: %s", error)
         return None
     if error is not None:
         raise error
-    assert ran.ended, "a script without an error has been replayed"
+    assert ran.ended, "a script that raised no error has a result"
     return ran.ended[0]
 
 
@@ -191,21 +192,21 @@ def run_command(
     rank: int | None,
     to_test: str | None,
 ) -> int:
-    """``asyncdist replay``: replay a recording, and print what came of it.
+    """Run ``asyncdist replay``: replay a recording, and print the result.
 
     Args:
-        folder, script, arguments, job: as for :func:`replay_script`.
-        rank: the one in which pdb stops; None for none.
-        to_test: where to write a test that does the same; None for nowhere.
+        folder, script, arguments, job: As for :func:`replay_script`.
+        rank: Rank in which pdb stops; None for none.
+        to_test: Path for a test that replays the recording, which is written instead of a replay; None for no test.
 
     Returns:
-        The exit code: 0; 1 where the replay differs, or a rank fails as it did; 2 for wrong input.
+        Exit code: 0; 1 if the replay differs or a rank fails as recorded; 2 for wrong input.
     """
     try:
         recording = read_recording(folder, job)
         check_replayable(recording)
         if rank is not None and not 0 <= rank < recording.size:
-            raise ScriptError(f"--rank is {rank}; allowed: 0 to {recording.size - 1}, as many as were recorded")
+            raise ScriptError(f"--rank must be from 0 to {recording.size - 1} (the recorded ranks), got {rank}")
         ran = _script_of(recording, script, arguments, None if rank is None else RankDebugger(rank))
         if to_test is not None:
             print_out(*_write_test(recording, ran, Path(to_test)))
@@ -228,7 +229,7 @@ def _replay_once(recording: Recording, ran: _ReplayedScript) -> int:
     finally:
         if ran.debugger is not None:
             ran.debugger.close()
-    if ran.debugger is not None and ran.debugger.quitting:  # what the ranks do from then on is no difference
+    if ran.debugger is not None and ran.debugger.quitting:  # later differences are due to the debugger
         return 1
     if isinstance(ended.error, DivergenceError):
         print(f"asyncdist replay: the replay differs: {printable(ended.error.message)}", file=sys.stderr)
@@ -240,32 +241,32 @@ def _replay_once(recording: Recording, ran: _ReplayedScript) -> int:
         return 1
     replayed = ran.ended[0]
     failed = print_failures(replayed.report, ended.error, "replay")
-    without = "no result" if replayed.cut_ranks else "None"  # of a rank that has not come to its end
+    without = "no result" if replayed.cut_ranks else "None"  # for a rank that has not ended
     print_out(*results_of(replayed.report, without), *_summary(replayed))
     return 1 if failed else 0
 
 
 def _summary(replayed: Replayed) -> list[str]:
-    lines = [f"{replayed.decision_count} decisions, metrics and checksums of weights are those that were recorded"]
+    lines = [f"{replayed.decision_count} decisions, metrics and checksums of weights are the same as in the recording"]
     if replayed.cut_ranks:
         ranks = ranks_in_words(replayed.cut_ranks)
-        lines.append(f"the record ends before main did on {ranks} (killed, stopped by a signal, or its file is full)")
+        lines.append(f"the record of {ranks} ends before main (killed, stopped by a signal, or the file was full)")
     if replayed.left_count:
-        why = "need something of these" if replayed.cut_ranks else "came as the job had failed"
-        lines.append(f"{replayed.left_count} more {why}, and were not come to")
+        why = "depend on those ranks" if replayed.cut_ranks else "followed the failure of the job"
+        lines.append(f"{replayed.left_count} more {why}, and were not replayed")
     return lines
 
 
 def _write_test(recording: Recording, ran: Script, path: Path) -> list[str]:
-    """Write a test, with a copy of the recording beside it."""
+    """Write a test, and a copy of the recording into a folder next to it; return the lines to print."""
     if path.suffix != ".py":
-        raise ScriptError(f"--to-test is {str(path)!r}; the test's file ends with .py")
+        raise ScriptError(f"--to-test must be a path that ends with .py, got {str(path)!r}")
     if path.exists():
-        raise ScriptError(f"{str(path)!r} is there already")
+        raise ScriptError(f"{str(path)!r} already exists; choose another path")
     folder = path.with_name(f"{path.stem}_recording")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir()  # a link there, which may be another user's, is not followed
+        folder.mkdir()  # fails if a link is there, which another user may have made
         for each in recording.ranks:
             shutil.copy(each.path, folder)
         text = _TEST.format(
@@ -277,7 +278,7 @@ def _write_test(recording: Recording, ran: Script, path: Path) -> list[str]:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError as error:
-        raise ScriptError(f"{error.filename!r} is there already") from error
+        raise ScriptError(f"{error.filename!r} already exists; choose another path") from error
     except OSError as error:
         raise ScriptError(f"the test cannot be written: {why_not_written(error)}") from error
-    return [f"wrote {path}, and the recording beside it, {folder}", f"run it: pytest {path}"]
+    return [f"wrote {path}, and the recording into {folder}", f"run it: pytest {path}"]

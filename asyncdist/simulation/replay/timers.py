@@ -1,4 +1,4 @@
-"""Keeps the timers, sleeps and deadlines of a replayed rank, which are over when they were in the recorded run."""
+"""Keeps the timers, sleeps and deadlines of a replayed rank, which end at their recorded positions."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from asyncdist.waits import WaitId
 
 
 class _Timer:
-    """One call that is to come.
+    """One scheduled call.
 
     Attributes:
-        what: Its identity.
-        when_s: its virtual time, which counts once all that was recorded has happened.
+        what: Identity of the timer.
+        when_s: Virtual time of the call in seconds; used only after the end of the record.
     """
 
     __slots__ = ("_args", "_call", "_context", "_is_cancelled", "is_over", "what", "when_s")
@@ -44,11 +44,11 @@ class _Timer:
         self.is_over = self._is_cancelled = True
 
     def cancelled(self) -> bool:
-        """As of asyncio's handles."""
+        """Return whether the call was cancelled, as asyncio's handles do."""
         return self._is_cancelled
 
     def when(self) -> float:
-        """As of asyncio's handles."""
+        """Return the time of the call, as asyncio's handles do."""
         return self.when_s
 
     def fire(self) -> None:
@@ -59,11 +59,7 @@ class _Timer:
 
 
 class Timers:
-    """Takes the place of :meth:`asyncdist.messaging.engine.Engine.call_later`.
-
-    Args:
-        loop: runs the rank.
-    """
+    """Replaces :meth:`asyncdist.messaging.engine.Engine.call_later` during a replay."""
 
     def __init__(self, loop: RankLoop) -> None:
         self._loop = loop
@@ -71,7 +67,7 @@ class Timers:
         self._is_released = False
 
     def call_later(self, delay_s: float, what: WaitId, call: Callable[..., object], *args: Any) -> _Timer:
-        """Keep a call until :meth:`fire`, or, after :meth:`release`, until its time."""
+        """Schedule a call, made by :meth:`fire`, or, after :meth:`release`, at its virtual time."""
         return self._keep(_Timer(what, self._loop.time() + delay_s, call, args))
 
     def call_at(
@@ -81,7 +77,7 @@ class Timers:
         call: Callable[..., object],
         context: contextvars.Context | None,
     ) -> _Timer:
-        """Do the same for a time on the loop's clock."""
+        """Schedule a call as ``call_later`` does, for a time on the loop's clock."""
         return self._keep(_Timer(what, when_s, call, (), context))
 
     def _keep(self, timer: _Timer) -> _Timer:
@@ -93,17 +89,17 @@ class Timers:
         return timer
 
     def has(self, what: WaitId) -> bool:
-        """Return whether a timer of this identity is to come."""
+        """Return whether a timer with this identity is pending."""
         return self._first(what) is not None
 
     def fire(self, what: WaitId) -> None:
-        """Make the call of the oldest timer of this identity."""
+        """Make the call of the timer with this identity that is due first."""
         timer = self._first(what)
         assert timer is not None, f"no timer {what}"
         timer.fire()
 
     def release(self) -> None:
-        """Let those that are left fire by the virtual clock, since all that was recorded has happened."""
+        """Let the pending timers fire by the virtual clock, because the record has ended."""
         self._is_released = True
         pending, self._pending = self._pending, []
         for timer in pending:
@@ -115,15 +111,15 @@ class Timers:
 
 
 class Wakings:
-    """Wakes tasks that no pass wakes, after sleeps and after work in threads, when they were.
+    """Wakes tasks after sleeps and after work in threads, at the recorded positions.
 
-    It takes the place of :meth:`Engine.wake_by` and of asyncio's timers.
+    It replaces :meth:`Engine.wake_by` and asyncio's timers.
 
     Args:
-        loop: runs the rank.
-        timers: of the rank.
-        is_to_come: Returns whether a waking of this identity is recorded, and has not come yet.
-        look_soon: looks for what the rank sees next.
+        loop: The rank's event loop.
+        timers: The rank's timers.
+        is_to_come: Returns whether the rest of the record has a waking with this identity.
+        look_soon: Schedules a look at the rank's next observation.
     """
 
     def __init__(
@@ -136,11 +132,11 @@ class Wakings:
         self._engine: ObservedEngine
 
     def open(self, engine: ObservedEngine) -> None:
-        """Begin: main is about to."""
+        """Begin; main starts next."""
         self._engine = engine
 
     def wake_by(self, what: WaitId, wake: Callable[[], object]) -> None:
-        """As :meth:`Engine.wake_by`, when it did; at once where the record does not tell that."""
+        """Call ``wake`` at its recorded position; immediately if the record does not have it."""
         if self._is_to_come(what):
             self._keep(self._loop.time(), what, wake, None)
         else:
@@ -154,7 +150,7 @@ class Wakings:
         args: tuple[object, ...],
         context: contextvars.Context | None,
     ) -> object:
-        """Set a timer of asyncio's, which fires when it did."""
+        """Set a timer of asyncio, which fires at its recorded position."""
         return self._keep(when_s, what, functools.partial(callback, *args), context)
 
     def _keep(
@@ -170,13 +166,13 @@ class Wakings:
 
 @dataclass(slots=True, eq=False)
 class Deadline:
-    """Belongs to a task that waits for something up to a time.
+    """Deadline of one task's wait.
 
     Attributes:
-        what: The identity of the wait.
-        when_s: its virtual time, which counts once all that was recorded has happened.
-        on_passed: wakes it.
-        has_passed: whether that time has come.
+        what: Identity of the wait.
+        when_s: Virtual time of the deadline in seconds; used only after the end of the record.
+        on_passed: Wakes the task.
+        has_passed: Whether the deadline has passed.
     """
 
     what: WaitId
@@ -186,11 +182,7 @@ class Deadline:
 
 
 class Deadlines:
-    """Keeps the deadlines of a rank's tasks.
-
-    Args:
-        loop: runs the rank.
-    """
+    """Keeps the deadlines of a rank's tasks."""
 
     def __init__(self, loop: RankLoop) -> None:
         self._loop = loop
@@ -198,7 +190,7 @@ class Deadlines:
 
     @contextlib.contextmanager
     def waiting(self, what: WaitId, when_s: float, on_passed: Callable[[], object]) -> Iterator[Deadline]:
-        """Keep a deadline while the body waits; ``on_passed`` wakes it."""
+        """Keep a deadline during the body of the ``with`` statement; ``on_passed`` wakes the task."""
         deadline = Deadline(what, when_s, on_passed)
         self._waiting.append(deadline)
         try:
@@ -208,15 +200,15 @@ class Deadlines:
                 self._waiting.remove(deadline)
 
     def has(self, what: WaitId) -> bool:
-        """Return whether a task waits for this."""
+        """Return whether a task waits with this identity and a deadline."""
         return any(each.what == what for each in self._waiting)
 
     def expire(self, what: WaitId) -> None:
-        """Let the time be over that was to be over first, of those of tasks that wait for this."""
+        """Let the earliest deadline of the waits with this identity pass."""
         self._expire(min((each for each in self._waiting if each.what == what), key=lambda each: each.when_s))
 
     def release(self) -> None:
-        """Let those that are left be over by the virtual clock, since all that was recorded has happened."""
+        """Let the pending deadlines pass by the virtual clock, because the record has ended."""
         for deadline in self._waiting:
             self._loop.call_at(deadline.when_s, self._expire, deadline)
 

@@ -1,4 +1,4 @@
-"""Carries the messages of a replay: at once, and a rank sees each when its gate lets it."""
+"""Delivers the messages of a replay immediately; each rank's gate decides when the rank receives them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from asyncdist.transports.base import (
 
 
 class ReplayTransport(Transport):
-    """One rank's end of what carries a replay's messages.
+    """Transport of one rank of a replay.
 
     Args:
-        inner: the simulated transport, for all that is no message.
-        gate: of the rank.
-        mailboxes: of all ranks.
-        header, conditions: of the rank's recording.
+        inner: Simulated transport, used for everything but messages.
+        gate: Gate of this rank.
+        mailboxes: All ranks' mailboxes, by rank.
+        header, conditions: Those of the rank's recording.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ReplayTransport(Transport):
         self.job_nonce = conditions.nonce
         self.hosts = conditions.hosts
         self.capabilities = Capabilities(
-            native_collectives=capabilities.native_collectives,  # before such a group is made its members agree
+            native_collectives=capabilities.native_collectives,  # group members agree on it first
             survives_rank_loss=capabilities.survives_rank_loss,
             wakes=True,
             misses_wakes=False,
@@ -84,7 +84,7 @@ class ReplayTransport(Transport):
     def set_doorbell(self, ring: Callable[[], None]) -> None:
         self._gate.set_doorbell(ring)
 
-    # -- all else ---------------------------------------------------------------------------------------------------
+    # -- everything else --------------------------------------------------------------------------------------------
 
     @property
     def hostname(self) -> str:
@@ -111,7 +111,7 @@ class ReplayTransport(Transport):
 
 
 class _Sent:
-    """A send that has completed: its message is there already."""
+    """A send that has completed: its message is already in the mailbox."""
 
     cancelled = False
     source = -1
@@ -128,7 +128,7 @@ _SENT = _Sent()
 
 
 class _SentToLost(_Sent):
-    """A send that fails, since this rank has heard of the loss of the other one."""
+    """A send that fails because the sender has been notified of the receiver's loss."""
 
     def __init__(self, dest: int) -> None:
         self._dest = dest
@@ -138,7 +138,7 @@ class _SentToLost(_Sent):
 
 
 class _Receive:
-    """A receive that completes when it is admitted, or fails when this rank has heard of the sender's loss."""
+    """A receive that completes when its message is admitted, or fails when the rank sees the sender's loss."""
 
     def __init__(self, admission: Admission, lost: Collection[int], buffer: memoryview, source: int, tag: int) -> None:
         self._admission = admission
@@ -162,7 +162,7 @@ class _Receive:
         return self.source, self.nbytes
 
     def is_for(self, key: Key) -> bool:
-        """Return whether it waits for a message of this source and tag."""
+        """Return whether this receive waits for a message with this source and tag."""
         return not self.cancelled and fits(key, self._from, self._tag)
 
     def test(self) -> bool:
@@ -177,7 +177,7 @@ class _Receive:
 
 
 class _PersistentReceive(_Receive):
-    """The same, posted repeatedly."""
+    """A receive that can be posted repeatedly."""
 
     def start(self) -> None:
         self.cancelled = False
