@@ -1,1 +1,1 @@
-"""Shows a population while it trains."""
+"""Shows and exports the counters of ranks while they train."""

@@ -1,4 +1,4 @@
-"""Runs ``asyncdist run`` as a child, and shows the table of its ranks: ``asyncdist run --live``."""
+"""Runs ``asyncdist run`` as a child process, and shows the table of its ranks: ``asyncdist run --live``."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from asyncdist.story.finding import job_of_process
 if TYPE_CHECKING:
     from rich.console import Console
 
-#: A longer line is shown in parts.
+#: Length in characters above which a line is shown in parts.
 _LINE_LENGTH_MAX: Final = 1 << 16
 
 
 def run(words: Sequence[str]) -> int:
     """Run the job, and return its exit code.
 
-    Output that goes to a file or a pipe goes there as it does without the table; what would go to the terminal comes
-    through here, line by line. Without a terminal there is no table.
+    Output to a file or a pipe is left alone. Output to the terminal is printed above the table, line by line. Without a
+    terminal there is no table.
 
     Args:
-        words: of ``asyncdist run``, without ``--live``.
+        words: Arguments of ``asyncdist run``, without ``--live``.
     """
-    # Without -P Python would import modules of the working directory, which may be a folder of all users.
+    # Without -P, Python would import modules of the working directory, which may be a folder of all users.
     command = [sys.executable, "-P", "-m", "asyncdist", "run", *words]
     shown = [number for number in (1, 2) if os.isatty(number)]
     if not shown or not top.has_rich():
-        why = top.NEEDS_RICH if shown else "no terminal to show it in"
-        print(f"asyncdist run: --live: {why}; the job runs without it", file=sys.stderr, flush=True)
+        why = top.NEEDS_RICH if shown else "the output is not a terminal"
+        print(f"asyncdist run: --live: {why}; the job runs without the table", file=sys.stderr, flush=True)
         os.execv(sys.executable, command)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*local_host.PASSED_ON_SIGNALS, signal.SIGCHLD})
     with tempfile.TemporaryDirectory(prefix="asyncdist-live-") as folder:
         child = subprocess.Popen(
             command,
             env={**environment.VARIABLES, environment.LAST_COUNTERS_VARIABLE: folder},
-            stdin=subprocess.DEVNULL,  # no prompt could be shown
+            stdin=subprocess.DEVNULL,  # a prompt could not be shown
             stdout=subprocess.PIPE if 1 in shown else None,
             stderr=subprocess.PIPE if 2 in shown else None,
             preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before),
@@ -56,11 +56,11 @@ def run(words: Sequence[str]) -> int:
 
 
 def _show(child: subprocess.Popen[bytes], folder: str, *, is_on_stderr: bool) -> None:
-    """Show the table until the child has ended and all that it has printed is shown.
+    """Show the table until the child has ended and all its output is shown.
 
     Args:
-        child: The command that runs the job.
-        folder: The folder in which its ranks leave their counters.
+        child: Process of the command that runs the job.
+        folder: Folder in which ranks leave their counters.
         is_on_stderr: Whether the table goes to the standard error stream.
     """
     from rich.console import Console
@@ -70,7 +70,7 @@ def _show(child: subprocess.Popen[bytes], folder: str, *, is_on_stderr: bool) ->
     console, view, is_gone = Console(stderr=is_on_stderr), top.JobView(), False
     own: str | None = None  # the job's name
     with (
-        contextlib.suppress(OSError),  # where the terminal is gone at the end
+        contextlib.suppress(OSError),  # the terminal is closed at the end
         Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live,
     ):
         pipes = [pipe for pipe in (child.stdout, child.stderr) if pipe is not None]
@@ -85,7 +85,7 @@ def _show(child: subprocess.Popen[bytes], folder: str, *, is_on_stderr: bool) ->
                 view.ask(found[job])
                 try:
                     live.update(view.drawn(console), refresh=True)
-                except OSError:  # the terminal is closed: the child ends by that, or means to go on
+                except OSError:  # the terminal is closed: the child ends too, or ignores that
                     is_gone = True
             came = signal.sigtimedwait({*local_host.PASSED_ON_SIGNALS, signal.SIGCHLD}, top.PERIOD_S)
             if came is not None and came.si_signo != signal.SIGCHLD:
@@ -99,9 +99,9 @@ def _show(child: subprocess.Popen[bytes], folder: str, *, is_on_stderr: bool) ->
 
 
 def _copy(pipe: IO[bytes], console: Console) -> None:
-    """Print each line above the table, with its colours; of a line that is written anew, as bars are, the last state.
+    """Print each line above the table, with its colours; print only the last state of a progress bar.
 
-    It reads to the end, whatever becomes of the terminal: the ranks would wait otherwise.
+    The pipe is read to the end even if the terminal is closed, because the ranks would block otherwise.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     begun = ""
@@ -117,12 +117,12 @@ def _copy(pipe: IO[bytes], console: Console) -> None:
 
 
 def _last_state(line: str) -> str:
-    """Return the part of a line that a terminal would show last: rich before 15 prints all parts."""
+    """Return the last state of a rewritten line, because rich before 15 prints all states."""
     return line.rstrip("\r").rpartition("\r")[2]
 
 
 def _print(text: str, console: Console) -> None:
     from rich.text import Text
 
-    with contextlib.suppress(OSError, ValueError):  # the terminal is gone, or closed
+    with contextlib.suppress(OSError, ValueError):  # the terminal or the stream is closed
         console.print(Text.from_ansi(text), soft_wrap=True)

@@ -1,6 +1,6 @@
-"""Reads what a rank has done so far as plain numbers, which tables and exporters show.
+"""Reads the counters of a rank, for tables and exporters.
 
-It only reads, so that another thread than the rank's may ask while the rank computes.
+Counters are only read, so any thread may ask for them while the rank computes.
 """
 
 from __future__ import annotations
@@ -14,29 +14,30 @@ import msgspec
 
 from asyncdist.validation import printable
 
-if TYPE_CHECKING:  # which imports torch, and asyncdist top needs none
+if TYPE_CHECKING:  # it imports torch, which asyncdist top does not need
     from asyncdist.messaging.services import Services
 
-#: How often it is read anew where the rank opens a channel meanwhile, which is rare.
+#: Maximum number of attempts to read. One fails if the rank opens a channel meanwhile, which is rare.
 _ATTEMPT_COUNT_MAX: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyCounters:
-    """Says what a policy has done so far on one rank.
+    """Counters of one policy on one rank.
 
     Attributes:
-        policy: its name, if it has one; of several open ones of one name the second is ``"name #2"``.
-        step: how many steps it has done.
-        metric: the last number that it was given; None before.
-        role: what this rank does in the round: a state of ``protocols.selective.member``, in small letters; empty
-            before the first round, and where a policy has no roles.
-        round: the newest round in which this rank had a role; None before the first.
-        replacement_count: how often it has changed the weights.
-        abandoned_count: how often it was to change them, and the round came to nothing.
-        staleness_steps: the age of the oldest snapshot in the last of these changes, in steps; None before.
-        coordinator: the rank that coordinates, where another one than the first does.
-        latest: the last of the changes, in words.
+        policy: Name of the policy; "" if it has none. If several open policies have one name, the second is
+            ``"name #2"``.
+        step: Number of steps.
+        metric: Last metric; None before the first.
+        role: This rank's role in the round: a state of ``protocols.selective.member``, in lower case. It is empty
+            before the first round, and for policies without roles.
+        round: Newest round in which this rank had a role; None before the first.
+        replacement_count: Number of times that the policy has replaced the weights.
+        abandoned_count: Number of abandoned rounds that should have replaced the weights.
+        staleness_steps: Age, in steps, of the oldest snapshot in the last replacement; None before the first.
+        coordinator: Rank of the coordinator; None while it is the first one.
+        latest: Description of the last replacement.
     """
 
     policy: str
@@ -53,19 +54,19 @@ class PolicyCounters:
 
 @dataclass(frozen=True, slots=True)
 class RankCounters:
-    """Says what one rank has done since its world was opened.
+    """Counters of one rank since its world was opened.
 
     Attributes:
-        rank, size, incarnation: of the world.
-        job: eight hexadecimal digits, the same on all ranks of a job.
-        time_s: when this was read, in seconds on the rank's clock.
-        policies: those that are open, or else the one that was closed last.
-        sent_count, received_count: messages on channels.
-        sent_nbytes: bytes of tensors that were sent: streams of policies and of the program.
-        received_nbytes: bytes of tensors that have come, or that were read in the memory of other ranks.
-        waited_s: seconds that main and the tasks that it has spawned have waited for other ranks, all together, in
-            waits that are over, since somebody asked for the first time.
-        lost: ranks that are lost.
+        rank, size, incarnation: Those of the world.
+        job: Eight hexadecimal digits, the same on all ranks of a job.
+        time_s: Time of reading, in seconds on the rank's clock.
+        policies: Open policies, or, if there are none, the policy that was closed last.
+        sent_count, received_count: Numbers of messages on channels.
+        sent_nbytes: Number of bytes of tensors sent in streams, by policies and the program.
+        received_nbytes: Number of bytes of tensors received, or read from other ranks' memory.
+        waited_s: Seconds, in total, that main and its tasks have waited for other ranks since the counters were first
+            read. Waits in progress are not included.
+        lost: Lost ranks.
     """
 
     rank: int
@@ -83,16 +84,16 @@ class RankCounters:
 
     @property
     def step(self) -> int:
-        """Steps of the policy that has done most."""
+        """Number of steps of the policy with the most steps."""
         return max((each.step for each in self.policies), default=0)
 
 
 def counters_of(services: Services) -> RankCounters:
-    """Return the counters of a rank, as of now; any thread may ask."""
+    """Return the current counters of a rank; any thread may call this."""
     for _ in range(_ATTEMPT_COUNT_MAX - 1):
         try:
             return _counters_of(services)
-        except RuntimeError:  # a dictionary has grown while it was read
+        except RuntimeError:  # a dictionary grew while it was read
             continue
     return _counters_of(services)
 
@@ -106,7 +107,7 @@ def _counters_of(services: Services) -> RankCounters:
         size=services.size,
         incarnation=services.incarnation,
         job=f"{services.nonce & 0xFFFFFFFF:08x}",
-        time_s=services.events.now(),  # which no recording notes
+        time_s=services.events.now(),  # this reading of the clock is not recorded
         policies=policies,
         sent_count=of_channels.sent_count,
         received_count=of_channels.received_count,
@@ -118,7 +119,7 @@ def _counters_of(services: Services) -> RankCounters:
 
 
 def _told_apart(policies: Iterable[PolicyCounters]) -> tuple[PolicyCounters, ...]:
-    """Number those that have one name, or none: what is exported, and rates, go by the name."""
+    """Number policies with equal names, because exporters and rates identify policies by name."""
     counts: Counter[str] = Counter()
     found = []
     for policy in policies:
@@ -129,12 +130,12 @@ def _told_apart(policies: Iterable[PolicyCounters]) -> tuple[PolicyCounters, ...
 
 
 def per_second(now: float, before: float, seconds: float) -> float | None:
-    """Return how fast a count grows; None where that is not known: no time has passed, or it was started anew."""
+    """Return the rate of a count; None if no time has passed or the count has restarted."""
     return (now - before) / seconds if seconds > 0 and now >= before else None
 
 
 def to_bytes(counters: RankCounters) -> bytes:
-    """Return the counters as MessagePack, which has NaN, as JSON has not."""
+    """Encode the counters as MessagePack, which, unlike JSON, has NaN."""
     return msgspec.msgpack.encode(counters)
 
 
@@ -142,7 +143,7 @@ _decoder: Final = msgspec.msgpack.Decoder(RankCounters)
 
 
 def from_bytes(data: bytes) -> RankCounters:
-    """Return the counters that are in these bytes. Raises ValueError where they are none."""
+    """Decode counters. Raises ValueError if the bytes are not valid counters."""
     return _decoder.decode(data)
 
 
@@ -150,21 +151,21 @@ def from_bytes(data: bytes) -> RankCounters:
 
 Kind: TypeAlias = Literal["counter", "gauge"]
 
-#: What is exported: names without their prefix, with the kind and what each means. Units are the last word of a name.
+#: Exported numbers: names without prefix, with kind and meaning. The last word of a name is the unit, if it has one.
 EXPORTED: Final[Mapping[str, tuple[Kind, str]]] = {
-    "steps": ("counter", "Steps that the policy has done."),
-    "steps_per_second": ("gauge", "Steps per second, since it was written before; only where it is written."),
-    "metric": ("gauge", "The last metric that the policy was given."),
-    "round": ("gauge", "The newest round in which this rank had a role."),
-    "role": ("gauge", "1 for the role that this rank has."),
-    "replacements": ("counter", "How often the policy has changed the weights."),
-    "abandoned_rounds": ("counter", "Rounds that were to change the weights, and came to nothing."),
-    "staleness_steps": ("gauge", "Age of the oldest snapshot in the last change of the weights."),
+    "steps": ("counter", "Number of steps of the policy."),
+    "steps_per_second": ("gauge", "Steps per second since the previous export; not in Prometheus."),
+    "metric": ("gauge", "Last metric of the policy."),
+    "round": ("gauge", "Newest round in which this rank had a role."),
+    "role": ("gauge", "1 for the current role of this rank."),
+    "replacements": ("counter", "Number of times that the policy has replaced the weights."),
+    "abandoned_rounds": ("counter", "Abandoned rounds that should have replaced the weights."),
+    "staleness_steps": ("gauge", "Age of the oldest snapshot in the last replacement."),
     "sent_messages": ("counter", "Messages sent on channels."),
     "received_messages": ("counter", "Messages received from channels."),
     "sent_bytes": ("counter", "Bytes of tensors sent."),
-    "received_bytes": ("counter", "Bytes of tensors received, or read in other ranks' memory."),
-    "waited_seconds": ("counter", "Seconds that tasks have waited for other ranks."),
+    "received_bytes": ("counter", "Bytes of tensors received, or read from other ranks' memory."),
+    "waited_seconds": ("counter", "Seconds for which tasks have waited for other ranks."),
     "lost_ranks": ("gauge", "Ranks that are lost."),
 }
 
@@ -174,9 +175,9 @@ class Sample:
     """One number of :data:`EXPORTED`.
 
     Attributes:
-        name: the key there.
-        value: the number.
-        labels: what tells it from others of that name on this rank.
+        name: Key in :data:`EXPORTED`.
+        value: The number.
+        labels: Labels that distinguish it from other numbers with this name on this rank.
     """
 
     name: str
@@ -185,11 +186,11 @@ class Sample:
 
 
 def samples(counters: RankCounters, before: RankCounters | None = None) -> Iterator[Sample]:
-    """Return the counters as single numbers.
+    """Yield the counters as single numbers.
 
     Args:
-        counters: those of a rank.
-        before: the same, earlier, for rates; None for none.
+        counters: Current counters of a rank.
+        before: Earlier counters of the rank, for rates; None for no rates.
     """
     for policy in counters.policies:
         labels = {"policy": printable(policy.policy)}

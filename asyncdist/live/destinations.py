@@ -1,4 +1,4 @@
-"""Says where the counters of ranks go, as users name it: ``9100``, ``tensorboard:runs``, ``wandb``."""
+"""Parses the destinations of counters, as users write them: ``9100``, ``tensorboard:runs``, ``wandb``."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Final, Literal, TypeAlias
 from asyncdist import validation
 
 Sink: TypeAlias = Literal["prometheus", "tensorboard", "wandb", "opentelemetry"]
-#: The module that each needs; the extra that installs it has the sink's name.
+#: The module that each sink needs. The extra that installs it has the sink's name.
 NEEDED: Final[Mapping[Sink, str]] = {
     "prometheus": "prometheus_client",
     "tensorboard": "tensorboard",
     "wandb": "wandb",
     "opentelemetry": "opentelemetry.metrics",
 }
-#: Where ports are opened unless another address is named: nobody else can connect to it.
+#: Default address of ports: only programs on this host can connect to it.
 LOCAL: Final = "127.0.0.1"
 _ALLOWED: Final = "a port, HOST:PORT, tensorboard:FOLDER, wandb, wandb:PROJECT or opentelemetry"
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Says where counters go.
+    """A destination of counters.
 
     Attributes:
-        sink: what takes them.
-        where: the address, the folder or the project; empty for the sink's own choice.
-        port: of Prometheus, that of the first rank of a host; 0 elsewhere.
+        sink: Kind of the destination.
+        where: Address, folder or project; "" for the sink's default.
+        port: Port for Prometheus of the first rank on a host; 0 for other sinks.
     """
 
     sink: Sink
@@ -43,14 +43,14 @@ class Destination:
 
 
 def destinations(named: object, what: str = "metrics") -> tuple[Destination, ...]:
-    """Return what a user has named: one, several with commas between them, or a sequence.
+    """Parse a user's destinations: one, several separated by commas, or a sequence.
 
     Args:
-        named: a number, a text, a sequence of them, or None for nothing.
-        what: named it, for errors.
+        named: A port number, a string, a sequence of them, or None for no destination.
+        what: Name of the option, for errors.
 
     Raises:
-        TypeError, ValueError: it is none of these.
+        TypeError, ValueError: ``named`` is not a valid destination.
     """
     if named is None:
         return ()
@@ -62,7 +62,7 @@ def destinations(named: object, what: str = "metrics") -> tuple[Destination, ...
         parts = [named]
     found = tuple(_destination(part, what) for part in parts)
     if not found:
-        validation.refuse(what, named, f"{_ALLOWED}; or several of them", ValueError)
+        validation.refuse(what, named, f"{_ALLOWED}, or several of them", ValueError)
     return found
 
 
@@ -82,7 +82,7 @@ def _destination(named: object, what: str) -> Destination:
 
 
 def missing(destination: Destination) -> str | None:
-    """Return what to install for a destination, in words; None where it is there."""
+    """Return a message that says what to install for a destination; None if nothing is missing."""
     module = NEEDED[destination.sink]
     try:
         is_there = importlib.util.find_spec(module) is not None

@@ -1,6 +1,6 @@
-"""Exports the counters of a rank while it runs, from a thread that only reads.
+"""Exports the counters of a running rank, from a thread that only reads them.
 
-No run is ended, or held up, by what takes its counters: where that fails, one warning says so, and the run goes on.
+Exporting never ends or delays a run: if it fails, one warning is logged and the run continues.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from asyncdist.live.writers import OpenTelemetryWriter, TensorBoardWriter, Wandb
 
 logger = logging.getLogger("asyncdist.live.exporting")
 
-#: How often counters are written to what does not ask for them.
+#: Seconds between two writes to sinks other than Prometheus.
 PERIOD_S: Final = 5.0
-#: How long the end of a run waits until they have been written for the last time.
+#: Seconds for which the end of a run waits for the last write.
 END_S: Final = 5.0
 
 
@@ -27,10 +27,10 @@ class Exporter:
     """Exports the counters of one rank.
 
     Args:
-        destinations: where to.
-        read: returns the counters; any thread may call it.
-        local_rank: this rank's number on its host: its port is that of the destination, plus this.
-        period_s: how often they are written.
+        destinations: Destinations of the counters.
+        read: Returns the counters; any thread may call it.
+        local_rank: Number of this rank on its host, which is added to the destination's port.
+        period_s: Seconds between two writes.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class Exporter:
         self._thread = threading.Thread(target=self._export, name="asyncdist metrics", daemon=True)
 
     def begin(self) -> None:
-        """Begin, if there is anything to do. The libraries are loaded in the thread, since some take a second."""
+        """Start the thread if there are destinations. It imports the libraries, since some take a second."""
         if self._destinations:
             self._thread.start()
 
     def end(self) -> None:
-        """Write for the last time, and stop. Where that takes too long the thread is left to itself."""
+        """Write for the last time, and stop. If that takes longer than END_S, the thread is abandoned."""
         if self._thread.is_alive():
             self._is_over.set()
             self._thread.join(END_S)
@@ -89,18 +89,20 @@ class Exporter:
 
         port = destination.port + self._local_rank
         if port > 65535:
-            raise ValueError(f"port {destination.port} plus {self._local_rank}, this rank's number, is above 65535")
+            raise ValueError(
+                f"port {destination.port} plus {self._local_rank} (this rank's number on its host) exceeds 65535"
+            )
         return PrometheusServer(self._read, destination.where, port)
 
     def _guarded(self, destination: Destination, act: Callable[..., object], *args: object) -> bool:
-        """Do it, and return whether that has succeeded; warn where it has not."""
+        """Call ``act``, and return whether it has succeeded; log a warning if it has not."""
         try:
             act(*args)
-        except Exception as error:  # of a library, or of the system: anything may come
+        except Exception as error:  # libraries and the system may raise anything
             why: object = error
             if destination.sink == "prometheus" and getattr(error, "errno", None) == errno.EADDRINUSE:
-                why = f"port {destination.port + self._local_rank} of {destination.where} is taken"
+                why = f"port {destination.port + self._local_rank} of {destination.where} is already in use"
             rank = self._read().rank
-            logger.warning("rank %d exports no counters to %s: %s; it goes on", rank, destination.sink, why)
+            logger.warning("rank %d exports no counters to %s: %s; the run continues", rank, destination.sink, why)
             return False
         return True

@@ -1,7 +1,7 @@
-"""Keeps the counters with which ranks end, for the last table of ``asyncdist run --live``.
+"""Keeps the final counters of ranks, for the last table of ``asyncdist run --live``.
 
-Nobody can ask a rank that has ended. So ``asyncdist run --live`` makes a folder, names it to the ranks in
-ASYNCDIST_LAST_COUNTERS, and each rank writes its counters there when its main has ended. A rank that is killed writes
+A rank that has ended cannot be asked. ``asyncdist run --live`` therefore creates a folder and passes its path to the
+ranks in ASYNCDIST_LAST_COUNTERS. Each rank writes its counters there when its main has ended. A killed rank writes
 nothing.
 """
 
@@ -17,28 +17,28 @@ from asyncdist.trust import private_folders
 
 logger = logging.getLogger("asyncdist.live.last_counters")
 
-#: A larger file is not of a rank.
+#: Maximum number of bytes of a rank's file.
 _NBYTES_MAX: Final = 1 << 20
 _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def leave(folder: str, counters: RankCounters) -> None:
-    """Write the counters of a rank that ends into ``folder``; on another host than the table's, where is none, not."""
+    """Write the counters of an ending rank into ``folder``; do nothing on a host without this folder."""
     try:
         with private_folders.opened(folder) as parent:
             file = os.open(f"{counters.rank}.{os.getpid()}", _NEW, mode=0o600, dir_fd=parent)
             with os.fdopen(file, "wb") as opened:
                 opened.write(to_bytes(counters))
     except OSError as error:
-        logger.debug("rank %d could not leave its counters in %s: %s", counters.rank, folder, error)
+        logger.debug("rank %d could not write its counters to %s: %s", counters.rank, folder, error)
 
 
 def collect(folder: str, job: str | None) -> list[RankCounters]:
-    """Return the counters that ranks have left in ``folder``, one per rank: its newest process's.
+    """Return the counters in ``folder``, by rank; for a restarted rank, those of its newest process.
 
     Args:
-        folder: The folder that the ranks were given.
-        job: The job whose ranks count: a rank may have started another job. None for all.
+        folder: Folder whose path was passed to the ranks.
+        job: Job whose ranks count, since a rank may have started another job; None for all jobs.
     """
     found: dict[int, RankCounters] = {}
     with contextlib.suppress(OSError), private_folders.opened(folder) as parent:

@@ -1,6 +1,6 @@
-"""Shows what each rank of a population does, in a notebook's cell or in a terminal, while one process hosts it.
+"""Shows a live table of the ranks hosted by one process, in a notebook's cell or in a terminal.
 
-The table is drawn in another thread than the ranks', which only reads.
+The table is drawn in a separate thread, which only reads the ranks' counters.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class _World(Protocol):
 
 
 class PopulationView:
-    """A table of the ranks that this process hosts: a line for each policy of each rank.
+    """A table of the ranks that this process hosts, with a line for each policy of each rank.
 
     Raises:
-        AsyncdistError: rich, which draws it, is not installed.
+        AsyncdistError: rich, which draws the table, is not installed.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class PopulationView:
         self._readings = Readings()
 
     def watched(self, main: Callable[..., Coroutine[Any, Any, T]]) -> Callable[..., Coroutine[Any, Any, T]]:
-        """Return ``main``, whose world is seen from its beginning on."""
+        """Wrap ``main`` so that the table shows its world."""
 
         @functools.wraps(main)
         async def watched_main(world: Any, *args: Any) -> T:
@@ -56,13 +56,13 @@ class PopulationView:
         return watched_main
 
     def rows(self) -> list[Row]:
-        """Read what each rank has done; of a rank that has no policy open any more, what its last one has."""
+        """Read the counters of all ranks. For a rank without an open policy, they include its last policy."""
         for _, world in sorted(self._worlds.copy().items()):
             self._readings.add(counters_of(world.services))
         return self._readings.rows()
 
     def screen(self) -> Table:
-        """Return the table, as of now, in the size of the terminal, or the cell."""
+        """Return the current table, in the size of the terminal or the cell."""
         import rich
 
         console = rich.get_console()
@@ -70,7 +70,7 @@ class PopulationView:
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[Callable[[], None]]:
-        """Show the table until the context ends. Yields what draws it anew; in a terminal it draws itself."""
+        """Show the table until the context ends. Yields a function that redraws it, which terminals do not need."""
         import rich
         from rich.live import Live
 

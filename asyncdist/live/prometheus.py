@@ -1,6 +1,6 @@
-"""Serves the counters of a rank as Prometheus text, by a thread that sleeps until somebody asks.
+"""Serves the counters of a rank to Prometheus, from a thread that sleeps until a request arrives.
 
-The library is prometheus_client, which writes the text: https://prometheus.io/docs/instrumenting/exposition_formats/.
+prometheus_client writes the response: https://prometheus.io/docs/instrumenting/exposition_formats/.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from asyncdist.live.counters import EXPORTED, RankCounters, samples
 
 _LABELS = ("rank", "policy", "role")
-#: Who has not asked, or not read the answer, after so many seconds is left: each holds a thread.
+#: Seconds after which a connection is closed that has not sent its request or read the response: it holds a thread.
 _TIMEOUT_S = 10.0
 
 
 class RankCollector(Collector):
-    """Reads the counters of a rank when somebody asks.
+    """Reads the counters of a rank when a request arrives.
 
     Args:
-        read: returns them; it is called in another thread than the rank's.
+        read: Returns the counters; called in another thread than the rank's.
     """
 
     def __init__(self, read: Callable[[], RankCounters]) -> None:
         self._read = read
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily | InfoMetricFamily]:
-        """Return one family for each name."""
+        """Yield one metric family for each name."""
         counters = self._read()
         families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
         for sample in samples(counters):
@@ -47,36 +47,36 @@ class RankCollector(Collector):
                 family = families[sample.name] = make(f"asyncdist_{sample.name}", meaning, labels=names)
             family.add_metric([labels[name] for name in _LABELS if name in labels], sample.value)
         yield from families.values()
-        info = InfoMetricFamily("asyncdist_rank", "The rank, and its job.", labels=["rank"])
+        info = InfoMetricFamily("asyncdist_rank", "The rank and its job.", labels=["rank"])
         facts = {"job": counters.job, "size": str(counters.size), "incarnation": str(counters.incarnation)}
         info.add_metric([str(counters.rank)], facts)
         yield info
 
 
 class _Server(ThreadingHTTPServer):
-    """Serves each request in a thread of its own, so that one that is never completed keeps no other one waiting."""
+    """Serves each request in a separate thread, so that an incomplete request does not block others."""
 
     daemon_threads = True
 
     def server_bind(self) -> None:
-        """Take the address, without the question to a name server that the standard library adds."""
+        """Bind the address without the name lookup of the standard library's server."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Say nothing of somebody who has gone before the answer: that is not the run's business."""
+        """Ignore clients that disconnect before the response."""
 
 
 class PrometheusServer:
     """Serves the counters of a rank until it is closed.
 
     Args:
-        read: returns them.
-        host: the address; names are looked up.
-        port: the port.
+        read: Returns the counters.
+        host: Address or host name.
+        port: Port number.
 
     Raises:
-        OSError: the address cannot be opened.
+        OSError: The address cannot be opened.
     """
 
     def __init__(self, read: Callable[[], RankCounters], host: str, port: int) -> None:
@@ -90,12 +90,12 @@ class PrometheusServer:
         self._thread.start()
 
     def write(self, _: RankCounters) -> None:
-        """Do nothing: they are read when somebody asks."""
+        """Do nothing: counters are read when a request arrives."""
 
     def close(self) -> None:
-        """Serve no more."""
+        """Stop the server."""
         with contextlib.suppress(OSError):
-            self._server.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread, which looks every half second otherwise
+            self._server.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread, which otherwise looks every half second
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

@@ -1,4 +1,4 @@
-"""Draws what ranks do as a table of a terminal or a notebook, with rich."""
+"""Draws the counters of ranks as a table for a terminal or a notebook, with rich."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from asyncdist.wording import ranks_in_words
 if TYPE_CHECKING:
     from rich.table import Table
 
-#: Rates are those of so many seconds.
+#: Seconds over which rates are computed.
 _WINDOW_S: Final = 5.0
-#: Lines of a terminal that are not for ranks: what all do, the names of columns, and the cursor's.
+#: Number of lines of a terminal that are not for ranks: the summary, the names of columns, and the cursor.
 _FRAME_HEIGHT: Final = 3
 _NOTE_COUNT_MAX: Final = 6
-#: Between columns.
+#: Number of spaces between columns.
 _GAP: Final = 2
-#: Columns whose texts are cut beyond so many characters.
+#: Maximum width, in characters, of columns whose text may be cut.
 _TEXTS: Final[Mapping[str, int]] = {"policy": 24, "role": 8, "latest": 40}
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is known of one rank.
+    """The latest readings of one rank.
 
     Attributes:
-        rank: the rank.
-        now: what it has said last; None where it has said nothing yet.
-        before: what it had said some seconds earlier; None where there is nothing.
-        note: what else there is to say, in words.
+        rank: The rank.
+        now: Its latest counters; None before its first answer.
+        before: Its counters some seconds earlier; None if there are none.
+        note: A note for the user, such as the reason why it makes no steps.
     """
 
     rank: int
@@ -44,44 +44,44 @@ class Row:
 
 
 class Readings:
-    """Keeps what ranks have said during the last seconds, for rates."""
+    """Keeps the counters of ranks during the last seconds, for rates."""
 
     def __init__(self) -> None:
         self._said: dict[int, deque[RankCounters]] = {}
 
     def add(self, counters: RankCounters) -> None:
-        """Take what a rank says now."""
+        """Add the current counters of a rank."""
         said = self._said.setdefault(counters.rank, deque())
         if said and (said[-1].job, said[-1].incarnation) != (counters.job, counters.incarnation):
-            said.clear()  # another process, which counts anew
+            said.clear()  # another process, whose counters start at 0
         said.append(counters)
         while len(said) > 2 and counters.time_s - said[1].time_s >= _WINDOW_S:
             said.popleft()
 
     def row(self, rank: int, note: str = "") -> Row:
-        """Return what is known of a rank."""
+        """Return the latest readings of a rank."""
         said = self._said.get(rank)
         if not said:
             return Row(rank, None, None, note)
         return Row(rank, said[-1], said[0] if len(said) > 1 else None, note)
 
     def rows(self) -> list[Row]:
-        """Return what is known of all ranks that have said anything."""
+        """Return the latest readings of all ranks that have answered."""
         return [self.row(rank) for rank in sorted(self._said)]
 
 
 def screen(
     rows: Sequence[Row], width: int, height: int | None = None, *, before_end_s: Mapping[int, float] | None = None
 ) -> Table:
-    """Return what the ranks do together, in a line, below it the table of all of them, and notes on some.
+    """Return a summary line, the table of the ranks below it, and notes on some ranks.
 
     Args:
-        rows: the ranks.
-        width: of the terminal, in characters; columns that matter less are left out where there is no place for them.
-        height: of the terminal, in lines; where there are more ranks, those that have done fewest steps are shown.
-            None for all.
-        before_end_s: For a job that has ended, the ranks of which only an earlier answer is known, and its age in
-            seconds; None while the job lives.
+        rows: Readings of the ranks.
+        width: Width of the terminal in characters; less important columns are omitted if there is no room.
+        height: Height of the terminal in lines. If there are more ranks, those with the fewest steps are shown. None
+            for no limit.
+        before_end_s: For a job that has ended, the age in seconds of the last answers of ranks that left no counters;
+            None while the job runs.
     """
     from rich.table import Table
     from rich.text import Text
@@ -94,12 +94,12 @@ def screen(
         head = f"{who}{max(before_end_s.values()):.1f} s before the end: {head}"
     notes = [f"rank {row.rank} {row.note}" for row in rows if row.note]
     if len(notes) > _NOTE_COUNT_MAX:
-        notes[_NOTE_COUNT_MAX - 1 :] = [f"and {len(notes) - _NOTE_COUNT_MAX + 1} more; asyncdist story tells of all"]
+        notes[_NOTE_COUNT_MAX - 1 :] = [f"and {len(notes) - _NOTE_COUNT_MAX + 1} more; asyncdist story shows all"]
     if height is not None and len(shown) > (place := max(1, height - _FRAME_HEIGHT - len(notes))):
         by_steps = sorted(shown, key=lambda row: (0 if row.now is None else row.now.step, row.rank))
         shown = sorted(by_steps[:place], key=lambda row: row.rank)
-        head += f"; shown are the {place} that have done fewest steps"
-    drawn = Table.grid()  # and no Group, which notebooks do not show
+        head += f"; showing the {place} with the fewest steps"
+    drawn = Table.grid()  # not a Group, which notebooks do not show
     drawn.add_row(Text(printable(head), no_wrap=True, overflow="ellipsis"))
     drawn.add_row(table(shown, width))
     if notes:
@@ -108,7 +108,7 @@ def screen(
 
 
 def table(rows: Sequence[Row], width: int) -> Table:
-    """Return the table: a line for each policy of each rank."""
+    """Return the table, with a line for each policy of each rank."""
     from rich.table import Table
     from rich.text import Text
 
@@ -119,7 +119,7 @@ def table(rows: Sequence[Row], width: int) -> Table:
         drawn.add_column(column.name, justify=side, no_wrap=True, overflow="ellipsis", max_width=width_max)
     for row in rows:
         for number, policy in enumerate(_policies_of(row)):
-            cells = [Text(_cell(column, row, policy)) for column in columns]  # Text: it has no markup of rich's
+            cells = [Text(_cell(column, row, policy)) for column in columns]  # Text, so that rich interprets no markup
             is_first = number == 0
             drawn.add_row(*(c if is_first or k.is_of_policy else "" for c, k in zip(cells, columns, strict=True)))
     return drawn
@@ -130,7 +130,7 @@ def table(rows: Sequence[Row], width: int) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """A column: its head, its least width, what stands in it, and whether that is of a policy and not of its rank."""
+    """A column: its name, its least width, a function for its cells, and whether cells differ by policy."""
 
     name: str
     width: int
@@ -161,7 +161,7 @@ def _waiting(row: Row, _: PolicyCounters | None) -> str:
 
 
 def _columns(rows: Sequence[Row], width: int) -> dict[_Column, int]:
-    """Return the columns that have place, and say anything, with the width of each."""
+    """Return the columns that fit and are not empty, with the width of each."""
     policies = [policy for row in rows if row.now is not None for policy in row.now.policies]
     candidates: list[tuple[int, _Column]] = [
         (0, _of_rank_number()),
@@ -192,7 +192,7 @@ def _columns(rows: Sequence[Row], width: int) -> dict[_Column, int]:
 
 
 def _width_of(column: _Column, rows: Sequence[Row]) -> int:
-    """Return how many characters a column takes. A text may be cut; what is left of a number would be another one."""
+    """Return the width of a column in characters. Text may be cut, but a cut number would be another number."""
     cells = [_cell(column, row, policy) for row in rows for policy in _policies_of(row)]
     needed = max([column.width, len(column.name), *map(len, cells)])
     return min(needed, _TEXTS.get(column.name, needed))
@@ -203,7 +203,7 @@ def _cell(column: _Column, row: Row, policy: PolicyCounters | None) -> str:
 
 
 def _policies_of(row: Row) -> Sequence[PolicyCounters | None]:
-    """Return a rank's policies; a single None where it has none."""
+    """Return a rank's policies; a single None if it has none."""
     return (None,) if row.now is None else row.now.policies or (None,)
 
 
@@ -220,7 +220,7 @@ def _rate(value: float | None) -> str:
 
 
 def _amount(nbytes: float) -> str:
-    """Return a number of bytes in five characters."""
+    """Format a number of bytes in five characters."""
     for unit in ("", "k", "M", "G", "T"):
         if nbytes < 999.5 or unit == "T":
             return f"{nbytes:.0f}{unit}" if not unit or nbytes >= 99.95 else f"{nbytes:.1f}{unit}"
@@ -229,7 +229,7 @@ def _amount(nbytes: float) -> str:
 
 
 def _together(rows: Sequence[Row]) -> str:
-    """Return what the ranks do together, in a line."""
+    """Return the summary line of all ranks."""
     there = [row for row in rows if row.now is not None]
     if not there or there[0].now is None:
         return "no rank has answered yet"

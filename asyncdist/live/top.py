@@ -1,6 +1,6 @@
-"""The command ``asyncdist top``, and the table of ``asyncdist run --live``: what the ranks of a job on this host do.
+"""Shows the ranks of a job on this host, for ``asyncdist top`` and ``asyncdist run --live``.
 
-They are asked over the sockets on which they tell their story, and answer from a thread: also those that compute.
+Ranks are asked over the sockets for their stories, and answer from a thread even while they compute.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-#: How often ranks are asked.
+#: Seconds between two requests to the ranks.
 PERIOD_S: Final = 1.0
-#: A rank that has done no step for so long is asked why.
+#: Seconds without a step after which a rank is asked for its story.
 _STILL_S: Final = 3.0
 NEEDS_RICH: Final = validation.missing_library("the table", "rich", "live")
 
@@ -39,27 +39,27 @@ def has_rich() -> bool:
 
 
 def allow_all_text() -> None:
-    """Have what the terminal's encoding lacks replaced, and not refused: a job prints what it likes."""
+    """Replace characters that the terminal's encoding lacks instead of raising: a job may print any text."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
 class JobView:
-    """Asks the ranks of a job, and draws what they say."""
+    """Asks the ranks of a job for their counters, and draws them as a table."""
 
     def __init__(self) -> None:
         self._readings = Readings()
         self._rows: list[Row] = []
-        self._moved: dict[int, tuple[int, float]] = {}  # for each rank its steps, and when they were fewer
+        self._moved: dict[int, tuple[int, float]] = {}  # for each rank its steps, and the time of the last one
         self._answered_at_s: dict[int, float] = {}
 
     def ask(self, places: Sequence[Place]) -> None:
-        """Ask all ranks at once. Those that do no steps are asked for their story, too."""
+        """Ask all ranks at once for their counters, and those that make no steps also for their stories."""
         answers = sockets.exchange(places, sockets.COUNTERS)
         self._answered_at_s |= dict.fromkeys(answers, time.monotonic())
         for data in answers.values():
-            with contextlib.suppress(ValueError):  # it has ended while it answered
+            with contextlib.suppress(ValueError):  # the rank ended while it answered
                 self._readings.add(from_bytes(data))
         still = [place for place in places if place.rank in answers and self._is_still(place.rank)]
         stories = sockets.ask(still) if still else {}
@@ -82,10 +82,10 @@ class JobView:
         return _screen(self._rows, console)
 
     def drawn_at_end(self, console: Console, left: Sequence[RankCounters] = ()) -> Table:
-        """Return the table of a job that has ended: the counters that ranks have left, and the others' last answers.
+        """Return the table of a job that has ended.
 
-        A rank that ends takes its counters with it, unless it leaves them for the table. Of the other ranks the first
-        line says how old their answers are.
+        It shows the counters that ranks have left for it, and the last answers of the other ranks. Its first line says
+        how old these answers are.
         """
         now = time.monotonic()
         for counters in left:
@@ -104,13 +104,13 @@ def _screen(rows: Sequence[Row], console: Console, before_end_s: Mapping[int, fl
 
 
 def run(name: str | None) -> int:
-    """Show the table until the job has ended, or Ctrl-C; return the exit code.
+    """Show the table until the job ends or Ctrl-C is pressed; return the exit code.
 
-    Where the output is no terminal, or one that cannot be drawn on (``TERM=dumb``), the table is printed once, after a
-    second, which rates need.
+    If the output is not a terminal, or cannot be redrawn (``TERM=dumb``), the table is printed once, after the second
+    that rates need.
 
     Args:
-        name: of the job, or the number of one of its processes, or of one that has started them; None for the only job.
+        name: Name of the job, or the number of one of its processes or of their parent; None for the only job.
     """
     if not has_rich():
         print(f"asyncdist top: {NEEDS_RICH}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Writes the counters of a rank to TensorBoard, Weights & Biases or OpenTelemetry, through their own libraries."""
+"""Writes the counters of a rank to TensorBoard, Weights & Biases or OpenTelemetry, with their own libraries."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from asyncdist.live.counters import EXPORTED, RankCounters, Sample, samples
 
 logger = logging.getLogger("asyncdist.live.writers")
 
-#: Of OpenTelemetry, by the last word of a name.
+#: OpenTelemetry's units, by the last word of a counter's name.
 _UNITS: Final = {"bytes": "By", "seconds": "s"}
 
 
 class Writer(Protocol):
-    """Takes counters now and then."""
+    """Receives a rank's counters periodically."""
 
     def write(self, counters: RankCounters) -> None:
-        """Take what the rank has done so far."""
+        """Write the rank's current counters."""
 
     def close(self) -> None:
-        """Complete what was written."""
+        """Complete the output."""
 
 
 class _Numbers:
-    """Returns counters as plain numbers by name, with the rate of steps since they were asked for before."""
+    """Converts counters to named numbers, with the rate of steps since the previous conversion."""
 
     def __init__(self) -> None:
         self._before: RankCounters | None = None
 
     def of(self, counters: RankCounters) -> Iterator[tuple[str, Sample]]:
-        """Return each number after its name, in which a policy's own name is a folder. Roles are no numbers."""
+        """Yield each number with its name, in which a policy's name is a folder. Roles are left out."""
         for sample in samples(counters, self._before):
             if sample.name != "role":
                 policy = sample.labels.get("policy", "")
@@ -43,7 +43,7 @@ class _Numbers:
 
 
 class TensorBoardWriter:
-    """Writes to a folder for each rank, ``FOLDER/rank00003``, over the policy's steps."""
+    """Writes to a folder for each rank, such as ``FOLDER/rank00003``, by the policy's steps."""
 
     def __init__(self, folder: str, rank: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -52,7 +52,7 @@ class TensorBoardWriter:
         self._numbers = _Numbers()
 
     def write(self, counters: RankCounters) -> None:
-        """Take what the rank has done so far."""
+        """Write the rank's current counters."""
         for name, sample in self._numbers.of(counters):
             self._writer.add_scalar(name, sample.value, counters.step)
         self._writer.flush()
@@ -63,25 +63,25 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """Writes a run of Weights & Biases for each rank, in the job's group; offline, unless WANDB_MODE says otherwise."""
+    """Writes a run of Weights & Biases for each rank, in the job's group; offline unless WANDB_MODE is set."""
 
     def __init__(self, project: str, counters: RankCounters) -> None:
         import wandb
 
-        mode: Any = environment.VARIABLES.get("WANDB_MODE", "offline")  # it names the ones that it knows
+        mode: Any = environment.VARIABLES.get("WANDB_MODE", "offline")  # wandb's error lists the allowed modes
         self._run: Any = wandb.init(
             project=project or "asyncdist",
             group=f"asyncdist-{counters.job}",
             name=f"rank {counters.rank}",
             config={"rank": counters.rank, "size": counters.size, "incarnation": counters.incarnation},
             mode=mode,
-            reinit="create_new",  # beside a run of the user's own
+            reinit="create_new",  # in addition to the user's own run
             settings=wandb.Settings(silent=True),
         )
         self._numbers = _Numbers()
 
     def write(self, counters: RankCounters) -> None:
-        """Take what the rank has done so far."""
+        """Write the rank's current counters."""
         self._run.log({name: sample.value for name, sample in self._numbers.of(counters)})
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class WandbWriter:
 
 
 class OpenTelemetryWriter:
-    """Hands counters to the meter provider that the program, or ``opentelemetry-instrument``, has set."""
+    """Passes counters to the meter provider that the program or ``opentelemetry-instrument`` has set."""
 
     def __init__(self) -> None:
         from opentelemetry import metrics
@@ -106,7 +106,7 @@ class OpenTelemetryWriter:
         self._has_warned = False
 
     def write(self, counters: RankCounters) -> None:
-        """Take what the rank has done so far."""
+        """Write the rank's current counters."""
         if not self._has_warned and _flush_of_provider() is None:
             self._has_warned = True
             logger.warning(
@@ -115,7 +115,7 @@ class OpenTelemetryWriter:
         for path, sample in self._numbers.of(counters):
             attributes = {"rank": counters.rank, **sample.labels}
             if not math.isfinite(sample.value):
-                continue  # a metric: the library takes no such number, and warns of each
+                continue  # the library refuses NaN and infinities, with a warning for each
             if EXPORTED[sample.name][0] == "gauge":
                 self._instruments[sample.name].set(sample.value, attributes)
             else:
@@ -124,14 +124,14 @@ class OpenTelemetryWriter:
                 self._said[path, sample.name] = sample.value
 
     def close(self) -> None:
-        """Hand over what the provider has not exported yet."""
+        """Have the provider export all pending counters."""
         flush = _flush_of_provider()
         if flush is not None:
             flush(1000)
 
 
 def _flush_of_provider() -> Callable[[float], object] | None:
-    """Return what makes OpenTelemetry's provider export; None where the program has set none that does."""
+    """Return the function that makes OpenTelemetry's provider export; None if the program has set no such provider."""
     from opentelemetry import metrics
 
     flush: Callable[[float], object] | None = getattr(metrics.get_meter_provider(), "force_flush", None)

@@ -192,5 +192,5 @@ def test_without_a_terminal_the_job_runs_without_the_table(tmp_path: Path) -> No
         words, cwd=tmp_path, env=mpi.base_environment(), capture_output=True, text=True, timeout=90, check=False
     )
     assert ended.returncode == 0, ended.stderr
-    assert "asyncdist run: --live: no terminal to show it in; the job runs without it" in ended.stderr
+    assert "asyncdist run: --live: the output is not a terminal; the job runs without the table" in ended.stderr
     assert sorted(ended.stdout.splitlines()) == [f"rank {rank} has seen the file after 0 steps" for rank in (0, 1)]

@@ -184,7 +184,7 @@ def test_a_sink_that_fails_is_told_of_once_and_the_others_go_on(sinks: Any, capl
             assert good.has_taken.wait(20)
         exporter.end()
     assert len(bad.taken) == 1
-    assert caplog.messages == ["rank 1 exports no counters to tensorboard: the disk is full; it goes on"]
+    assert caplog.messages == ["rank 1 exports no counters to tensorboard: the disk is full; the run continues"]
 
 
 def test_a_port_that_is_taken_is_one_message(caplog: pytest.LogCaptureFixture) -> None:
@@ -195,14 +195,14 @@ def test_a_port_that_is_taken_is_one_message(caplog: pytest.LogCaptureFixture) -
         exporter.begin()
         exporter.end()
     (said,) = caplog.messages
-    assert names(said, "rank 1", "prometheus", f"port {port} of 127.0.0.1 is taken")
+    assert names(said, "rank 1", "prometheus", f"port {port} of 127.0.0.1 is already in use")
 
 
 def test_the_port_of_a_rank_is_none_above_the_highest(caplog: pytest.LogCaptureFixture) -> None:
     exporter = Exporter([Destination("prometheus", "127.0.0.1", 65535)], lambda: COUNTERS, 1)
     exporter.begin()
     exporter.end()
-    assert "port 65535 plus 1, this rank's number, is above 65535" in caplog.text
+    assert "port 65535 plus 1 (this rank's number on its host) exceeds 65535" in caplog.text
 
 
 # -- the table --------------------------------------------------------------------------------------------------------
@@ -328,9 +328,7 @@ def test_a_narrow_or_low_terminal_shows_what_matters_most() -> None:
         assert lines[0].split()[:2] == ["rank", "step"]
         assert "…" not in "".join(lines)
     lines = drawn(rows, 120, height=7)
-    assert lines[0].endswith(
-        "20 of 4 ranks, 0.0 steps/s, 0B/s in, lost: 2; shown are the 4 that have done fewest steps"
-    )
+    assert lines[0].endswith("20 of 4 ranks, 0.0 steps/s, 0B/s in, lost: 2; showing the 4 with the fewest steps")
     assert [line.split()[0] for line in lines[2:]] == ["16", "17", "18", "19"]
 
 
@@ -344,7 +342,7 @@ def test_of_many_ranks_that_stand_still_some_are_told_of() -> None:
     lines = drawn([Row(rank, replace(COUNTERS, rank=rank), None, "waits for rank 0") for rank in range(8)], 60, 20)
     assert lines[10:] == [
         *(f"rank {rank} waits for rank 0" for rank in range(5)),
-        "and 3 more; asyncdist story tells of all",
+        "and 3 more; asyncdist story shows all",
     ]
 
 
