@@ -1,1 +1,1 @@
-"""Turns recordings into what people and other programs read: pages, traces, tables, answers to queries."""
+"""Converts recordings to pages, traces and tables, and answers queries on them."""

@@ -1,10 +1,10 @@
 """Aligns the clocks of a recording's hosts.
 
-The ranks of a host share its monotonic clock, which events are timed by, so they have one offset: that of the rank
-that began first. Those of two hosts are compared by their clocks of the day, which may differ by milliseconds. Where a
-message would then come before it was sent, the later host is moved by the least that mends it (the longest paths in the
-graph of such constraints, as in Duda et al., "Estimating global time in distributed systems", ICDCS 1987). What no
-offsets can mend, since a clock runs faster than another, is left.
+The ranks of a host share its monotonic clock, which times their events. They therefore have one offset, taken from the
+rank that began first. Hosts are compared by their wall clocks, which may differ by milliseconds. If a message would
+then arrive before it was sent, the receiving host is moved forward by the least time that corrects this (the longest
+paths in the graph of such constraints, as in Duda et al., "Estimating global time in distributed systems", ICDCS 1987).
+If no offsets can correct all messages, because one clock runs faster than another, the offsets are not changed.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from asyncdist.recording.reader import RankRecording, Recording
 
 #: Source, dest and tag.
 Line: TypeAlias = tuple[int, int, int]
-#: A host whose clock is set in steps, or wrongly, may be off by years; more rounds than hosts mean a contradiction.
+#: Maximum number of rounds of corrections. More rounds than hosts mean that the constraints contradict each other.
 _ROUND_COUNT_MAX: Final = 64
 
 
 class Clocks:
-    """Turns the times of events into seconds since the job began.
+    """Converts the times of events to seconds since the job began.
 
     Args:
-        recording: whose.
+        recording: Recording of the job.
 
     Attributes:
-        shifts: seconds that were added to the clock of a host so that no message comes before it was sent.
-        began_at_s: when the job began, in seconds since 1970: no event is earlier.
+        shifts: Seconds added to the clock of each moved host so that no message arrives before it was sent.
+        began_at_s: Time of the first event, in seconds since 1970.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -50,17 +50,17 @@ class Clocks:
             self._set_zero(recording)
 
     def _set_zero(self, recording: Recording) -> None:
-        for _ in range(2):  # in seconds since 1970 the first time, which are exact to a quarter of a microsecond alone
+        for _ in range(2):  # the first pass has seconds since 1970, which are exact only to a quarter of a microsecond
             zero = min(self.offset(each) + self._first_s[each.path] for each in recording.ranks)
             self.began_at_s += zero
             self._offsets = {host: offset - zero for host, offset in self._offsets.items()}
 
     def offset(self, each: RankRecording) -> float:
-        """Return what is added to the times of a file's events, in seconds."""
+        """Return the seconds to add to the times of a file's events."""
         return self._offsets[self._hosts[each.path]]
 
     def _correct(self, recording: Recording) -> None:
-        """Move hosts forward until no message comes before it was sent."""
+        """Move hosts forward until no message arrives before it was sent."""
         delays = self._least_delays(recording)
         shifts = dict.fromkeys(self._offsets, 0.0)
         for _ in range(_ROUND_COUNT_MAX):
@@ -79,7 +79,7 @@ class Clocks:
             self._offsets[host] += shift
 
     def _least_delays(self, recording: Recording) -> dict[tuple[str, str], float]:
-        """Return the least time between sending and receiving for each pair of hosts."""
+        """Return, for each pair of hosts, the least time in seconds between the send and the receive of a message."""
         hosts = {each.rank: self._hosts[each.path] for each in recording.ranks}
         sent, received = messages(recording, self, lambda line: hosts[line[0]] != hosts[line[1]])
         delays: dict[tuple[str, str], float] = {}
@@ -92,7 +92,7 @@ class Clocks:
 
 
 def _first_time_of(each: RankRecording) -> float:
-    """Return when a file begins; messages with which ranks have met are earlier than its header."""
+    """Return the time of a file's first event, if earlier than its header: ranks exchange messages before that."""
     return min([each.header.clock_s, *(event.time_s for event in itertools.islice(each.events(), 1))])
 
 
@@ -103,15 +103,15 @@ def _host_of(each: RankRecording) -> str:
 def messages(
     recording: Recording, clocks: Clocks, wanted: Callable[[Line], bool] | None = None
 ) -> tuple[dict[Line, array[float]], dict[Line, array[float]]]:
-    """Return the times of sending and of receiving of each line's messages, in their order.
+    """Return the times of sends and of receives, in order, by line.
 
-    The k-th time of the one belongs to the k-th of the other. Lines of ranks that were started again are left out: what
-    was sent to the earlier process may be lost.
+    The k-th send of a line belongs to its k-th receive. Lines of restarted ranks are left out, because messages to the
+    earlier process may be lost.
 
     Args:
-        recording: whose.
-        clocks: its clocks.
-        wanted: says of a line whether it is wanted; all are by default.
+        recording: Recording of the job.
+        clocks: Aligned clocks of the recording.
+        wanted: Returns whether a line is wanted; None for all lines.
     """
     counts: dict[int, int] = defaultdict(int)
     for each in recording.ranks:

@@ -17,12 +17,12 @@ from asyncdist.wording import plural
 
 
 class _WriteError(Exception):
-    """The file or folder of -o cannot be written."""
+    """The file or folder given with -o cannot be written."""
 
 
 @contextlib.contextmanager
 def _writing(what: str, allowed: str) -> Iterator[None]:
-    """Say in words, while ``what`` is written, why that cannot be done, and what -o takes."""
+    """Convert an OSError in the block to an error that says why ``what`` cannot be written, and what -o takes."""
     try:
         yield
     except OSError as error:
@@ -31,12 +31,12 @@ def _writing(what: str, allowed: str) -> Iterator[None]:
 
 def _name(text: str) -> str:
     if not text:
-        raise argparse.ArgumentTypeError("'' is no name; without -o the name is that of the job")
+        raise argparse.ArgumentTypeError("the name must not be empty; without -o, it is made from the job's name")
     return text
 
 
 def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the commands to a command line; parsed options have ``call``, a function that returns the exit code."""
+    """Add the commands to a command line. Parsed options have ``call``, a function that returns the exit code."""
     report = add_parser(
         "report",
         help="write a recording as one HTML page",
@@ -55,7 +55,7 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         metavar="FILE",
         nargs="+",
         default=[],
-        help="traces of torch's profiler, to be added",
+        help="traces of torch's profiler to add",
     )
     trace.set_defaults(call=lambda options: run_trace(options.folder, options.job, options.out, options.profile))
     export = add_parser(
@@ -63,23 +63,25 @@ def add_to(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
         help="write a recording as tables",
         usage="asyncdist export DIR [--job JOB] [-o FOLDER] [--format csv|parquet]",
     )
-    export.add_argument("-o", "--out", type=_name, metavar="FOLDER", help="where to (default: JOB-tables)")
-    export.add_argument("--format", choices=("csv", "parquet"), default="csv", help="of the tables (default: csv)")
+    export.add_argument("-o", "--out", type=_name, metavar="FOLDER", help="folder for the tables (default: JOB-tables)")
+    export.add_argument(
+        "--format", choices=("csv", "parquet"), default="csv", help="format of the tables (default: csv)"
+    )
     export.set_defaults(call=lambda options: run_export(options.folder, options.job, options.out, options.format))
     query = add_parser(
         "query",
-        help="ask a recording in SQL",
+        help="query a recording in SQL",
         usage='asyncdist query DIR [--job JOB] "SELECT rank, max(value) FROM metric GROUP BY rank"',
     )
     query.set_defaults(call=lambda options: run_query(options.folder, options.job, options.statement))
     for parser in (report, trace, export, query):
-        parser.add_argument("folder", metavar="DIR", help="what --record was given")
-        parser.add_argument("--job", help="which job, where the folder has recordings of several")
-    query.add_argument("statement", metavar="SQL", help="a statement of SQLite's; each kind of event is a table")
+        parser.add_argument("folder", metavar="DIR", help="folder that was given to --record")
+        parser.add_argument("--job", help="name of the job, if the folder has recordings of several")
+    query.add_argument("statement", metavar="SQL", help="a statement for SQLite; each kind of event is a table")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do what one of these commands is asked for; return the exit code."""
+    """Run one of these commands; return the exit code."""
     try:
         return int(options.call(options))
     except KeyboardInterrupt:
@@ -94,12 +96,12 @@ def run_report(folder: str, job: str | None, out: str | None) -> int:
     try:
         from asyncdist.report.page import render
     except ImportError as error:
-        return refuse("report", f"it needs plotly, as pip install 'asyncdist[report]' brings it: {error}")
+        return refuse("report", f"the report needs plotly (pip install 'asyncdist[report]'): {error}")
     try:
         recording = read_recording(folder, job)
         path = Path(out or f"{recording.job}.html")
         page = render(recording)
-        with _writing("the page", "a file, in a folder that is there"), whole_file(path) as file:
+        with _writing("the page", "a file in an existing folder"), whole_file(path) as file:
             file.write_text(page, encoding="utf-8")
     except (RecordingError, _WriteError, OSError) as error:
         return refuse("report", error)
@@ -114,7 +116,7 @@ def run_trace(folder: str, job: str | None, out: str | None, profiles: Sequence[
     try:
         recording = read_recording(folder, job)
         path = Path(out or f"{recording.job}.trace.json.gz")
-        with _writing("the trace", "a file, in a folder that is there"):
+        with _writing("the trace", "a file in an existing folder"):
             count = write_trace(recording, path, [Path(each) for each in profiles])
     except (RecordingError, TraceError, _WriteError, OSError) as error:
         return refuse("trace", error)
@@ -132,9 +134,9 @@ def run_export(folder: str, job: str | None, out: str | None, kind: str) -> int:
         recording = read_recording(folder, job)
         to = Path(out or f"{recording.job}-tables")
         write = tables.export_csv if kind == "csv" else tables.export_parquet
-        with _writing("the tables", "a folder, which is made if it is not there"):
+        with _writing("the tables", "a folder, which is created if necessary"):
             files = write(recording, to)
-    except ImportError as error:  # pyarrow is not there, or refuses the numpy that is
+    except ImportError as error:  # pyarrow is not installed, or refuses the installed numpy
         return refuse("export", f"--format parquet needs pyarrow (pip install 'asyncdist[parquet]'): {error}")
     except (RecordingError, _WriteError, OSError) as error:
         return refuse("export", error)
@@ -142,7 +144,7 @@ def run_export(folder: str, job: str | None, out: str | None, kind: str) -> int:
 
 
 def run_query(folder: str, job: str | None, statement: str) -> int:
-    """Print the answer, as a table on a terminal and as CSV elsewhere; return the exit code."""
+    """Print the result as a table on a terminal, otherwise as CSV; return the exit code."""
     from asyncdist.recording.reader import RecordingError, read_recording
     from asyncdist.report import tables
 
@@ -161,7 +163,7 @@ def _print_rows(names: Sequence[str], found: Iterable[Sequence[object]]) -> None
 
 
 def _printable(row: Sequence[object]) -> list[object]:
-    """Return the cells, without what a terminal would obey; CSV has lines within cells."""
+    """Return the cells without control characters. Newlines remain, because CSV allows them in cells."""
     return [printable(cell, keep="\n\t") if isinstance(cell, str) else cell for cell in row]
 
 
@@ -170,7 +172,7 @@ def _say(command: str, text: str) -> int:
 
 
 def _print_table(names: Sequence[str], found: Iterable[Sequence[object]]) -> bool:
-    """Print a table on a terminal, where rich is installed; return whether that was done."""
+    """Print a table if the output is a terminal and rich is installed; return whether it was printed."""
     if not sys.stdout.isatty():
         return False
     try:

@@ -1,4 +1,4 @@
-"""Says in sentences what happened in a job: the report begins with them. Nothing here reads or draws anything."""
+"""Writes the sentences with which a report begins, from a summary of the job."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Final
 from asyncdist.report.summary import Round, Summary
 from asyncdist.wording import plural, ranks_in_words, seconds_in_words
 
-#: A rank is slow where its median step takes that many times as long as that of the others.
+#: A rank is slow if its median step takes longer than this factor times the median over all ranks.
 SLOW_FACTOR: Final = 1.25
-#: A start is told where the first step ends later than this many of the median steps after the job's begin.
+#: The start is mentioned if the first step ends later than this number of median steps after the beginning of the job.
 _LATE_START_STEPS: Final = 3.0
-#: Ranks, pairs of ranks and reasons that are named.
+#: Maximum numbers of ranks or pairs of ranks, and of reasons, that are named.
 _COUNT_MAX: Final = 8
 _REASON_COUNT_MAX: Final = 3
 
 
 def conclusions(summary: Summary) -> list[str]:
-    """Return what happened, the most important sentence of each subject first: ends, steps, rounds, messages."""
+    """Return the sentences, by subject: ends, steps, metrics, rounds, lineage, messages."""
     return [
         *_ends(summary),
         *_steps(summary),
@@ -48,7 +48,7 @@ def _ends(summary: Summary) -> Iterator[str]:
         yield f"{_at_start(open_ended)} {have} no end of main in the recording: killed, stopped, or still running."
     without = sorted(set(range(summary.size)) - summary.ends.keys())
     if without:
-        yield f"{_at_start(without)} left no recording."
+        yield f"{_at_start(without)} wrote no recording."
 
 
 def _steps(summary: Summary) -> Iterator[str]:
@@ -70,7 +70,7 @@ def _steps(summary: Summary) -> Iterator[str]:
     if summary.first_step_s > max(_LATE_START_STEPS * typical_s, 1.0) and math.isfinite(summary.first_step_s):
         yield (
             f"The first step ended {seconds_in_words(summary.first_step_s)} after the first rank began: before it, the "
-            "ranks meet, the program prepares its data and its model, and the policy starts."
+            "ranks connect, the program prepares its data and its model, and the policy starts."
         )
 
 
@@ -119,7 +119,7 @@ def _rounds(summary: Summary) -> Iterator[str]:
 
 
 def _reasons(rounds: Sequence[Round]) -> str:
-    counts = Counter(each.reason or "the recording has no end of it" for each in rounds)
+    counts = Counter(each.reason or "no end in the recording" for each in rounds)
     told = [f"{count:,} ({reason})" for reason, count in counts.most_common(_REASON_COUNT_MAX)]
     more = len(counts) - len(told)
     return ", ".join(told) + (f" and {more} more reasons" if more else "")
@@ -133,8 +133,8 @@ def _lineage(summary: Summary) -> Iterator[str]:
         most = int(shares.argmax())
         whose = f" of {population.name}" if len(summary.populations) > 1 and population.name else ""
         yield (
-            f"The last weights{whose} go back to {1 / float((shares**2).sum()):.1f} of {summary.size} ranks: most to"
-            f" rank {most}, {shares[most]:.0%}."
+            f"The last weights{whose} descend from {1 / float((shares**2).sum()):.1f} of {summary.size} ranks, most of"
+            f" them from rank {most}, {shares[most]:.0%}."
         )
 
 
@@ -152,6 +152,6 @@ def _messages(summary: Summary) -> Iterator[str]:
 
 
 def _at_start(ranks: Sequence[int]) -> str:
-    """Name ranks at the start of a sentence."""
+    """Name ranks, with a capital letter for the start of a sentence."""
     named = ranks_in_words(ranks, span_count_max=_COUNT_MAX)
     return named[0].upper() + named[1:]

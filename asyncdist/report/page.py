@@ -1,4 +1,4 @@
-"""The report of a job: one HTML page that needs no network."""
+"""Renders the report of a job: one HTML page that needs no network."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from asyncdist.report.conclusions import conclusions
 from asyncdist.report.summary import Round, Summary, summarise
 from asyncdist.wording import ranks_in_words, size_in_words
 
-#: Ranks that have a line of their own; of more, quantiles are drawn.
+#: Maximum number of ranks that are drawn as one line each; for more ranks, quantiles are drawn.
 LINE_COUNT_MAX: Final = 64
-#: Rounds that are drawn, and replacements that are marked: evenly among all.
+#: Maximum numbers of rounds that are drawn and of replacements that are marked, evenly chosen among all.
 ROUND_COUNT_MAX: Final = 400
 MARK_COUNT_MAX: Final = 1500
-#: Columns of what is drawn over time.
+#: Number of columns of the heat maps over time.
 COLUMN_COUNT: Final = 200
-#: The scale of the metric shows values between the first and the last of these, and at most so many times the distance
-#: of the quartiles beyond those; if all values spread over more than so many times as much.
+#: The metric's scale shows the values between the first and the last of these quantiles, but extends at most
+#: _SCALE_SPREADS quartile distances beyond the quartiles. It shows all values unless they spread over more than
+#: _SCALE_FACTOR times that range.
 _SCALE_QUANTILES: Final = (0.02, 0.25, 0.75, 0.98)
 _SCALE_SPREADS: Final = 8.0
 _SCALE_FACTOR: Final = 2.0
 _QUANTILES: Final = (0.05, 0.25, 0.5, 0.75, 0.95)
-#: A part of a step by which ranks differ anyway: no colours are spread over less.
+#: Fraction of a step time by which ranks always differ; scales of colours span at least as much.
 _NOISE: Final = 0.05
-#: Losses and ends that are listed.
+#: Maximum number of losses, failovers and errors that are listed.
 _NEWS_COUNT_MAX: Final = 200
 
 _PAGE: Final = """<!doctype html>
@@ -52,7 +53,7 @@ th {{ white-space: nowrap; }} .conclusions {{ padding-left: 1.2em; }} .conclusio
 {body}
 <script>{drawing}</script></body></html>
 """
-#: A figure is drawn when the reader is about to come to it: all of them at once take seconds.
+#: A figure is drawn when the reader scrolls near it, because drawing all at once takes seconds.
 _DRAWING: Final = """
 const figures = new Set(document.querySelectorAll(".figure"));
 const draw = (place) => {
@@ -79,7 +80,7 @@ def render(recording: Recording) -> str:
     for title, note, figure in _sections(summary, recording.ranks[0].header.transport.startswith("sim")):
         sections.append(f"<h2>{html.escape(title)}</h2>\n<p>{html.escape(note)}</p>")
         if figure is not None:
-            data = str(figure.to_json()).replace("<", "\\u003c")  # which might end the script, or begin a comment
+            data = str(figure.to_json()).replace("<", "\\u003c")  # "<" might end the script or begin a comment
             drawn = f'<script type="application/json">{data}</script>'
             sections.append(f'<div class="figure" style="height: {figure.layout.height}px">{drawn}</div>')
     body = "\n".join([_conclusions(summary), _facts(recording, summary), *sections, _news(summary)])
@@ -98,44 +99,44 @@ def _facts(recording: Recording, summary: Summary) -> str:
     facts = [
         ("script", " ".join([header.script, *header.arguments]) or "none"),
         ("began", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(summary.began_at_s))),
-        ("lasted", f"{summary.duration_s:.3f} s"),
+        ("duration", f"{summary.duration_s:.3f} s"),
         ("ranks", f"{recording.size} on {', '.join(hosts[:8])}{' ...' if len(hosts) > 8 else ''}"),
         ("transport", header.transport),
-        ("steps", f"{steps:,} of all ranks"),
+        ("steps", f"{steps:,} on all ranks"),
         ("rounds", f"{len(summary.rounds):,}, with {len(summary.applied):,} replacements"),
-        ("messages", f"{size_in_words(summary.nbytes.sum())}; what hosts share in memory is not among them"),
+        ("messages", f"{size_in_words(summary.nbytes.sum())}, without data shared in a host's memory"),
     ]
     if recording.missing:
-        facts.append(("without a recording", ranks_in_words(recording.missing)))
+        facts.append(("no recording of", ranks_in_words(recording.missing)))
     facts += [("damaged", f"{each.path.name}: {each.damage}") for each in recording.ranks if each.damage]
     rows = "\n".join(f"<tr><th>{html.escape(name)}</th><td>{html.escape(text)}</td></tr>" for name, text in facts)
     return f"<table>{rows}</table>"
 
 
 def _name_ranks(figure: go.Figure, size: int, axes: str) -> None:
-    """Give the axes of ranks whole numbers alone."""
+    """Show only integers on the axes of ranks."""
     if size <= 32:
         for axis in axes:
             figure.update_layout({f"{axis}axis_dtick": 1})
 
 
 def _sections(summary: Summary, is_simulated: bool) -> Iterator[tuple[str, str, go.Figure | None]]:
-    """Yield titles, notes, and figures, None where nothing is to be drawn: plotly makes up the numbers of its axes."""
+    """Yield titles, notes and figures. A figure without data is None: plotly would invent numbers on its axes."""
     yield from _of_populations(summary)
     yield "Rounds", *_rounds(summary)
     yield "Step times", *_step_times(summary, is_simulated)
-    what = "The mean of the seconds between two steps. Look for a bright row, a slow rank, and for bright columns: at"
-    yield "Step times over time", *_over_time(summary, "interval_bins", f"{what} that time all ranks waited.")
-    what = "The mean of the seconds by which a rank came to an iteration after the first rank. Look for a row that gets"
+    what = "Mean seconds between two steps. A bright row is a slow rank. A bright column is a time at which all ranks"
+    yield "Step times over time", *_over_time(summary, "interval_bins", f"{what} waited.")
+    what = "Mean seconds by which a rank reached an iteration after the first rank. A row that gets brighter is a rank"
     yield (
         "Stragglers",
-        *_over_time(summary, "lag_bins", f"{what} brighter: that rank falls behind, further and further."),
+        *_over_time(summary, "lag_bins", f"{what} that falls further and further behind."),
     )
     yield "Bytes between ranks", *_bytes(summary)
 
 
 def _of_populations(summary: Summary) -> Iterator[tuple[str, str, go.Figure | None]]:
-    """Yield metric and lineage of each population: weights of one never become those of another."""
+    """Yield the metric and the lineage of each population; weights never move between populations."""
     if len(summary.populations) < 2:
         whose = [(0, "")]
     else:
@@ -163,13 +164,13 @@ def _figure(height: int, x: str, y: str) -> go.Figure:
 
 
 def _scale(title: str, **more: Any) -> dict[str, Any]:
-    """Return the scale of a heat map's colours: below it, since a narrow window has no place beside it."""
+    """Return the colour scale of a heat map, placed below it because a narrow window has no room at its side."""
     place = {"orientation": "h", "x": 0.5, "y": -0.22, "yanchor": "top", "thickness": 12, "len": 0.9}
     return {"title": {"text": title, "side": "bottom"}, **place, **more}
 
 
 def _evenly(values: Sequence[Any], count: int) -> list[Any]:
-    """Return so many of the values at most, evenly spread."""
+    """Return at most ``count`` of the values, evenly chosen."""
     if len(values) <= count:
         return list(values)
     return [values[int(place)] for place in np.linspace(0, len(values) - 1, count)]
@@ -178,7 +179,7 @@ def _evenly(values: Sequence[Any], count: int) -> list[Any]:
 def _metric(summary: Summary, place: int) -> tuple[str, go.Figure | None]:
     metrics = [metric for population in summary.populations[place : place + 1] for metric in population.metrics]
     if not any(metric.count for metric in metrics):
-        return "No metric was given.", None
+        return "No rank reported a metric.", None
     figure = _figure(420, "seconds since the job began", "metric")
     series = [np.array(metric.rows(), dtype=float).reshape(-1, 2) for metric in metrics]
     if summary.size <= LINE_COUNT_MAX:
@@ -187,18 +188,20 @@ def _metric(summary: Summary, place: int) -> tuple[str, go.Figure | None]:
                 x=_times(rows[:, 0]), y=rows[:, 1].astype(np.float32), mode="lines", name=f"rank {rank}", line_width=1
             )
         note = (
-            "One line for each rank. A circle is a replacement: the rank took the weights of others. Look for a rank"
-            " that stays away from the others although it is replaced. A circle at the bottom belongs to a rank whose"
+            "One line for each rank. A circle is a replacement: the rank took the weights of other ranks. Look for a"
+            " rank that stays away from the others although it is replaced. A circle at the bottom is a rank whose"
             " metric was not a finite number."
         )
     else:
         columns = np.linspace(0, summary.duration_s, COLUMN_COUNT)
         values = np.array([_held(rows, columns) for rows in series])
-        for name, row in zip(("least", "quarter", "median", "three quarters", "most"), _spread(values), strict=True):
+        for name, row in zip(
+            ("minimum", "lower quartile", "median", "upper quartile", "maximum"), _spread(values), strict=True
+        ):
             figure.add_scatter(x=_times(columns), y=row.astype(np.float32), mode="lines", name=name)
         note = (
-            f"Of {summary.size} ranks: least, quartiles, most. A circle is a replacement. Look for a least or a most"
-            " that leaves the quartiles behind: it is of one rank, or a few."
+            f"The minimum, quartiles and maximum of {summary.size} ranks. A circle is a replacement. If the minimum or"
+            " the maximum leaves the quartiles, one or a few ranks differ from the others."
         )
     marks = _evenly([each for each in summary.applied if each.population == place], MARK_COUNT_MAX)
     heights = np.array([_held(series[each.rank], np.array([each.time_s]))[0] for each in marks])
@@ -220,13 +223,13 @@ def _metric(summary: Summary, place: int) -> tuple[str, go.Figure | None]:
 
 
 def _set_metric_range(figure: go.Figure, series: Sequence[Any], summary: Summary) -> str:
-    """Let the scale of the metric leave out what is rare and far away, if anything is; return a sentence that says so.
+    """Limit the metric's scale so that rare, distant values are left out; return a sentence that says so, or "".
 
-    Values count for as long as they hold: a rank that reports often counts as much as another one.
+    Values are weighted by the time for which they hold, so ranks that report often count no more than others.
     """
     if math.isfinite(summary.first_step_s) and summary.first_step_s > 0.03 * summary.duration_s:
         figure.add_vrect(x0=0, x1=summary.first_step_s, fillcolor="#eee", line_width=0, layer="below")
-        started = f" The grey part, {summary.first_step_s:.3g} s, is before the first step of any rank."
+        started = f" The grey part, {summary.first_step_s:.3g} s, is the time before the first step of any rank."
     else:
         started = ""
     columns = np.linspace(0, summary.duration_s, 4 * COLUMN_COUNT)
@@ -244,19 +247,19 @@ def _set_metric_range(figure: go.Figure, series: Sequence[Any], summary: Summary
         return started
     figure.update_yaxes(range=[max(low - margin, least - margin), min(high + margin, most + margin)])
     return (
-        f"{started} The scale leaves out the rarest values, of which there are some between {least:.3g} and {most:.3g}:"
-        " a double click shows all."
+        f"{started} The scale leaves out rare values; all values lie between {least:.3g} and {most:.3g}. A double click"
+        " shows all."
     )
 
 
 def _spread(values: Any) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of columns before the first value of any rank
+        warnings.simplefilter("ignore", RuntimeWarning)  # warnings of columns before the first value of any rank
         return np.nanquantile(values, (0.0, 0.25, 0.5, 0.75, 1.0), axis=0)
 
 
 def _held(rows: Any, times: Any) -> Any:
-    """Return the latest value at each of the times; NaN before the first."""
+    """Return the latest value at each of the times; NaN before the first value."""
     if not len(rows):
         return np.full(len(times), np.nan)
     places = np.searchsorted(rows[:, 0], times, side="right") - 1
@@ -275,17 +278,17 @@ def _lineage(summary: Summary, place: int) -> tuple[str, go.Figure | None]:
     if not any(each.population == place for each in summary.applied):
         return "No weights were replaced.", None
     shares = summary.populations[place].shares
-    figure = _figure(460, "rank at first", "rank at the end")
+    figure = _figure(460, "rank at the start", "rank at the end")
     figure.add_heatmap(z=shares, zmin=0, zmax=float(shares.max()), colorscale="Viridis", colorbar=_scale("share"))
     figure.update_yaxes(autorange="reversed")
     _name_ranks(figure, summary.size, "xy")
     mean = shares.astype(np.float64).mean(axis=0)
     effective = 1 / float(np.square(mean).sum())
     note = (
-        "Each row is a rank at the end, each column a rank at first: the brighter a field, the more of the row's last"
-        " weights goes back to the column's first weights; what training adds counts for no rank. Look for a column"
-        " that is bright in all rows: the whole population descends from that rank. A bright diagonal is a population"
-        f" that exchanged little. This one goes back to {effective:.1f} ranks (1 / the sum of squared shares)."
+        "Each row is a rank at the end, each column a rank at the start. The brighter a field, the larger the share of"
+        " the row's last weights that descends from the column's first weights; training itself does not count. If a"
+        " column is bright in all rows, all ranks descend from that rank. A bright diagonal is a population"
+        f" that exchanged little. This population descends from {effective:.1f} ranks (1 / the sum of squared shares)."
     )
     return note, figure
 
@@ -300,14 +303,14 @@ def _rounds(summary: Summary) -> tuple[str, go.Figure | None]:
         for each in shown
     ]
     began = np.array([each.began_s for each in shown])
-    for name, field in (("donors fixed", "frozen_s"), ("last replacer applied", "applied_s"), ("over", "ended_s")):
+    for name, field in (("donors fixed", "frozen_s"), ("last replacer applied", "applied_s"), ("ended", "ended_s")):
         took = 1e3 * (np.array([getattr(each, field) for each in shown], dtype=float) - began)
         figure.add_scattergl(x=_times(began), y=took.astype(np.float32), mode="markers", name=name, text=texts)
     note = (
         "Each round is a column of three points, at the time of its decision: when its donors were fixed, when the last"
-        " replaced rank had the average, and when it was over."
-        f" {len(shown)} of {len(summary.rounds)} rounds are shown. Look for points that rise: rounds wait for a rank"
-        " that got slower; and for columns that lack a point: that part of the round did not happen."
+        " replaced rank applied the average, and when the round ended."
+        f" {len(shown)} of {len(summary.rounds)} rounds are shown. If points rise, rounds wait for a rank that has"
+        " become slower. If a column lacks a point, that part of the round did not happen."
     )
     return note, figure
 
@@ -327,8 +330,8 @@ def _step_times(summary: Summary, is_simulated: bool) -> tuple[str, go.Figure | 
     figure.update_yaxes(type="log")
     _name_ranks(figure, summary.size, "x")
     note = (
-        "From the end of one step to the end of the next. Look for a rank whose points lie above those of the others:"
-        f" it is slow; and for points that are far apart: its steps differ much.{told}"
+        "Time from the end of one step to the end of the next. A rank whose points lie above the others is slow. If its"
+        f" points are far apart, its steps vary much.{told}"
     )
     return note, figure
 
@@ -346,8 +349,8 @@ def _over_time(summary: Summary, bins: str, what: str) -> tuple[str, go.Figure |
             held = (filled >= 0) & (np.arange(columns) <= known[-1])
             row[held] = row[filled[held]]
     if not np.isfinite(values).any():
-        return "Nothing to be compared was recorded.", None
-    highest = float(np.nanquantile(values, 0.99)) or float(np.nanmax(values)) or 1.0  # of a scale that begins with 0
+        return "The recording has no steps to compare.", None
+    highest = float(np.nanquantile(values, 0.99)) or float(np.nanmax(values)) or 1.0  # the scale begins at 0
     steps_s = [rank.intervals.quantile(0.5) for rank in summary.ranks if rank.intervals.count]
     highest = max(highest, _NOISE * min(steps_s, default=0.0))
     figure.add_heatmap(
@@ -360,18 +363,18 @@ def _over_time(summary: Summary, bins: str, what: str) -> tuple[str, go.Figure |
     )
     figure.update_yaxes(autorange="reversed")  # rank 0 is on top, as in the other heat maps
     _name_ranks(figure, summary.size, "y")
-    return f"{what} There are {columns} columns; the brightest hundredth of the fields has one colour.", figure
+    return f"{what} There are {columns} columns; the brightest 1 % of the fields have the same colour.", figure
 
 
 def _bytes(summary: Summary) -> tuple[str, go.Figure | None]:
     if not summary.nbytes.any():
-        return "There were none.", None
+        return "No messages were sent.", None
     figure = _figure(460, "to rank", "from rank")
     with np.errstate(divide="ignore"):
         exponents = np.log2(summary.nbytes)
     exponents[~np.isfinite(exponents)] = np.nan
     least, most = np.nanmin(exponents), np.nanmax(exponents)
-    apart = 0.05 * (most - least)  # or the one's text lies on the other's
+    apart = 0.05 * (most - least)  # minimum distance at which two labels do not overlap
     inner = (power for power in np.arange(math.ceil(least), most) if power % 5 == 0)  # 32 bytes, 1 KiB, 32 KiB, ...
     powers = [least, *(power for power in inner if least + apart < power < most - apart), most]
     are_named = summary.size <= LINE_COUNT_MAX
@@ -385,8 +388,8 @@ def _bytes(summary: Summary) -> tuple[str, go.Figure | None]:
     figure.update_yaxes(autorange="reversed")
     _name_ranks(figure, summary.size, "xy")
     note = (
-        "All messages, those of coordination included. Look for a bright row or column: this rank sends, or receives,"
-        " much more than the others, as the coordinator of a large population does."
+        "All messages, including those for coordination. A bright row or column is a rank that sends or receives much"
+        " more than the others, such as the coordinator of a large population."
     )
     return note, figure
 
@@ -401,4 +404,4 @@ def _news(summary: Summary) -> str:
         for time_s, rank, text in shown
     )
     more = f"<p>and {len(summary.news) - len(shown)} more</p>" if len(summary.news) > len(shown) else ""
-    return f"{title}\n<table><tr><th>when</th><th>told by</th><th>what</th></tr>{rows}</table>{more}"
+    return f"{title}\n<table><tr><th>time</th><th>reported by</th><th>event</th></tr>{rows}</table>{more}"

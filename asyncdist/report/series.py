@@ -1,4 +1,4 @@
-"""Bounded summaries of long series: they are filled one value at a time, and need the same memory for any length."""
+"""Summaries of long series in bounded memory, filled one value at a time."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-#: Of the logarithmic histogram: values from 100 ns to 10^6 s, each bin 5.9 % wider than the one before.
+#: Bins of the logarithmic histogram: values from 100 ns to 10^6 s, each bin 5.9 % wider than the previous one.
 _PER_DECADE: Final = 40
 _LOWEST_DECADE: Final = -7
 _BIN_COUNT: Final = 13 * _PER_DECADE
 
 
 class LogHistogram:
-    """Counts positive values in bins of equal ratio, for quantiles within 6 %, and mostly within 1 %.
+    """Counts positive values in bins of equal ratio; quantiles are exact within 6 %, and mostly within 1 %.
 
     Attributes:
-        count: of values.
+        count: Number of values.
     """
 
     __slots__ = ("_counts", "_largest", "_sums", "count")
@@ -39,14 +39,14 @@ class LogHistogram:
         self._sums[place] += value
 
     def middle(self) -> float:
-        """Return the mean of the values in the median's bin: it is exact if they are equal. NaN without values."""
+        """Return the mean of the values in the median's bin, which is exact if they are equal; NaN without values."""
         if not self.count:
             return math.nan
         place = int(np.searchsorted(np.cumsum(self._counts), max(self.count / 2, 1)))
         return self._sums[place] / self._counts[place]
 
     def quantile(self, fraction: float) -> float:
-        """Return the value below which that fraction lies; NaN where there are no values."""
+        """Return the value below which ``fraction`` of the values lie; NaN without values."""
         if not self.count:
             return math.nan
         wanted, up_to = max(fraction * self.count, 1), np.cumsum(self._counts)
@@ -56,9 +56,9 @@ class LogHistogram:
 
 
 class TimeBins:
-    """Adds up values by their times, in at most ``capacity`` bins, which double their width as time goes on.
+    """Averages values over time, in at most ``capacity`` bins, which double their width when more time has passed.
 
-    The first one begins at the first value: what trains after a long start has as many as what does at once.
+    The first bin begins at the first value, so a long start of the job costs no resolution.
     """
 
     __slots__ = ("_begin_s", "_capacity", "_counts", "_sums", "_width_s")
@@ -71,7 +71,7 @@ class TimeBins:
         self._begin_s: float | None = None
 
     def add(self, time_s: float, value: float) -> None:
-        """Add a value at a time in seconds; one before the first value counts as at its time."""
+        """Add a value at a time in seconds. A time before the first value counts as the time of the first value."""
         if self._begin_s is None:
             self._begin_s = time_s
         since_s = time_s - self._begin_s
@@ -96,11 +96,11 @@ class TimeBins:
 
     @property
     def first_s(self) -> float:
-        """The time of the first value; infinity where there is none."""
+        """Time of the first value in seconds; infinity without values."""
         return math.inf if self._begin_s is None else self._begin_s
 
     def means(self, begin_s: float, end_s: float, columns: int) -> NDArray[np.float64]:
-        """Return the means in equal columns from ``begin_s`` to ``end_s``; NaN where there are no values."""
+        """Return the means in equal columns from ``begin_s`` to ``end_s``, shape (columns,); NaN without values."""
         counts, sums = np.zeros(columns), np.zeros(columns)
         middles = (np.arange(len(self._sums)) + 0.5) * self._width_s + (self._begin_s or 0.0) - begin_s
         places = np.clip((middles / max(end_s - begin_s, 1e-12) * columns).astype(int), 0, columns - 1)
@@ -110,10 +110,10 @@ class TimeBins:
 
 
 class Thinned:
-    """Keeps every n-th row of a series, n so small that at most ``capacity`` rows are kept; and always the last one.
+    """Keeps every n-th row of a series, at most ``capacity`` rows, and the last row.
 
     Attributes:
-        count: of the rows that have come.
+        count: Number of rows that were added.
     """
 
     __slots__ = ("_capacity", "_every", "_last", "_rows", "count")
@@ -137,11 +137,11 @@ class Thinned:
 
     @property
     def last(self) -> tuple[float, ...] | None:
-        """The last row; None where there is none."""
+        """Last row; None without rows."""
         return self._last
 
     def rows(self) -> list[tuple[float, ...]]:
-        """Return what is kept, oldest first."""
+        """Return the kept rows, oldest first."""
         if self._last is None or self._rows[-1] == self._last:
             return list(self._rows)
         return [*self._rows, self._last]

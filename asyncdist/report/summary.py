@@ -1,4 +1,4 @@
-"""What a report shows of a job: the events of its recording, summed up in bounded memory."""
+"""Summarises the recording of a job for a report, in bounded memory."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from asyncdist.recording.reader import Recording, RecordingError
 from asyncdist.report.clock_alignment import Clocks, Line
 from asyncdist.report.series import LogHistogram, Thinned, TimeBins
 
-#: Rows of a rank's metric that are kept. Where there are many ranks, fewer.
+#: Maximum number of metrics that are kept, divided among the ranks.
 _METRIC_COUNT: Final = 20_000
-#: Ranks of a job that can be summed up: each table of all pairs takes 32 MB then.
+#: Maximum number of ranks of a job. Each table of all pairs of ranks then takes 32 MB.
 SIZE_MAX: Final = 2048
-#: Policies that a rank has open at once, and that are told apart.
+#: Maximum number of populations, that is, of policies that a rank has open at once.
 POPULATION_COUNT_MAX: Final = 8
 _WITHOUT_END: Final = (
-    "its recording ends without an end of main: the rank was killed or stopped, its disk was full, or it goes on"
+    "its recording ends before main: the rank was killed or stopped, its disk was full, or it is still running"
 )
 
 
-#: The rank that has decided a round, the number of its policy there, and that of the round.
+#: The rank that decided a round, the policy's number on that rank, and the round's number.
 RoundNumber: TypeAlias = tuple[int, int, int]
 
 
 class Applied(NamedTuple):
-    """A rank's weights were replaced."""
+    """A replacement of a rank's weights."""
 
     time_s: float
     rank: int
@@ -47,7 +47,7 @@ class Applied(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """A process in the place of another one has begun a policy: with the weights of a donor, or with its own."""
+    """The start of a policy in a restarted process, with the weights of a donor or with its own."""
 
     time_s: float
     rank: int
@@ -57,18 +57,17 @@ class Begun(NamedTuple):
 
 @dataclass(slots=True)
 class Round:
-    """When the phases of a round were over, in seconds since the job began; NaN for what has not come.
+    """A round, with the times at which its phases ended, in seconds since the job began; NaN for phases not reached.
 
     Attributes:
-        number: of the round; before it the rank that has decided it, and the number that its policy has there. Islands,
-            and policies on several groups, count their rounds each for itself.
-        began_s: it was decided.
-        frozen_s: its donors were fixed.
-        applied_s: the last replacer had its weights.
-        ended_s: the coordinator knew that.
-        donors, replacers, route: as decided.
-        reason: why it ended.
-        applied_count: replacers that had its average.
+        number: Identity of the round. Islands, and policies on several groups, number their rounds independently.
+        began_s: Time of the decision.
+        frozen_s: Time at which the donors were fixed.
+        applied_s: Time at which the last replacer applied the average.
+        ended_s: Time at which the coordinator ended the round.
+        donors, replacers, route: Those of the decision.
+        reason: Reason of the end.
+        applied_count: Number of replacers that applied the average.
     """
 
     number: RoundNumber
@@ -85,13 +84,13 @@ class Round:
 
 @dataclass(slots=True)
 class RankSummary:
-    """What one rank did.
+    """Summary of one rank.
 
     Attributes:
-        intervals: seconds between the ends of two steps.
-        interval_bins: the same over time.
-        step_seconds: what ``policy.step`` itself took.
-        lag_bins: how many seconds after the first rank this one gave the metric of an iteration, over time.
+        intervals: Seconds between the ends of two steps.
+        interval_bins: These seconds over time.
+        step_seconds: Seconds that ``policy.step`` itself took.
+        lag_bins: Seconds by which this rank reported the metric of an iteration after the first rank, over time.
     """
 
     intervals: LogHistogram = field(default_factory=LogHistogram)
@@ -102,14 +101,16 @@ class RankSummary:
 
 @dataclass(slots=True)
 class Population:
-    """What ranks did with one policy each, and with those that they opened after it.
+    """A group of policies, one on each rank, and their successors.
 
-    What a rank has open beside it is another, and so is what other ranks have open at that time under another name.
+    Policies that a rank has open at the same time belong to different populations, and so do simultaneous policies with
+    different names on different ranks.
 
     Attributes:
-        name: of the first policy, or its class.
-        metrics: time and value, by rank.
-        shares: the last weights of each rank (row), as shares of what the ranks (columns) had at first.
+        name: Name of the first policy, or its class.
+        metrics: Times and values of the metric, by rank.
+        shares: Shares of each rank's last weights (row) that descend from the ranks' first weights (columns), shape
+            (size, size).
     """
 
     name: str
@@ -119,26 +120,26 @@ class Population:
 
 @dataclass(slots=True)
 class Summary:
-    """What a job did.
+    """Summary of a job.
 
     Attributes:
-        size: the number of ranks.
-        began_at_s: the time of the first event, in seconds since 1970.
-        duration_s: from that to the last.
-        ranks: by rank.
-        applied: all replacements, oldest first.
-        begun: what processes that were started again, or came later, have begun with, oldest first.
-        rounds: oldest first.
-        nbytes: bytes of messages, from row to column.
-        news: losses, failovers, ends with an error, and files without an end: the time, the rank that tells, and the
-            text.
-        first_step_s: when the first step of any rank ended; infinity where there is none.
-        ends: the error that ended main of each rank that has a recording, "" where it returned, None where nothing says
-            how it ended; of a rank that was started again that of its last process.
-        message_count: messages of all ranks, those of policies and of the runtime included.
-        sent_counts, received_counts: messages of the program's own channels.
-        told: those of the news that are the beginnings of stories.
-        populations: one, or more where several policies are open at once.
+        size: Number of ranks.
+        began_at_s: Time of the first event, in seconds since 1970.
+        duration_s: Seconds from the first event to the last.
+        ranks: Summaries of the ranks, by rank.
+        applied: All replacements, oldest first.
+        begun: Starts of policies in restarted processes, oldest first.
+        rounds: All rounds, oldest first.
+        nbytes: Number of bytes of messages from a rank (row) to a rank (column), shape (size, size).
+        news: Losses, failovers, errors of main, and files without an end: time, reporting rank and text.
+        first_step_s: Time of the end of the first step on any rank, in seconds since the job began; infinity without
+            steps.
+        ends: Error that ended main, by rank with a recording: "" if main returned, None if the end is not recorded. For
+            a restarted rank, that of its last process.
+        message_count: Number of messages of all ranks, including those of policies and of the runtime.
+        sent_counts, received_counts: Numbers of messages of the program's own channels, by line.
+        told: Texts in ``news`` that are beginnings of stories.
+        populations: Populations; more than one if several policies are open at once.
     """
 
     size: int
@@ -159,7 +160,7 @@ class Summary:
     received_counts: Counter[Line] = field(default_factory=Counter)
 
     def lost_messages(self) -> dict[Line, int]:
-        """Return how many messages on each line were sent and never received, by ranks that have a recording."""
+        """Return, by line, the number of messages that were sent but not received by ranks with a recording."""
         return {
             line: count - self.received_counts[line]
             for line, count in self.sent_counts.items()
@@ -168,15 +169,15 @@ class Summary:
 
 
 def summarise(recording: Recording) -> Summary:
-    """Read a recording twice, and sum it up.
+    """Summarise a recording, which is read twice.
 
     Raises:
-        RecordingError: the job has too many ranks: a summary has tables of all pairs of ranks.
+        RecordingError: The job has too many ranks for tables of all pairs of ranks.
     """
     size = recording.size
     if size > SIZE_MAX:
         raise RecordingError(
-            f"job {recording.job} has {size} ranks; allowed in a report: {SIZE_MAX}; asyncdist query takes all"
+            f"job {recording.job} has {size} ranks; a report allows at most {SIZE_MAX}; use asyncdist query"
         )
     summary = Summary(size=size, ranks=[RankSummary() for _ in range(size)], nbytes=np.zeros((size, size)))
     clocks = Clocks(recording)
@@ -220,17 +221,18 @@ def summarise(recording: Recording) -> Summary:
 
 
 class _Populations:
-    """Tells to which population each policy of each process belongs.
+    """Assigns the policies of all processes to populations.
 
-    Policies that one process opens one after the other belong to one, and so do those of other processes that have the
-    same name, or class. What another process has open under another name, then or later, is another population.
+    Policies that a process opens in turn belong to one population, and so do policies of other processes with the same
+    name or class. A policy that another process has open at the same time under another name belongs to another
+    population.
     """
 
     def __init__(self) -> None:
-        self._spans: list[dict[str, _Span]] = []  # of each population, by name
+        self._spans: list[dict[str, _Span]] = []  # for each population, by name
 
     def begin(self, taken: Collection[int], name: str, time_s: float) -> tuple[int, _Span]:
-        """Return the population of one more policy of a process, which has others in those that are taken."""
+        """Return the population of a process's new policy, whose other open policies belong to the ``taken`` ones."""
         free = [place for place in range(len(self._spans) + 1) if place not in taken]
         named = next((place for place in free[:-1] if name in self._spans[place]), None)
         place = next(place for place in free if not self._has_other(place, name, time_s)) if named is None else named
@@ -247,28 +249,28 @@ class _Populations:
 
 @dataclass(slots=True)
 class _Span:
-    """When policies of one name were open, on any rank.
+    """The time for which policies with one name were open, on any rank.
 
     Attributes:
-        open_count: how many are.
-        ended_s: when the last one has ended.
+        open_count: Number of open policies.
+        ended_s: Time at which the last one ended, in seconds since the job began.
     """
 
     open_count: int = 0
     ended_s: float = -np.inf
 
     def end(self, time_s: float) -> None:
-        """Note that one has ended."""
+        """Note that one of the policies has ended."""
         self.open_count -= 1
         self.ended_s = max(self.ended_s, time_s)
 
 
 class _Policies:
-    """Tells to which population each policy of one process belongs, and how many of it the process had before.
+    """Assigns the policies of one process to populations, and numbers them in each population.
 
     Args:
-        populations: of all processes.
-        is_again: whether another process was in its place before.
+        populations: Populations of all processes.
+        is_again: Whether the process is a restart of another one.
     """
 
     def __init__(self, populations: _Populations, is_again: bool) -> None:
@@ -293,7 +295,7 @@ class _Policies:
             self._open.pop(policy)[1].end(time_s)
 
     def end_all(self, time_s: float) -> None:
-        """Note that the process has ended, or what is known of it."""
+        """Note that the process, or its recording, has ended."""
         for policy in list(self._open):
             self.end(policy, time_s)
 
@@ -302,12 +304,12 @@ class _Policies:
         return self.place(policy)[0]
 
     def place(self, policy: int) -> tuple[int, int]:
-        """Return the population of a policy, and its number among those of this process in it, from 0."""
+        """Return the population of a policy, and its number among this process's policies in it, from 0."""
         return self._places.get(policy, (0, 0))
 
 
 def _population(summary: Summary, place: int, name: str = "") -> Population | None:
-    """Return that population, made now if need be; None beyond those that are told apart."""
+    """Return a population, created if necessary; None beyond POPULATION_COUNT_MAX."""
     capacity = max(_METRIC_COUNT // summary.size, 100)
     while place >= len(summary.populations) and place < POPULATION_COUNT_MAX:
         metrics = [Thinned(capacity) for _ in range(summary.size)]
@@ -316,10 +318,10 @@ def _population(summary: Summary, place: int, name: str = "") -> Population | No
 
 
 def _round_of(applied: Applied, decided: Sequence[Round]) -> Round | None:
-    """Return the round in which weights were replaced, of those that its coordinator has decided with its number.
+    """Return the round of a replacement, one of the rounds that its coordinator decided with the round's number.
 
-    Where these are of several policies it is that of the same policy; or the last one, as a policy may have another
-    number on another rank.
+    If these rounds belong to several policies, the round with the replacement's policy number is preferred, then the
+    latest one, because a policy may have different numbers on different ranks.
     """
     its = [each for each in decided if applied.rank in each.replacers]
     return max(its, key=lambda each: (each.number[1] == applied.policy, each.began_s), default=None)
@@ -334,7 +336,7 @@ def _add(
     time_s: float,
     event: Event,
 ) -> None:
-    """Add one event."""
+    """Add one event to the summary."""
     match event.kind:
         case "policy" | "joined" | "closed":
             _add_life_of_policy(summary, policies, rank, time_s, event)
@@ -362,7 +364,7 @@ def _add(
             _add_to_round(rounds, rank, time_s, event)
         case _:
             text = _news_of(event)
-            if text and not (event.kind == "told" and text in summary.told):  # it is written down on several ranks
+            if text and not (event.kind == "told" and text in summary.told):  # several ranks record a story
                 summary.news.append((time_s, rank, text))
             if event.kind == "told":
                 summary.told.add(text)
@@ -419,12 +421,12 @@ def _add_to_round(rounds: dict[RoundNumber, Round], rank: int, time_s: float, ev
 
 
 def _news_of(event: Event) -> str:
-    """Return what an event has for the list of news; "" for nothing."""
+    """Return an event's text for the list of news; "" for none."""
     match event.kind:
         case "lost":
             return f"rank {event.get('rank')} is lost"
         case "returned":
-            new = ", as a new process" if event.get("incarnation") else ""  # which meets those that were there before
+            new = ", as a new process" if event.get("incarnation") else ""  # 0: this rank is the new one
             return f"rank {event.get('rank')} is there{new}"
         case "coordinator":
             return f"rank {event.get('rank')} coordinates (epoch {event.get('epoch')})"
@@ -433,15 +435,15 @@ def _news_of(event: Event) -> str:
         case "cut":
             return f"its recording {event.get('why')}"
         case "told":
-            return f"{str(event.get('story')).partition('; job ')[0]}: asyncdist story has what was told"
+            return f"{str(event.get('story')).partition('; job ')[0]}; asyncdist story shows the full story"
         case _:
             return ""
 
 
 def _follow(summary: Summary) -> None:
-    """Follow whose weights live in whom, and when the last replacer of each round had its own.
+    """Compute the descent of all weights, and the time at which the last replacer of each round applied its average.
 
-    The last replacement decides; what training adds is the rank's own, and counts as nobody's.
+    The last replacement determines a rank's shares; training does not change them.
     """
     decided: dict[tuple[int, int], list[Round]] = {}
     for each in summary.rounds:
@@ -467,7 +469,7 @@ def _follow(summary: Summary) -> None:
 
 
 def _begin(summary: Summary, begun: Begun) -> None:
-    """Give a process that has begun in the place of another one its weights."""
+    """Set the shares of a restarted process to those of its donor, or to its own first weights."""
     population = _population(summary, begun.population)
     if population is not None and 0 <= begun.donor < summary.size:
         own = np.eye(summary.size, dtype=np.float32)[begun.rank]

@@ -1,8 +1,8 @@
-"""A recording as tables: one for each kind of event, and one of the ranks.
+"""Converts a recording to tables: one for each kind of event, and one of the ranks.
 
-Each row has the rank, its incarnation and the time in seconds since the job began; then come the fields of
-:data:`asyncdist.recording.events.KINDS`; one that would have such a name is called ``lost_rank``, for example. Lists
-are JSON texts, as in ``[0, 2]``.
+Each row has the rank, its incarnation and the time in seconds since the job began, followed by the fields of
+:data:`asyncdist.recording.events.KINDS`. A field with one of the first three names gets the table's name as a prefix,
+for example ``lost_rank``. Lists are JSON strings, for example ``[0, 2]``.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from asyncdist.report.whole_files import whole_folder
 
 Value: TypeAlias = int | float | str | None
 
-#: What every row of a kind of event begins with.
+#: The first columns of the tables of events.
 _FIRST: Final = ("rank", "incarnation", "time_s")
 #: The columns of the table of ranks.
 RANKS: Final = ("rank", "incarnation", "hostname", "pid", "transport", "began_at_s", "damage")
 _BATCH: Final = 10_000
-#: Columns of texts and of real numbers, for a file whose first rows have nothing there; others have whole numbers.
+#: Columns of strings and of floating-point numbers, in case the first rows have no values; other columns have integers.
 _TEXTS: Final = frozenset(
     {
         *("class_name", "name", "state", "reason", "route", "what", "error", "why", "result"),
@@ -36,14 +36,14 @@ _TEXTS: Final = frozenset(
     }
 )
 _REALS: Final = frozenset({"seconds", "value"})
-#: What a query may do; :func:`_authorize` refuses all else: ATTACH and VACUUM INTO would make files.
+#: Allowed actions of a query; :func:`_authorize` refuses all others: ATTACH and VACUUM INTO would create files.
 _ALLOWED: Final = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE})
-#: So many instructions of SQLite's machine lie between two moments in which Python can heed a signal.
+#: Number of instructions of SQLite's virtual machine after which Python can handle signals.
 _INSTRUCTIONS_BETWEEN: Final = 100_000
 
 
 class QueryError(Exception):
-    """A query cannot be answered: the message is one line for the user."""
+    """A query cannot be answered. The message is one line for the user."""
 
 
 def columns_of(table: str) -> tuple[str, ...]:
@@ -54,7 +54,7 @@ def columns_of(table: str) -> tuple[str, ...]:
 
 
 def rows(recording: Recording, wanted: Collection[str] = tuple(KINDS)) -> Iterator[tuple[str, tuple[Value, ...]]]:
-    """Yield the rows of the wanted tables, each with the table's name."""
+    """Yield the rows of the wanted tables, each with the name of its table."""
     clocks = Clocks(recording)
     if "ranks" in wanted:
         for each in recording.ranks:
@@ -92,7 +92,7 @@ def export_csv(recording: Recording, folder: Path) -> list[Path]:
     """Write each table that is not empty as ``KIND.csv``; return the files.
 
     Raises:
-        OSError: they cannot be written.
+        OSError: The files cannot be written.
     """
     writers: dict[str, Any] = {}
     with whole_folder(folder) as written, contextlib.ExitStack() as files:
@@ -109,8 +109,8 @@ def export_parquet(recording: Recording, folder: Path) -> list[Path]:
     """Write each table that is not empty as ``KIND.parquet``; return the files.
 
     Raises:
-        ImportError: pyarrow is not installed, or refuses what else is.
-        OSError: they cannot be written.
+        ImportError: pyarrow is not installed, or refuses the installed numpy.
+        OSError: The files cannot be written.
     """
     import pyarrow
     import pyarrow.parquet
@@ -147,12 +147,12 @@ def export_parquet(recording: Recording, folder: Path) -> list[Path]:
 
 
 def query(recording: Recording, statement: str) -> tuple[list[str], Iterator[Sequence[Value]]]:
-    """Answer a statement of SQL (SQLite's) over the tables; return the names of the columns, and the rows.
+    """Run a SQL statement, in SQLite's dialect, on the tables; return the names of the columns, and the rows.
 
     Only the tables whose names are in the statement are read.
 
     Raises:
-        QueryError: SQLite refuses it, perhaps as late as in a row; or it gives no rows.
+        QueryError: SQLite refuses the statement, perhaps only while rows are read, or the statement returns no rows.
     """
     words = set(re.findall(r"\w+", statement.lower()))
     wanted = [table for table in (*KINDS, "ranks") if table in words]
@@ -171,15 +171,15 @@ def query(recording: Recording, statement: str) -> tuple[list[str], Iterator[Seq
     connection.set_progress_handler(lambda: 0, _INSTRUCTIONS_BETWEEN)
     try:
         cursor = connection.execute(statement)
-    except (sqlite3.Error, ValueError) as error:  # ValueError: it is no UTF-8, or has a NUL
+    except (sqlite3.Error, ValueError) as error:  # ValueError: not UTF-8, or a NUL character
         raise _refusal(error, wanted) from error
     if cursor.description is None:
-        raise QueryError("the query is refused: it asks for no rows, as SELECT does")
+        raise QueryError("the query is refused: it returns no rows; allowed: one SELECT")
     return [each[0] for each in cursor.description], _fetched(cursor, wanted)
 
 
 def _authorize(action: int, first: str | None, second: str | None, *_: str | None) -> int:
-    """Allow SQLite what reads; see https://www.sqlite.org/c3ref/set_authorizer.html."""
+    """Allow SQLite's reading actions only; see https://www.sqlite.org/c3ref/set_authorizer.html."""
     if action == sqlite3.SQLITE_FUNCTION:
         return sqlite3.SQLITE_DENY if second == "load_extension" else sqlite3.SQLITE_OK
     if (
@@ -197,16 +197,16 @@ def _fetched(cursor: sqlite3.Cursor, wanted: Sequence[str]) -> Iterator[Sequence
 
 
 def _refusal(error: Exception, wanted: Sequence[str]) -> QueryError:
-    """Say why SQLite refuses a query, and what there is: the columns that it may name, or the tables.
+    """Return an error with SQLite's reason and the existing columns or tables.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C has ended it.
+        KeyboardInterrupt: Ctrl-C has interrupted the query.
     """
-    if str(error) == "interrupted":  # what a signal's handler raised there, SQLite drops
+    if str(error) == "interrupted":  # SQLite drops the exception that a signal handler raised
         raise KeyboardInterrupt from error
-    why = "it is no UTF-8" if isinstance(error, UnicodeError) else str(error)
+    why = "it is not UTF-8" if isinstance(error, UnicodeError) else str(error)
     if why.startswith(("not authorized", "authorization denied")):
-        return QueryError(f"the query is refused: {why}; allowed: one SELECT, which changes nothing and makes no file")
+        return QueryError(f"the query is refused: {why}; allowed: one SELECT that changes nothing and creates no file")
     there = [f"the tables: {', '.join((*KINDS, 'ranks'))}"]
     if why.startswith("no such column") and wanted:
         there = [f"the columns of {table}: {', '.join(columns_of(table))}" for table in wanted]

@@ -1,11 +1,10 @@
-"""A recording as a trace that Perfetto (https://ui.perfetto.dev) and chrome://tracing open.
+"""Converts a recording to a trace for Perfetto (https://ui.perfetto.dev) and chrome://tracing.
 
-The format is Chrome's Trace Event Format, in JSON. Each rank is a process with five tracks: its steps, what it does in
-rounds, what it sends, what it receives, and its waits. An arrow leads from each message's sending to its receiving.
-Traces that torch's profiler has exported can be added; they are laid over the ranks by the clock of the day that both
-name.
+The format is Chrome's Trace Event Format, in JSON. Each rank is a process with five tracks: steps, rounds, sent
+messages, received messages, and waits. An arrow leads from the send of each message to its receive. Traces of torch's
+profiler can be added; they are aligned with the ranks by the wall clock.
 
-Perfetto knows the two ends of an arrow by a hexadecimal number, and leaves out an arrow with another name.
+Perfetto matches the two ends of an arrow by a hexadecimal number, and ignores arrows with other identifiers.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from asyncdist.report.whole_files import whole_file
 
 Entry: TypeAlias = dict[str, Any]
 
-#: The tracks, as threads of their process. To Perfetto 0 is another name of a process's first thread, whose number is
-#: that of the process.
+#: The tracks, as threads of their process. They begin at 1, because Perfetto takes 0 for the first thread of a process,
+#: whose number is the process's.
 STEPS, ROUNDS, SENT, RECEIVED, WAITS = range(1, 6)
 TRACKS: Final = {STEPS: "steps", ROUNDS: "rounds", SENT: "sent", RECEIVED: "received", WAITS: "waits"}
-#: Events that are points of the rounds' track.
+#: Kinds of events that are points on the track of rounds.
 _POINTS: Final = frozenset(
     {
         "applied",
@@ -51,32 +50,33 @@ _POINTS: Final = frozenset(
         "joined",
     }
 )
-#: How long a message is drawn, in microseconds: arrows need something to end at.
+#: Length of a message in microseconds: arrows need a span at each end.
 _MESSAGE_US: Final = 0.1
-#: Waits are told to the millisecond, as uvloop's clock is: one may seem to begin by so much before the last one's end.
+#: Microseconds by which a wait may seem to begin before the previous one ended: uvloop's clock has a resolution of 1
+#: ms.
 _WAIT_SLACK_US: Final = 1000.0
-#: Processes of profilers are numbered from here on, so many for each file.
+#: Number of the first process of the first profile, and distance between the first processes of two profiles.
 _PROFILER_PID: Final = 1_000_000
-#: Arrows of one line of messages, and those of one profile, are numbered within so many; the profiles' come last.
+#: Number of identifiers for the arrows of one line of messages, or of one profile; and the first one of the profiles.
 _ARROWS: Final = 1 << 32
 _PROFILER_ARROWS: Final = 1 << 62
 
 
 class TraceError(Exception):
-    """A trace cannot be made: the message is one line for the user."""
+    """A trace cannot be made. The message is one line for the user."""
 
 
 def write_trace(recording: Recording, path: Path, profiles: Sequence[Path] = ()) -> int:
     """Write the trace; return the number of its entries.
 
     Args:
-        recording: of a job.
-        path: of the file; compressed where it ends with ``.gz``, which Perfetto reads as well.
-        profiles: files that ``torch.profiler.profile.export_chrome_trace`` has written.
+        recording: Recording of a job.
+        path: Path of the trace; compressed if it ends with ``.gz``, which Perfetto can read too.
+        profiles: Files written by ``torch.profiler.profile.export_chrome_trace``.
 
     Raises:
-        TraceError: a profile cannot be read.
-        OSError: the file cannot be written.
+        TraceError: A profile cannot be read.
+        OSError: The trace cannot be written.
     """
     clocks = Clocks(recording)
     extra = [_profile(recording, clocks, file, number) for number, file in enumerate(profiles)]
@@ -93,7 +93,7 @@ def write_trace(recording: Recording, path: Path, profiles: Sequence[Path] = ())
 
 
 def _as_json(entry: Entry) -> str:
-    """Return an entry as JSON, which has no NaN and no infinity: they become texts."""
+    """Return an entry as JSON, with NaN and infinity as strings."""
     try:
         return json.dumps(entry, separators=(",", ":"), allow_nan=False)
     except ValueError:
@@ -109,7 +109,7 @@ def _finite(value: Any) -> Any:
 
 
 def _entries(recording: Recording, clocks: Clocks) -> Iterator[Entry]:
-    """Yield what is no profile's. What was received comes last: it is drawn no earlier than it was sent."""
+    """Yield the entries of the recording. Receives come last, because each is drawn no earlier than its send."""
     arrows = _Arrows(recording)
     for each in recording.ranks:
         yield from _head(recording, each)
@@ -136,7 +136,7 @@ def _pid(recording: Recording, each: RankRecording) -> int:
 def _head(recording: Recording, each: RankRecording) -> Iterator[Entry]:
     """Yield the names of a process and of its tracks."""
     pid, host = _pid(recording, each), each.header.hostname
-    again = f", started again ({each.incarnation})" if each.incarnation else ""
+    again = f", restarted ({each.incarnation})" if each.incarnation else ""
     yield _meta("process_name", pid, STEPS, f"rank {each.rank} on {host}{again}")
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": STEPS, "args": {"sort_index": each.rank}}
     for track, name in TRACKS.items():
@@ -148,11 +148,9 @@ def _meta(kind: str, pid: int, track: int, name: str) -> Entry:
 
 
 class _Arrows:
-    """Numbers the messages: the k-th one sent on a line is the k-th one received there.
+    """Numbers the arrows of messages: the k-th message sent on a line is the k-th message received on it.
 
-    Args:
-        recording: of the job. What a rank that was started again has sent and received is not told apart from what the
-            process before it has, so these messages have no arrows.
+    Messages of a restarted rank have no arrows, because those of its processes cannot be distinguished.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -163,7 +161,7 @@ class _Arrows:
         self._ended_counts: defaultdict[int, int] = defaultdict(int)
 
     def begin(self, line: tuple[int, int, int], at_us: float) -> int | None:
-        """Return the number of the next arrow that begins on a line (source, destination, tag)."""
+        """Return the number of the next arrow on a line (source, destination, tag); None if the line has no arrows."""
         if not self._restarted.isdisjoint(line[:2]):
             return None
         number = self._lines.setdefault(line, len(self._lines))
@@ -171,9 +169,9 @@ class _Arrows:
         return number * _ARROWS + len(self._begun_us[number]) - 1
 
     def end(self, line: tuple[int, int, int]) -> tuple[int | None, float]:
-        """Return the number of the next arrow that ends on a line, and when it began; None where nothing says that.
+        """Return the number of the next arrow that ends on a line, and the time of its send.
 
-        A rank that was killed takes with it that it has sent something, and one that goes on may not have told it yet.
+        The number is None if the send is not recorded: its rank was killed, or has not written it yet.
         """
         if not self._restarted.isdisjoint(line[:2]):
             return None, -math.inf
@@ -185,11 +183,12 @@ class _Arrows:
 
 
 class _Messages:
-    """What one process has sent, or received, in the order of time; messages of one moment stand in a row.
+    """Converts the messages that one process sent or received, in order of time. Simultaneous ones are put in a row.
 
     Args:
-        pid, rank: of the process.
-        arrows: numbers the messages of the job.
+        pid: Number of the process in the trace.
+        rank: Rank of the process.
+        arrows: Numbers the job's arrows.
     """
 
     def __init__(self, pid: int, rank: int, arrows: _Arrows) -> None:
@@ -199,13 +198,13 @@ class _Messages:
         self._free_us = -math.inf
 
     def begin(self, event: Event, at_us: float) -> Iterator[Entry]:
-        """Yield a message that was sent, and the beginning of its arrow."""
+        """Yield a sent message, and the beginning of its arrow."""
         dest, tag, at_us = int(event.get("dest")), int(event.get("tag")), max(at_us, self._free_us)
         number = self._arrows.begin((self._rank, dest, tag), at_us)
         yield from self._entries(SENT, f"to {dest}", event, at_us, number, {"ph": "s"})
 
     def end(self, event: Event, at_us: float) -> Iterator[Entry]:
-        """Yield a message that was received, and the end of its arrow."""
+        """Yield a received message, and the end of its arrow."""
         source = int(event.get("source"))
         number, begun_us = self._arrows.end((source, self._rank, int(event.get("tag"))))
         at_us = max(at_us, self._free_us, begun_us + _MESSAGE_US)
@@ -224,20 +223,20 @@ class _Messages:
 
 
 class _Tracks:
-    """The steps, rounds and waits of one process.
+    """Converts the steps, rounds and waits of one process.
 
     Args:
-        pid: of the process.
+        pid: Number of the process in the trace.
     """
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        self._metrics: dict[int, str] = {}  # the names of their counters, by open policy
-        self._roles: dict[int, tuple[float, int, str]] = {}  # by policy
+        self._metrics: dict[int, str] = {}  # names of counters, by open policy
+        self._roles: dict[int, tuple[float, int, str]] = {}  # begin, round and state, by policy
         self._ends_us: defaultdict[int, list[float]] = defaultdict(lambda: [-math.inf])
 
     def entries(self, event: Event, at_us: float) -> Iterator[Entry]:
-        """Yield what one event of the recording adds."""
+        """Yield the entries for one event of the recording."""
         at = {"pid": self._pid, "ts": round(at_us, 3)}
         if event.kind == "policy":
             self._name_metric(int(event.get("policy")), str(event.get("name") or ""))
@@ -256,7 +255,7 @@ class _Tracks:
                 value, name = float(event.get("value")), self._metrics.get(int(event.get("policy")), "metric")
                 if math.isfinite(value):
                     yield {"ph": "C", "name": name, "tid": STEPS, **at, "args": {"metric": value}}
-                else:  # a counter has numbers alone
+                else:  # a counter can only have finite numbers
                     yield {"ph": "i", "s": "t", "name": f"{name} {value}", "tid": STEPS, **at}
             case "waited":
                 began_us, what = at_us - 1e6 * float(event.get("seconds")), str(event.wait)
@@ -266,13 +265,13 @@ class _Tracks:
                 yield {"ph": "i", "s": "t", "name": kind, "tid": ROUNDS, **at, "args": facts}
 
     def _name_metric(self, policy: int, name: str) -> None:
-        """Choose a counter for the metric of a policy: one of its own, where several are open."""
+        """Choose the counter for a policy's metric; each open policy has a different one."""
         plain = f"metric of {name}" if name else "metric"
         names = itertools.chain([plain], (f"{plain} #{number}" for number in itertools.count(2)))
         self._metrics[policy] = next(name for name in names if name not in self._metrics.values())
 
     def rest(self, at_us: float) -> Iterator[Entry]:
-        """Yield the roles that last until the end."""
+        """Yield the roles that lasted until the end."""
         for policy in list(self._roles):
             yield from self._role(policy, at_us)
 
@@ -284,9 +283,9 @@ class _Tracks:
     def _added(
         self, track: int, name: str, began_us: float, until_us: float, facts: Entry, *, slack_us: float = 0.0
     ) -> Iterator[Entry]:
-        """Yield a span; on a track beside, where it overlaps another one. Perfetto would leave it out.
+        """Yield a span; if it overlaps another one, on an additional track, because Perfetto would ignore it.
 
-        It leaves out what begins before 0, too, as a wait does that was over when the rank's file began.
+        Perfetto also ignores spans that begin before 0, such as a wait before the rank's file began; they are cut.
         """
         ends_us = self._ends_us[track]
         free = [place for place, end_us in enumerate(ends_us) if round(end_us, 3) <= round(began_us + slack_us, 3)]
@@ -307,11 +306,11 @@ def _span(pid: int, track: int, name: str, began_us: float, until_us: float, fac
 
 
 def _profile(recording: Recording, clocks: Clocks, path: Path, number: int) -> list[Entry]:
-    """Read a trace of torch's profiler, with its times since the job began and processes of its own.
+    """Read a trace of torch's profiler; convert its times to those of the job, and give it new process numbers.
 
-    It names its rank where the program has opened torch.distributed; else the number of its process tells it.
+    The trace names its rank if the program uses torch.distributed. Otherwise, the process number determines the rank.
     """
-    process_counts = Counter(each.header.pid for each in recording.ranks)  # of several hosts
+    process_counts = Counter(each.header.pid for each in recording.ranks)  # several hosts may use one number
     rank_of_pid = {each.header.pid: each.rank for each in recording.ranks if process_counts[each.header.pid] == 1}
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
@@ -321,7 +320,7 @@ def _profile(recording: Recording, clocks: Clocks, path: Path, number: int) -> l
         rank = content.get("distributedInfo", {}).get("rank") if isinstance(content, dict) else None
         first_us = min(float(entry["ts"]) for entry in entries if entry.get("ph") == "X")
         shift_us = 1e6 * (base_s - clocks.began_at_s)
-        if abs(first_us + shift_us) > 1e6 * 86400 * 365:  # it names no clock of the day
+        if abs(first_us + shift_us) > 1e6 * 86400 * 365:  # the trace has no wall clock time
             shift_us = -first_us
         pids: dict[Any, int] = {}
         arrows: dict[Any, int] = {}
@@ -339,5 +338,5 @@ def _profile(recording: Recording, clocks: Clocks, path: Path, number: int) -> l
                 moved["args"] = {"name": f"rank {owner}, torch: {entry.get('args', {}).get('name', '')}"}
             found.append(moved)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise TraceError(f"{path} is no trace of torch's profiler: {type(error).__name__} {error}") from error
+        raise TraceError(f"{path} is not a trace of torch's profiler: {type(error).__name__} {error}") from error
     return found

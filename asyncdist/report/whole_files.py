@@ -1,4 +1,4 @@
-"""Writes files that are there as a whole or not at all: what a full disk has cut short is taken away."""
+"""Writes files completely or not at all: a file that a full disk has truncated is removed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-#: As many links as the kernel follows.
+#: Maximum number of links that are followed, the same as the kernel's.
 _LINK_COUNT_MAX: Final = 40
 #: The mode of a folder in which each user may make files, and none may remove those of others, such as ``/tmp``.
 _SHARED_MODE: Final = stat.S_ISVTX | stat.S_IWOTH
@@ -21,13 +21,13 @@ _SHARED_MODE: Final = stat.S_ISVTX | stat.S_IWOTH
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Give the path to write to: a file beside ``path`` that takes its place when the block has ended.
+    """Yield the path of a temporary file in the same folder, which replaces ``path`` when the block has ended.
 
-    Where the block fails there is no such file, and what was at ``path`` before stays. What is no file, as
-    ``/dev/stdout``, and a file in a folder that takes no other are written to directly.
+    If the block fails, the temporary file is removed and ``path`` remains unchanged. Devices and pipes, such as
+    ``/dev/stdout``, and files in a folder without write permission are written directly.
 
     Raises:
-        OSError: the file cannot take that place.
+        OSError: The file cannot replace ``path``.
     """
     target = _target(path)
     if (path.exists() and not path.is_file()) or not os.access(target.parent, os.W_OK):
@@ -48,12 +48,12 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Give a folder inside ``folder``, which is made, whose files are moved up when the block has ended.
+    """Yield a temporary folder inside ``folder``, whose files are moved to ``folder`` when the block has ended.
 
-    Where the block fails nothing is left of it, nor of ``folder`` where that was not there before.
+    If the block fails, the temporary folder is removed, and ``folder`` too if it did not exist before.
 
     Raises:
-        OSError: the folder cannot be made, or a file not moved.
+        OSError: The folder cannot be created, or a file cannot be moved.
     """
     if folder.is_symlink():
         _target(folder)
@@ -75,16 +75,17 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def _target(path: Path) -> Path:
-    """Return the path to which links lead from ``path``; itself if it is not a link.
+    """Resolve the links of ``path``.
 
     Raises:
-        PermissionError: Another user has put a link or the like there, to have a file of this user overwritten.
+        PermissionError: Another user has created a link or pipe there, perhaps to have one of this user's files
+            overwritten.
         OSError: The links lead in a circle.
     """
     for _ in range(_LINK_COUNT_MAX):
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # the folder is missing, or nothing is there
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # the folder or the file does not exist
             if is_planted(path.lstat(), path.parent.stat(), os.getuid()):
-                raise PermissionError(errno.EACCES, "another user has put it into a folder of all users", str(path))
+                raise PermissionError(errno.EACCES, "another user has created it in a folder of all users", str(path))
         if not path.is_symlink():
             return path
         path = path.parent / path.readlink()
@@ -92,14 +93,14 @@ def _target(path: Path) -> Path:
 
 
 def is_planted(found: os.stat_result, folder: os.stat_result, user: int) -> bool:
-    """Return whether a link, pipe or the like in a folder of all users may be there to mislead this user.
+    """Return whether a file in a folder of all users is another user's link, pipe or device, a possible trap.
 
-    Linux decides likewise which links it follows, if ``fs.protected_symlinks`` is set.
+    Linux uses the same rule for links if ``fs.protected_symlinks`` is set.
 
     Args:
-        found: What is there, links not followed.
-        folder: The folder.
-        user: The number of this user.
+        found: Status of the file; links are not followed.
+        folder: Status of its folder.
+        user: Number of this user.
     """
     is_shared = folder.st_mode & _SHARED_MODE == _SHARED_MODE
     return is_shared and not stat.S_ISREG(found.st_mode) and found.st_uid not in (user, folder.st_uid)

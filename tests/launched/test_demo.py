@@ -447,7 +447,7 @@ def test_the_whole_demo_with_replay_buffers(
     assert (tmp_path / "hypergrid.png").read_bytes().startswith(b"\x89PNG")
     assert "report: hypergrid.html" in done.stdout
     report = (tmp_path / "hypergrid.html").read_text()
-    assert f"<td>{sum(counts):,} of all ranks</td>" in report
+    assert f"<td>{sum(counts):,} on all ranks</td>" in report
     assert f" with {sum(result['replacements']):,} replacements" in report
     assert f"{ranks} ranks over {transport}, policy selective" in done.stdout
     assert "They drew " in done.stdout

@@ -88,8 +88,8 @@ def test_the_commands(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert code == 0 and "step.csv" in out
 
 
-A_FILE = "; -o takes a file, in a folder that is there"
-A_FOLDER = "; -o takes a folder, which is made if it is not there"
+A_FILE = "; -o takes a file in an existing folder"
+A_FOLDER = "; -o takes a folder, which is created if necessary"
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_a_full_disk_leaves_the_old_file_and_no_partial_one(
 def test_an_empty_name_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("report", "trace", "export"):
         code, _, err = run(capsys, command, str(folder), "-o", "")
-        assert code == 2 and "'' is no name; without -o the name is that of the job" in err
+        assert code == 2 and "the name must not be empty; without -o, it is made from the job's name" in err
 
 
 #: Fails in its second row.
@@ -165,9 +165,9 @@ OVERFLOW = "SELECT abs(-9223372036854775807 - value) FROM json_each('[0, 1]')"
     [
         ("SELECT lacking", "no such column: lacking"),
         (OVERFLOW, "integer overflow"),
-        ("SELECT '\udcff'", "it is no UTF-8"),
+        ("SELECT '\udcff'", "it is not UTF-8"),
         ("SELECT 1; SELECT 2", "You can only execute one statement at a time"),
-        ("", "it asks for no rows"),
+        ("", "it returns no rows"),
     ],
 )
 def test_a_query_that_is_refused_is_one_line(
@@ -198,7 +198,7 @@ def test_a_query_only_reads_and_leaves_no_file(
     monkeypatch.chdir(tmp_path)
     code, _, err = run(capsys, "query", str(folder), statement)
     assert (code, err.count("\n")) == (2, 1)
-    assert "allowed: one SELECT, which changes nothing and makes no file" in err
+    assert "allowed: one SELECT that changes nothing and creates no file" in err
     assert not list(tmp_path.iterdir())
 
 
@@ -217,7 +217,7 @@ def test_a_job_of_too_many_ranks_has_no_report_but_tables(
     to.note("sent", 65535, 100, 8)
     to.close()
     code, _, err = run(capsys, "report", str(tmp_path / "run"))
-    assert (code, err.count("\n")) == (2, 1) and "has 65536 ranks; allowed in a report: 2048" in err
+    assert (code, err.count("\n")) == (2, 1) and "has 65536 ranks; a report allows at most 2048" in err
     assert run(capsys, "query", str(tmp_path / "run"), "SELECT dest FROM sent")[:2] == (0, "dest\n65535\n")
 
 

@@ -50,7 +50,7 @@ def test_a_job_that_went_well() -> None:
         "Rank 1 took 2.0 times as long per step as the others, 500 ms each.",
         "The last metrics were between -0.5 (rank 0) and -0.25 (rank 1).",
         "73 of 73 rounds were applied by all ranks that they replaced, with 73 replacements in all.",
-        "The last weights go back to 2.0 of 4 ranks: most to rank 0, 50%.",
+        "The last weights descend from 2.0 of 4 ranks, most of them from rank 0, 50%.",
         "1,234 messages were sent; no message of the program's channels was lost.",
     ]
 
@@ -69,7 +69,9 @@ def test_slow_ranks_are_named_with_a_factor(step_s: tuple[float, ...], told: str
 
 
 def test_a_late_start_is_explained() -> None:
-    told = "The first step ended 12 s after the first rank began: before it, the ranks meet, the program prepares its"
+    told = (
+        "The first step ended 12 s after the first rank began: before it, the ranks connect, the program prepares its"
+    )
     assert any(line.startswith(told) for line in conclusions(job(0.5, 0.5, first_step_s=12.5)))
     assert not any("first step" in line for line in conclusions(job(0.5, 0.5, first_step_s=0.9)))
 
@@ -79,7 +81,7 @@ def test_ranks_that_did_not_return_are_named() -> None:
     assert conclusions(job(0.5, 0.5, 0.5, 0.5, ends=ends))[:3] == [
         "Rank 1 ended with ValueError: broken.",
         "Rank 2 has no end of main in the recording: killed, stopped, or still running.",
-        "Rank 3 left no recording.",
+        "Rank 3 wrote no recording.",
     ]
 
 
@@ -96,7 +98,7 @@ def test_rounds_that_were_not_applied_are_counted_by_reason() -> None:
     told = conclusions(job(0.5, 0.5, rounds=rounds, applied=applied(2)))
     (rounds_applied,) = (line for line in told if line.startswith("1 of 4 "))
     assert names(rounds_applied, 2, 1)
-    assert "Not applied by all: 1 (a donor was lost), 1 (the recording has no end of it)." in told
+    assert "Not applied by all: 1 (a donor was lost), 1 (no end in the recording)." in told
 
 
 def test_messages_that_never_arrived_are_named() -> None:

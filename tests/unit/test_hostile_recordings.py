@@ -54,7 +54,7 @@ def test_every_field_of_every_event_has_a_type() -> None:
     [
         ({"size": 10**9}, "size: expected int <= 65536"),
         ({"size": 0}, "size: expected int >= 1"),
-        ({"rank": 2}, "rank is 2; allowed: 0 to 1, as size is 2"),
+        ({"rank": 2}, "rank must be from 0 to 1, as size is 2; got 2"),
         ({"rank": -1}, "rank: expected int >= 0"),
         ({"incarnation": 2**40}, "incarnation: expected int <= 1048576"),
         ({"job": "../../escaped"}, "job: expected str matching regex"),

@@ -286,7 +286,7 @@ def test_a_recording_of_another_version_is_read_with_a_warning(
 def test_an_empty_or_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecordingError, match="has no recording: no file"):
         read_recording(tmp_path)
-    with pytest.raises(RecordingError, match="is no folder"):
+    with pytest.raises(RecordingError, match="is not a folder"):
         read_recording(tmp_path / "missing")
 
 
@@ -326,7 +326,7 @@ def test_a_file_ends_at_its_limit(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         to.note("step", 0, number, 0.5)
         to.flush()
     assert not to.is_recording
-    assert "has reached 4000 bytes" in caplog.text
+    assert "has reached its limit of 4000 bytes" in caplog.text
     assert 1000 < next(tmp_path.iterdir()).stat().st_size <= 4000
     *steps, cut = read_recording(tmp_path).ranks[0].events()
     assert {event.kind for event in steps} == {"step"}
