@@ -441,7 +441,7 @@ class Gate:
         await self._loop.create_future()
 
     async def see_without_wait(self, waiter: asyncio.Future[None]) -> None:
-        """Show the rank its observations before user code's wait, which did not wait before its next safe point."""
+        """Show user code, before it waits, the messages for which it did not wait in the recorded run."""
         while not waiter.done() and (sight := self.agenda.next()) is not None:
             is_there = self.agenda.is_seen_at_point(sight) and self.agenda.is_due(sight)
             if not is_there or not await self._until_possible(sight):
