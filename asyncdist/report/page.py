@@ -104,7 +104,7 @@ def _facts(recording: Recording, summary: Summary) -> str:
         ("transport", header.transport),
         ("steps", f"{steps:,} on all ranks"),
         ("rounds", f"{len(summary.rounds):,}, with {len(summary.applied):,} replacements"),
-        ("messages", f"{size_in_words(summary.nbytes.sum())}, without data shared in a host's memory"),
+        ("messages", f"{size_in_words(summary.nbytes.sum())}; data shared in a host's memory is not counted"),
     ]
     if recording.missing:
         facts.append(("no recording of", ranks_in_words(recording.missing)))
@@ -125,12 +125,12 @@ def _sections(summary: Summary, is_simulated: bool) -> Iterator[tuple[str, str, 
     yield from _of_populations(summary)
     yield "Rounds", *_rounds(summary)
     yield "Step times", *_step_times(summary, is_simulated)
-    what = "Mean seconds between two steps. A bright row is a slow rank. A bright column is a time at which all ranks"
-    yield "Step times over time", *_over_time(summary, "interval_bins", f"{what} waited.")
-    what = "Mean seconds by which a rank reached an iteration after the first rank. A row that gets brighter is a rank"
+    what = "Mean seconds between two steps. Look for a bright row, a slow rank, and for bright columns: at those times,"
+    yield "Step times over time", *_over_time(summary, "interval_bins", f"{what} all ranks waited.")
+    what = "Mean seconds by which a rank reached an iteration after the first rank. Look for a row that gets brighter:"
     yield (
         "Stragglers",
-        *_over_time(summary, "lag_bins", f"{what} that falls further and further behind."),
+        *_over_time(summary, "lag_bins", f"{what} that rank falls further and further behind."),
     )
     yield "Bytes between ranks", *_bytes(summary)
 
@@ -200,8 +200,8 @@ def _metric(summary: Summary, place: int) -> tuple[str, go.Figure | None]:
         ):
             figure.add_scatter(x=_times(columns), y=row.astype(np.float32), mode="lines", name=name)
         note = (
-            f"The minimum, quartiles and maximum of {summary.size} ranks. A circle is a replacement. If the minimum or"
-            " the maximum leaves the quartiles, one or a few ranks differ from the others."
+            f"The minimum, quartiles and maximum of {summary.size} ranks. A circle is a replacement. Look for a"
+            " minimum or maximum that leaves the quartiles: one or a few ranks differ from the others."
         )
     marks = _evenly([each for each in summary.applied if each.population == place], MARK_COUNT_MAX)
     heights = np.array([_held(series[each.rank], np.array([each.time_s]))[0] for each in marks])
@@ -286,9 +286,9 @@ def _lineage(summary: Summary, place: int) -> tuple[str, go.Figure | None]:
     effective = 1 / float(np.square(mean).sum())
     note = (
         "Each row is a rank at the end, each column a rank at the start. The brighter a field, the larger the share of"
-        " the row's last weights that descends from the column's first weights; training itself does not count. If a"
-        " column is bright in all rows, all ranks descend from that rank. A bright diagonal is a population"
-        f" that exchanged little. This population descends from {effective:.1f} ranks (1 / the sum of squared shares)."
+        " the row's last weights that descends from the column's first weights; training itself does not count."
+        " Look for a column that is bright in all rows: all ranks descend from that rank. A bright diagonal is a"
+        f" population that exchanged little. This population descends from {effective:.1f} ranks (1 / the sum of squared shares)."
     )
     return note, figure
 
@@ -309,8 +309,8 @@ def _rounds(summary: Summary) -> tuple[str, go.Figure | None]:
     note = (
         "Each round is a column of three points, at the time of its decision: when its donors were fixed, when the last"
         " replaced rank applied the average, and when the round ended."
-        f" {len(shown)} of {len(summary.rounds)} rounds are shown. If points rise, rounds wait for a rank that has"
-        " become slower. If a column lacks a point, that part of the round did not happen."
+        f" {len(shown)} of {len(summary.rounds)} rounds are shown. Look for points that rise: rounds wait for a rank"
+        " that has become slower. Look for columns that lack a point: that part of the round did not happen."
     )
     return note, figure
 
@@ -330,8 +330,8 @@ def _step_times(summary: Summary, is_simulated: bool) -> tuple[str, go.Figure | 
     figure.update_yaxes(type="log")
     _name_ranks(figure, summary.size, "x")
     note = (
-        "Time from the end of one step to the end of the next. A rank whose points lie above the others is slow. If its"
-        f" points are far apart, its steps vary much.{told}"
+        "Time from the end of one step to the end of the next. Look for a rank whose points lie above the others:"
+        f" it is slow. Look for points that are far apart: the rank's steps vary much.{told}"
     )
     return note, figure
 
@@ -388,8 +388,8 @@ def _bytes(summary: Summary) -> tuple[str, go.Figure | None]:
     figure.update_yaxes(autorange="reversed")
     _name_ranks(figure, summary.size, "xy")
     note = (
-        "All messages, including those for coordination. A bright row or column is a rank that sends or receives much"
-        " more than the others, such as the coordinator of a large population."
+        "All messages, including those for coordination. Look for a bright row or column: that rank sends or receives"
+        " much more than the others, as the coordinator of a large population does."
     )
     return note, figure
 
