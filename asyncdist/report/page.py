@@ -288,7 +288,8 @@ def _lineage(summary: Summary, place: int) -> tuple[str, go.Figure | None]:
         "Each row is a rank at the end, each column a rank at the start. The brighter a field, the larger the share of"
         " the row's last weights that descends from the column's first weights; training itself does not count."
         " Look for a column that is bright in all rows: all ranks descend from that rank. A bright diagonal is a"
-        f" population that exchanged little. This population descends from {effective:.1f} ranks (1 / the sum of squared shares)."
+        f" population that exchanged little. This population descends from {effective:.1f} ranks (1 / the sum of"
+        " squared shares)."
     )
     return note, figure
 
