@@ -1,8 +1,8 @@
-"""Declares options once: default, check, documentation, and whether the members of a policy must agree on the value.
+"""Declares options: default, check, documentation, and whether the members of a policy must agree on the value.
 
-A frozen dataclass below :class:`Options` declares each option as a field; the values of an instance have been checked.
-The ``TypedDict`` classes of :mod:`protocols.options` repeat names and types alone, for editors and type checkers. A
-policy's signature and the list of options in its docstring follow from the declarations (:func:`with_options`).
+A frozen subclass of :class:`Options` declares each option as a field; an instance holds checked values. The
+``TypedDict`` classes of :mod:`protocols.options` repeat only names and types, for editors and type checkers.
+:func:`with_options` derives a policy's signature and the list of options in its docstring from the declarations.
 
 Pure: no asyncio, no transport, no clock, no torch.
 """
@@ -18,7 +18,7 @@ from typing import Any, Final, Self, TypeAlias, TypeVar, get_args
 from asyncdist import validation
 
 T = TypeVar("T")
-#: Takes an option's name and value, and returns the value to keep. Raises TypeError or ValueError for a wrong value.
+#: Takes an option's name and value and returns the value to keep. Raises TypeError or ValueError for a wrong value.
 Check: TypeAlias = Callable[[str, Any], Any]
 _KEY: Final = "option"
 #: The groups of options, in the order in which a reader needs them.
@@ -27,7 +27,7 @@ GROUPS: Final = ("start here", "donors", "stragglers and rounds", "members and t
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """Describes one option, apart from its name, type and default."""
+    """Describes one option, except its name, type and default."""
 
     doc: str
     check: Check
@@ -36,12 +36,12 @@ class Option:
 
 
 def option(doc: str, check: Check, *, default: Any = MISSING, group: str = GROUPS[0], is_agreed: bool = False) -> Any:
-    """Declare an option: the value of a field in a class below :class:`Options`.
+    """Declare an option, as a field of a subclass of :class:`Options`.
 
     Args:
-        doc: One sentence for the docstring of the policies and the table of the docs.
-        check: Checks a value, and returns the value to keep.
-        default: The default; without one the option is required.
+        doc: Description for the policies' docstrings and the docs.
+        check: Function that checks a value and returns the value to keep.
+        default: Default value. Without one, the option is required.
         group: One of :data:`GROUPS`.
         is_agreed: Whether the value must be equal on all members.
     """
@@ -56,16 +56,16 @@ def like(kind: type[Options], name: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Holds checked values of options. A wrong value is refused before any member has been contacted."""
+    """Holds checked values of options. Wrong values raise an error before any member is contacted."""
 
     def __post_init__(self) -> None:
-        """Check each value. Raises TypeError or ValueError, with the name, the value and the allowed values."""
+        """Check each value. Raise TypeError or ValueError if a value is not allowed."""
         for each in declared(type(self)):
             object.__setattr__(self, each.name, each.metadata[_KEY].check(each.name, getattr(self, each.name)))
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
-        """Return the options of this class among the given ones."""
+        """Make an instance from those of the given options that this class declares."""
         return cls(**{each.name: given[each.name] for each in declared(cls) if each.name in given})
 
     def agreed(self) -> dict[str, Any]:
@@ -84,11 +84,11 @@ def declared(kind: type[Options]) -> list[Field[Any]]:
 
 
 def with_options(options: type, *kinds: type[Options]) -> Callable[[type[T]], type[T]]:
-    """Decorate a policy: its signature and its docstring show the options.
+    """Return a class decorator that adds the options to a policy's signature and docstring.
 
     Args:
-        options: The TypedDict of the constructor's ``**options``.
-        kinds: The classes that declare the options.
+        options: TypedDict of the constructor's ``**options``.
+        kinds: Classes that declare the options.
     """
 
     def decorate(policy: type[T]) -> type[T]:
@@ -117,7 +117,7 @@ def by_group(options: list[Field[Any]]) -> dict[str, list[Field[Any]]]:
 
 
 def listed(options: list[Field[Any]]) -> str:
-    """Return the options as text: a heading for each group, and a paragraph for each option."""
+    """Return the options as a string with a heading for each group and a paragraph for each option."""
     lines = []
     for group, members in by_group(options).items():
         lines.append(f"Options, {group}:")
@@ -129,7 +129,7 @@ def listed(options: list[Field[Any]]) -> str:
 
 
 def in_markdown(options: list[Field[Any]]) -> str:
-    """Return the options as a list in Markdown, for the pages of the docs."""
+    """Return the options as a Markdown list, for the docs."""
     lines = []
     for each in options:
         default = "required" if each.default is MISSING else f"default `{each.default!r}`".replace("'", '"')
@@ -154,17 +154,17 @@ def one_of(literal: Any, kind: type[Exception] = ValueError) -> Check:
 
 
 def number(allowed: str, low: float, high: float = validation.LARGEST) -> Check:
-    """Return a check for a real number between two bounds; ``allowed`` says the same for the error."""
+    """Return a check for a real number between two bounds; ``allowed`` describes them in the error."""
     return lambda name, value: validation.real(name, value, allowed, low=low, high=high)
 
 
 def whole(least: int, besides: str = "") -> Check:
-    """Return a check for a whole number of at least ``least``; ``besides`` names other values for the error."""
+    """Return a check for a whole number >= ``least``; ``besides`` adds other allowed values to the error."""
     return lambda name, value: validation.count(name, value, least=least, besides=besides)
 
 
 def or_none(check: Check) -> Check:
-    """Return a check that accepts None too."""
+    """Return a check that also accepts None."""
     return lambda name, value: None if value is None else check(name, value)
 
 

@@ -1,8 +1,8 @@
 """Declares the options that several policies share, and names the options of each policy for type checkers.
 
-A class below :class:`Options` declares options (see :mod:`protocols.declared`); a ``TypedDict`` repeats their names and
+A subclass of :class:`Options` declares options (see :mod:`protocols.declared`); a ``TypedDict`` repeats their names and
 types for callables that take them as ``**options``. :mod:`protocols.selective.rules`, :mod:`protocols.one_sided.rules`
-and :mod:`protocols.selective.islands.layout` declare the options of their decisions.
+and :mod:`protocols.selective.islands.layout` declare the options of their own decisions.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from asyncdist.protocols.selective.islands.layout import MigrationRoute as Migra
 from asyncdist.protocols.selective.rules import Route as Route
 from asyncdist.protocols.step_info import PolicyEvent
 
-#: Which parameters are averaged: all, or those that require a gradient when the policy is made.
+#: The averaged parameters: all, or those that require a gradient when the policy is made.
 Parameters: TypeAlias = Literal["all", "trainable"]
-#: For ``"reset_weights"``: makes a model of the same layout, or the pair (model, optimizer).
+#: For ``"reset_weights"``: returns a model of the same layout, or the pair (model, optimizer).
 ModelBuilder: TypeAlias = Callable[[], nn.Module | tuple[nn.Module, torch.optim.Optimizer]]
-#: What becomes of an optimizer's state when weights are replaced.
+#: Whether an optimizer's state is kept or reset when weights are replaced.
 OptimizerState: TypeAlias = Literal["keep", "reset"]
-#: Names of a policy travel in one message, together with everything else on which members agree.
+#: Limits a policy's name, since one message carries it with all other values on which members agree.
 _NAME_LENGTH_MAX: Final = 200
 
 _MEMBERS: Final = "members and timeouts"
 
 
 class StartOptions(TypedDict, total=False):
-    """Names the options of all policies, apart from ``group``."""
+    """Names the options of all policies except ``group``."""
 
     name: str
     world: World | None
@@ -51,21 +51,21 @@ class MemberOptions(StartOptions, total=False):
 
 
 class MeasuredOptions(MemberOptions, total=False):
-    """Names the options of :class:`protocols.SpawnPolicy` apart from ``average_every``."""
+    """Names the options of :class:`protocols.SpawnPolicy` except ``average_every``."""
 
     metric: Callable[[], Metric] | None
     metric_mode: MetricMode
 
 
 class AverageAllOptions(MemberOptions, total=False):
-    """Names the options of :class:`protocols.AverageAllPolicy` apart from ``average_every``."""
+    """Names the options of :class:`protocols.AverageAllPolicy` except ``average_every``."""
 
     optimizer_state: OptimizerState
     on_event: Callable[[PolicyEvent], None] | None
 
 
 class ReplacementOptions(TypedDict, total=False):
-    """Names the options for who is replaced, and by which weights, that torchgfn's policy has, too."""
+    """Names the options, shared with torchgfn's policy, for the choice of replaced ranks and their new weights."""
 
     replacement_ratio: float
     averaging_strategy: AveragingStrategy
@@ -77,7 +77,7 @@ class ReplacementOptions(TypedDict, total=False):
 
 
 class RoundOptions(TypedDict, total=False):
-    """Names the options for how metrics are read, and how a round is carried out."""
+    """Names the options for reading metrics and carrying out rounds."""
 
     metric_mode: MetricMode
     optimizer_state: OptimizerState
@@ -91,7 +91,7 @@ class RoundOptions(TypedDict, total=False):
 
 
 class PopulationOptions(MemberOptions, total=False):
-    """Names the options for who takes part, how the population is divided, and who coordinates it."""
+    """Names the options for members, islands and the coordinator."""
 
     islands: int | None
     island_size: int | None
@@ -102,11 +102,11 @@ class PopulationOptions(MemberOptions, total=False):
 
 
 class ReplicaOptions(ReplacementOptions, RoundOptions, total=False):
-    """Names the options of selective averaging that replicas of several ranks have, too."""
+    """Names the options of selective averaging that also apply to replicas of several ranks."""
 
 
 class SelectiveOptions(ReplicaOptions, PopulationOptions, total=False):
-    """Names the options of :class:`protocols.AsyncSelectiveAveragingPolicy`, but ``average_every`` and ``metric``."""
+    """Names the options of :class:`protocols.AsyncSelectiveAveragingPolicy` except ``average_every`` and ``metric``."""
 
 
 class ReadingOptions(TypedDict, total=False):
@@ -125,7 +125,7 @@ class ReadingOptions(TypedDict, total=False):
 
 
 class OneSidedOptions(ReadingOptions, MemberOptions, total=False):
-    """Names the options of :class:`protocols.OneSidedSelectiveAveragingPolicy` apart from ``average_every``."""
+    """Names the options of :class:`protocols.OneSidedSelectiveAveragingPolicy` except ``average_every``."""
 
     age_range: tuple[int, int]
     threshold_metric: float
@@ -137,9 +137,9 @@ class OneSidedOptions(ReadingOptions, MemberOptions, total=False):
 
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{name} is {value!r}; allowed: a text")
+        raise TypeError(f"{name} is {value!r}; allowed: a string")
     if len(value) > _NAME_LENGTH_MAX:
-        validation.refuse(name, value, f"a text of up to {_NAME_LENGTH_MAX} characters")
+        validation.refuse(name, value, f"a string of up to {_NAME_LENGTH_MAX} characters")
     return value
 
 
@@ -163,36 +163,36 @@ class CommonOptions(Options):
     """Holds the options of all policies."""
 
     average_every: int = option(
-        "The cadence in steps: step i (from 0) is due when (i + 1) % average_every == 0. A rank then reports its "
-        "metric, publishes its snapshot, or averages.",
+        "Number of steps from one due step to the next: step i, counted from 0, is due if (i + 1) % average_every == "
+        "0. At a due step a rank reports its metric, publishes its snapshot, or averages.",
         whole(1),
         is_agreed=True,
     )
     metric: Callable[[], Metric] | None = option(
-        "A callable without arguments that returns the metric, for calls of `step` without one.",
+        "Callable without arguments that returns the metric for calls of `step` without one.",
         function("a callable without arguments (pass values to step)"),
         default=None,
     )
     metric_mode: MetricMode = like(JudgingRules, "metric_mode")
     name: str = option(
-        "A name for reports, up to 200 characters, equal on all members. Policies of one class that are open on the "
-        "same ranks each need a name, so that a rank that was started again finds its policy.",
+        "Name for reports, up to 200 characters, equal on all members. If several policies of one class are open on "
+        "the same ranks, each needs its own name, so that a restarted rank finds its policy.",
         _text,
         default="",
         group=_MEMBERS,
     )
     group: Group | None = option(
-        "The ranks that take part; all ranks by default.", _instance(Group), default=None, group=_MEMBERS
+        "Ranks that take part; all ranks by default.", _instance(Group), default=None, group=_MEMBERS
     )
     world: World | None = option(
-        "The world of this rank; the current world by default.", _instance(World), default=None, group=_MEMBERS
+        "World of this rank; the current world by default.", _instance(World), default=None, group=_MEMBERS
     )
     start_timeout_s: float = option(
-        "Seconds for which the start waits for the last member.", validation.seconds, default=60.0, group=_MEMBERS
+        "Seconds that the start waits for the last member.", validation.seconds, default=60.0, group=_MEMBERS
     )
     parameters: Parameters = option(
-        '`"all"`, or `"trainable"`: only parameters that require a gradient when the policy is made, for example of a '
-        "model under LoRA. The others must be equal on all members, and are neither sent nor written.",
+        '`"all"`, or `"trainable"`: only parameters that require a gradient when the policy is made, as with LoRA. '
+        "The other parameters must be equal on all members; they are neither sent nor written.",
         one_of(Parameters),
         default="all",
     )
@@ -200,57 +200,58 @@ class CommonOptions(Options):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AveragingOptions(Options):
-    """Holds the options for how an average replaces a rank's weights, and who is notified.
+    """Holds the options for replacing a rank's weights and for reporting it.
 
     Raises:
-        TypeError, ValueError: An option is of the wrong type or out of range; it and the allowed values are named.
+        TypeError, ValueError: An option is of the wrong type or out of range.
     """
 
     averaging_strategy: AveragingStrategy = like(JudgingRules, "averaging_strategy")
     momentum: float = option(
-        "0 to 1: new weights = momentum * own + (1 - momentum) * average. If the own weights or the optimizer's state "
-        "are not finite, the average is taken whole (`StepInfo.recovered`).",
+        "Share of the own weights, 0 to 1: new weights = momentum * own + (1 - momentum) * average. If the own weights "
+        "or the optimizer's state are not finite, momentum counts as 0 (`StepInfo.recovered`).",
         validation.fraction,
         default=0.0,
         is_agreed=True,
     )
     optimizer_state: OptimizerState = option(
-        '`"keep"`, or `"reset"`: the optimizer\'s state is cleared in place whenever weights are replaced. '
+        '`"keep"`, or `"reset"`: clear the optimizer\'s state in place whenever weights are replaced. '
         '`averaging_strategy="reset_weights"` always clears it.',
         one_of(OptimizerState),
         default="keep",
     )
     model_builder: ModelBuilder | None = option(
-        'For `"reset_weights"`: returns a model of the same layout, or the pair (model, optimizer). It is also called '
-        "once when the policy is made, to compare the layouts.",
+        'Callable for `"reset_weights"` that returns a model of the same layout, or the pair (model, optimizer). It is '
+        "also called once when the policy is made, to compare the layouts.",
         function("a callable that returns a model"),
         default=None,
         group="donors",
     )
     on_event: Callable[[PolicyEvent], None] | None = option(
-        "Is called with each event of this rank (`protocols.PolicyEvent`), inside `step`; with the snapshot of a model "
-        "in CUDA memory when it has been copied, at one of the next safe points.",
+        "Callable that receives each event of this rank (`protocols.PolicyEvent`), inside `step`. A snapshot from CUDA "
+        "memory is reported after its copy, at a later safe point.",
         function("a callable that takes one event"),
         default=None,
     )
     timing: dict[str, list[float]] | None = option(
-        "A dict to which seconds are added, as a list for each kind of work: `snapshot` or `publish`, `read`, `apply`.",
+        "Dict that receives a list of durations in seconds for each kind of work: `snapshot` or `publish`, `read`, "
+        "`apply`.",
         _dict,
         default=None,
         group=_MEMBERS,
     )
     drain_timeout_s: float = option(
-        "Seconds for which leaving waits for ranks that still receive this rank's snapshot.",
+        "Seconds that leaving waits for ranks that still receive this rank's snapshot.",
         validation.seconds,
         default=10.0,
         group=_MEMBERS,
     )
 
     def __post_init__(self) -> None:
-        """Refuse wrong options, and `reset_weights` without a builder."""
+        """Check the options. Raise ValueError for `reset_weights` without a builder."""
         Options.__post_init__(self)
         if self.makes_fresh_weights and self.model_builder is None:
-            raise ValueError("averaging_strategy 'reset_weights' needs model_builder, which makes the fresh weights")
+            raise ValueError("averaging_strategy 'reset_weights' needs model_builder, a callable that returns a model")
 
     @property
     def makes_fresh_weights(self) -> bool:
@@ -263,7 +264,7 @@ class AveragingOptions(Options):
         return self.optimizer_state == "reset" or self.makes_fresh_weights
 
     def takes_means(self, donor_count: int) -> bool:
-        """Whether new weights are made from several models, if at most ``donor_count`` ranks donate."""
+        """Return whether new weights are made from several models if at most ``donor_count`` ranks donate."""
         is_mean = self.averaging_strategy in ("mean", "weighted_mean")
         return is_mean and (donor_count > 1 or (donor_count == 1 and self.momentum > 0))
 
@@ -274,18 +275,18 @@ class AveragingOptions(Options):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorOptions(Options):
-    """Holds the options for which ranks coordinate."""
+    """Holds the options for the choice of the coordinator."""
 
     coordinator: int | None = option(
-        "The rank that runs `await protocols.coordinate(members)` and trains nothing. By default the group's first "
-        "member coordinates.",
+        "Rank that runs `await protocols.coordinate(members)` and does not train. By default, the group's first member "
+        "coordinates.",
         or_none(whole(0, ", or None")),
         default=None,
         group="coordinator",
         is_agreed=True,
     )
     successors: tuple[int, ...] = option(
-        "Members that take over when the coordinator is lost or stops, in this order, before the other members.",
+        "Members that take over in this order, before the other members, if the coordinator is lost or stops.",
         validation.ranks,
         default=(),
         group="coordinator",
@@ -295,11 +296,11 @@ class CoordinatorOptions(Options):
 
 @dataclass(slots=True)
 class Timing:
-    """Collects durations by name: each name has a list of seconds."""
+    """Collects durations in seconds, as a list for each name."""
 
     seconds: dict[str, list[float]] | None = field(default=None)
 
     def add(self, name: str, duration_s: float) -> None:
-        """Append one duration, if the user asked for them."""
+        """Append a duration, if the user asked for durations."""
         if self.seconds is not None:
             self.seconds.setdefault(name, []).append(duration_s)

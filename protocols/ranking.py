@@ -27,19 +27,19 @@ class JudgingRules(Options):
     """Holds the options by which both selective policies judge."""
 
     replacement_ratio: float = option(
-        "0 to 1: round-half-up(ratio * n) of n participants are replaced, at least 1 and at most n - 1; none if it is "
-        "0.",
+        "Share of the participants to replace, 0 to 1: of n, round-half-up(ratio * n), at least 1 and at most n - 1; "
+        "none if it is 0.",
         validation.fraction,
         default=0.2,
     )
     averaging_strategy: AveragingStrategy = option(
         '`"mean"`; `"weighted_mean"`: weights proportional to the metric minus the worst metric; `"best_only"`; '
-        '`"reset_weights"`: fresh weights of `model_builder` instead of an average.',
+        '`"reset_weights"`: fresh weights from `model_builder` instead of an average.',
         one_of(AveragingStrategy),
         default="mean",
     )
     metric_mode: MetricMode = option(
-        '`"max"` if a larger metric is better, `"min"` if a smaller one is: for a metric that `step` is given without '
+        '`"max"` if a larger metric is better, `"min"` if a smaller metric is; applies to metrics passed without '
         "`loss=` or `score=`. A rank whose metric is NaN or infinite never donates.",
         one_of(MetricMode),
         default="max",

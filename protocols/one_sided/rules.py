@@ -61,32 +61,32 @@ class OneSidedRules(JudgingRules):
     """
 
     replacement_mode: ReplacementMode = option(
-        'When a rank is replaced. `"age"`: at the end of a life that was drawn from `age_range`. `"threshold"`: if its '
+        'When a rank is replaced. `"age"`: at the end of a lifetime drawn from `age_range`. `"threshold"`: if its '
         'metric is worse than `threshold_metric`. `"worst_ratio"`: if its metric is among the worst '
         "`replacement_ratio` of the metrics that it knows.",
         one_of(ReplacementMode),
         default="age",
     )
     age_range: tuple[int, int] = option(
-        'For `"age"`: the shortest and the longest life in steps, both included; drawn anew for each life.',
+        'For `"age"`: shortest and longest lifetime in steps, inclusive. Each lifetime is drawn at random.',
         _ages,
         default=(50, 150),
     )
     threshold_metric: float = option(
-        'For `"threshold"`: a finite number in the metric\'s units. Worse is below it, or above it with '
+        'For `"threshold"`: finite limit in the metric\'s units. Metrics below it are worse, or above it with '
         '`metric_mode="min"`.',
         number("a finite number", -validation.LARGEST),
         default=0.0,
     )
     donor_count: int | None = option(
-        "The largest number of donors that are drawn; None: by `donor_ratio`.",
+        "Maximum number of donors to draw; None: given by `donor_ratio`.",
         or_none(whole(1, ", or None")),
         default=None,
         group="donors",
     )
     donor_ratio: float | None = option(
-        "The same as a part of the group, this rank included: above 0, up to 1, rounded down, at least one donor. "
-        "None: half of the group, at most 8.",
+        "Maximum number of donors as a share of the group, including this rank: above 0, up to 1; rounded down, at "
+        "least one donor. None: half of the group, at most 8.",
         or_none(number("None or a number above 0, up to 1", validation.SMALLEST, 1.0)),
         default=None,
         group="donors",
@@ -98,7 +98,7 @@ class ReadOptions(Options):
     """Holds the options for reading donors."""
 
     read_timeout_s: float = option(
-        "Seconds in which all donors must be read, if they have to answer.",
+        "Seconds in which all donors must be read, if their memory is not shared and they must answer.",
         validation.seconds,
         default=30.0,
         group="members and timeouts",

@@ -49,24 +49,24 @@ class SelectiveRules(JudgingRules):
     """
 
     threshold: float | None = option(
-        "A round acts only if the worst metric is worse than this; None: each round acts.",
+        "A round replaces ranks only if the worst metric is worse than this; None: every round does.",
         or_none(number("None or a finite number", -validation.LARGEST)),
         default=None,
     )
     cooldown: int = option(
-        "With a `threshold`: iterations by which the largest reported iteration must grow before the next round may "
-        "act.",
+        "With a `threshold`: number of iterations by which the largest reported iteration must grow before another "
+        "round may replace ranks.",
         whole(0),
         default=200,
     )
     quorum: float = option(
-        "0 to 1: part of the live members that must have reported before `grace_s` begins.",
+        "Share of the live members, 0 to 1, that must have reported before `grace_s` begins.",
         validation.fraction,
         default=0.5,
         group=_ROUNDS,
     )
     grace_s: float | None = option(
-        "Seconds in which the other members may report; None: as long as that delays no later round.",
+        "Seconds that a decision then waits for the other members; None: as long as that delays no later round.",
         or_none(number("None or a finite number of seconds, 0 or more", 0.0)),
         default=None,
         group=_ROUNDS,
@@ -78,15 +78,15 @@ class SelectiveRules(JudgingRules):
         group=_ROUNDS,
     )
     round_timeout_s: float = option(
-        "Seconds for a round's exchange, to which the safe points that it needs are added.",
+        "Seconds for a round's exchange, in addition to the time until the safe points that it needs.",
         validation.seconds,
         default=30.0,
         group=_ROUNDS,
     )
     route: Route = option(
-        'How snapshots travel. `"direct"`: each donor sends its weights to each replacer. `"sharded"`: the donors, or '
-        "the replacers if these are more, each add up one part and send its mean to the replacers. "
-        '`"auto"`: the one that costs less.',
+        'How snapshots are sent. `"direct"`: each donor sends its weights to each replacer. `"sharded"`: each donor '
+        "(or replacer, if there are more) sums one part of the weights and sends its mean to the replacers. "
+        '`"auto"`: `"sharded"` if it relieves the busiest rank or host enough, otherwise `"direct"`.',
         one_of(Route),
         default="auto",
         group=_ROUNDS,

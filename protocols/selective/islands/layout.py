@@ -26,26 +26,26 @@ class IslandOptions(Options):
     """
 
     islands: int | None = option(
-        "Divides the ranks, host by host, into this number of populations of equal size, with a coordinator each.",
+        "Number of populations of equal size into which the ranks are divided, host by host. Each has a coordinator.",
         or_none(whole(1, ", or None")),
         default=None,
         group="islands",
     )
     island_size: int | None = option(
-        "Instead of `islands`: the number of ranks in each population, at least 2; some dozens are best.",
+        "Number of ranks in each population, at least 2, instead of `islands`. A few dozen work best.",
         or_none(whole(2, ", or None")),
         default=None,
         group="islands",
     )
     migrate_every: int | None = option(
-        "Decisions of an island from one migrant to the next: its best rank becomes one more donor of a round in "
-        "another island. 10 by default, with islands.",
+        "Number of an island's decisions from one migrant to the next; 10 by default. The migrant, the island's best "
+        "rank, becomes an additional donor in a round of another island.",
         or_none(whole(1)),
         default=None,
         group="islands",
     )
     migration: MigrationRoute | None = option(
-        'Which island that is: the next one (`"ring"`, the default with islands), or one drawn at random (`"random"`).',
+        'Island that receives the migrant: the next one (`"ring"`, the default) or a random one (`"random"`).',
         or_none(one_of(MigrationRoute)),
         default=None,
         group="islands",
