@@ -1,17 +1,17 @@
-"""Synchronous averaging of all members: the baseline that waits.
+"""Synchronous averaging of all members, a baseline in which ranks wait.
 
-Every ``average_every`` steps all members meet, and each goes on with the mean of all of them (local SGD, or federated
+Every ``average_every`` steps all members meet and continue with the mean of their weights (local SGD, or federated
 averaging with equal weights: McMahan et al., 2017). The slowest member sets the pace.
 
-A step that is cancelled while it waits asks the first member to let it go, and hears the answer before the cancellation
-is raised: an average that all have agreed on is applied first. Otherwise no member averages in this step, also where it
-is cancelled before it has waited: the others get RemoteError, and the members meet again when the next step is due. So
-a deadline around each step that is shorter than the slowest member takes to come lets no average be made, ever. To go
-on without that member, use :class:`AsyncSelectiveAveragingPolicy`.
+A step that is cancelled while it waits asks the first member for permission to leave, and receives the answer before
+the cancellation is raised. If all members have already agreed on the average, the step applies it first. Otherwise no
+member averages in this step: the others get RemoteError, and the members meet again at the next due step. A step
+cancelled before it waits has the same effect. So with a deadline around each step that is shorter than the slowest
+member's delay, no average is ever made. To continue without that member, use :class:`AsyncSelectiveAveragingPolicy`.
 
-The members agree over the control channel before they enter a collective, so one that has left raises ClosedError in
-the others instead of hanging them. Each policy has a communicator of its own. The average itself is that of
-:func:`asyncdist.average_models`: in rank order, and between processes of one host through memory that they share.
+The members agree over the control channel before they enter a collective. So if a member has left, the others get
+ClosedError and do not hang. Each policy has its own communicator. The average is computed as in
+:func:`asyncdist.average_models`: in rank order, and through shared memory between processes of one host.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class AverageAllStatistics:
     """Counts what a member has done so far.
 
     Attributes:
-        iteration: steps taken.
-        average_count: averages taken.
-        seconds: spent in them, with the waits for the slowest member.
-        nbytes: of weights that were averaged.
-        title: which policy it is, and on which rank.
+        iteration: Number of steps.
+        average_count: Number of averages.
+        seconds: Seconds spent in averages, including the waits for the slowest member.
+        nbytes: Size of all averaged weights in bytes.
+        title: Description of the policy and its rank.
     """
 
     iteration: int
@@ -69,18 +69,19 @@ class AverageAllStatistics:
 
 @with_options(AverageAllOptions, CommonOptions, AveragingOptions)
 class AverageAllPolicy(Ported):
-    """Replace every member's weights by the mean over the group, every ``average_every`` steps.
+    """Replaces every member's weights by the mean over the group, every ``average_every`` steps.
 
-    Floating and complex entries are averaged, divided by the group's size; integer and bool ones are the first
-    member's. A metric may be passed to ``step``; it is not used. No member is left out: a value that is
-    NaN or infinite on one member becomes so on all, without a warning.
+    Floating and complex entries are averaged; integer and bool entries are copied from the first member. A metric
+    passed to ``step`` is ignored. No member is left out: a value that is NaN or infinite on one member becomes NaN or
+    infinite on all, without a warning.
 
     Args:
-        model, optimizer: see :class:`SpawnPolicy`.
-        average_every, options: see below.
+        model, optimizer: See :class:`SpawnPolicy`.
+        average_every, options: See below.
 
     Raises:
-        TypeError, ValueError: as :class:`SpawnPolicy`. In ``step``, ClosedError: a member has left.
+        TypeError, ValueError: An argument is not allowed, as for :class:`SpawnPolicy`.
+        ClosedError: In ``step``: a member has left.
     """
 
     takes_metric: ClassVar[bool] = False
@@ -105,7 +106,7 @@ class AverageAllPolicy(Ported):
         self._average_count, self._average_s = 0, 0.0
 
     def statistics(self) -> AverageAllStatistics:
-        """Return what this member has done so far."""
+        """Return this member's counts so far."""
         count, nbytes = self._average_count, self._average_count * self._layout.nbytes
         return AverageAllStatistics(self.iteration, count, self._average_s, nbytes, self._journal.title())
 
@@ -131,7 +132,7 @@ class AverageAllPolicy(Ported):
         self._world.agreements.withdraw(self._group.ranks, self._subject)
         try:
             await self._own_group.free()
-        finally:  # cancelled or not: the group is freed in the background, and the model's memory is not used any more
+        finally:  # also if cancelled: the group is freed in the background and no longer uses the model's memory
             self._world.scratch.forget(self.model)
 
     async def _step(self, local_metric: MetricSource) -> StepInfo:
@@ -142,12 +143,13 @@ class AverageAllPolicy(Ported):
         world, members = self._world, self._group.ranks
         try:
             await world.safe_point()
-            self._flat.tensors(self._layout)  # raises where the model has been changed since
-        except (asyncio.CancelledError, ValueError) as error:  # the step counts: else the others met a later one
+            self._flat.tensors(self._layout)  # raises if the model's layout has changed
+        except (asyncio.CancelledError, ValueError) as error:  # counted, so that all members' meetings stay aligned
             why = error if isinstance(error, ValueError) else None
             world.agreements.stay_away(world.agreements.next_meeting(members, self._subject), why)
             raise
-        # A member that stopped after go would leave the others in the average, and be out of step with them for good.
+        # A member that stopped after the agreement would leave the others in the average and stay out of step with
+        # them.
         name = "average of all"
         return await start_together(
             world.services,
@@ -197,5 +199,5 @@ class AverageAllPolicy(Ported):
 
 
 async def _keep(info: StepInfo) -> None:
-    """Do nothing: the average was applied, and only the caller was not told."""
+    """Do nothing: the average was applied, although the caller was cancelled."""
     del info

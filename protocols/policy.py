@@ -1,7 +1,7 @@
 """Defines the contract of a policy: an async context manager around a training loop, whose ``step`` may change weights.
 
-:class:`SpawnPolicy` holds what all policies share: the guard of ``step``, the count of iterations, and the collective
-start, in which all members prove that they mean the same policy. Subclasses say what a step does.
+:class:`SpawnPolicy` implements the parts that all policies share: the guard of ``step``, the iteration count, and the
+collective start, in which members check that they start the same policy. Subclasses implement the step.
 """
 
 from __future__ import annotations
@@ -61,39 +61,39 @@ from asyncdist.tensors.trained_models import TrainedModels
 
 _Stage: TypeAlias = Literal["new", "starting", "open", "closed"]
 
-#: What the members, and a reserved coordinator, agree on.
+#: The subject on which the members, and a reserved coordinator, agree at the start.
 START: Final = "the start of a policy"
-#: Of :meth:`SpawnPolicy.state_dict`.
+#: Version of :meth:`SpawnPolicy.state_dict`.
 _STATE_VERSION: Final = 1
 
 
 @with_options(MeasuredOptions, CommonOptions)
 class SpawnPolicy(NoPlainContext, abc.ABC):
-    """Defines what all policies share.
+    """Base class of all policies.
 
     Args:
-        model: trained by this rank; its parameters and persistent buffers are the policy's state.
-        optimizer: of that model, or of a part of it.
-        resets_optimizer: whether the optimizer's state is cleared at each average. Otherwise the weights in it follow:
-            see :mod:`asyncdist.tensors.optimizers.weights`.
-        average_every, options: see below.
+        model: Model that this rank trains. Its parameters and persistent buffers are the policy's state.
+        optimizer: Optimizer of the model, or of a part of it.
+        resets_optimizer: Whether the optimizer's state is cleared at each average. Otherwise the weights in it are
+            updated: see :mod:`asyncdist.tensors.optimizers.weights`.
+        average_every, options: See below.
 
     Attributes:
-        optimizer: the present optimizer. Assign another one if that trains the model from now on.
-        is_alone: whether this rank is the only participant, known from the start on: then a policy checks its input
-            and does nothing.
-        begins_again: whether this rank starts the policy because its memory was exhausted in another one. Set it before
-            the start, which then fails with ranks for which that is not so.
+        optimizer: The current optimizer. Assign another one to train the model with it from now on.
+        is_alone: Whether this rank is the only participant, known after the start. A policy then checks its input and
+            does nothing else.
+        begins_again: Whether this rank starts the policy because it ran out of memory in another one. Set it before the
+            start, which fails if it differs between members.
 
     Raises:
-        TypeError, ValueError: an argument is not what it should be; the value and what is allowed are named.
+        TypeError, ValueError: An argument is not allowed.
     """
 
     takes_metric: ClassVar[bool] = True
-    #: Whether a rank that was started again may join (:meth:`_join`). A policy on all ranks then starts without those
-    #: that are lost, also where no launcher starts them again.
+    #: Whether a restarted rank may join (:meth:`_join`). A policy on all ranks then starts without lost ranks, even if
+    #: no launcher restarts them.
     admits_restarted: ClassVar[bool] = False
-    #: Whether several ranks hold a replica together, as under DDP: then the model may be inside a wrapper, or divided.
+    #: Whether several ranks hold one replica, as under DDP. The model may then be wrapped or sharded.
     keeps_replicas: ClassVar[bool] = False
 
     @validation.names_options()
@@ -112,7 +112,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self.name = own.name
         self.iteration = 0
         self._call_count = 0  # calls of step in this process; `iteration` also counts the steps before a restart
-        self._is_due_here: bool | None = None  # if the caller of the present step decides that
+        self._is_due_here: bool | None = None  # if the caller of the current step decides it
         self._is_unawaited = True  # the last call of step, if there was one
         self._first_call: tuple[str, int] | None = None
         self._journal = Journal(own.name, type(self).__name__)
@@ -120,7 +120,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self._metric_mode = own.metric_mode
         self._limit: tuple[str, float | None] = ("threshold", None)  # an option in the units of the metric
         states = AveragedStates(model, None if resets_optimizer else optimizer)
-        self._flat = FlatState(  # which refuses what is no module
+        self._flat = FlatState(  # raises TypeError if model is not a module
             model, takes_shards=self.keeps_replicas, trained_only=own.parameters == "trainable", states=states
         )
         check_not_wrapped(model, takes_shards=self.keeps_replicas)
@@ -147,17 +147,16 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The present optimizer."""
+        """The current optimizer."""
         optimizer: torch.optim.Optimizer = self._weights.optimizer
         return optimizer
 
     @optimizer.setter
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take another optimizer, which trains the model from now on.
+        """Use another optimizer, which trains the model from now on.
 
         Raises:
-            TypeError, ValueError: it is no optimizer of this model; or one of the two is schedule-free and the other is
-                not.
+            TypeError, ValueError: It is not an optimizer of this model, or only one of the two is schedule-free.
         """
         self._change_optimizer(optimizer)
 
@@ -165,18 +164,18 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         """Start, together with all members.
 
         Raises:
-            StartTimeoutError: naming the members that did not come.
-            DisagreementError: naming the first difference in class, name, options or model.
-            BusyError: another task is entering it, or a start that was given up still waits to hear what was decided.
-                Where it was not started it may be entered again after that.
+            StartTimeoutError: Some members did not join in time; the error names them.
+            DisagreementError: Members differ in class, name, options or model; the error names the first difference.
+            BusyError: Another task is entering the policy, or an abandoned start still waits for the decision. If the
+                policy was not started, it may be entered again after that.
 
-        **Cancellation**: while members are missing, the others get RemoteError. Once all have come this rank starts,
-        and leaves the policy again, before the cancellation is raised.
+        **Cancellation**: while members are missing, the others get RemoteError. If all members have joined, this rank
+        starts and leaves the policy before the cancellation is raised.
         """
         if self._stage == "starting":
             raise BusyError(
-                f"this {type(self).__name__} is being started, by another task or by a start that was given up and "
-                "waits for the first member's word; make a new one",
+                f"this {type(self).__name__} is being started by another task, or by an abandoned start that still "
+                "waits for the first member's decision; make a new policy",
                 state=self._stage,
             )
         if self._stage != "new":
@@ -207,7 +206,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         return self
 
     async def _enter(self) -> None:
-        """Start, or join where the others have started."""
+        """Start, or join if the others have started."""
         is_of_all = self._group is self._world.group
         if is_of_all and self._world.incarnation:
             await self._join()
@@ -234,7 +233,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
             )
 
     async def _start_among_newcomers(self) -> None:
-        """Start where all members were started again, and were in such a policy before: none is there to be joined."""
+        """Start if all members of a former policy were restarted, so that there is no running policy to join."""
         await self._start_with(tuple(rank for rank in self._members if rank not in self._services.gone))
         self._services.is_admitted = True
 
@@ -244,7 +243,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
             self._stage = "new"
 
     async def _begin(self, start: Start[None]) -> None:
-        """Complete a start that all members have joined, even when the caller was cancelled."""
+        """Complete a start that all members have joined, even if the caller was cancelled."""
         self._joint_start = start
         self._is_beginning = True
         try:
@@ -257,7 +256,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self._stage = "open"
 
     async def _end(self, _: None) -> None:
-        """Leave after a start that was cancelled when all had come: the others rely on this rank until it has left."""
+        """Leave after a start that was cancelled when all had joined: the others rely on this rank until it leaves."""
         self._stage = "closed"
         await self._stop(asyncio.CancelledError())
 
@@ -286,7 +285,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
 
         Args:
             loss: This rank's metric, of which a smaller one is better, whatever ``metric_mode`` is: a float, a 0-d
-                tensor (detached; no graph is kept), or a callable that returns one of these and is called only when a
+                tensor (detached; no graph is kept), or a callable that returns such a value and is called only when a
                 report is due.
             score: Instead of a loss, a metric of which a larger one is better.
             local_metric: Instead of both, a metric of which ``metric_mode`` says that a larger one is better, as by
@@ -296,11 +295,11 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
             The result of the step; true when weights changed.
 
         Raises:
-            BusyError: another task is in ``step``; or a ``world.compute`` of this rank is under way, or a save of the
-                model.
-            ClosedError: outside ``async with``.
-            RankLostError: a peer has failed, and with it the job.
-            TypeError, ValueError: the metric is due and is no number; more than one was given; a ``threshold`` is in
+            BusyError: Another task is in ``step``, or a ``world.compute`` of this rank or a save of the model is in
+                progress.
+            ClosedError: The call is outside ``async with``.
+            RankLostError: A peer has failed, and with it the job.
+            TypeError, ValueError: A metric is due but is not a number, more than one was passed, or ``threshold`` is in
                 the units of a metric with the opposite sign.
         """
         if loss is not None or score is not None:
@@ -324,9 +323,9 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
             line: The file and the line of the caller.
 
         Raises:
-            ClosedError: the policy has not been entered.
+            ClosedError: The policy has not been entered.
         """
-        if self._stage == "new":  # now, and not when it is awaited: code that blocks would never hear of it
+        if self._stage == "new":  # now, not when awaited: blocking code would never see the error
             self._refuse()
         self._first_call = line
         if self.takes_metric and self._stage == "open" and self._group.index == 0:
@@ -338,8 +337,8 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         """Return the metric among the arguments of ``step``, and whether its sign is the opposite of ``metric_mode``'s.
 
         Raises:
-            TypeError: more than one was given.
-            ValueError: a threshold is in the units of a metric with the opposite sign.
+            TypeError: More than one metric was passed.
+            ValueError: A threshold is in the units of a metric with the opposite sign.
         """
         given, is_opposite = given_metric(local_metric, loss, score, self._metric_mode)
         self._journal.is_direction_named = local_metric is None
@@ -369,7 +368,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
             self.iteration += 1
             self._call_count += 1
 
-    _guarded_step.__qualname__ = "SpawnPolicy.step"  # as Python calls it where it is not awaited
+    _guarded_step.__qualname__ = "SpawnPolicy.step"  # named in Python's warning if it is not awaited
 
     def step_at(self, iteration: int, local_metric: MetricSource, *, is_due: bool) -> Coroutine[Any, Any, StepInfo]:
         """Do the step of this iteration, for a caller that skips iterations and decides which are due.
@@ -388,14 +387,14 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         """Return whether this is the policy's group, or the communicator of that group."""
         return group is self._group or group is self._group.communicator
 
-    # -- going on later ---------------------------------------------------------------------------------------------
+    # -- continuing later -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a later run needs to go on from here, as torch's modules and optimizers do.
+        """Return the state with which a later run continues, in the manner of torch's modules and optimizers.
 
-        Numbers, texts, None and tuples of them. Weights and the optimizer's state are not among them: see
-        :func:`asyncdist.save_population` for all of it. A round under way is no part of it, nor is the cooldown of a
-        coordinator.
+        It consists of numbers, strings, None and tuples of these. Weights and the optimizer's state are not included:
+        :func:`asyncdist.save_population` saves everything. Rounds in progress and a coordinator's cooldown are not
+        included either.
         """
         return {
             "policy": type(self).__name__,
@@ -407,11 +406,11 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` of a policy of the same class returned; before ``async with``.
+        """Continue from the :meth:`state_dict` of a policy of the same class. Call it before ``async with``.
 
         Raises:
-            LocalProtocolError: the policy was entered before.
-            ValueError: the state is of another class or version, or an entry is missing; nothing has changed then.
+            LocalProtocolError: The policy was entered before.
+            ValueError: The state is of another class or version, or lacks an entry. The policy is then unchanged.
         """
         if self._stage != "new":
             raise LocalProtocolError(
@@ -427,7 +426,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self._restore(state)
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state that has been checked, or is that of another member."""
+        """Continue from a checked state, or from the state of another member."""
         self.iteration = validation.count("iteration", state["iteration"], least=0)
         self._journal.metric = state["metric"]
         self._load_own_state(state)
@@ -437,7 +436,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         return {}
 
     def _load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Take these entries."""
+        """Load the entries of :meth:`_own_state`."""
         del state
 
     # -- for subclasses ---------------------------------------------------------------------------------------------
@@ -451,7 +450,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         """Open channels and agree with the members (:meth:`_agree`). Only with others in the group."""
 
     async def _join(self) -> None:
-        """Become a member of the policy that runs on the other ranks: this rank has been started again."""
+        """Join the policy that runs on the other ranks, as a restarted rank."""
         raise LocalProtocolError(
             f"this rank was started again, and {type(self).__name__} admits no rank to a policy that runs; start it on "
             "a group that was made since, together with its other members"
@@ -470,10 +469,10 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self._weights.change(optimizer)
 
     def take_model_of(self, other: SpawnPolicy) -> bool:
-        """Train the model and the optimizer of a policy that was not entered, if they are of this policy's layout.
+        """Use the model and optimizer of a policy that was not entered, if they have this policy's layout.
 
         Returns:
-            Whether they are; nothing has changed otherwise.
+            Whether they have; if not, nothing has changed.
         """
         if self.keeps_replicas or other._flat.fingerprint != self._flat.fingerprint:
             return False
@@ -507,11 +506,11 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         return self._read_metric(value) if is_new else None
 
     def _choose_leader(self, members: tuple[int, ...]) -> int:
-        """Return the rank that compares what these members say: one of them, or the reserved coordinator."""
+        """Return the rank that compares these members' values: one of them, or the reserved coordinator."""
         return members[0]
 
     def _agreed_values(self) -> dict[str, str]:
-        """Return what must be equal on all members."""
+        """Return the values that must be equal on all members, as strings."""
         return {
             **({BEGINS_AGAIN: "so"} if self.begins_again else {}),
             **({LEFT_OUT: self._flat.left_out_digest()[:16]} if self._flat.trained_only else {}),
@@ -536,7 +535,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         return dataclasses.replace(agreed, values=values)
 
     def _mark_of_first_weights(self) -> int | None:
-        """Return a number that follows from the weights; None if they were trained before, or no mean is taken."""
+        """Return a checksum of the weights; None if they were trained before or no mean is taken."""
         was_trained = self.model in self._services.shared(TrainedModels).models or has_stepped(self.optimizer)
         is_first = self.iteration == 0 and not was_trained
         return self._flat.sample_checksum() if is_first and self._takes_means() else None
@@ -546,7 +545,7 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         return True
 
     def _refuse(self) -> None:
-        """Say why there can be no step now, on every rank in the same words: a mistake of all is told once."""
+        """Raise the error for a step that is not possible now, equal on all ranks so that it is reported once."""
         if self._stage == "new":
             raise ClosedError(
                 f"step() before async with {type(self).__name__}(...) as policy; in code that awaits nothing: "
