@@ -1,4 +1,4 @@
-"""Puts an average, or fresh weights, in place of a rank's own weights inside a step, and says what was done."""
+"""Replaces a rank's weights by an average, or by fresh weights, inside a step, and reports it."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from asyncdist.tensors.flat_state import FlatBuffers, FlatState, SnapshotPool
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class NewWeights:
-    """Describes what takes the place of a rank's weights, and where it comes from.
+    """Describes the new weights of a rank, and their origin.
 
     Attributes:
-        round: the number that events and results call it by.
-        donors: the ranks whose weights were averaged, ascending; empty for fresh weights of ``model_builder``.
-        weights: of the donors, in their order, not normalised.
-        iterations: the step at which each donor took its snapshot.
-        best: the donor of the integer and bool entries; -1 for fresh weights.
-        versions: of the donors' snapshots, where they are not all of this round.
-        average: the mean; None for fresh weights.
-        began_at: when the rank learnt that it was to be replaced.
-        nbytes: received for it.
-        coordinator: the rank that coordinated the round; -1 where none did.
-        route: as in :class:`StepInfo`.
+        round: Number of the round in events and results.
+        donors: Ranks whose weights were averaged, ascending; empty for fresh weights of ``model_builder``.
+        weights: Weights of the donors, in the same order, not normalised.
+        iterations: Step at which each donor took its snapshot.
+        best: Donor of the integer and bool entries; -1 for fresh weights.
+        versions: Versions of the donors' snapshots if they are not all of this round.
+        average: Mean of the donors' states; None for fresh weights.
+        began_at: Time at which the rank learnt that it would be replaced.
+        nbytes: Number of bytes received for the average.
+        coordinator: Rank that coordinated the round; -1 if there was none.
+        route: Route as in :class:`StepInfo`.
     """
 
     round: int
@@ -45,10 +45,10 @@ class Applier:
     """Applies new weights to one rank's model. Both selective policies use it, so both give the same results.
 
     Args:
-        flat: the model's state.
-        own: the rank's model and optimizer, which decide what of the old state is kept.
-        snapshots: Lends the buffers of the state that ``on_event`` receives.
-        events: Tells the user of each application.
+        flat: State of the model.
+        own: The rank's model and optimizer, which decide which part of the old state is kept.
+        snapshots: Pool of buffers for the state that ``on_event`` receives.
+        events: Reports each application to the user.
     """
 
     def __init__(self, flat: FlatState, own: OwnState, snapshots: SnapshotPool, events: UserEvents) -> None:
@@ -60,13 +60,13 @@ class Applier:
     def apply(
         self, new: NewWeights, iteration: int, clock: Callable[[], float], trouble: str | None = None
     ) -> StepInfo:
-        """Change the weights in place, and return what the step reports.
+        """Change the weights in place, and return the result of the step.
 
         Args:
-            new: the new weights.
-            iteration: this rank's, 0-based.
-            clock: the world's, read when the new weights are in place.
-            trouble: as for :meth:`OwnState.take`.
+            new: New weights.
+            iteration: Iteration of this rank, from 0.
+            clock: Clock of the world, read when the new weights are in place.
+            trouble: Argument of :meth:`OwnState.take`.
         """
         if new.donors:
             assert new.average is not None, f"round {new.round} is complete without an average"

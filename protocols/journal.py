@@ -1,4 +1,4 @@
-"""Tells what a policy does on this rank: as events, to those who ask for its progress, and in tables."""
+"""Reports the actions of a policy on this rank as events, counters and tables."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from asyncdist.recording.events import EventLog, Field
 from asyncdist.tensors.model_tensors import local_part
 from asyncdist.wording import aligned
 
-#: Of larger weights no checksum is made: a gigabyte takes about a second.
+#: Largest size of weights whose checksum is computed: a gigabyte takes about a second.
 _CHECKED_NBYTES_MAX: Final = 1 << 30
 
 
 def checksum_of(model: nn.Module) -> int | None:
-    """Return a CRC-32 of a model's parameters and buffers, byte for byte; None where they are too many.
+    """Return a CRC-32 of all bytes of a model's parameters and buffers; None if there are too many.
 
-    Of what is divided among ranks it is that of this rank's part.
+    For a sharded model, only this rank's shards are included.
     """
     tensors = [local_part(tensor) for tensor in model.state_dict().values() if isinstance(tensor, torch.Tensor)]
     if sum(tensor.nbytes for tensor in tensors) > _CHECKED_NBYTES_MAX:
@@ -40,15 +40,15 @@ def format_table(title: str, rows: Sequence[tuple[str, object]]) -> str:
 
 
 class Journal:
-    """Keeps what one policy has done on this rank.
+    """Records the actions of one policy on this rank.
 
     Args:
-        name: the policy's.
-        class_name: of the policy; "" where it is not known before it begins.
+        name: Name of the policy.
+        class_name: Name of the policy's class; "" if it is unknown until the policy begins.
 
     Attributes:
-        metric: the last number that was given; None before.
-        is_direction_named: Whether the latest step said whether a smaller metric is better, or a larger one.
+        metric: Last metric given to the policy; None before the first.
+        is_direction_named: Whether the latest step named its metric a loss or a score.
     """
 
     def __init__(self, name: str, class_name: str = "") -> None:
@@ -57,24 +57,24 @@ class Journal:
         self._name, self._class_name = name, class_name
         self._rank: int | None = None
         self._number = -1
-        self._step_count = 0  # as the policy counts: its iteration
+        self._step_count = 0  # iteration of the policy
         self._replacement_count = self._abandoned_count = 0
         self._role, self._round = "", None  # type: str, int | None
         self._coordinator: int | None = None
-        self._latest: StepInfo = NOTHING  # of the steps that changed weights
+        self._latest: StepInfo = NOTHING  # result of the latest step that changed weights
         self._joined: tuple[int, int, int] | None = None
         self._events: EventLog | None = None
         self._part: Journal | None = None
-        self._whole: Journal | None = None  # of which this one is a part
-        self._is_numbered = False  # by its part, which begins earlier
+        self._whole: Journal | None = None  # journal of the policy that contains this one
+        self._is_numbered = False  # set by the contained policy, which begins earlier
 
     def include(self, part: Journal) -> None:
-        """Tell of what a policy inside this one does as of this one's own; that one is not listed by itself."""
+        """Report the actions of a contained policy as this policy's own; it is not listed separately."""
         self._part, part._whole = part, self
 
     @property
     def is_direction_certain(self) -> bool:
-        """Whether this rank's metrics are certainly read in the right direction, since its steps name it."""
+        """Whether the direction of this rank's metrics is certain, because its steps name it."""
         return (self._whole or self).is_direction_named
 
     def begin(self, services: Services, class_name: str, average_every: int, nbytes: int, ranks: Sequence[int]) -> None:
@@ -93,16 +93,16 @@ class Journal:
         services.progress_probes.append(self.progress)
 
     def begin_reserved(self, services: Services) -> None:
-        """Note from now on what is decided here for a policy that others have."""
+        """Begin to record decisions for a policy whose members are other ranks."""
         self._events, self._rank = services.events, services.rank
         self._number = services.events.number_policy()
 
     def note_joined(self, round: int, iteration: int, donor: int) -> None:
-        """Note, before it begins, that the policy has taken the state of a member."""
+        """Record, before the policy begins, that it has taken the state of a member."""
         self._joined = round, iteration, donor
 
     def end(self, services: Services, model: nn.Module) -> None:
-        """Note that the policy has ended, with these weights."""
+        """Record the end of the policy, with a checksum of its weights."""
         if self._whole is not None:
             return
         if services.events.sink is not None:
@@ -112,13 +112,13 @@ class Journal:
         services.last_progress = self.progress()
 
     def title(self) -> str:
-        """Return which policy it is, and on which rank."""
+        """Return the policy's class, name and rank as text."""
         name = f" {self._name!r}" if self._name else ""
         where = "not started" if self._rank is None else f"rank {self._rank}"
         return f"{self._class_name}{name}, {where}"
 
     def describe(self, iteration: int) -> str:
-        """Return that, and what the policy does at the moment; the iteration is its own."""
+        """Return :meth:`title`, the policy's ``iteration`` and its current role as text."""
         member = self._part or self
         role = "" if member._round is None or member._role == "idle" else f", {member._role} in round {member._round}"
         return f"{self.title()}, iteration {iteration}{role}"
@@ -129,24 +129,24 @@ class Journal:
             self._events.add(kind, self._number, *fields)
 
     def record(self, kind: str, *fields: Field) -> None:
-        """Add an event to what is written down alone."""
+        """Add an event to the recording only."""
         if self._events is not None:
             self._events.record(kind, self._number, *fields)
 
     def now(self) -> float:
-        """Return the time in seconds, where steps are written down; else 0."""
+        """Return the time in seconds if steps are recorded, else 0."""
         return 0.0 if self._events is None or self._events.sink is None else self._events.now()
 
     def note_metric(self, iteration: int, value: float) -> None:
-        """Note the metric that was given at ``iteration``."""
+        """Record the metric given at ``iteration``."""
         self.metric = value
         if self._whole is None:
             self.add("metric", iteration, value)
 
     def note_step(self, iteration: int, info: StepInfo, began_at: float) -> None:
-        """Note what a step did that began at that time, as :meth:`now` said."""
+        """Record the result of a step that began at the time ``began_at``, as returned by :meth:`now`."""
         self._step_count = iteration + 1
-        if self._whole is not None:  # which notes it as its own
+        if self._whole is not None:  # records it as its own
             return
         if info is not NOTHING:
             if info:
@@ -162,17 +162,17 @@ class Journal:
             self._events.record("step", self._number, iteration, self._events.now() - began_at)
 
     def note_role(self, round: int, state: str) -> None:
-        """Note what this rank does in a round from now on."""
+        """Record this rank's new role in a round."""
         self._round, self._role = round or None, state
         self.add("role", round, state)
 
     def note_coordinator(self, epoch: int, rank: int) -> None:
-        """Note that another rank coordinates from now on."""
+        """Record a new coordinator."""
         self._coordinator = rank
         self.add("coordinator", epoch, rank)
 
     def progress(self) -> PolicyCounters:
-        """Return what the policy has done so far; it only reads, since another thread may ask."""
+        """Return the policy's counters; reads only, since another thread may call it."""
         latest, member = self._latest, self._part or self
         return PolicyCounters(
             policy=self._name,

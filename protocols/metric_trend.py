@@ -1,7 +1,7 @@
-"""Finds out that a selection is upside down, since the best rank's metric becomes worse, or that no metric is finite.
+"""Detects that selection is reversed, because the best rank's metric gets worse, or that no metric is finite.
 
-Training improves what it optimises. A loss that is reported where a larger metric is better therefore shows: the value
-of the best rank falls. Pure: numbers in, a verdict out, the same for the same numbers.
+Training improves its objective. If a loss is reported as a metric of which larger values are better, the best rank's
+value therefore gets worse. The functions are pure: the verdict depends only on the numbers.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import statistics
 from collections.abc import Iterable
 from typing import Final
 
-#: So many decisions in a row without a finite metric are no accident of one batch.
+#: Number of successive decisions without a finite metric that cannot be an accident of one batch.
 _BLANK_COUNT: Final = 3
-#: Medians of this many blocks of equal length are compared, so noise and single outliers count little.
+#: Number of blocks of equal length whose medians are compared, so that noise and outliers count little.
 _BLOCK_COUNT: Final = 16
-#: After so many values, doubled each time, the blocks are compared; after the last time no more values are kept.
+#: First and last number of values at which the blocks are compared; it doubles each time. Then no values are kept.
 _COUNT_MIN: Final = _BLOCK_COUNT
 _COUNT_MAX: Final = 128 * _BLOCK_COUNT
 #: The first block is this many times farther from the later half than the blocks of that half are from each other. Of
@@ -28,9 +28,9 @@ _GAP_FACTOR: Final = 6.0
 class MetricTrend:
     """Watches the best metric of each decision.
 
-    It says that the trend is wrong where every block is worse than the block before it, or where the metric has
-    settled at a value that is much worse than its first ones. Noise around one value, walks that come back, and an
-    improvement that is followed by a smaller loss (as under overfitting) are no such trends.
+    The trend is wrong if every block is worse than the previous one, or if the metric has settled at a value much worse
+    than its first values. Noise around a value, walks that return, and an improvement followed by a smaller loss (as
+    with overfitting) are not wrong trends.
 
     Args:
         metric_mode: ``"max"`` if a larger metric is better, ``"min"`` if a smaller one is.
@@ -38,16 +38,16 @@ class MetricTrend:
 
     def __init__(self, metric_mode: str) -> None:
         self._sign = 1.0 if metric_mode == "max" else -1.0
-        self._values: list[float] | None = []  # larger is better; None when it is decided
+        self._values: list[float] | None = []  # larger is better; None once decided
         self._wrong: tuple[float, float] | None = None
 
     def take_wrong(self) -> tuple[float, float] | None:
-        """Return once, where the trend is wrong, the best metric at first and the best metric now; else None."""
+        """Return, once, the first and the current best metric if the trend is wrong; else None."""
         wrong, self._wrong = self._wrong, None
         return wrong
 
     def add(self, metrics: Iterable[float]) -> None:
-        """Take the metrics of one decision."""
+        """Add the metrics of one decision."""
         if self._values is None:
             return
         best = max((self._sign * metric for metric in metrics if math.isfinite(metric)), default=None)
@@ -65,17 +65,17 @@ class MetricTrend:
 
 
 class BlankMetrics:
-    """Watches whether any rank has a metric by which it can be judged: a finite one.
+    """Watches whether any rank has a finite metric, by which it can be judged.
 
-    While none has, no rank is replaced and none donates.
+    Without one, no rank is replaced and no rank donates.
     """
 
     def __init__(self) -> None:
-        self._count: int | None = 0  # decisions in a row without a finite metric; None when it is decided
+        self._count: int | None = 0  # successive decisions without a finite metric; None once decided
         self._is_found = False
 
     def add(self, metrics: Iterable[float]) -> None:
-        """Take the metrics of one decision."""
+        """Add the metrics of one decision."""
         values = tuple(metrics)
         if self._count is not None and values:
             self._count = 0 if any(map(math.isfinite, values)) else self._count + 1
@@ -83,13 +83,13 @@ class BlankMetrics:
                 self._count, self._is_found = None, True
 
     def take_found(self) -> bool:
-        """Return true once, when several decisions in a row had no finite metric."""
+        """Return True, once, after several successive decisions without a finite metric."""
         is_found, self._is_found = self._is_found, False
         return is_found
 
 
 def blank_warning(policy: str, whose: str) -> str:
-    """Return the warning of what :meth:`BlankMetrics.take_found` has found; ``whose`` names the ranks."""
+    """Return the warning for :meth:`BlankMetrics.take_found`; ``whose`` names the metric's ranks."""
     return (
         f"{policy}: {whose} has been NaN or infinite {_BLANK_COUNT} times in a row. Such a metric ranks worst and its "
         "rank never donates, so nothing is averaged while all are like that. Look at the value that step() is given"
@@ -97,7 +97,7 @@ def blank_warning(policy: str, whose: str) -> str:
 
 
 def trend_warning(policy: str, metric_mode: str, wrong: tuple[float, float]) -> str:
-    """Return the warning of a trend that :meth:`MetricTrend.take_wrong` has returned."""
+    """Return the warning for the trend that :meth:`MetricTrend.take_wrong` has returned."""
     first, last = wrong
     meaning, word = ("larger", "loss") if metric_mode == "max" else ("smaller", "score")
     return (
@@ -108,13 +108,13 @@ def trend_warning(policy: str, metric_mode: str, wrong: tuple[float, float]) -> 
 
 
 def block_medians(values: list[float]) -> list[float]:
-    """Return the medians of 16 blocks of equal length; the number of values is a multiple of that."""
+    """Return the medians of 16 blocks of equal length; the number of values must be a multiple of 16."""
     size = len(values) // _BLOCK_COUNT
     return [statistics.median(values[start : start + size]) for start in range(0, len(values), size)]
 
 
 def is_falling(blocks: list[float]) -> bool:
-    """Tell whether values have fallen throughout, or have settled far below the first one."""
+    """Return whether values have fallen throughout, or have settled far below the first one."""
     if all(later < earlier for earlier, later in itertools.pairwise(blocks)):
         return True
     late = blocks[len(blocks) // 2 :]

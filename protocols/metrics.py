@@ -1,4 +1,4 @@
-"""Reads a rank's metric, in the forms in which training code has it, as a number."""
+"""Converts a rank's metric, in all accepted forms, to a number."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import torch
 
-#: The metric given to ``step``, or something that yields it when it is due.
+#: Metric given to ``step``, or a callable that returns it when it is due.
 Metric: TypeAlias = float | int | torch.Tensor
 MetricSource: TypeAlias = Metric | Callable[[], Metric] | None
 
-#: A callable in place of a metric may return it, if there is no new measurement: then nothing is reported.
+#: Returned by a callable metric if there is no new measurement: then nothing is reported.
 NOT_MEASURED: Final[Any] = object()
 
 
 def given_metric(
     local_metric: MetricSource, loss: MetricSource, score: MetricSource, metric_mode: str
 ) -> tuple[MetricSource, bool]:
-    """Return the metric that a call of ``step`` was given, and whether it is better where ``metric_mode`` says worse.
+    """Return the metric given to ``step``, and whether its direction is opposite to ``metric_mode``.
 
     Raises:
-        TypeError: more than one of the three was given.
+        TypeError: More than one of the three was given.
     """
     given = {"local_metric": local_metric, "loss": loss, "score": score}
     names = [name for name, value in given.items() if value is not None]
@@ -33,22 +33,22 @@ def given_metric(
 
 
 def negated(source: MetricSource) -> Callable[[], float]:
-    """Return a callable that reads a metric and changes its sign."""
+    """Return a callable that returns the negated metric."""
     return lambda: -due_metric(source, 0)
 
 
 def measured(source: MetricSource) -> tuple[MetricSource, bool]:
-    """Return a metric, read if a callable was given, and whether it is a measurement."""
+    """Return a metric, or the result of a callable metric, and whether it is a measurement."""
     given = source() if callable(source) and not isinstance(source, torch.Tensor) else source
     return given, given is not NOT_MEASURED
 
 
 def due_metric(source: MetricSource, iteration: int) -> float:
-    """Return the metric that is due, as a float.
+    """Return the due metric as a float.
 
     Raises:
-        TypeError: as :func:`metric_as_number`.
-        ValueError: there is none; or as :func:`metric_as_number`.
+        TypeError: As :func:`metric_as_number`.
+        ValueError: There is no metric; or as :func:`metric_as_number`.
     """
     if source is None:
         raise ValueError(f"the metric is due at iteration {iteration} and step() got None; pass a number or a callable")
@@ -59,8 +59,8 @@ def metric_as_number(value: Any) -> float:
     """Return a metric as a float; a tensor is detached.
 
     Raises:
-        TypeError: it is no number.
-        ValueError: it is a tensor of more than one number, or of a complex one.
+        TypeError: The value is not a number.
+        ValueError: The value is a tensor of several numbers, or a complex tensor.
     """
     if isinstance(value, torch.Tensor):
         if value.numel() != 1 or value.is_complex():

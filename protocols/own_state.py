@@ -1,7 +1,7 @@
-"""Decides what of a rank's own state is given to others, and what is kept when an average replaces it.
+"""Decides whether a rank may give its state to others, and which part of it stays when an average replaces it.
 
 A rank that takes an average keeps a part of its weights (``momentum``) and its optimizer's state, if they are finite:
-Adam's moments that have become NaN would spoil every average in the next step.
+moments of Adam that have become NaN would spoil every average in the next step.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ class OwnState:
     """Holds one rank's model and optimizer, and replaces their state.
 
     Args:
-        flat: the model's state.
-        weights: the model's optimizer, with the weights that it keeps.
-        options: how weights are replaced: ``momentum``, ``resets_optimizer``, and ``model_builder`` for fresh weights.
+        flat: State of the model.
+        weights: Optimizer of the model, with the weights that it keeps.
+        options: Options of the replacement: ``momentum``, ``resets_optimizer``, and ``model_builder`` for fresh
+            weights.
 
     Raises:
-        ValueError: ``model_builder`` makes a model of another layout; the first difference is named.
+        ValueError: ``model_builder`` makes a model of another layout; the message names the first difference.
     """
 
     def __init__(self, flat: FlatState, weights: OptimizerWeights, options: AveragingOptions) -> None:
@@ -41,15 +42,15 @@ class OwnState:
         self._has_warned = False
         if self._model_builder is not None:
             devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-            with torch.random.fork_rng(devices):  # training draws what it would draw without this look
+            with torch.random.fork_rng(devices):  # the random numbers of the training are unchanged
                 self._build(self._model_builder)
 
     def begin(self) -> None:
-        """Remember which infinities belong to the model; the policy starts."""
+        """Remember, at the policy's start, which infinities belong to the model."""
         self._known = KnownInfinities(self._flat)
 
     def may_be_given(self, snapshot: FlatBuffers) -> bool:
-        """Tell whether others may average this snapshot. The first time that they may not, warn and name the entry."""
+        """Return whether others may average this snapshot. Warn, once, if they may not, and name the entry."""
         self._weights.look()
         name = self._infinities.unsound_entry(snapshot)
         if name is not None and not self._has_warned:
@@ -62,11 +63,11 @@ class OwnState:
         return name is None
 
     def unsound_entry(self, mean: FlatBuffers) -> str | None:
-        """Name an entry of a mean that holds what is neither finite nor known here."""
+        """Return the name of an entry of a mean with a non-finite value that is not known; None if there is none."""
         return self._infinities.unsound_entry(mean)
 
     def trouble(self) -> str:
-        """Say what of this rank's own is not finite, if some of it is to be kept; "" if nothing is."""
+        """Describe the state of this rank that would be kept and is not finite; return "" if there is none."""
         keeps_state = not self._resets_optimizer and bool(self._weights.optimizer.state)
         if (self._momentum or keeps_state) and (name := self._infinities.unsound_entry_of_model()) is not None:
             return f"{name!r} was not finite"
@@ -75,16 +76,16 @@ class OwnState:
         return ""
 
     def take(self, average: FlatBuffers, trouble: str | None = None) -> str:
-        """Put an average in place of the weights.
+        """Replace the weights by an average.
 
         Args:
-            average: it.
-            trouble: what :meth:`trouble` has said, of this rank or of another one that holds a part of the model; None
-                to look now.
+            average: Average of the donors' states.
+            trouble: Result of :meth:`trouble` on this rank, or on another rank that holds a part of the model; None to
+                call it now.
 
         Returns:
-            Which part of this rank's own state was not finite. Then neither a part of the weights nor the optimizer's
-            state was kept, whatever the options say. "" if all was finite.
+            Description of this rank's own non-finite state; "" if all was finite. With a description, neither a part
+            of the weights nor the optimizer's state was kept, for any options.
         """
         trouble = self.trouble() if trouble is None else trouble
         self.load(average, momentum=0.0 if trouble else self._momentum)
@@ -93,12 +94,12 @@ class OwnState:
         return trouble
 
     def load(self, buffers: FlatBuffers, *, momentum: float = 0.0) -> None:
-        """Write a state into the model; the weights in the optimizer follow. The rest of its state stays."""
+        """Write a state into the model, and let the weights in the optimizer follow. Its other state stays."""
         with self._weights.following():
             self._flat.load(buffers, momentum=momentum)
 
     def take_fresh(self) -> None:
-        """Put what ``model_builder`` makes in place of the weights, and clear the optimizer's state."""
+        """Replace the weights by those of a model of ``model_builder``, and clear the optimizer's state."""
         assert self._model_builder is not None, "reset_weights without model_builder was refused at the start"
         fresh = self._build(self._model_builder)
         buffers = fresh.new_buffers()

@@ -1,4 +1,4 @@
-"""Lets coroutines that were ported from torchgfn call policies in torchgfn's form.
+"""Lets coroutines ported from torchgfn call policies in torchgfn's form.
 
 The calls are carried out by :mod:`asyncdist.integrations.torchgfn.calls`.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Ported(SpawnPolicy):
-    """Is a policy that can also be called as torchgfn's policies are."""
+    """Extends a policy by the call of torchgfn's policies."""
 
     _calls: PortedCalls | None = None
 
@@ -66,18 +66,18 @@ class Ported(SpawnPolicy):
 
 
 class PortedOneSided(Ported):
-    """Is such a policy that prints its statistics as torchgfn's one-sided policies do."""
+    """Extends a ported policy by printing statistics, as torchgfn's one-sided policies do."""
 
     @abc.abstractmethod
     def statistics(self) -> OneSidedStatistics:
-        """Return what this member has done so far."""
+        """Return the statistics of this member so far."""
 
     def print_stats(self) -> None:
-        """Print what this member has done so far, as a table."""
+        """Print the counts of this member so far as a table."""
         self._print(self.statistics().format_counts())
 
     def print_time(self) -> None:
-        """Print how long the work of this member took, as a table."""
+        """Print the durations of this member's work as a table."""
         self._print(self.statistics().format_times())
 
     def _print(self, table: str) -> None:

@@ -1,6 +1,6 @@
-"""Defines what a policy tells its user: the result of each step, and the events for ``on_event``.
+"""Defines the reports of a policy to its user: the result of each step, and the events for ``on_event``.
 
-Events are told inside ``step``, on the thread that calls it, in the order in which they happened.
+``on_event`` is called inside ``step``, on its thread, in the order of the events.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
-    """Says what one ``step`` did; it is true when weights changed.
+    """Reports the result of one ``step``; true if weights changed.
 
     Attributes:
-        averaged_this_iteration: whether weights changed.
-        round: the round that changed them, or that was abandoned; 0 when neither happened.
-        donors: the ranks whose weights were averaged, ascending.
-        weights: their weights, summing to one.
-        staleness_steps: the oldest snapshot's age: this rank's iteration minus the donor's, in steps, at least 0.
-        seconds: from the assignment to the new weights.
-        nbytes: received for it; what this rank received as a reducer is apart, so that it is 0 where this rank alone
-            added up.
-        abandoned: why a round that this rank was to apply came to nothing, else "".
-        recovered: what of this rank's own state was not finite, where the average was therefore taken whole and the
-            optimizer's state reset, whatever the options say; else "".
-        coordinator: the rank that coordinated the round; -1 where none did.
-        route: how the donors' weights came, ``"direct"`` or ``"sharded"``; "" where a policy has no routes.
-        island: the number of this rank's island, from 0; -1 where a policy has no islands.
-        migrants: those of ``donors`` that are in another island.
+        averaged_this_iteration: Whether weights changed.
+        round: Number of the round that changed them or was abandoned; 0 if neither happened.
+        donors: Ranks whose weights were averaged, ascending.
+        weights: Weights of the donors, with sum 1.
+        staleness_steps: Age of the oldest snapshot in steps: this rank's iteration minus the donor's, at least 0.
+        seconds: Seconds from the assignment to the new weights.
+        nbytes: Number of bytes received for the average, without those that this rank received as a reducer; so 0 if
+            this rank was the only reducer.
+        abandoned: Reason why a round that this rank should have applied was abandoned, else "".
+        recovered: Description of this rank's non-finite state, because of which the average was taken whole and the
+            optimizer's state was reset, for any options; else "".
+        coordinator: Rank that coordinated the round; -1 if there was none.
+        route: Route of the donors' weights, ``"direct"`` or ``"sharded"``; "" if the policy has no routes.
+        island: Number of this rank's island, from 0; -1 if the policy has no islands.
+        migrants: Ranks in ``donors`` that are in another island.
     """
 
     averaged_this_iteration: bool = False
@@ -67,12 +67,12 @@ class StepInfo:
         return f"round {self.round}: average of rank{'' if len(self.donors) == 1 else 's'} {ranks} ({age}){cure}"
 
 
-#: The result of every step in which nothing happened: such a step makes no object.
+#: Result of every step in which nothing happened, shared so that such a step makes no object.
 NOTHING = StepInfo()
 
 
 def fields_of(info: StepInfo) -> dict[str, Any]:
-    """Return the fields by name, in a dict of the caller's own."""
+    """Return the fields by name, in a new dict."""
     return dict(_NOTHING) if info is NOTHING else {name: getattr(info, name) for name in _NAMES}
 
 
@@ -85,10 +85,10 @@ class SnapshotTaken:
     """Announces to ``on_event``, inside a donor's step, that a snapshot of its state was taken.
 
     Attributes:
-        round: the round that asked for it; of a snapshot that is published to all members, its version.
-        iteration: the donor's, 0-based.
-        state: dtype name (``"float32"``) to the flat 1-D tensor; valid during the call, not to be changed.
-        island: the other island whose round asked for it; -1 where it is this rank's own, or there are none.
+        round: Round that asked for the snapshot; for a snapshot published to all members, its version.
+        iteration: Iteration of the donor, from 0.
+        state: Flat 1-D tensors by dtype name (``"float32"``); valid only during the call, and must not be changed.
+        island: Number of the island whose round asked for it if it is another island, else -1.
     """
 
     round: int
@@ -102,13 +102,13 @@ class AverageApplied:
     """Announces to ``on_event``, inside a replacer's step, that its weights have just been replaced.
 
     Attributes:
-        round: the round.
-        donors: ascending.
-        weights: as they were used: not normalised, in the donors' order.
-        best: the donor of the integer and bool entries; -1 for none.
-        iteration: the replacer's, 0-based.
-        state: this rank's own state now; as in :class:`SnapshotTaken`.
-        versions: of the donors' snapshots, in their order, where they are not all of this round.
+        round: Number of the round.
+        donors: Ranks of the donors, ascending.
+        weights: Weights of the donors in the same order, not normalised.
+        best: Donor of the integer and bool entries; -1 if there is none.
+        iteration: Iteration of the replacer, from 0.
+        state: New state of this rank, in the form of :class:`SnapshotTaken`.
+        versions: Versions of the donors' snapshots, in the same order, if they are not all of this round.
     """
 
     round: int
@@ -125,14 +125,14 @@ class RoleAssigned:
     """Announces to ``on_event`` that a round has given this rank a role.
 
     :class:`AverageApplied`, :class:`RoundEnded` or :class:`RoundAbandoned` of the same round follows, unless the policy
-    is left before. For a donor :class:`SnapshotTaken` comes between, if the round still goes on at its next step.
+    is left first. A donor gets :class:`SnapshotTaken` in between, if the round has not ended before its next step.
 
     Attributes:
-        round: the round.
-        role: ``"donor"`` or ``"replacer"``.
-        donors: the ranks that are asked to give, ascending; empty for fresh weights of ``model_builder``.
-        replacers: those that are to take, ascending.
-        island: the other island whose round it is; -1 where it is this rank's own, or there are none.
+        round: Number of the round.
+        role: Role of this rank, ``"donor"`` or ``"replacer"``.
+        donors: Ranks that are asked for snapshots, ascending; empty for fresh weights of ``model_builder``.
+        replacers: Ranks that will take the average, ascending.
+        island: Number of the round's island if it is another island than this rank's, else -1.
     """
 
     round: int
@@ -144,12 +144,12 @@ class RoleAssigned:
 
 @dataclass(frozen=True, slots=True)
 class RoundEnded:
-    """Announces to ``on_event`` that a donor's part in a round is over: its snapshot is sent, and not kept any more.
+    """Announces to ``on_event`` that a donor's part in a round is over: its snapshot was sent, and is no longer kept.
 
     Attributes:
-        round: the round.
-        reason: why, as ``"every replacer has answered"``.
-        island: as in :class:`RoleAssigned`.
+        round: Number of the round.
+        reason: Reason for the end, such as ``"every replacer has answered"``.
+        island: Island as in :class:`RoleAssigned`.
     """
 
     round: int
@@ -159,12 +159,12 @@ class RoundEnded:
 
 @dataclass(frozen=True, slots=True)
 class RoundAbandoned:
-    """Announces to ``on_event`` that this rank's part in a round came to nothing.
+    """Announces to ``on_event`` that this rank has abandoned its part in a round.
 
     Attributes:
-        round: the round.
-        reason: why a replacer keeps its weights, or a donor gives no snapshot.
-        island: as in :class:`RoleAssigned`.
+        round: Number of the round.
+        reason: Reason why a replacer keeps its weights, or a donor sends no snapshot.
+        island: Island as in :class:`RoleAssigned`.
     """
 
     round: int
@@ -174,11 +174,11 @@ class RoundAbandoned:
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorChanged:
-    """Announces to ``on_event`` that another rank coordinates the rounds from now on.
+    """Announces to ``on_event`` that another rank has become the coordinator.
 
     Attributes:
-        rank: that rank.
-        epoch: grows with each change.
+        rank: Rank of the new coordinator.
+        epoch: Number of the epoch, which grows with each change.
     """
 
     rank: int
@@ -191,7 +191,7 @@ PolicyEvent: TypeAlias = (
 
 
 class UserEvents:
-    """Tells ``on_event`` what happens on this rank: at once, or inside the next step.
+    """Passes this rank's events to ``on_event``, at once or inside the next step.
 
     Args:
         on_event: The user's callback; None if the user wants no events.
@@ -211,11 +211,11 @@ class UserEvents:
             self._pending.append(event)
 
     def tell(self) -> None:
-        """Tell the events that were kept. If the callback raises, the next step continues with the event after it."""
+        """Call ``on_event`` for the kept events. If it raises, the next step continues with the event after that."""
         while self._pending:
             self.tell_now(self._pending.popleft())
 
     def tell_now(self, event: PolicyEvent) -> None:
-        """Call the user's callback, if there is one."""
+        """Call ``on_event`` at once, if the user gave it."""
         if self._on_event is not None:
             self._on_event(event)

@@ -1,9 +1,9 @@
-"""Finds wrappers that keep a model equal to its replicas on other ranks, and so work against a policy.
+"""Finds wrappers that keep a model equal to its replicas on other ranks, which conflicts with a policy.
 
-DDP averages gradients on the assumption that all replicas hold equal weights, and FSDP keeps a part of each weight per
-rank. A policy that gives one rank other weights breaks both without an error: the replicas diverge. A policy whose
-members are replicas of several ranks may change a model that `fully_shard` has divided among these, or that DDP keeps
-equal on these, and on no others: over more ranks DDP averages the gradients of replicas whose weights differ.
+DDP averages gradients on the assumption that all replicas hold equal weights, and FSDP keeps a part of each weight on
+each rank. A policy that gives one rank other weights breaks both without an error: the replicas diverge. A policy whose
+members are replicas of several ranks may change a model that `fully_shard` or DDP keeps on exactly the ranks of a
+replica. Over more ranks, DDP would average the gradients of replicas with different weights.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def check_not_wrapped(model: nn.Module, *, takes_shards: bool = False) -> None:
     """Refuse a model that is, or contains, DDP or FSDP.
 
     Args:
-        model: it.
-        takes_shards: whether what `fully_shard` has divided is allowed.
+        model: Model to check.
+        takes_shards: Whether a model sharded by `fully_shard` is allowed.
 
     Raises:
-        ValueError: it does.
+        ValueError: The model is, or contains, such a wrapper.
     """
     kinds = [type(each) for each in model.modules() if not (takes_shards and _is_divided(type(each)))]
     found = next((name for kind in kinds if (name := _wrapper_name(kind))), None)
@@ -44,10 +44,10 @@ def check_not_wrapped(model: nn.Module, *, takes_shards: bool = False) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let each rank hold its own part of the parameters alone again, as after a backward pass.
+    """Make each rank hold only its own part of the parameters, as after a backward pass, without communication.
 
-    After a forward pass without one the outermost parameters are whole, and would stay so, and as they are, until the
-    next one. Nothing is sent.
+    After a forward pass without a backward pass, the outermost parameters are whole. They would stay so, with their old
+    values, until the next backward pass.
     """
     for module in model.modules():
         if _is_divided(type(module)):
@@ -56,26 +56,26 @@ def reshard(model: nn.Module) -> None:
 
 
 def check_not_inside(model: nn.Module) -> None:
-    """Refuse a model that other code has wrapped, as transformers' Trainer does: the model does not show it.
+    """Refuse a model that other code has wrapped, such as transformers' Trainer. The model itself does not show it.
 
-    The whole process is searched, but only where torch.distributed has been started, which both wrappers need. A
-    wrapper in an unreachable reference cycle, such as that of a deleted trainer, is no obstacle.
+    The whole process is searched, but only if torch.distributed was started, which both wrappers need. A wrapper in an
+    unreachable reference cycle, such as that of a deleted trainer, is ignored.
 
     Raises:
-        LocalProtocolError: such a wrapper exists.
+        LocalProtocolError: Such a wrapper exists.
     """
     for wrapper in _wrappers_around(model):
         raise LocalProtocolError(f"model is inside {_wrapper_name(type(wrapper))}: {_WHY}")
 
 
 def check_replica_group(model: nn.Module, ranks: Sequence[int], world: World) -> None:
-    """Refuse DDP around the model that synchronises other ranks than these, which hold this rank's replica.
+    """Refuse DDP around the model that synchronises other ranks than ``ranks``, those of this rank's replica.
 
-    Where torch.distributed counts other ranks than the world, as in a job that has one process group for each replica,
+    If torch.distributed numbers ranks differently than the world, as in a job with one process group for each replica,
     only the number of ranks is compared.
 
     Raises:
-        ValueError: it does; both lists are named, or both numbers.
+        ValueError: DDP synchronises other ranks. The message names both lists or both numbers.
     """
     for wrapper in _wrappers_around(model):
         if isinstance(wrapper, nn.parallel.DistributedDataParallel):
@@ -105,7 +105,7 @@ def _wrappers_around(model: nn.Module) -> list[nn.Module]:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return []
     # A launched rank has frozen what is older than its world, a wrapper too, and there the collector does not look.
-    # Frozen anew, what is dropped later would be kept for ever.
+    # Frozen again, objects that are dropped later would be kept forever.
     gc.unfreeze()
     own = set(map(id, model.modules()))
     if not any(True for _ in _search(own)):
@@ -116,7 +116,7 @@ def _wrappers_around(model: nn.Module) -> list[nn.Module]:
 
 def _search(own: set[int]) -> Iterator[nn.Module]:
     """Yield the wrappers that hold one of the modules with these ids."""
-    # Instances refer to their class. With five million objects the collector finds them in 0.10 s, where a look at each
+    # Instances refer to their class. With five million objects, the collector finds them in 0.10 s. Checking each
     # object took 0.69 s and a list of 40 MB.
     kinds = [kind for kind in _subclasses(nn.Module) if _wrapper_name(kind)]
     for thing in gc.get_referrers(*kinds):
@@ -148,7 +148,7 @@ def _is_divided(kind: type) -> bool:
 
 
 def _wrapper_name(kind: type) -> str:
-    """Return the name of the wrapper that a class is, or ""."""
+    """Return the name of the wrapper if the class is one, else ""."""
     if not issubclass(kind, nn.Module):
         return ""
     return next((base.__name__ for base in kind.__mro__ if base.__module__.startswith(_WRAPPERS)), "")

@@ -1,1 +1,1 @@
-"""How the members of a policy start together: without those that are lost, or with an error that explains why not."""
+"""Starts the members of a policy together, without lost ranks, or raises an error that explains the obstacle."""

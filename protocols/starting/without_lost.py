@@ -1,6 +1,6 @@
-"""Starts a policy on the ranks that live, in a job that goes on when ranks are lost.
+"""Starts a policy on the ranks that are not lost, in a job that continues when ranks are lost.
 
-Where its launcher starts lost ranks again, they join the policy then.
+If the launcher restarts lost ranks, they join the policy later.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from asyncdist.collectives.agreement.messages import Meeting
 from asyncdist.messaging.services import Services
 from asyncdist.waits import WaitId, WaitKind
 
-#: How much later than another rank this one may hear of a loss.
+#: Seconds by which this rank may learn of a loss later than another rank.
 _HEARD_AFTER_S: Final = 1.0
 
 
 async def start_without_lost(
     services: Services, ranks: Sequence[int], start: Callable[[tuple[int, ...]], Awaitable[None]], timeout_s: float
 ) -> None:
-    """Await ``start`` with those of ``ranks`` that were not lost, once more when one of them is lost meanwhile.
+    """Await ``start`` with those of ``ranks`` that are not lost; repeat it if one of them is lost meanwhile.
 
-    Members hear of a loss at different times. One that has asked for a start with a rank that is lost hears so, and
-    asks again. A new process in the place of a lost one is no member yet.
+    Members learn of a loss at different times. A member that asked for a start with a lost rank is notified, and asks
+    again. A restarted rank is not a member yet.
 
     Args:
-        services: of this rank, which was not started again.
-        ranks: of the policy.
-        start: starts with these; all of them call it.
-        timeout_s: how long after the beginning it may still ask again.
+        services: Services of this rank, which is not a restarted rank.
+        ranks: Ranks of the policy.
+        start: Starts the policy with the given ranks; all of them call it.
+        timeout_s: Seconds after the beginning in which the start may be repeated.
 
     Raises:
-        AsyncdistError: as ``start``, where no loss is the reason.
+        AsyncdistError: ``start`` raised it, and not because of a loss.
     """
     give_up_at = services.time() + timeout_s
     while True:
@@ -45,7 +45,7 @@ async def start_without_lost(
             has_other_reason = isinstance(error, DisagreementError) and error.facts.get("difference") != "ranks"
             if has_other_reason or services.engine.failure is not None or services.time() >= give_up_at:
                 raise
-            # What ended it may have been told by another rank, which has heard of the loss earlier.
+            # The error may have been reported by another rank that learnt of the loss earlier.
             until = min(give_up_at, services.time() + _HEARD_AFTER_S)
             hears = functools.partial(_has_changed, services, lost)
             if not await services.engine.until(hears, WaitId(WaitKind.LOSSES), deadline=until):
@@ -53,9 +53,9 @@ async def start_without_lost(
 
 
 def lost_members(world: World, ranks: Sequence[int], meeting: Meeting) -> tuple[int, ...]:
-    """Return those of a policy's ``ranks`` without which it starts, though some may have a new process already.
+    """Return those of a policy's ``ranks`` without which it starts; some may have been restarted already.
 
-    They were lost before the others agreed on the start in ``meeting``; or since, and replaced.
+    They were lost before the others agreed on the start in ``meeting``, or lost and restarted since.
     """
     met = frozenset(meeting.ranks)
     absent = (rank for rank in ranks if rank not in met)
