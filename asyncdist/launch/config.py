@@ -1,4 +1,4 @@
-"""Configures :func:`asyncdist.launch_subprocesses`: how many ranks, where they meet, how they are split into groups."""
+"""Configures :func:`asyncdist.launch_subprocesses`: number of ranks, rendezvous, and division into groups."""
 
 from __future__ import annotations
 
@@ -17,31 +17,32 @@ LAUNCH_METHODS: Final = ("forkserver", "spawn")
 
 @dataclass(frozen=True, slots=True)
 class MultiprocessConfig:
-    """Says how many ranks there are, where they meet, and how they are split into groups.
+    """Describes the ranks of a job: their number, their rendezvous, and their division into groups.
 
-    A field that is None is filled in by :meth:`resolve`.
+    :meth:`resolve` fills in fields that are None.
 
     Attributes:
-        rank: this process's rank among all; :func:`launch_subprocesses` gives each child its own.
-        local_rank: this process's rank on its host; likewise.
-        world_size: ranks in all.
-        local_world_size: ranks on this host.
-        master_addr: name or address of rank 0's host.
-        master_port: a free TCP port there.
-        init_method: where the ranks of process groups meet: ``"env://"`` is ``master_addr`` and ``master_port``; else
-            ``"tcp://address:port"`` or ``"file://path"``.
-        model_parallelism: ranks that share one stage of a model.
-        pipeline_parallelism: stages of a model; with the other it divides ``world_size``.
-        backend: the backend of the default process group, one that torch has registered; None takes
+        rank: Rank of this process in the job. :func:`launch_subprocesses` sets it in each child.
+        local_rank: Rank of this process on its host. :func:`launch_subprocesses` sets it in each child.
+        world_size: Number of ranks of the job.
+        local_world_size: Number of ranks on this host.
+        master_addr: Name or address of rank 0's host.
+        master_port: Free TCP port on rank 0's host.
+        init_method: Rendezvous of process groups: ``"env://"`` for ``master_addr`` and ``master_port``, or
+            ``"tcp://address:port"``, or ``"file://path"``.
+        model_parallelism: Number of ranks that share one stage of a model.
+        pipeline_parallelism: Number of stages of a model. Its product with ``model_parallelism`` must divide
+            ``world_size``.
+        backend: Backend of the default process group, one that torch has registered; None for
             :func:`asyncdist.get_distributed_backend`.
-        model_parallel_backend: the backend of the model parallel group; None takes the default group's.
-        pipeline_parallel_backend: the backend of the pipeline parallel group, likewise.
-        data_parallel_backend: the backend of the data parallel group, likewise.
+        model_parallel_backend: Backend of the model parallel group; None for the default group's.
+        pipeline_parallel_backend: Backend of the pipeline parallel group; None for the default group's.
+        data_parallel_backend: Backend of the data parallel group; None for the default group's.
         launch_method: ``"forkserver"`` or ``"spawn"``.
 
     Raises:
-        TypeError: a number is not an int.
-        ValueError: a value is not allowed, or two contradict each other; names them and what is allowed.
+        TypeError: A number is not an int.
+        ValueError: A value is not allowed, or two values contradict each other. The message says what is allowed.
     """
 
     rank: int | None = None
@@ -103,21 +104,21 @@ class MultiprocessConfig:
         return {name: getattr(self, name) for name in names}
 
     def resolve(self) -> MultiprocessConfig:
-        """Return a config in which missing fields are filled in, as far as they are known before ranks exist.
+        """Return a config with missing fields filled in, as far as they are known before the ranks start.
 
-        - Ranks on this host: the number of all ranks, if it is given, else the number of GPUs, or one without a GPU.
-        - The port: a free one of this host.
-        - Rank and local rank: 0 if there is one rank. Else the local rank follows from the rank, if that is given.
+        - ``local_world_size``: ``world_size`` if given, otherwise the number of GPUs, or 1 without a GPU.
+        - ``master_port``: a free port of this host.
+        - ``rank`` and ``local_rank``: 0 if there is one rank. Otherwise ``local_rank`` follows from a given ``rank``.
 
         Raises:
-            ValueError: what is filled in contradicts the rest, several hosts need a port that all of them know, or
-                ``master_addr`` is needed and leads to no host.
+            ValueError: The filled-in values contradict the given ones, ``master_port`` is missing in a job of several
+                hosts, or ``master_addr`` cannot be resolved.
         """
         local_size = self.local_world_size or self.world_size or max(1, torch.cuda.device_count())
         size = self.world_size or local_size
         if self.master_port is None and size > local_size and self.init_method == "env://":
             raise ValueError(
-                f"master_port is missing: {size} ranks, {local_size} of them on this host, must all be told the same"
+                f"master_port is missing: {size} ranks, {local_size} of them on this host, must all be given the same"
             )
         if size > 1 and self.init_method == "env://":
             local_host.check_address("master_addr", self.master_addr)

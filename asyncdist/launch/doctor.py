@@ -1,8 +1,8 @@
-"""Runs ``asyncdist doctor``: it says what this process would run on, why, what is wrong, and what to do about that.
+"""Runs ``asyncdist doctor``: prints what this process would run on and why, and problems with their cures.
 
-Facts are gathered first, which may take a few seconds and start MPI; ``find_problems`` judges them and looks at nothing
-else. Under a launcher every rank examines itself. Rank 0 prints what it found; the first rank of every other host
-prints what is wrong there.
+``gather`` collects the facts, which may take a few seconds and start MPI. ``find_problems`` uses only these facts.
+Under a launcher every rank examines itself. Rank 0 prints its facts and problems; the first rank of every other host
+prints only problems.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from asyncdist.wording import aligned, plural
 
 _STARTERS: Final[Mapping[str, str]] = {
     "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
-    "PMI_SIZE": "an MPI launcher that speaks PMI (MPICH's, Intel's, srun)",
-    "PMIX_RANK": "a launcher that speaks PMIx",
+    "PMI_SIZE": "an MPI launcher with PMI (MPICH's, Intel's, srun)",
+    "PMIX_RANK": "a launcher with PMIx",
     "SLURM_STEP_NUM_TASKS": "srun",
     "TORCHELASTIC_RUN_ID": "torchrun, or asyncdist run --transport torch",
     "WORLD_SIZE": "the program that set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
 }
-#: The programs of Open MPI and MPICH that start ranks.
+#: Programs of Open MPI and MPICH that start ranks.
 _LAUNCHERS: Final = re.compile(r"(mpirun|mpiexec|orterun|prterun|prte)(\..*)?")
 _PROBE: Final = "from asyncdist.launch import doctor; doctor.tell_of_mpi()"
 _PROBE_TIMEOUT_S: Final = 60.0
-#: ``[host:pid]``, with which Open MPI begins its lines.
+#: Beginning of Open MPI's lines: ``[host:pid]``.
 _ORIGIN: Final = re.compile(r"^\[[^\]\s]+:\d+\]")
 _WORDS_LENGTH_MAX: Final = 400
 _LEVELS: Final = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIALIZED", "MPI_THREAD_MULTIPLE")
@@ -54,7 +54,7 @@ _LEVELS: Final = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIAL
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Names something that is wrong, and what to do about it."""
+    """Describes a problem and its cure."""
 
     what: str
     cure: str
@@ -62,11 +62,11 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Mpi:
-    """Tells how the start of MPI ended.
+    """Describes how the start of MPI ended.
 
     Attributes:
-        level: the thread level that the library grants, as MPI numbers them from least to most; None when unknown.
-        error: why it did not start, or what is wrong with the world that it made.
+        level: Thread level that the library grants, in MPI's numbering from least to most; None if unknown.
+        error: Why MPI did not start, or what is wrong with its world; or None.
     """
 
     level: int | None = None
@@ -75,34 +75,34 @@ class Mpi:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Holds everything that was found.
+    """Holds all gathered facts.
 
     Attributes:
-        started: how this process was started; without a launcher when ``detection_error`` says why that is unknown.
-        detection_error: what is wrong with the launcher's variables.
-        override: the value of ASYNCDIST_TRANSPORT.
-        versions: the versions of Python and of packages; None for one that is not installed.
-        compiled: whether the modules that carry messages are compiled, and if not, what to do.
-        unwritable: why ranks of this host cannot write to each other's memory; None where they can.
-        installation: library and mpirun.
-        is_unallowed_root: this is root, and the variables that Open MPI's mpirun then asks for are not set.
-        starter: the program of MPI that has started this job, if it is no part of the ``installation``.
-        path_mpirun: the ``mpirun`` that a shell finds, and its flavour.
-        mpi: how the start of MPI ended.
-        survives: this is a rank of a job on MPI that goes on when ranks die.
-        restarts: this is a rank of a job on torch that ranks may join later.
-        is_srun: srun has started this process.
-        has_home: HOME is set, without which Open MPI does not start.
-        host_cores: cores of this host.
-        own_cores: the cores that this process may use.
-        local_size: ranks on this host; None when the launcher does not say.
-        omp_threads: OMP_NUM_THREADS, as it is set.
-        backends: The backends of torch.distributed; messages go over gloo.
-        gpus: the names of the GPUs that torch sees.
-        gpu_error: why torch sees no GPU where there are some.
-        torch_error: why the torch transport cannot start, by its variables.
-        secret_error: why the secret that the user has given cannot be used.
-        notes: what else is wrong, each with its cure in the text.
+        started: How this process was started; no launcher if ``detection_error`` is set.
+        detection_error: Problem with the launcher's variables; or None.
+        override: Value of ASYNCDIST_TRANSPORT; or None.
+        versions: Versions of Python and of packages; None for a package that is not installed.
+        compiled: Whether the modules that carry messages are compiled, and if not, what to do.
+        unwritable: Why ranks of this host cannot write to each other's memory; None if they can.
+        installation: The MPI library and the mpiruns found.
+        is_unallowed_root: Whether this is root, without the variables by which Open MPI's mpirun accepts root.
+        starter: MPI program that has started this job, if it is not part of the ``installation``.
+        path_mpirun: The first ``mpirun`` in PATH, and its flavour.
+        mpi: How the start of MPI ended.
+        survives: Whether this is a rank of a job on MPI that continues when ranks die.
+        restarts: Whether this is a rank of a job on torch that ranks may join later.
+        is_srun: Whether srun has started this process.
+        has_home: Whether HOME is set, without which Open MPI does not start.
+        host_cores: Number of cores of this host.
+        own_cores: Number of cores that this process may use.
+        local_size: Number of ranks on this host; None if the launcher does not say.
+        omp_threads: Value of OMP_NUM_THREADS; or None.
+        backends: Backends of torch.distributed. Messages use gloo.
+        gpus: Names of the GPUs that torch sees.
+        gpu_error: Why torch sees no GPU although the host has some; or None.
+        torch_error: Why the torch transport cannot start with the variables that are set; or None.
+        secret_error: Why the user's secret cannot be used; or None.
+        notes: Other problems, each as ``"problem: cure"``.
     """
 
     started: Launch
@@ -133,15 +133,15 @@ class Facts:
 
     @property
     def threads(self) -> int:
-        """Return the number of threads per rank that fits the cores."""
+        """Number of threads per rank that fits the cores."""
         return max(1, min(self.own_cores, self.host_cores // (self.local_size or 1)))
 
 
-# -- what the facts mean ----------------------------------------------------------------------------------------------
+# -- judging the facts ------------------------------------------------------------------------------------------------
 
 
 def find_problems(facts: Facts) -> list[Problem]:
-    """Return what is wrong, most fundamental first."""
+    """Return the problems, most fundamental first."""
     problems = []
     if facts.detection_error is not None:
         problems.append(
@@ -157,7 +157,7 @@ def find_problems(facts: Facts) -> list[Problem]:
     problems += _mpi_problems(facts)
     problems += _thread_problems(facts)
     if facts.secret_error is not None:
-        cure = "jobs on torch are refused with it: correct it, or unset the variable (docs/trust.md)"
+        cure = "correct it, or unset the variable: jobs on torch do not start with it (docs/trust.md)"
         problems.append(Problem(facts.secret_error, cure))
     if facts.torch_error not in (None, facts.secret_error):
         cure = "start with torchrun, or asyncdist run --transport torch, which set what is needed, or correct it"
@@ -171,7 +171,7 @@ def find_problems(facts: Facts) -> list[Problem]:
 
 
 def _mpi_problems(facts: Facts) -> list[Problem]:
-    """Return what is wrong with MPI; nothing where this process would not run on MPI."""
+    """Return the problems with MPI; [] if this process would not run on MPI."""
     if facts.started.transport == "torch" or facts.override == "local":
         return []
     if facts.installation.library is None and facts.started.transport == "local" and "gloo" in facts.backends:
@@ -187,18 +187,18 @@ def _mpi_problems(facts: Facts) -> list[Problem]:
     library = facts.installation.library
     if facts.path_mpirun is not None and library is not None and facts.path_mpirun[1] != library:
         path, flavour = facts.path_mpirun
-        whose = f"{mpirun.TITLES[flavour]}'s" if flavour is not None else "of an MPI that is not known here"
+        whose = f"{mpirun.TITLES[flavour]}'s" if flavour is not None else "of an unknown MPI"
         own = facts.installation.launchers.get(library, f"that of {mpirun.TITLES[library]}")
         problems.append(
             Problem(
-                f"the mpirun that a shell finds, {path}, is {whose}, and mpi4py loads {mpirun.TITLES[library]}",
+                f"the mpirun in PATH, {path}, is {whose}, but mpi4py loads {mpirun.TITLES[library]}",
                 f"start with asyncdist run, which takes the right one, or with {own}",
             )
         )
     if facts.is_unallowed_root and library == "openmpi" and facts.started.source not in _STARTERS:
         problems.append(
             Problem(
-                "this is root, for whom a plain mpirun of Open MPI starts nothing",
+                "this is root, for whom Open MPI's mpirun starts nothing by default",
                 "start with asyncdist run, which allows it, or set " + " and ".join(mpirun.ROOT_VARIABLES) + " to 1",
             )
         )
@@ -217,11 +217,11 @@ def _thread_problems(facts: Facts) -> list[Problem]:
     if facts.omp_threads is None:
         return []
     if not (facts.omp_threads.isdecimal() and int(facts.omp_threads) >= 1):
-        return [Problem(f"OMP_NUM_THREADS is {facts.omp_threads!r}, no number of threads", "unset it")]
+        return [Problem(f"OMP_NUM_THREADS must be an integer >= 1, got {facts.omp_threads!r}", "unset it")]
     count, ranks = int(facts.omp_threads), facts.local_size or 1
     if count * ranks <= facts.host_cores and count <= facts.own_cores:
         return []
-    if count == 1:  # more ranks than cores may be meant, and less than one thread there is not
+    if count == 1:  # more ranks than cores may be intended, and one thread is the minimum
         return []
     place = f"{facts.host_cores} cores" if count * ranks > facts.host_cores else f"a rank bound to {facts.own_cores}"
     return [
@@ -233,7 +233,7 @@ def _thread_problems(facts: Facts) -> list[Problem]:
 
 
 def describe(facts: Facts) -> list[tuple[str, str]]:
-    """Return what was found, as a name and a text each."""
+    """Return the facts, as names and descriptions."""
     started = facts.started
     how = _STARTERS.get(started.source, "no launcher")
     if started.expected_size is not None and started.source in _STARTERS:
@@ -245,7 +245,7 @@ def describe(facts: Facts) -> list[tuple[str, str]]:
     level = facts.mpi.level
     granted = "unknown" if level is None else _LEVELS[level] if level < len(_LEVELS) else str(level)
     ranks = facts.local_size
-    threads = f"{facts.threads} for {plural(ranks, 'rank')} on this host" if ranks else f"{facts.threads} alone"
+    threads = f"{facts.threads} for {plural(ranks, 'rank')} on this host" if ranks else f"{facts.threads} for one rank"
     own = "" if facts.own_cores == facts.host_cores else f"; this process may use {facts.own_cores}"
     return [
         ("started by", how),
@@ -266,23 +266,23 @@ def describe(facts: Facts) -> list[tuple[str, str]]:
 
 def _describe_death(facts: Facts) -> str:
     if facts.survives:
-        return "the others go on (mpirun --with-ft ulfm)"
+        return "the others continue (mpirun --with-ft ulfm)"
     if facts.restarts:
-        return "the others go on; one that is started again, or takes its place, joins them (--restarts, --places)"
+        return "the others continue; a restarted or new rank joins them (--restarts, --places)"
     if facts.started.transport == "torch":
-        return "the others hear of it; the launcher decides whether they go on"
+        return "the others are notified; the launcher decides whether they continue"
     if not mpirun.can_survive(facts.installation):
-        return "ends a job on MPI; others go on with Open MPI 5 or later alone (asyncdist run --survive)"
+        return "ends a job on MPI; the others can continue only with Open MPI 5 or later (asyncdist run --survive)"
     if facts.started.transport == "mpi":
         return "ends the job: it was started without asyncdist run --survive (or mpirun --with-ft ulfm)"
-    return "ends a job on MPI, unless that is started with asyncdist run --survive"
+    return "ends a job on MPI, unless it is started with asyncdist run --survive"
 
 
 def _describe_streams(facts: Facts) -> str:
     if facts.unwritable is None:
         return "written into the receiver's memory, between ranks of this host"
     why = f"ranks of this host may not write to each other's memory ({facts.unwritable})"
-    return f"sent: {why}, unless their MPI allows it"
+    return f"sent as messages: {why}, unless their MPI allows it"
 
 
 def _describe_library(facts: Facts) -> str:
@@ -316,21 +316,21 @@ def format_problems(problems: Sequence[Problem]) -> list[str]:
     """Format the problems as lines."""
     if not problems:
         return ["all is well"]
-    lines = [f"{plural(len(problems), 'thing')} to mend:"]
+    lines = [f"{plural(len(problems), 'thing')} to fix:"]
     for number, problem in enumerate(problems, 1):
         lines += [f"  {number}. {problem.what}", f"     -> {problem.cure}"]
     return lines
 
 
-# -- gathering them ---------------------------------------------------------------------------------------------------
+# -- gathering the facts ----------------------------------------------------------------------------------------------
 
 
 def run() -> int:
-    """Examine, print, and return the exit code: 0 when all is well, else 1."""
+    """Print facts and problems; return the exit code, 0 if there are no problems, else 1."""
     try:
         os.getcwd()
-    except FileNotFoundError:  # libraries of torch end the process then
-        gone = Problem("the directory that this runs in has been deleted", "cd to one that is there")
+    except FileNotFoundError:  # torch's libraries would end the process
+        gone = Problem("the working directory has been deleted", "cd to an existing directory")
         print("\n".join(format_problems([gone])), flush=True)
         return 1
     environ = environment.environment()
@@ -338,14 +338,14 @@ def run() -> int:
     problems = find_problems(facts)
     if facts.started.rank == 0:
         print(format_report(facts, problems), flush=True)
-    elif problems and not environment.local_rank(environ):  # also a rank whose launcher gives it no local rank
+    elif problems and not environment.local_rank(environ):  # or the launcher gives no local rank
         head = f"rank {facts.started.rank} on {socket.gethostname()}: "
         print(head + "\n".join(format_problems(problems)), flush=True)
     return 1 if problems else 0
 
 
 def gather(environ: Mapping[str, str]) -> Facts:
-    """Gather all facts. Under an MPI launcher a child of this process starts MPI, as a run would."""
+    """Return all facts. To test MPI, a child of this process starts it."""
     started, detection_error = Launch("local", 1, 0, "no launcher"), None
     try:
         started = environment.detect(environ)
@@ -360,7 +360,7 @@ def gather(environ: Mapping[str, str]) -> Facts:
         missing_bytecode(importlib.util.find_spec("torch")),
     )
     local_size = None
-    with contextlib.suppress(ValueError):  # detection has said so
+    with contextlib.suppress(ValueError):  # reported as detection_error
         local_size = environment.local_size(environ)
     return Facts(
         started=started,
@@ -397,10 +397,10 @@ def gather(environ: Mapping[str, str]) -> Facts:
 
 
 def _find_starter(installation: mpirun.Installation) -> str | None:
-    """Return the program of MPI above this process that is not in the folder of a launcher found here, if any is."""
+    """Return the MPI program that started this process, if it is in another folder than the found launchers."""
     folders = {os.path.dirname(os.path.realpath(path)) for path in installation.launchers.values()}
     for pid in reversed(rank_program.ancestors()):
-        with contextlib.suppress(OSError):  # another user's, or it has ended
+        with contextlib.suppress(OSError):  # another user's process, or one that has ended
             program = os.readlink(f"/proc/{pid}/exe")
             if _LAUNCHERS.fullmatch(os.path.basename(program)):
                 return None if os.path.dirname(program) in folders else program
@@ -410,7 +410,7 @@ def _find_starter(installation: mpirun.Installation) -> str | None:
 def _restarts_ranks(environ: Mapping[str, str]) -> bool:
     try:
         return environment.torch_rendezvous(environ).admits_restarted
-    except ValueError:  # what is wrong is told by _check_torch
+    except ValueError:  # _check_torch reports the problem
         return False
 
 
@@ -436,21 +436,21 @@ def _ask_torch() -> tuple[list[str], list[str], str | None]:
 
 
 def missing_bytecode(spec: ModuleSpec | None) -> str | None:
-    """Say why no bytecode of a package is kept, which this process has imported, and the cure; return None if it is."""
+    """Return why an imported package has no saved bytecode, and the cure; None if it has."""
     if spec is None or spec.cached is None or spec.origin is None or os.path.exists(spec.cached):
         return None
     folder = os.path.dirname(spec.origin)
     why = "PYTHONDONTWRITEBYTECODE is set" if sys.dont_write_bytecode else f"{folder} cannot be written to"
     return (
-        f"no bytecode of {spec.name} is kept, since {why}, so each rank compiles it again (torch takes 1.4 s of CPU): "
+        f"no bytecode of {spec.name} is saved, because {why}; each rank compiles it again (torch takes 1.4 s of CPU): "
         f"unset PYTHONDONTWRITEBYTECODE, or let the owner of that folder run {sys.executable} -m compileall -q {folder}"
     )
 
 
 def _start_mpi(started: Launch, installation: Installation, environ: Mapping[str, str]) -> Mpi:
-    """Start MPI in a child, which takes this process's place with the launcher, and return how that ended.
+    """Start MPI in a child, which the launcher takes for this process; return how the start ended.
 
-    MPI_Init ends its process where it fails.
+    A child is needed because a failing MPI_Init ends its process.
     """
     if installation.library is None:
         return Mpi()
@@ -466,7 +466,7 @@ def _start_mpi(started: Launch, installation: Installation, environ: Mapping[str
             errors="replace",
             check=False,
             timeout=_PROBE_TIMEOUT_S,
-            close_fds=False,  # a process speaks to MPICH's launcher through one
+            close_fds=False,  # one of them is the connection to MPICH's launcher
         )
     except subprocess.TimeoutExpired:
         return Mpi(error=f"MPI did not start {place} within {_PROBE_TIMEOUT_S:g} s")
@@ -477,7 +477,7 @@ def _start_mpi(started: Launch, installation: Installation, environ: Mapping[str
 
 
 def _first_words(text: str) -> str:
-    """Return the first paragraph of what a library has written to a terminal."""
+    """Return the first paragraph of a library's output."""
     found: dict[str, None] = {}
     for line in text.splitlines():
         words = _ORIGIN.sub("", line).strip()
@@ -489,7 +489,7 @@ def _first_words(text: str) -> str:
 
 
 def tell_of_mpi() -> None:
-    """Start MPI as the :class:`Launch` in ``argv`` says, and print how that ended: the program of a child."""
+    """Start MPI for the :class:`Launch` in ``argv``, and print how that ended. Main function of a child."""
     started = Launch(**json.loads(sys.argv[1]))
     try:
         found = _start_mpi_here(started)
@@ -505,7 +505,7 @@ def _start_mpi_here(started: Launch) -> Mpi:
     from mpi4py import MPI
 
     library = MPI.Get_library_version()
-    mpi_launchers.check_library(started, library)  # one that does not fit would end this process in MPI_Init
+    mpi_launchers.check_library(started, library)  # with a wrong library, MPI_Init would end this process
     MPI.Init_thread(MPI.THREAD_FUNNELED)
     name = library.split(",")[0].splitlines()[0]
     mpi_launchers.check_world_size(started.expected_size, MPI.COMM_WORLD.size, name, source=started.source)
@@ -526,7 +526,7 @@ def _explain_no_gpu() -> str | None:
 
 
 def _check_torch(environ: Mapping[str, str]) -> str | None:
-    """Return why a run on torch would be refused; None if it would not."""
+    """Return why a run on torch would be refused; None if it would be accepted."""
     try:
         environment.torch_rendezvous(environ)
     except ValueError as error:
@@ -535,7 +535,7 @@ def _check_torch(environ: Mapping[str, str]) -> str | None:
 
 
 def _check_secret(environ: Mapping[str, str]) -> str | None:
-    """Return why the secret that the user has given cannot be used; None if it can, or there is none."""
+    """Return why the user's secret cannot be used; None if it can, or there is none."""
     try:
         environment.given_secret(environ)
     except ValueError as error:

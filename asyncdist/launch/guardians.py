@@ -1,38 +1,36 @@
-"""Runs a rank so that nothing it starts outlives it, and it does not outlive its launcher. Linux only.
+"""Runs a rank so that its child processes do not outlive it, and it does not outlive its launcher. Linux only.
 
     python guardians.py PARENT STARTED COMMAND ARGUMENTS...
 
-A rank of ``asyncdist run`` has two guardians above it, small processes that do nothing but wait:
+Each rank of ``asyncdist run`` has two guardians above it, small processes that only wait:
 
-    launcher (or mpirun) -> outer guardian -> inner guardian -> rank -> what the rank starts
+    launcher (or mpirun) -> outer guardian -> inner guardian -> rank -> the rank's child processes
 
-- A guardian is a *subreaper* (prctl(2), PR_SET_CHILD_SUBREAPER): every orphan below it becomes its child, also one in a
-  session of its own. When the rank has ended, in any way, the processes that it has left get SIGTERM, and SIGKILL after
-  ``GRACE_S``. Only then does the guardian end, as the rank did.
-- When the process above a guardian has ended, the guardian kills the rank at once and does the same.
-- Each of the two does all of this, so that either may be killed. mpirun kills the process group of the one that it
-  knows; the inner one is in a group of its own. Only a kill of both at once leaves processes behind.
-- A signal to a guardian is passed on to the rank. The rank is in the group of the outer one, since mpirun sends all
-  signals to that group: signals from mpirun, or from a terminal, reach the rank without the outer guardian. PARENT is
-  the launcher's pid where it sends signals to the outer guardian alone, and 0 under mpirun.
-- SIGUSR1 is blocked when the rank begins, and waits there until :mod:`asyncdist.rank_program` has a handler for it.
-  A guardian that is about to begin ignores it. mpirun lets all signals through to what it starts, with their default
-  actions, so a shell, which begins in a millisecond or two, sees to that before Python begins.
-- Where a job is to go on when ranks die, a rank says on the descriptor STARTED (0 in other jobs) when it has joined the
-  world, and when it has left it in a way that the others know of. mpirun does nothing about a rank that fails earlier,
-  and the others would wait for it for ever: the outer guardian asks mpirun to end the job, as it does for a rank that
-  aborts it, once for all ranks of the host. Nor does it tell the others
-  of one that ends in between with an exit code: the outer guardian ends by SIGKILL then, of which they hear.
-- Under ``asyncdist run`` the outer guardian of a rank on MPI reports to the launcher when it guards that rank, when the
-  rank says on STARTED that it has joined the world, and how the rank has ended, before mpirun notices: mpirun's own
-  words name the rank that ended first, and not the cause. On another host an agent of the launcher passes the reports
-  on (:mod:`asyncdist.launch.supervision.guardian_reports`).
-- Rank 0 joins the launcher's process group (``GROUP_VARIABLE``), if that has a terminal, so that rank 0 may read it.
+- A guardian is a *subreaper* (prctl(2), PR_SET_CHILD_SUBREAPER): every orphan below it becomes its child, even one in
+  its own session. When the rank has ended, the processes that it has left get SIGTERM, and SIGKILL after ``GRACE_S``.
+  Then the guardian ends with the rank's exit code or signal.
+- When the parent of a guardian has ended, the guardian kills the rank at once, and then the rank's processes.
+- Both guardians do all of this, so that either may be killed. mpirun kills the process group of the outer one; the
+  inner one is in its own group. Processes are left behind only if both are killed at the same moment.
+- A guardian passes signals on to the rank. The rank is in the outer guardian's process group, to which mpirun sends
+  all signals: signals from mpirun, or from a terminal, reach the rank directly. PARENT is the launcher's pid if the
+  launcher sends signals only to the outer guardian, and 0 under mpirun.
+- SIGUSR1 is blocked when the rank begins, and stays pending until :mod:`asyncdist.rank_program` has a handler for it.
+  A starting guardian ignores it. mpirun passes all signals on to its children, with their default actions, so a shell,
+  which starts in one or two milliseconds, ignores SIGUSR1 until Python has started.
+- In jobs that continue when ranks die, a rank writes to the descriptor STARTED (0 in other jobs) when it has joined the
+  world, and when it has left the world in a way that the others know of. mpirun does not react to a rank that fails
+  before it has joined, and the others would wait for that rank forever. The outer guardian therefore asks mpirun to end
+  the job, once for all ranks of the host; likewise for a rank that aborts the job. mpirun does not report a rank that
+  exits while it is in the world either: the outer guardian then ends by SIGKILL, which mpirun does report.
+- Under ``asyncdist run``, the outer guardian of a rank on MPI reports to the launcher when it guards the rank, when the
+  rank has joined the world, and how the rank has ended. The last report arrives before mpirun's message, which names
+  the rank that ended first instead of the cause. From another host, an agent of the launcher forwards the reports
+  (:mod:`asyncdist.launch.supervision.guardian_reports`).
+- Rank 0 joins the launcher's process group (``GROUP_VARIABLE``) if that has a terminal, so that rank 0 may read it.
 
-It reads from the environment on its own which rank it guards, where the launcher is and where mpirun keeps the files of
-its job, since it is a program of its own.
-Only the standard library is imported, as in :mod:`asyncdist.environment`, and little of it: the guardians delay the
-start of a rank by 20 ms.
+This program reads its rank, the launcher's place and the folder of mpirun's job from the environment itself. It imports
+little, and only from the standard library: the guardians delay the start of a rank by 20 ms.
 """
 
 from __future__ import annotations
@@ -49,23 +47,23 @@ from typing import TYPE_CHECKING, Final, NoReturn
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: This file, to be run as a program.
+#: Path of this file, to run it as a program.
 PROGRAM: Final = os.path.abspath(__file__)
-#: Whether guardians exist: other systems have no subreapers, and tell no process of its parent's end.
+#: Whether guardians exist on this system. Others have no subreapers, and do not notify a process of its parent's end.
 ARE_HERE: Final = sys.platform.startswith("linux")
-#: What a guardian begins with under mpirun, which may pass SIGUSR1 on to it at once.
+#: Command by which a guardian ignores SIGUSR1 from its start under mpirun, which may pass it on at once.
 _IGNORING_SIGUSR1: Final = ("/bin/sh", "-c", "trap '' USR1; exec \"$@\"", "sh")
-#: Names the process group that has the launcher's terminal in its foreground: rank 0 joins it.
+#: Variable with the process group in the foreground of the launcher's terminal, which rank 0 joins.
 GROUP_VARIABLE: Final = "ASYNCDIST_TERMINAL_GROUP"
-#: Has the launcher's pid, the number of its descriptor for reports, and the token that marks
-#: a report on standard error.
+#: Variable with the launcher's pid, the number of its descriptor for reports, and the token that marks a report on
+#: standard error.
 REPORTS_VARIABLE: Final = "ASYNCDIST_REPORTS"
 _RANK_VARIABLES: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
-#: How long a guardian waits for the launcher to read how its rank has ended.
+#: Seconds that a guardian waits for the launcher to read how its rank has ended.
 _READ_S: Final = 1.0
-#: How long processes that a rank has left may take to end by themselves.
+#: Seconds that the processes of an ended rank may take to end after SIGTERM.
 GRACE_S: Final = 0.5
-#: How long processes that were killed may take to be gone; only the kernel can hold them.
+#: Seconds that killed processes may take to be gone. Only the kernel can delay them.
 _GONE_S: Final = 5.0
 _PERIOD_S: Final = 0.01
 #: As in :mod:`asyncdist.rank_program`.
@@ -79,19 +77,19 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 
 
 def guarded(command: list[str], *, parent: int = 0, started: int = 0) -> list[str]:
-    """Return the command line that runs ``command`` under guardians; ``command`` itself where there are none.
+    """Return the command line that runs ``command`` under guardians; ``command`` itself if the system has none.
 
     Args:
-        command: an absolute path and arguments.
-        parent, started: see the module's text.
+        command: Absolute path of a program, and its arguments.
+        parent, started: PARENT and STARTED of the module's docstring.
     """
-    # Isolated and without site-packages it starts in 10 ms.
+    # Python starts in 10 ms if it is isolated and without site-packages.
     guardian = [sys.executable, "-I", "-S", PROGRAM, str(parent), str(started), *command]
     return ([] if parent else [*_IGNORING_SIGUSR1]) + guardian if ARE_HERE else command
 
 
 def end_signal() -> int:
-    """Return the signal at which a guardian kills the rank and all that it has started, and ends."""
+    """Return the signal that makes a guardian kill the rank and the rank's processes, and end."""
     return int(signal.SIGRTMIN)
 
 
@@ -101,40 +99,40 @@ def foreground_variables() -> dict[str, str]:
 
 
 def report_mark(token: str) -> bytes:
-    """Return the bytes with which a report begins where it travels among the lines of ranks."""
+    """Return the mark at the beginning of a report that is sent between the output lines of ranks."""
     return f"\x1easyncdist {token} ".encode()
 
 
 def reports_path(token: str) -> str:
-    """Return the FIFO for reports on a host that the launcher is not on; it is there if an agent reads it.
+    """Return the path of the FIFO for reports on another host than the launcher's. It exists if an agent reads it.
 
-    Containers may share /tmp, so the name has that of the host.
+    The path contains the host's name, because containers may share /tmp.
     """
     return f"/tmp/asyncdist-reports-{token}-{os.uname().nodename}/fifo"
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the process ``parent`` ends; do nothing on systems other than Linux."""
+    """Let the kernel kill this process when the process ``parent`` ends. Does nothing on systems other than Linux."""
     if ARE_HERE:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it has ended before the kernel was told
+        if os.getppid() != parent:
             os._exit(1)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every orphan below this process, so that all of it is below for good."""
+    """Become the parent of every orphan below this process, so that all descendants stay below it."""
     if ARE_HERE:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_children() -> None:
-    """End the children of this process, also those that become its own as their parents end, and return.
+    """End all descendants of this process, including orphans that it adopts meanwhile.
 
-    For a process that adopts orphans, and does nothing else any more. Does nothing on systems other than Linux.
+    For a process that adopts orphans and has finished its other work. Does nothing on systems other than Linux.
     """
     told: set[int] = set()
     deadline = time.monotonic() + GRACE_S
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error for a worker that is killed
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error if a worker is killed
     while ARE_HERE and (late_s := time.monotonic() - deadline) < _GONE_S:
         while _reap() is not None:
             pass
@@ -144,12 +142,12 @@ def end_children() -> None:
         for pid in children:
             if late_s >= 0 or pid not in told:
                 told.add(pid)
-                os.kill(pid, signal.SIGKILL if late_s >= 0 else signal.SIGTERM)  # it exists: only this process reaps it
+                os.kill(pid, signal.SIGKILL if late_s >= 0 else signal.SIGTERM)  # valid: only this process reaps it
         time.sleep(_PERIOD_S)
 
 
 def open_descendants(pid: int) -> list[int]:
-    """Return a pidfd of each process below ``pid``; none on systems other than Linux."""
+    """Return a pidfd of each descendant of ``pid``; [] on systems other than Linux."""
     parents = _parents() if ARE_HERE else {}
     found, pidfds = {pid}, []
     while below := {child for child, parent in parents.items() if parent in found} - found:
@@ -161,7 +159,7 @@ def open_descendants(pid: int) -> list[int]:
 
 
 def kill_all(pidfds: list[int]) -> None:
-    """Kill these processes, return when they have ended, and close the pidfds."""
+    """Kill these processes, wait until they have ended, and close the pidfds."""
     for pidfd in pidfds:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
@@ -171,7 +169,7 @@ def kill_all(pidfds: list[int]) -> None:
 
 
 def main(parent: int, started: int, command: list[str]) -> NoReturn:
-    """Become the outer guardian of ``command``; see the module's text."""
+    """Become the outer guardian of ``command``; see the module's docstring."""
     heard = _Heard(started) if started else None
     reports = _Reports()
     group = os.getpgrp()
@@ -180,13 +178,13 @@ def main(parent: int, started: int, command: list[str]) -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     if parent == 0:
-        signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # it was ignored until here
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # ignored until now
     signals_group = parent == 0 and not is_at_terminal
     outer = _stand_guard(parent or os.getppid(), signals_group=signals_group, heard=heard, reports=reports)
     os.setpgid(0, 0)
     inner = _stand_guard(outer, signals_group=False)
     reports.close()
-    with contextlib.suppress(OSError):  # the outer one has been killed, and so will this process be
+    with contextlib.suppress(OSError):  # the outer guardian has been killed, so the inner one will kill this process
         os.setpgid(0, int(terminal_group) if is_at_terminal else group)
     die_with_parent(inner)
     signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGUSR1})
@@ -194,13 +192,13 @@ def main(parent: int, started: int, command: list[str]) -> NoReturn:
 
 
 class _Reports:
-    """Reports to the launcher: in its pipe if it runs on this host, else in the FIFO of its agent here.
+    """Sends reports to the launcher, by its pipe on the launcher's host, or by the FIFO of its agent on another host.
 
-    Where neither exists, a marked line on standard error says how the rank has ended. mpirun reads nothing more of its
-    ranks once it stops them, so such a line may be lost.
+    Without either, only the end of the rank is reported, by a marked line on standard error. The line may be lost,
+    because mpirun stops reading its ranks' output once it stops them.
 
     Attributes:
-        rank: The rank's number, as the launcher's variables say it.
+        rank: Number of the rank in the launcher's variables.
     """
 
     def __init__(self) -> None:
@@ -208,13 +206,13 @@ class _Reports:
         pid, descriptor, self._token = (os.environ.pop(REPORTS_VARIABLE, "") or "- - ").split(" ")
         self._pipe = _open_fifo(reports_path(self._token)) if pid.isdecimal() else None
         if pid.isdecimal() and self._pipe is None and int(pid) in _ancestors():
-            with contextlib.suppress(OSError):  # it has just ended
+            with contextlib.suppress(OSError):  # the launcher has just ended
                 self._pipe = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_WRONLY | os.O_CLOEXEC)
 
     def write(self, what: str, number: int) -> None:
-        """Write one report; of the end of a rank that has failed, wait a moment until the launcher has read it."""
+        """Write one report. If it is the end of a failed rank, wait briefly until the launcher has read it."""
         report = f"{self.rank} {what} {number}\n".encode()
-        with contextlib.suppress(OSError):  # nobody reads there any longer
+        with contextlib.suppress(OSError):  # no process reads the pipe any longer
             if self._pipe is not None:
                 os.write(self._pipe, report)
                 if what == "ended" and number:
@@ -223,13 +221,13 @@ class _Reports:
                 os.write(2, report_mark(self._token) + report)
 
     def close(self) -> None:
-        """Close the pipe in a process that reports nothing."""
+        """Close the pipe, in a process that writes no reports."""
         if self._pipe is not None:
             os.close(self._pipe)
 
 
 def _open_fifo(path: str) -> int | None:
-    """Open a FIFO of this user that a process reads, for writing; None if there is none."""
+    """Open a FIFO for writing; return None if it does not exist or no process reads it."""
     try:
         return os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -237,8 +235,8 @@ def _open_fifo(path: str) -> int | None:
 
 
 def _await_reader(pipe: int) -> None:
-    """Wait until what is in the pipe has been read; a while at most."""
-    import array  # takes time, which only a failure should cost
+    """Wait until the content of the pipe has been read, for at most ``_READ_S``."""
+    import array  # here, because the import takes time, and is needed only after a failure
     import fcntl
     import termios
 
@@ -250,7 +248,7 @@ def _await_reader(pipe: int) -> None:
 
 
 def _ancestors() -> list[int]:
-    """Return the process that has started this one, the one that has started that, and so on."""
+    """Return the parent of this process, the parent's parent, and so on."""
     found = [os.getppid()]
     with contextlib.suppress(OSError, ValueError):
         while found[-1] > 1:
@@ -260,18 +258,18 @@ def _ancestors() -> list[int]:
 
 def _parent_of(pid: int) -> int:
     with open(f"/proc/{pid}/stat", "rb") as file:
-        return int(file.read().rpartition(b")")[2].split()[1])  # a name may hold anything
+        return int(file.read().rpartition(b")")[2].split()[1])  # the program's name before ")" may contain anything
 
 
 class _Heard:
-    """Reads what a rank writes to ``started``. This process gets SIGIO when there is something to read.
+    """Reads the bytes that a rank writes to ``started``. This process gets SIGIO when there is something to read.
 
     Args:
-        started: The descriptor for the rank.
+        started: Descriptor for the rank.
     """
 
     def __init__(self, started: int) -> None:
-        import fcntl  # takes time, which only a job that survives losses should cost
+        import fcntl  # here, because the import takes time, and only jobs that survive losses need it
 
         self._pipe, write = os.pipe()
         os.dup2(write, started)
@@ -282,8 +280,8 @@ class _Heard:
         self._last = b""
 
     def last(self) -> bytes:
-        """Return the last word of the rank; b"" if it has said nothing."""
-        with contextlib.suppress(BlockingIOError):  # nothing has been written since
+        """Return the last byte that the rank has written; b"" if it has written nothing."""
+        with contextlib.suppress(BlockingIOError):  # nothing new
             self._last = os.read(self._pipe, 1024)[-1:] or self._last
         return self._last
 
@@ -291,17 +289,17 @@ class _Heard:
 def _stand_guard(
     parent: int, *, signals_group: bool, heard: _Heard | None = None, reports: _Reports | None = None
 ) -> int:
-    """Fork; this process stays behind as a guardian and never returns. Returns the guardian's pid in the child.
+    """Fork. This process becomes a guardian and never returns; the child gets the guardian's pid.
 
     Args:
-        parent: the process that started this one; the guardian acts when it is gone.
-        signals_group: whether the parent sends its signals to the group of guardian and rank.
-        heard: The rank's words about its world, if the parent is to end the job of one that has not joined it.
-        reports: tells the launcher of the rank.
+        parent: Parent of this process. When it ends, the guardian kills the rank.
+        signals_group: Whether the parent sends its signals to the process group of guardian and rank.
+        heard: Reads the rank's notices about its world, in jobs that survive losses.
+        reports: Sends reports about the rank to the launcher.
     """
     own = os.getpid()
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGCHLD)  # wakes the guardian, which then looks
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGCHLD)  # wakes the guardian, which then checks its parent
     child = os.fork()
     if child != 0:
         _guard(child, parent, signals_group=signals_group, heard=heard, reports=reports)
@@ -319,7 +317,7 @@ def _guard(child: int, parent: int, *, signals_group: bool, heard: _Heard | None
     if status is None:
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
-    elif reports is not None:  # a rank that its guardian ends, since what started it has ended, is not a cause
+    elif reports is not None:  # a rank that its guardian has killed is not a cause
         reports.write("ended", os.waitstatus_to_exitcode(status))
     end_children()
     code = os.waitstatus_to_exitcode(status)
@@ -329,11 +327,11 @@ def _guard(child: int, parent: int, *, signals_group: bool, heard: _Heard | None
 
 
 def _tell_of_failure(code: int, parent: int, heard: _Heard) -> int:
-    """See to it that the other ranks do not wait for one that has ended so; return how to end."""
+    """End the job, or notify the others, if they would wait for this failed rank; return the guardian's exit code."""
     news = heard.last()
     if news in (b"", _OPENS_WORLD):
         how = f"exit code {code}" if code > 0 else f"signal {-code}"
-        os.write(2, f"asyncdist: a rank ended before it had joined the others ({how}); the job ends\n".encode())
+        os.write(2, f"asyncdist: a rank ended before it had joined the others ({how}); ending the job\n".encode())
     if news in (b"", _OPENS_WORLD, _ENDS_JOB):
         if _is_first_to_ask():
             os.kill(parent, signal.SIGTERM)
@@ -344,23 +342,23 @@ def _tell_of_failure(code: int, parent: int, heard: _Heard) -> int:
 
 
 def _is_first_to_ask() -> bool:
-    """Return whether no other guardian has asked mpirun to end the job: at a second signal it ends before its ranks."""
-    folder = os.environ.get("PMIX_SERVER_TMPDIR", "")  # mpirun makes it for the job, and removes it
+    """Return whether no other guardian has asked mpirun to end the job. At a second signal, mpirun ends too early."""
+    folder = os.environ.get("PMIX_SERVER_TMPDIR", "")  # mpirun makes and removes it
     try:
         os.close(os.open(os.path.join(folder, "asyncdist-ends"), os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
     except FileExistsError:
         return False
-    except OSError:  # nothing is known of the others
+    except OSError:  # the other guardians are unknown
         return True
     return True
 
 
 def _wait(child: int, parent: int, on_word: Callable[[], None], *, signals_group: bool) -> int | None:
-    """Return how the child has ended; None if the guardian has to end it.
+    """Wait for the child; return its wait status, or None if the guardian has to kill it.
 
     Args:
         child, parent, signals_group: See :func:`_stand_guard`.
-        on_word: Is called when the rank may have said something.
+        on_word: Called when the rank may have written a notice.
     """
     while os.getppid() == parent:
         came = signal.sigwaitinfo(signal.valid_signals())
@@ -378,7 +376,7 @@ def _wait(child: int, parent: int, on_word: Callable[[], None], *, signals_group
 
 
 def _reap() -> tuple[int, int] | None:
-    """Return pid and status of a child that has ended; None where none has."""
+    """Return pid and wait status of a child that has ended; None if none has."""
     try:
         pid, status = os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:
@@ -387,7 +385,7 @@ def _reap() -> tuple[int, int] | None:
 
 
 def _parents() -> dict[int, int]:
-    """Return the parent of every process that this user may see: hidepid=1 of proc(5) hides those of other users."""
+    """Return the parent of every visible process, by pid. With hidepid=1 (proc(5)), those are only this user's."""
     found = {}
     for entry in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):
@@ -396,9 +394,9 @@ def _parents() -> dict[int, int]:
 
 
 def _end_as(code: int) -> NoReturn:
-    """End with that exit code, or by that signal if it is negative."""
+    """End with this exit code, or by a signal if it is negative."""
     if code < 0:
-        _prctl(_PR_SET_DUMPABLE, 0)  # one core file is enough
+        _prctl(_PR_SET_DUMPABLE, 0)  # the rank has written a core file already
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)

@@ -1,19 +1,20 @@
-"""Starts ranks on its host for a launcher on another one: ``python host_agent.py TOKEN`` at the end of an ssh.
+"""Starts ranks on its host for a launcher on another host, which runs ``python host_agent.py TOKEN`` by ssh.
 
-The two speak in lines of JSON. What comes on standard input, in this order:
+Both sides send lines of JSON. The launcher writes these to the agent's standard input, in this order:
 
     {"script": PATH, "count": RANKS, "needs": [PATH, ...], "reports": TOKEN}
-                                                              what is to run here; answered by ``hello``, or ``problem``
-    {"start": RANK, "command": [...], "environ": {...}}       answered by ``ended`` with the exit code, in time
-    {"signal": RANK, "number": N}                             a signal for a rank, as :mod:`signal` numbers it
-    {"end": RANK}                                             kills a rank, and all that it has started
-    {"guardian": RANK, "number": N}                           a signal for the guardian of a rank of an mpirun
+                                                              checks the host; answered by ``hello`` or ``problem``
+    {"start": RANK, "command": [...], "environ": {...}}       starts a rank; answered by ``ended`` when it has ended
+    {"signal": RANK, "number": N}                             sends a signal to a rank
+    {"end": RANK}                                             kills a rank, and all its processes
+    {"guardian": RANK, "number": N}                           sends a signal to the guardian of a rank of an mpirun
     {"probe": true}                                           answered by ``alive`` at once
 
-Answers go to standard output, between lines of ranks, and begin with a mark that has the launcher's TOKEN, so that no
-rank writes one by accident. When standard input ends, because the launcher, the ssh or the network has, all ranks are
-killed; and so they are by their guardians, on Linux, when this process is. Where an mpirun starts the ranks, TOKEN is
-not empty, and ``report`` passes on each report of their guardians.
+The agent writes its answers to standard output, between the output lines of ranks. Each begins with a mark that
+contains the launcher's TOKEN, so that no rank writes one by accident. When standard input ends, because the launcher,
+the ssh or the network has failed, the agent kills all ranks. If the agent itself is killed, the guardians of the ranks
+do so, on Linux. If an mpirun starts the ranks, the TOKEN of ``reports`` is not empty, and the agent forwards each
+report of their guardians as ``report``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Final
 
-#: This file, to be run as a program.
+#: Path of this file, to run it as a program.
 PROGRAM: Final = os.path.abspath(__file__)
 if __name__ == "__main__":
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(PROGRAM)))
@@ -39,20 +40,20 @@ from asyncdist.launch.supervision.guardian_reports import GuardianReports  # noq
 
 
 def mark(token: str) -> bytes:
-    """Return what a line for the launcher begins with."""
+    """Return the mark at the beginning of a line for the launcher."""
     return f"\x1easyncdist {token} ".encode()
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that must be those of all hosts."""
+    """Return the versions that must be equal on all hosts."""
     return {"asyncdist": __version__, "Python": platform.python_version()}
 
 
 class _Agent:
-    """Carries out what the launcher says.
+    """Carries out the launcher's commands.
 
     Args:
-        token: of the launcher.
+        token: Token of the launcher.
     """
 
     def __init__(self, token: str) -> None:
@@ -63,7 +64,7 @@ class _Agent:
         self._reports: GuardianReports | None = None
 
     def run(self) -> None:
-        """Do as told until standard input ends."""
+        """Carry out commands until standard input ends."""
         threading.Thread(target=self._read, name="launcher", daemon=True).start()
         with local_host.told_variables() as self._told:
             self._carry_out()
@@ -76,7 +77,7 @@ class _Agent:
                     return
                 if what == "ended":
                     process = self._ranks.pop(news)
-                    process.end()  # what it left behind
+                    process.end()  # and the processes that it has left
                     self._tell(ended=news, code=process.returncode)
                 else:
                     self._obey(news)
@@ -91,7 +92,7 @@ class _Agent:
     def _read(self) -> None:
         try:
             for line in sys.stdin.buffer:
-                if line.endswith(b"\n"):  # else the launcher, or the ssh, has ended within the line
+                if line.endswith(b"\n"):  # otherwise the launcher, or the ssh, has ended within the line
                     self._events.put(("told", json.loads(line)))
         finally:
             self._events.put(("over", None))
@@ -139,7 +140,7 @@ class _Agent:
             self._tell(ended=rank, code=127)
 
     def _tell(self, **news: Any) -> None:
-        os.write(1, self._mark + json.dumps(news).encode() + b"\n")  # short enough to be written at once
+        os.write(1, self._mark + json.dumps(news).encode() + b"\n")  # short enough for a single write
 
 
 if __name__ == "__main__":

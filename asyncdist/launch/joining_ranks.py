@@ -1,11 +1,11 @@
-"""Starts ranks of a script that join a job which runs: ``asyncdist run --join HOST:PORT``.
+"""Starts ranks of a script that join a running job: ``asyncdist run --join HOST:PORT``.
 
-The job is one of ``asyncdist run --places``, whose store is at that address. :mod:`asyncdist.launch.place_claims` takes
-free places there, and tells the others what becomes of them. The rules are those of
-:mod:`asyncdist.launch.local_ranks`, whose supervision this is, but for these:
+The job was started by ``asyncdist run --places``, and its store is at that address.
+:mod:`asyncdist.launch.place_claims` takes free places there, and reports their changes to the job. This module uses
+the supervision of :mod:`asyncdist.launch.local_ranks`, with its rules, except:
 
-- A rank that fails, or is killed, ends nobody else, here either.
-- At a signal the ranks are killed: they are lost to the others, who go on.
+- A rank that fails or is killed ends no other rank.
+- At a signal the ranks are killed. The job's other ranks continue, and regard them as lost.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from asyncdist._version import __version__
 from asyncdist.launch import local_ranks, place_claims
 from asyncdist.trust import secret_files
 
-#: How long somebody may take to answer there at all.
+#: Seconds for connecting to the address.
 _LISTENER_S: Final = 5.0
-#: How long it may take to ask for places, the import of torch on a busy host included.
+#: Seconds for taking places, including the import of torch on a busy host.
 _ANSWER_S: Final = 60.0
-#: How long the places may take to be given back.
+#: Seconds for giving the places back.
 _GIVE_BACK_S: Final = 5.0
 
 
@@ -46,20 +46,20 @@ def run(
     """Run ranks of a script in free places of a job, and return an exit code when the last one has ended.
 
     Args:
-        script: path of a Python script.
-        arguments: the script's own arguments.
-        address: of the job, as its launcher has printed it.
-        ranks: how many places to take.
-        threads: OMP_NUM_THREADS of each rank; None keeps the user's, else gives each rank its share of the cores.
-        restarts: how often each rank is started again when a signal kills it.
-        environ: the environment to start from.
+        script: Path of a Python script.
+        arguments: Arguments of the script.
+        address: Address of the job that its launcher has printed.
+        ranks: Number of places to take.
+        threads: OMP_NUM_THREADS of each rank. None keeps the user's value, or gives each rank its share of the cores.
+        restarts: Number of restarts of each rank after a signal has killed it.
+        environ: Environment of this process.
 
     Returns:
-        0 if the last process of each rank ended with it; else the code of the first that did not, or 128 and the number
-        of the signal that killed it, or that the launcher was given.
+        0 if the last process of each rank ended with 0. Otherwise the code of the first rank that failed, or 128 plus
+        the number of the signal that killed it or that the launcher received.
 
     Raises:
-        local_host.LaunchError: the script is no file, or there is no such job, or too few of its places are free.
+        local_host.LaunchError: The script does not exist, there is no such job, or too few of its places are free.
     """
     local_host.check_script(script)
     local_host.check_ranks(ranks)
@@ -101,14 +101,14 @@ def build_environments(
     threads: int | None,
     secret: str = "",
 ) -> dict[int, dict[str, str]]:
-    """Return the environment of each rank; the user's setting for threads is kept, unless ``threads`` is given.
+    """Return the environment of each rank.
 
     Args:
-        environ: the environment to start from.
-        job: as :func:`place_claims.claim` returns it.
-        host, port: of the job's store.
-        threads: OMP_NUM_THREADS.
-        secret: The secret of the job.
+        environ: Environment of this process.
+        job: Description of the job from :func:`place_claims.claim`.
+        host, port: Address of the job's store.
+        threads: OMP_NUM_THREADS; None keeps the user's value.
+        secret: Secret of the job.
     """
     places: list[tuple[int, int]] = job["places"]
     share = str(max(1, local_host.available_cores() // len(places)))
@@ -138,15 +138,14 @@ def _kept_secret(address: str, port: int) -> str:
     """Return the secret that the launcher of a job on this host keeps for this user.
 
     Raises:
-        local_host.LaunchError: There is none. A job of ``asyncdist run --places`` has one, so what listens there is no
-            such job, or another user's, or on another host.
+        local_host.LaunchError: There is no secret, so that the address is not that of a job of this user on this host.
     """
     secret = secret_files.find(secret_files.name_of(port), environment.secret_directories())
     if secret is None:
         raise local_host.LaunchError(
-            f"--join {address}: this host has no secret of a job at that port, and a job is joined by its secret. It "
-            "is found on the host of the job's launcher, for the same user, while the job runs. From elsewhere, give "
-            "both the same ASYNCDIST_JOB_SECRET_FILE, a file of mode 0600"
+            f"--join {address}: this host has no secret of a job at that port, and joining a job needs its secret. It "
+            "is found automatically by the same user on the host of the job's launcher, while the job runs. From "
+            "elsewhere, give both commands the same ASYNCDIST_JOB_SECRET_FILE, a file with mode 0600"
         )
     return secret
 
@@ -154,9 +153,7 @@ def _kept_secret(address: str, port: int) -> str:
 def _parse(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not (host and port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
-        raise local_host.LaunchError(
-            f"--join {address!r} is no address; allowed: HOST:PORT, as asyncdist run --places printed it"
-        )
+        raise local_host.LaunchError(f"--join must be HOST:PORT, as asyncdist run --places printed it, got {address!r}")
     return host, int(port)
 
 
@@ -164,11 +161,11 @@ def _check_listener(host: str, port: int) -> None:
     try:
         socket.create_connection((host, port), timeout=_LISTENER_S).close()
     except (OSError, UnicodeError) as error:
-        raise local_host.LaunchError(f"--join {host}:{port}: nobody answers there ({error})") from error
+        raise local_host.LaunchError(f"--join {host}:{port}: cannot connect ({error})") from error
 
 
 def _start_keeper(host: str, port: int, ranks: int, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start the process that takes the places. It outlives this one by the moment that it needs to give them back."""
+    """Start the process that takes the places. It ends shortly after this one, once it has given them back."""
     command = [sys.executable, place_claims.PROGRAM, host, str(port), str(ranks), __version__]
     quiet = {**environ, "TORCH_CPP_LOG_LEVEL": "FATAL"}
     try:
@@ -181,7 +178,9 @@ def _read_claim(keeper: subprocess.Popen[bytes], address: str) -> dict[str, Any]
     assert keeper.stdout is not None
     if not select.select([keeper.stdout], [], [], _ANSWER_S)[0]:
         keeper.kill()
-        raise local_host.LaunchError(f"--join {address}: what listens there does not answer within {_ANSWER_S:g} s")
+        raise local_host.LaunchError(
+            f"--join {address}: the process that listens there did not answer in {_ANSWER_S:g} s"
+        )
     line = keeper.stdout.readline()
     found: dict[str, Any] = json.loads(line) if line else {"error": "the process that asks there has failed"}
     if "error" in found:
@@ -190,7 +189,7 @@ def _read_claim(keeper: subprocess.Popen[bytes], address: str) -> dict[str, Any]
 
 
 def _end(keeper: subprocess.Popen[bytes]) -> None:
-    """Let the places go of which nothing was said, and end the process that holds them."""
+    """End the process that holds the places, which frees those whose ranks have not been reported as ended."""
     assert keeper.stdin is not None and keeper.stdout is not None
     with contextlib.suppress(BrokenPipeError):
         keeper.stdin.close()

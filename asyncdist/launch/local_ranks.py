@@ -2,24 +2,25 @@
 
 The launcher keeps to these rules:
 
-- A rank is in a process group of its own. So Ctrl-C in a terminal reaches the launcher alone, which passes it on, once.
-  Only rank 0 is in the launcher's group if that has a terminal: rank 0 alone may read from it, and its keys reach rank
-  0 without the launcher.
+- Each rank is in its own process group. Ctrl-C in a terminal therefore reaches only the launcher, which passes it on
+  once. If the launcher has a terminal, rank 0 is in the launcher's group: only rank 0 may read from the terminal, and
+  its keys reach rank 0 without the launcher.
 - All signals of :data:`asyncdist.local_host.PASSED_ON_SIGNALS` are passed on to the ranks.
-- Processes that a rank has started (the workers of a data loader) end when the rank does, on Linux also those in a
-  session of their own (:mod:`asyncdist.launch.guardians`).
-- The first rank to fail decides the exit code, as with mpirun. But exit code 1, with which Python ends after any
-  exception, says little: ranks that stop because another one fails often end so before that one does. So a rank that
-  ends in another way within ``SETTLE_S`` is the cause.
-- The others are asked to stop, and killed if they have not done so after ``STOP_S``. No process is left behind, also
-  when the launcher itself is killed (on Linux).
-- Where ranks are to be started again (``restarts``), one that is killed by a signal is, under the same variables but
-  for ASYNCDIST_INCARNATION, which counts that; the others are left alone. One that ends by itself is not: it ended
-  well, or has told the others of its failure. The store then is with a process of its own
-  (:mod:`asyncdist.launch.store_server`), so that any rank may die. There the launcher notes which processes have ended.
-- Where the world has more places than the launcher starts ranks (``places``), others may come to them later
-  (:mod:`asyncdist.launch.joining_ranks`). A rank that is killed, and not started again, then leaves its place to them.
-- Nothing here imports torch: the launcher is up in 0.1 s and waits without using a core.
+- Processes that a rank has started (the workers of a data loader) end when the rank does. On Linux this includes
+  processes in their own sessions (:mod:`asyncdist.launch.guardians`).
+- The first rank to fail decides the exit code, as with mpirun. Exit code 1, with which Python ends after any exception,
+  is an exception: ranks that stop because another one fails often end with it before the failing rank does. A rank that
+  ends in another way within ``SETTLE_S`` is therefore the cause.
+- The other ranks are asked to stop, and killed if they have not done so after ``STOP_S``. No process is left behind, on
+  Linux even if the launcher itself is killed.
+- With ``restarts``, a rank that is killed by a signal is restarted with the same variables, except for
+  ASYNCDIST_INCARNATION, which counts the restarts. The other ranks are not touched. A rank that exits is not restarted:
+  it has returned, or has notified the others of its failure. A separate process serves the store
+  (:mod:`asyncdist.launch.store_server`), so that any rank may die, and the launcher notes there which processes have
+  ended.
+- With ``places``, the world has more places than the launcher starts ranks, and ranks may join later
+  (:mod:`asyncdist.launch.joining_ranks`). A rank that is killed and not restarted frees its place.
+- This module does not import torch: the launcher starts in 0.1 s and uses no CPU while it waits.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ from asyncdist.launch.supervision import endings
 from asyncdist.trust import job_secret, secret_files
 from asyncdist.wording import ranks_in_words
 
-#: How long ranks that were asked to stop may take.
+#: Seconds that ranks may take to stop when they are asked to.
 STOP_S: Final = 10.0
-#: How long, after one has ended with 1, the others may end by themselves before they are asked to.
+#: Seconds that the others may take to end after a rank has ended with 1, before they are asked to stop.
 SETTLE_S: Final = 2.0
-#: How long the store serves on when all ranks have ended, so that those of other launchers hear of it.
+#: Seconds that the store stays up after all ranks have ended, so that ranks of other launchers are notified.
 OVER_S: Final = 0.5
 
-#: What happened, with a number: a signal arrived; one that went to the foreground processes of the terminal as well
-#: arrived; a rank ended, by its rank; or the time is over, for all ranks.
+#: An event and its number: a signal arrived; a signal arrived that the terminal's foreground processes got as well; a
+#: rank ended; or the deadline has passed (0).
 Event: TypeAlias = tuple[Literal["signal", "key", "ended", "late"], int]
 
 
@@ -58,16 +59,16 @@ class Process(Protocol):
     """The process of a rank, on this host or on another one.
 
     Attributes:
-        returncode: how it has ended, as :mod:`subprocess` says it; None while it runs.
+        returncode: Exit code as in :mod:`subprocess`; None while the process runs.
     """
 
     returncode: int | None
 
     def send_signal(self, number: int, /) -> None:
-        """Send it a signal, if it runs."""
+        """Send the process a signal, if it runs."""
 
     def end(self) -> None:
-        """End it, if it has not ended, and all that it has started; its process has ended when that is done."""
+        """Kill the rank and all processes that it has started; this process ends once they are gone."""
 
 
 P = TypeVar("P", bound=Process)
@@ -77,11 +78,11 @@ class RankProcess(subprocess.Popen[bytes]):
     """The process of a rank on this host."""
 
     def end(self) -> None:
-        """End it, if it has not ended, and all that it has started; its process has ended when that is done."""
+        """Kill the rank and all processes that it has started; this process ends once they are gone."""
         if guardians.ARE_HERE:
             self.send_signal(guardians.end_signal())
             return
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses a group of zombies
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses a signal to a group of zombies
             os.killpg(self.pid, signal.SIGKILL)
 
 
@@ -99,8 +100,8 @@ def run(
 
     Args:
         threads: OMP_NUM_THREADS of each rank. None keeps the user's value, or gives each rank its share of the cores.
-        restarts: The number of times that each rank is started again after a signal has killed it.
-        places: The size of a world that other ranks may join; None if no rank may join.
+        restarts: Number of restarts of each rank after a signal has killed it.
+        places: Size of a world that other ranks may join; None if no rank may join.
 
     Returns:
         0 if the last process of each rank ended with 0; with ``places``, killed ranks that others outlived do not
@@ -108,7 +109,7 @@ def run(
         and 128 plus the signal's number for a killed rank or a signal to the launcher.
 
     Raises:
-        local_host.LaunchError: the script is no file, or a process cannot be started.
+        local_host.LaunchError: The script does not exist, or a process cannot be started.
     """
     local_host.check_script(script)
     local_host.check_ranks(ranks)
@@ -122,7 +123,7 @@ def run(
     )
     environments = dict(enumerate(of_ranks))
     kept: secret_files.RenewedSecret | None = None
-    events: queue.SimpleQueue[Event] = queue.SimpleQueue()  # the one queue whose put may interrupt its own get
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()  # the only queue whose put may interrupt its own get
     processes: dict[int, RankProcess] = {}
     server: RankProcess | None = None
     first = {rank_program.STDIN_VARIABLE: rank_program.INHERITED, **guardians.foreground_variables()}
@@ -156,18 +157,18 @@ def run(
 
 
 class Restarts(Generic[P]):
-    """Starts ranks again, each so many times, and notes in the store what becomes of them.
+    """Restarts ranks, and notes in the store how their processes have ended.
 
     Args:
-        start: starts a rank, whose end will be an event.
-        environments: of the ranks, by rank.
-        count: how often each may be started again.
-        notes: the process that sets keys of the store; None where nobody joins.
-        is_open: whether others may take the place of a rank that is not started again.
-        have_joined: whether the ranks have joined a world that another launcher has started.
+        start: Starts a rank, whose end will be an event.
+        environments: Environments of the ranks, by rank.
+        count: Number of restarts allowed for each rank.
+        notes: Process that sets keys of the store; None if no rank may join.
+        is_open: Whether other ranks may take the place of a rank that is not restarted.
+        have_joined: Whether these ranks have joined the world of another launcher.
 
     Attributes:
-        goes_on: whether the others go on when one is killed.
+        goes_on: Whether the others continue when a rank is killed.
     """
 
     def __init__(
@@ -191,14 +192,14 @@ class Restarts(Generic[P]):
         self.goes_on = count > 0 or is_open
 
     def start(self, rank: int, returncode: int, others: int) -> P | None:
-        """Start a rank again that was killed, unless it has been so too often, or no rank is left; say which."""
+        """Restart a killed rank and return its process; None if it has no restarts left, or no other rank lives."""
         why = endings.how_ended(returncode)
         number = self._newest[rank] - self._first[rank]
         has_others = others > 0 or self.have_joined
-        is_only_one = len(self._environments) == 1  # which begins the next world alone
+        is_only_one = len(self._environments) == 1  # it begins the next world alone
         if not (has_others or is_only_one) or number == self._count:
-            left = "the others go on without it" if has_others else "no other rank is left to take it in"
-            again = f"; it is not started again ({number} of {self._count})" if self._count else ""
+            left = "the others continue without it" if has_others else "no other rank is left for it to join"
+            again = f"; it is not restarted ({number} of {self._count})" if self._count else ""
             self.say(f"rank {rank} {why}{again}: {left}")
             if self._is_open:
                 self.note(f"place/{rank}", f"free {self._newest[rank] + 1}")
@@ -206,16 +207,16 @@ class Restarts(Generic[P]):
                 self.note("gone", str(rank))
             return None
         self._newest[rank] += 1
-        self.say(f"rank {rank} {why}; starting it again ({number + 1} of {self._count})")
+        self.say(f"rank {rank} {why}; restarting it ({number + 1} of {self._count})")
         variables = {**self._environments[rank], environment.INCARNATION_VARIABLE: str(self._newest[rank])}
         return self._start(rank, variables)
 
     def is_borne(self, others: int) -> bool:
-        """Return whether a killed rank that is not started again is no failure: others may come, and others go on."""
+        """Return whether a killed rank without restart does not fail the job: others live, and new ranks may join."""
         return self._is_open and not self.have_joined and others > 0
 
     def note_exit(self, rank: int, returncode: int) -> None:
-        """Let the ranks know that the process of ``rank`` has ended, so that none goes on connecting to it."""
+        """Notify the ranks that the process of ``rank`` has ended, so that none keeps connecting to it."""
         self.note(f"exited/{rank}.{self._newest[rank]}")
         if self._is_open and returncode >= 0:
             self.note(f"place/{rank}", f"free {self._newest[rank] + 1}" if returncode and self.have_joined else "left")
@@ -226,10 +227,10 @@ class Restarts(Generic[P]):
             tell(self._notes, f"asyncdist/{key} {value}")
 
     def newcomer(self, rank: int) -> str:
-        """Return in which way this rank has come to a world that was running; "" if it was there before."""
+        """Return a clause that says how this rank joined a running world; "" if it was there from the beginning."""
         if self.have_joined:
             return "which had joined the others"
-        return "which was started again" if self._newest[rank] else ""
+        return "which was restarted" if self._newest[rank] else ""
 
     @staticmethod
     def say(text: str) -> None:
@@ -246,7 +247,7 @@ def tell(process: subprocess.Popen[bytes], line: str) -> None:
 
 
 def given_secret(environ: Mapping[str, str]) -> str | None:
-    """Return the secret that the user has given this job. Raises LaunchError where it cannot be used."""
+    """Return the user's secret for this job; None if there is none. Raises LaunchError if it cannot be used."""
     try:
         return environment.given_secret(environ)
     except ValueError as error:
@@ -254,13 +255,13 @@ def given_secret(environ: Mapping[str, str]) -> str | None:
 
 
 def _keep_secret(variables: Mapping[str, str]) -> secret_files.RenewedSecret:
-    """Keep the secret where ``asyncdist run --join`` of this user on this host finds it."""
+    """Keep the secret in a file in which this user's ``asyncdist run --join`` finds it on this host."""
     port = int(variables["MASTER_PORT"])
     return secret_files.RenewedSecret(port, variables[environment.SECRET_VARIABLE], environment.secret_directories)
 
 
 def _start_store(variables: Mapping[str, str], *, is_open: bool) -> RankProcess:
-    """Start the process that serves the store at the address that the ranks are told."""
+    """Start the process that serves the store, at the address in the ranks' variables."""
     command = [sys.executable, store_server.PROGRAM, variables["MASTER_ADDR"], variables["MASTER_PORT"]]
     command += ["open"] * is_open
     return _popen(command, variables, "the store", stdin=subprocess.PIPE)
@@ -269,7 +270,7 @@ def _start_store(variables: Mapping[str, str], *, is_open: bool) -> RankProcess:
 def _announce_places(
     server: RankProcess, variables: Mapping[str, str], ranks: int, places: int, script: str, *, is_open: bool
 ) -> None:
-    """Say in the store which job this is and which places are free, and print how others come to them."""
+    """Describe the job and its free places in the store, and print how ranks join."""
     for rank in range(places):
         tell(server, f"asyncdist/place/{rank} {'held' if rank < ranks else 'free 1'}")
     run_id = variables["TORCHELASTIC_RUN_ID"]
@@ -279,13 +280,13 @@ def _announce_places(
     free = places - ranks
     tell(
         server,
-        f"!asyncdist run: {free} of {places} places {'is' if free == 1 else 'are'} free; others join by: "
+        f"!asyncdist run: {free} of {places} places {'is' if free == 1 else 'are'} free; to join, run: "
         f"asyncdist run --join {address} {script}",
     )
 
 
 def _say_over(server: RankProcess) -> None:
-    """Let those that have joined, and those that are about to, hear that the store closes."""
+    """Notify ranks that have joined, or are about to join, that the store closes."""
     tell(server, f"asyncdist/{place_claims.OVER} ")
     with contextlib.suppress(subprocess.TimeoutExpired):
         server.wait(OVER_S)
@@ -302,9 +303,9 @@ def build_environments(
     secret: str = "",
     is_open: bool = False,
 ) -> list[dict[str, str]]:
-    """Return the environment of each rank; the user's setting for threads is kept, unless ``threads`` is given.
+    """Return the environment of each rank; ``threads`` None keeps the user's OMP_NUM_THREADS.
 
-    Ranks of other hosts may join a job that ``is_open``.
+    With ``is_open``, ranks of other hosts may join the job.
     """
     share = str(max(1, (cores or local_host.available_cores()) // ranks))
     chosen = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
@@ -332,7 +333,7 @@ def build_environments(
 
 
 def newcomer_variables(incarnation: int, empty_count: int) -> dict[str, str]:
-    """Return what a rank is told, besides, of a world that ranks may join later."""
+    """Return the additional variables of a rank whose world others may join later."""
     return {
         environment.INCARNATION_VARIABLE: str(incarnation),
         environment.EMPTY_VARIABLE: str(empty_count),
@@ -343,7 +344,7 @@ def newcomer_variables(incarnation: int, empty_count: int) -> dict[str, str]:
 def start(
     command: Sequence[str], variables: Mapping[str, str], *, rank: int, ended: Callable[[], object]
 ) -> RankProcess:
-    """Start a rank under guardians; ``ended`` is called when it has ended, in a thread."""
+    """Start a rank under guardians; ``ended`` is called in a thread when it has ended."""
     stdin = None if rank_program.STDIN_VARIABLE in variables else subprocess.DEVNULL
     process = _popen(command, variables, f"rank {rank}", stdin=stdin)
 
@@ -357,7 +358,7 @@ def start(
 
 def _popen(command: Sequence[str], variables: Mapping[str, str], what: str, *, stdin: int | None) -> RankProcess:
     guarded = guardians.guarded(list(command), parent=os.getpid())
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # it answers that one when it can
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # the rank unblocks it once it has a handler
     try:
         return RankProcess(guarded, env=variables, stdin=stdin, process_group=0)
     except OSError as error:
@@ -368,7 +369,7 @@ def _popen(command: Sequence[str], variables: Mapping[str, str], what: str, *, s
 
 @contextlib.contextmanager
 def signals_as_events(events: queue.SimpleQueue[Event]) -> Iterator[None]:
-    """Turn signals into events while the context lasts."""
+    """Turn signals into events in the body."""
     with local_host.signals_received(lambda number, is_key: events.put(("key" if is_key else "signal", number))):
         yield
 
@@ -376,16 +377,16 @@ def signals_as_events(events: queue.SimpleQueue[Event]) -> Iterator[None]:
 def supervise(
     processes: dict[int, P], events: queue.SimpleQueue[Event], again: Restarts[P], at_terminal: Collection[int] = ()
 ) -> int:
-    """Wait for all ranks, and stop the remaining ones when one fails or a signal asks for that.
+    """Wait for all ranks, and stop the remaining ones if one fails or a signal asks for it.
 
     Args:
-        processes: The process of each rank; a rank that is started again gets a new one in it.
-        events: Brings signals and the ends of ranks.
-        again: Starts ranks again, and tells the store how they have ended.
-        at_terminal: Ranks that are in the foreground of the terminal with this process.
+        processes: Process of each rank. A restarted rank gets a new one.
+        events: Queue of signals and of ends of ranks.
+        again: Restarts ranks, and notes in the store how their processes have ended.
+        at_terminal: Ranks that are in the terminal's foreground together with this process.
 
     Returns:
-        The job's exit code.
+        Exit code of the job.
     """
     return _Supervision(processes, events, again, at_terminal).run()
 
@@ -393,8 +394,8 @@ def supervise(
 class _Supervision(Generic[P]):
     """Carries out :func:`supervise`.
 
-    Ranks that have joined others are killed at a signal: one that stops on its own would tell the others that it has
-    failed, and so end their job.
+    Ranks that have joined another launcher's world are killed at a signal. A rank that stops on its own would notify
+    that world of its failure, and so end the job.
     """
 
     def __init__(
@@ -409,7 +410,7 @@ class _Supervision(Generic[P]):
         self._again = again
         self._at_terminal = at_terminal
         self._living = set(processes)
-        self._victims: list[int] = []  # or causes: they ended as Python does after any exception
+        self._victims: list[int] = []  # ended with 1, as Python does after any exception; perhaps causes
         self._passed_on: set[int] = set()
         self._code = self._lost_code = 0
         self._deadline: float | None = None
@@ -426,11 +427,11 @@ class _Supervision(Generic[P]):
         return self._code or (_explain(self._victims, 1, others=False) if self._victims else self._lost_code)
 
     def _end_late(self) -> None:
-        if self._code:  # the ranks were asked to stop
+        if self._code:  # the ranks were asked to stop before
             self._deadline = None
             for rank in self._living:
                 self._processes[rank].end()
-        else:  # no rank ended in another way, so exit code 1 was the cause
+        else:  # no rank ended in another way, so a rank with exit code 1 is the cause
             self._stop_after(_explain(self._victims, 1, others=True))
 
     def _take_signal(self, number: int, *, is_key: bool) -> None:
@@ -440,7 +441,7 @@ class _Supervision(Generic[P]):
             local_host.stop_with_ranks(number)
             return
         if not self._code:
-            if self._victims:  # ranks that are stopped now say nothing of what happened before
+            if self._victims:  # report the failure before the ranks are stopped
                 _explain(self._victims, 1, others=True)
             self._code, self._deadline = 128 + number, None
         self._deadline = self._deadline or time.monotonic() + STOP_S
@@ -452,14 +453,14 @@ class _Supervision(Generic[P]):
 
     def _note_end(self, rank: int) -> None:
         self._living.discard(rank)
-        self._processes[rank].end()  # what it left behind
+        self._processes[rank].end()  # the processes that it has left
         returncode = self._processes[rank].returncode
         assert returncode is not None, "it has ended"
         self._again.note_exit(rank, returncode)
         newcomer = self._again.newcomer(rank)
         if self._code or not returncode:
             return
-        if returncode > 0 and newcomer:  # the others know whether this is a failure of the job
+        if returncode > 0 and newcomer:  # the other ranks decide whether this fails the job
             self._lost_code = self._lost_code or returncode
             self._again.say(f"rank {rank}, {newcomer}, {endings.how_ended(returncode)}")
         elif self._again.goes_on and returncode < 0 and not self._victims and -returncode not in self._passed_on:
@@ -472,7 +473,7 @@ class _Supervision(Generic[P]):
             self._stop_after(_explain([rank], returncode, others=others, was_passed_on=was_passed_on))
 
     def _replace(self, rank: int, returncode: int) -> None:
-        """Start a rank again that was killed, if it may be."""
+        """Restart a killed rank if that is allowed."""
         started = self._again.start(rank, returncode, len(self._living))
         if started is not None:
             self._processes[rank] = started
@@ -485,7 +486,7 @@ class _Supervision(Generic[P]):
         self._send(signal.SIGTERM)
 
     def _send(self, number: int, *, is_key: bool = False) -> None:
-        """Send a signal to the ranks that live, unless it has reached them as it has this process."""
+        """Send a signal to the living ranks, except those that have got it from the terminal."""
         for rank in self._living:
             if not (is_key and rank in self._at_terminal):
                 self._processes[rank].send_signal(number)
@@ -499,7 +500,7 @@ def _next_event(events: queue.SimpleQueue[Event], deadline: float | None) -> Eve
 
 
 def _explain(ranks: Sequence[int], returncode: int, *, others: bool, was_passed_on: bool = False) -> int:
-    """Report which ranks failed, and how. Returns the job's exit code."""
+    """Print which ranks failed, and how. Returns the job's exit code."""
     stopping = "; stopping the others" if others else ""
     Restarts.say(f"{ranks_in_words(ranks)} {endings.how_ended(returncode, was_passed_on=was_passed_on)}{stopping}")
     return endings.exit_code(returncode)

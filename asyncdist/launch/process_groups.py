@@ -1,7 +1,7 @@
-"""Makes process groups of torch.distributed, for plain functions that bring their own collectives.
+"""Makes process groups of torch.distributed, for plain functions with their own collectives.
 
-A coroutine does not need them: its world uses the torch transport. Everything here blocks, as torch.distributed does.
-Besides the torch transport this is the only module that imports torch.distributed.
+Coroutines do not need them, because their world uses the torch transport. All functions here block, as those of
+torch.distributed do. Only this module and the torch transport import torch.distributed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from asyncdist.errors import LocalProtocolError, TransportError
 from asyncdist.functional.parallel_groups import ParallelGroups, ParallelLayout, current_groups
 from asyncdist.transports.torch_distributed.meeting.rendezvous import await_listener
 
-#: Hand-made device types that a backend may be named for, as in ``"cpu:gloo,cuda:nccl"``.
+#: Device types for which a backend may be named, as in ``"cpu:gloo,cuda:nccl"``.
 _FAKE_BACKENDS = ("undefined", "fake")
 
 
@@ -29,26 +29,26 @@ _FAKE_BACKENDS = ("undefined", "fake")
 
 
 def default_backend() -> str:
-    """Return ``"nccl"`` where torch sees a GPU and was built with NCCL, else ``"gloo"``."""
+    """Return ``"nccl"`` if torch sees a GPU and was built with NCCL, else ``"gloo"``."""
     if torch.cuda.is_available() and dist.is_nccl_available():
         return "nccl"
     return "gloo"
 
 
 def get_distributed_backend() -> dist.Backend:
-    """Return the backend that new process groups get: the one that was set, else :func:`default_backend`.
+    """Return the backend of new process groups: the one that was set, else :func:`default_backend`.
 
     Raises:
-        ValueError: the one that was set is not available.
+        ValueError: The backend that was set is not available.
     """
     return dist.Backend(check_backend(environment.backend_name() or default_backend()))
 
 
 def set_distributed_backend(backend: str) -> None:
-    """Choose the backend of process groups to come, in this process and in those that it starts.
+    """Set the backend of new process groups, in this process and in processes that it starts.
 
     Args:
-        backend: one that torch has registered, or ``"device:backend,..."``.
+        backend: Name of a backend that torch has registered, or ``"device:backend,..."``.
 
     Raises:
         ValueError: torch has no such backend, or was built without it.
@@ -57,17 +57,17 @@ def set_distributed_backend(backend: str) -> None:
 
 
 def available_backends() -> list[str]:
-    """Return the backends that torch was built with, and those that extensions have registered."""
+    """Return the backends with which torch was built, and those that extensions have registered."""
     names = [name for name in dist.Backend.backend_list if name not in _FAKE_BACKENDS]
     return [name for name in names if dist.is_backend_available(name)]
 
 
 def check_backend(backend: object, name: str = "backend") -> str:
-    """Return a backend in lower case, or raise ValueError saying which there are.
+    """Return a backend's name in lower case. Raises ValueError, with the available ones, if it is unknown.
 
     Args:
-        backend: ``"gloo"``, or one for each type of device: ``"cpu:gloo,cuda:nccl"``.
-        name: the option's name, for the error.
+        backend: Name such as ``"gloo"``, or one for each type of device: ``"cpu:gloo,cuda:nccl"``.
+        name: Name of the option, for the error.
     """
     available = available_backends()
     if isinstance(backend, str) and backend:
@@ -75,7 +75,7 @@ def check_backend(backend: object, name: str = "backend") -> str:
         if all(part[2] in available and (part[0] or len(parts) == 1) for part in parts):
             return backend.lower()
     raise ValueError(
-        f"{name} is {backend!r}; torch {torch.__version__} has {', '.join(map(repr, available))} here, "
+        f"{name} is {backend!r}; allowed with torch {torch.__version__} are {', '.join(map(repr, available))}, "
         "or one for each type of device, as in 'cpu:gloo,cuda:nccl'"
     )
 
@@ -91,18 +91,18 @@ def init_process_group_from_backend(
     world_size: int | None = None,
     timeout_s: float | None = None,
 ) -> None:
-    """Make torch.distributed's default process group. Blocks until all ranks have come.
+    """Make torch.distributed's default process group. Blocks until all ranks have joined.
 
     Args:
-        backend: None takes :func:`get_distributed_backend`.
-        init_method: where ranks meet: ``"env://"``, ``"tcp://address:port"`` or ``"file://path"``.
-        rank: this process's rank; None reads RANK.
-        world_size: the number of ranks; None reads WORLD_SIZE.
-        timeout_s: for meeting and for every collective, in seconds; None is torch's own.
+        backend: Backend of the group; None for :func:`get_distributed_backend`.
+        init_method: Rendezvous: ``"env://"``, ``"tcp://address:port"`` or ``"file://path"``.
+        rank: Rank of this process; None for the variable RANK.
+        world_size: Number of ranks; None for the variable WORLD_SIZE.
+        timeout_s: Timeout of the rendezvous and of every collective, in seconds; None for torch's default.
 
     Raises:
-        ValueError: the backend is not available.
-        RuntimeError: there is a default process group already, or the ranks cannot meet.
+        ValueError: The backend is not available.
+        RuntimeError: There is a default process group already, or the ranks cannot meet.
     """
     chosen = get_distributed_backend() if backend is None else check_backend(str(backend))
     dist.init_process_group(
@@ -129,28 +129,28 @@ def init_dist(
     """Make this process a rank of torch.distributed: its variables, its GPU and the default process group.
 
     Args:
-        rank: this process's rank among all.
-        local_rank: this process's rank on its host; it takes the GPU of this number, modulo their number.
-        world_size: ranks in all.
-        local_world_size: ranks on this host.
-        master_addr: name or address of the host of rank 0.
-        master_port: a free TCP port there.
-        init_method: where ranks meet: ``"env://"``, ``"tcp://address:port"`` or ``"file://path"``.
-        backend: None takes :func:`get_distributed_backend`.
-        timeout_s: how long the ranks wait for each other at an address and port, in seconds; None is torch's half an
-            hour, which is that of collectives in any case.
+        rank: Rank of this process in the job.
+        local_rank: Rank of this process on its host. It selects the GPU, modulo the number of GPUs.
+        world_size: Number of ranks of the job.
+        local_world_size: Number of ranks on this host.
+        master_addr: Name or address of rank 0's host.
+        master_port: Free TCP port on rank 0's host.
+        init_method: Rendezvous: ``"env://"``, ``"tcp://address:port"`` or ``"file://path"``.
+        backend: Backend of the group; None for :func:`get_distributed_backend`.
+        timeout_s: Seconds that the ranks wait for each other at an address and port; None for torch's default of 1800
+            seconds. Collectives always have that default.
 
     Raises:
-        ValueError: a number is out of its range, the backend is not available, or ``init_method`` is not one of those.
-        TransportError: the ranks did not meet in time; says where they were to.
-        RuntimeError: there is a default process group already.
+        ValueError: A number is out of range, the backend is not available, or ``init_method`` is not allowed.
+        TransportError: The ranks did not meet in time; the message names the place.
+        RuntimeError: There is a default process group already.
     """
     check_init_method(init_method)
     if timeout_s is not None and not timeout_s > 0:
-        raise ValueError(f"timeout_s is {timeout_s!r}; it must be above 0 seconds")
+        raise ValueError(f"timeout_s must be > 0 seconds, got {timeout_s!r}")
     check_place(rank, local_rank, world_size, local_world_size, master_port)
     if dist.is_initialized():
-        raise RuntimeError("torch.distributed has a default process group already; destroy_process_group() ends it")
+        raise RuntimeError("torch.distributed has a default process group already; call destroy_process_group() first")
     environment.set_variables(
         {
             "RANK": str(rank),
@@ -173,7 +173,7 @@ def init_dist(
 def _join_store(
     init_method: str, place: tuple[str | None, int | None], rank: int, world_size: int, timeout_s: float | None
 ) -> Any:
-    """Return the store of all ranks when they have come, as ``init_process_group`` does, but within ``timeout_s``."""
+    """Return the store when all ranks have joined it, as ``init_process_group`` does, but within ``timeout_s``."""
     usual = dist.constants.default_pg_timeout
     limit_s = usual.total_seconds() if timeout_s is None else timeout_s
     deadline = time.monotonic() + limit_s
@@ -190,17 +190,17 @@ def _join_store(
             f"rank {rank} did not meet the other {world_size - 1} at {where} within {limit_s:g} s: {first}"
         ) from error
     store.set_timeout(usual)
-    return PrefixStore("default_pg", store)  # a part of its own, since a store may have other users
+    return PrefixStore("default_pg", store)  # a separate part, because the store may have other users
 
 
 def end_dist() -> None:
-    """End the default process group and all others, unless that has been done."""
+    """Destroy the default process group and all others, if there are any."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def check_place(rank: int, local_rank: int, world_size: int, local_world_size: int, master_port: int) -> None:
-    """Raise TypeError or ValueError, naming it, for a number that does not fit the others."""
+    """Raise TypeError or ValueError if a number does not fit the others."""
     validation.count("world_size", world_size)
     validation.count("local_world_size", local_world_size)
     if local_world_size > world_size:
@@ -212,7 +212,7 @@ def check_place(rank: int, local_rank: int, world_size: int, local_world_size: i
 
 
 def check_init_method(value: object) -> None:
-    """Raise TypeError or ValueError unless ``value`` says where process groups meet, in a way that torch knows."""
+    """Raise TypeError or ValueError if ``value`` is not a rendezvous of process groups that torch knows."""
     allowed = "allowed are 'env://', 'tcp://address:port' and 'file://path'"
     if not isinstance(value, str):
         raise TypeError(f"init_method is {value!r}; {allowed}")
@@ -223,7 +223,7 @@ def check_init_method(value: object) -> None:
             "tcp": bool(url.hostname and url.port),
             "file": bool(url.path.strip("/")),
         }.get(url.scheme, False)
-    except ValueError:  # the port is no number
+    except ValueError:  # the port is not a number
         is_allowed = False
     if not is_allowed:
         raise ValueError(f"init_method is {value!r}; {allowed}")
@@ -248,18 +248,19 @@ def init_parallel_groups(
     See :mod:`asyncdist.functional.parallel_groups`.
 
     Args:
-        model_parallelism: ranks that share one stage of a model.
-        pipeline_parallelism: stages of a model; with the other it divides the world's size.
-        model_backend: None takes the default group's; the same holds for the others.
-        pipeline_backend: see ``model_backend``.
-        data_backend: see ``model_backend``.
+        model_parallelism: Number of ranks that share one stage of a model.
+        pipeline_parallelism: Number of stages of a model. Its product with ``model_parallelism`` must divide the
+            world's size.
+        model_backend: Backend of the model parallel group; None for the default group's.
+        pipeline_backend: Backend of the pipeline parallel group; None for the default group's.
+        data_backend: Backend of the data parallel group; None for the default group's.
 
     Returns:
         This rank's groups, which :func:`asyncdist.parallel_groups` returns from now on.
 
     Raises:
-        ValueError: the numbers do not divide the world, or a backend is not available.
-        LocalProtocolError: there is no default process group.
+        ValueError: The numbers do not divide the world, or a backend is not available.
+        LocalProtocolError: There is no default process group.
     """
     _check_initialized()
     backends = [
@@ -291,33 +292,33 @@ def _new_subgroup(ranks: Sequence[Sequence[int]], backend: str | None) -> dist.P
 
 def _check_initialized() -> None:
     if not dist.is_initialized():
-        raise LocalProtocolError("torch.distributed has no process group here; asyncdist.init_dist(...) makes one")
+        raise LocalProtocolError("torch.distributed has no process group here; call asyncdist.init_dist(...) first")
 
 
 # -- all to all -------------------------------------------------------------------------------------------------------
 
 
 def all_to_all(input: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Send the i-th part of ``input`` to member i, and return the parts that came here. Blocks; differentiable.
+    """Send the i-th part of ``input`` to member i, and return the received parts. Blocks; differentiable.
 
-    The awaitable one, over the group of a world, is :func:`asyncdist.all_to_all`.
+    :func:`asyncdist.all_to_all` is the awaitable version, over a group of a world.
 
     Args:
-        input: of one shape and dtype on all members, on a device that the group's backend takes; its first dimension is
-            split evenly among them.
-        group: None is the default process group.
+        input: Tensor of the same shape and dtype on all members, on a device that the group's backend supports. Its
+            first dimension is split evenly among the members.
+        group: Process group; None for the default one.
 
     Returns:
-        A tensor like ``input``: member i's part in i-th place. Its gradient takes the same way back.
+        A tensor like ``input``, with the part from member i in i-th place. Gradients are sent back the same way.
 
     Raises:
-        ValueError: the first dimension cannot be split evenly.
-        LocalProtocolError: there is no process group, or this rank is not in it.
+        ValueError: The first dimension cannot be split evenly.
+        LocalProtocolError: There is no process group, or this rank is not in it.
     """
     _check_initialized()
     size = dist.get_world_size(group)
     if size < 1:
-        raise LocalProtocolError(f"rank {dist.get_rank()} is no member of this process group")
+        raise LocalProtocolError(f"rank {dist.get_rank()} is not a member of this process group")
     if not input.dim() or input.shape[0] % size:
         raise ValueError(
             f"input has shape {tuple(input.shape)}; its first dimension must be a multiple of {size} ranks"

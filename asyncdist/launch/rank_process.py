@@ -1,4 +1,4 @@
-"""Runs a rank in a process of its own: it joins the others, runs its function, and tells its launcher how that ended.
+"""Runs a rank in its own process: it joins the others, runs its function, and reports the result to its launcher.
 
 :func:`init_and_run` can be called in any process. :mod:`asyncdist.launch.spawn` starts :func:`be_child`.
 """
@@ -34,51 +34,48 @@ from asyncdist.runtime.world import World
 
 P = ParamSpec("P")
 
-#: How long the ranks may take until they all run: importing torch, and the script's own imports.
+#: Seconds until all ranks must run, including the imports of torch and of the script.
 START_TIMEOUT_S: Final = 300.0
-#: The exit priority of the last function at a child's end: multiprocessing's own are 10 and less, not below -100.
+#: Exit priority of the function that runs last at a child's end. multiprocessing's own are from -100 to 10.
 _LAST: Final = -1000
 
-# A child sends its launcher an empty message when it runs, and then one whose first byte is one of these.
+# A child sends its launcher an empty message when it runs, and later a message whose first byte is one of these.
 
 #: The function has returned, or has called ``sys.exit(0)``.
 RETURNED: Final = b"."
-#: The rank has failed by itself; the moment, as ``MOMENT``, and the traceback follow.
+#: The rank is the cause of the failure. The time, packed by ``MOMENT``, and the traceback follow.
 CAUSE: Final = b"!"
-#: The rank has perhaps failed by itself: what torch.distributed says of a peer that has died is a RuntimeError like any
-#: other.
+#: The rank is perhaps the cause: torch.distributed reports a dead peer by an ordinary RuntimeError.
 PERHAPS: Final = b"?"
-#: The rank has failed because it lost another one.
+#: The rank has failed because it lost another rank.
 CONSEQUENCE: Final = b"-"
-#: The moment of a failure, on the monotonic clock that all processes of a host share.
+#: Time of a failure, on the monotonic clock that all processes of a host share.
 MOMENT: Final = struct.Struct("<d")
 
 
 def init_and_run(func: Callable[P, Any], cfg: MultiprocessConfig, *args: P.args, **kwargs: P.kwargs) -> None:
     """Run this process as one rank: it joins the others, runs ``func(*args, **kwargs)``, and leaves.
 
-    A plain function finds a default process group, and its parallel groups by :func:`asyncdist.parallel_groups`. A
-    coroutine function runs under :func:`asyncdist.run` on the torch transport, with a world before its arguments; its
-    parallel groups are the world's.
+    For a plain function there is a default process group, and :func:`asyncdist.parallel_groups` returns its parallel
+    groups. A coroutine function runs under :func:`asyncdist.run` on the torch transport, and gets a world before its
+    arguments. Its parallel groups are the world's.
 
     Args:
-        func: the function to run; its value is dropped.
-        cfg: a config with this process's rank.
-        args: the arguments of ``func``.
-        kwargs: the keyword arguments of ``func``.
+        func: Function to run. Its return value is dropped.
+        cfg: Config with the rank of this process.
+        args: Arguments of ``func``.
+        kwargs: Keyword arguments of ``func``.
 
     Raises:
-        TypeError: ``func`` is no function, or ``cfg`` no config.
-        ValueError: the config lacks a rank, or has options of a process group, which a coroutine function does not use.
-        TransportError: the other ranks did not come within 300 s; says where they were to meet.
-        Exception: what ``func`` raised.
+        TypeError: ``func`` is not a function, or ``cfg`` is not a config.
+        ValueError: The config lacks a rank, or has options of a process group, which a coroutine function does not use.
+        TransportError: The other ranks did not join within 300 s; the message names the rendezvous.
+        Exception: An error that ``func`` raised.
     """
     check_call(func, cfg)
     cfg = cfg.resolve()
     if cfg.rank is None:
-        raise ValueError(
-            f"rank is missing; allowed are 0..{(cfg.world_size or 1) - 1}, since this process is to be one"
-        )
+        raise ValueError(f"rank is missing; set it to this process's rank, in 0..{(cfg.world_size or 1) - 1}")
     check_process_group(func, cfg)
     if is_coroutine_function(func):
         _run_coroutine(func, cfg, args, kwargs)
@@ -125,7 +122,7 @@ def _run_coroutine(
         local_size=facts.local_world_size,
         address=cfg.master_addr,
         port=facts.master_port,
-        # The same on all hosts, which agree on nothing else.
+        # Equal on all hosts without communication.
         run_id=f"asyncdist-{cfg.master_addr}-{cfg.master_port}",
     )
     environment.set_variables(variables)
@@ -141,14 +138,14 @@ async def _with_groups(
 
 
 def is_coroutine_function(func: Callable[..., Any]) -> bool:
-    """Return whether calling it gives a coroutine; objects with an async ``__call__`` and partials of both count."""
+    """Return whether a call of ``func`` gives a coroutine. Objects with an async ``__call__`` and partials count."""
     while isinstance(func, functools.partial):
         func = func.func
     return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(type(func).__call__)
 
 
 def check_call(func: object, cfg: object) -> None:
-    """Refuse a function that cannot be called, and a config of another type."""
+    """Raise TypeError if ``func`` cannot be called or ``cfg`` is not a config."""
     if not callable(func):
         raise TypeError(f"func is {func!r}; it must be a function or a coroutine function")
     if not isinstance(cfg, MultiprocessConfig):
@@ -156,13 +153,13 @@ def check_call(func: object, cfg: object) -> None:
 
 
 def check_process_group(func: Callable[..., Any], cfg: MultiprocessConfig) -> None:
-    """Refuse a coroutine function with options of a process group, which it would not use."""
+    """Raise ValueError if a coroutine function has options of a process group, which it would not use."""
     named: dict[str, str | None] = {name: backend for name, backend in cfg._backends().items() if backend is not None}
     if cfg.init_method != "env://":
         named["init_method"] = cfg.init_method
     if named and is_coroutine_function(func):
         text = ", ".join(f"{name}={value!r}" for name, value in named.items())
-        raise ValueError(f"{text}: a coroutine function is given a world in place of process groups; leave it away")
+        raise ValueError(f"{text}: a coroutine function gets a world instead of process groups; omit this option")
 
 
 # -- started by the launcher ----------------------------------------------------------------------------------------
@@ -176,12 +173,12 @@ def be_child(
     kwargs: dict[str, Any],
     environ: Mapping[str, str],
 ) -> None:
-    """Run a child of the launcher: it reports that it runs, runs as a rank, and reports why it failed.
+    """Run a child of the launcher: report that it runs, run as a rank, and report why it failed.
 
     Args:
-        pipe: Takes the reports.
+        pipe: Pipe for the reports.
         func, cfg, args, kwargs: See :func:`asyncdist.launch_subprocesses`.
-        environ: The launcher's environment; this process has that of the server which has forked it.
+        environ: Environment of the launcher. This process has the environment of the server that forked it.
     """
     environment.replace(environ)
     os.setpgid(0, 0)
@@ -212,11 +209,11 @@ def be_child(
 
 
 def _end_with_launcher() -> None:
-    """Have the kernel kill this process group when the launcher's end of a pipe closes. Works on Linux only.
+    """Let the kernel kill this process group when the launcher's end of a pipe closes. Works on Linux only.
 
-    The signal for a parent's death is not enough: the parent may be the server that forks, which lives until its last
-    child has ended. A thread that watches the pipe is not enough either: a rank may fork, for the workers of a data
-    loader, and threads do not survive that.
+    The signal for a parent's death is not enough: the parent may be the fork server, which lives until its last child
+    has ended. A thread that watches the pipe is not enough either: it would not exist in forked children, such as the
+    workers of a data loader.
     """
     parent = multiprocessing.parent_process()
     if not sys.platform.startswith("linux") or parent is None:
@@ -229,7 +226,7 @@ def _end_with_launcher() -> None:
 
 
 def _call(story: _Story, func: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Report a failure before the process group is destroyed, which the others would notice first."""
+    """Call ``func``; report a failure before the process group is destroyed, which the others would notice first."""
     try:
         func(*args, **kwargs)
     except BaseException as error:
@@ -238,7 +235,7 @@ def _call(story: _Story, func: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 
 class _Story:
-    """Tells the launcher why this rank failed, once."""
+    """Reports to the launcher, once, why this rank failed."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe

@@ -1,9 +1,9 @@
-"""Reaches other hosts by ssh, finds out what is missing there, and starts ranks on them.
+"""Reaches other hosts by ssh, checks them, and starts ranks on them.
 
-On each host one ssh runs :mod:`asyncdist.launch.host_agent`, with the interpreter and in the directory of this process:
-hosts of a job have the same files in the same places. All hosts are asked before a rank is started, so what is wrong is
-one error, and nothing has to be stopped. When this process ends, in any way, so does each ssh, and with it all that the
-agent has started.
+On each host, ssh runs :mod:`asyncdist.launch.host_agent` with the interpreter and the working directory of this
+process: all hosts of a job need the same files in the same places. All hosts are checked before the first rank is
+started, so that one error reports all problems. When this process ends, each ssh ends, and with it all processes that
+the agent has started.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from asyncdist import local_host
 from asyncdist.launch import host_agent
 from asyncdist.wording import ranks_in_words
 
-#: A login that would ask for a password, or whether a host is known, fails instead: nobody could answer in time.
+#: Default command. A login that would ask a question, for a password or about an unknown host, fails instead.
 SSH: Final = "ssh -o BatchMode=yes -o ConnectTimeout=10"
-#: How long hosts may take to say what they have.
+#: Seconds that hosts may take to answer the check.
 HELLO_S: Final = 30.0
-#: How long an ssh may take to end when its agent is told to.
+#: Seconds that an ssh may take to end when its agent has been told to end.
 _CLOSE_S: Final = 15.0
-#: Variables that tell of a host, a login or a terminal begin so, and do not travel.
+#: Beginnings of variables that describe a host, a login or a terminal, and are not passed on.
 _HOST_BOUND: Final = (
     "HOSTNAME",
     "SSH_",
@@ -48,9 +48,9 @@ _HOST_BOUND: Final = (
     "SHLVL",
     "_",
 )
-#: The exit codes with which the shell of a host says what is not there, and the texts for them.
+#: Exit codes by which the shell of a host reports a missing file, and their messages.
 _MISSING: Final = {
-    91: "there is no directory {folder}: start in one that all hosts share, or that is the same on all",
+    91: "there is no directory {folder}: start in a directory that exists on all hosts",
     92: "there is no interpreter {python}: install this environment in the same place on all hosts",
     93: "there is no asyncdist at {agent}: install it in the same place on all hosts",
 }
@@ -58,11 +58,11 @@ _MISSING: Final = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Host:
-    """Names a host and the number of ranks that it takes.
+    """A host and its number of ranks.
 
     Attributes:
-        name: as ssh knows it, ``user@`` included.
-        slots: ranks.
+        name: Name for ssh, including ``user@``.
+        slots: Number of ranks on the host.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Host:
 
     @property
     def address(self) -> str:
-        """Return the name that other hosts know it by."""
+        """Name or address by which other hosts reach this one."""
         return self.name.rpartition("@")[2]
 
 
@@ -78,7 +78,7 @@ def parse_hosts(text: str) -> list[Host]:
     """Return the hosts of ``--hosts a:4,b:4``; a name without a number has one slot.
 
     Raises:
-        local_host.LaunchError: it is no such list.
+        local_host.LaunchError: ``text`` is not such a list.
     """
     hosts: list[Host] = []
     for word in text.split(","):
@@ -86,7 +86,7 @@ def parse_hosts(text: str) -> list[Host]:
         is_number = number.isascii() and number.isdecimal() and int(number) > 0
         if not name or name.startswith("-") or set(name) & set(" \t\"'\\;&|$") or (colon and not is_number):
             raise local_host.LaunchError(
-                f"--hosts {text!r}: {word!r} is no host with a number of ranks; allowed is NAME:RANKS, as in a:4,b:4"
+                f"--hosts {text!r}: {word!r} is not a host with a number of ranks; allowed is NAME:RANKS, as in a:4,b:4"
             )
         if name in [host.name for host in hosts]:
             raise local_host.LaunchError(f"--hosts {text!r}: {name!r} is named twice")
@@ -95,10 +95,10 @@ def parse_hosts(text: str) -> list[Host]:
 
 
 def place_ranks(hosts: Sequence[Host], ranks: int | None) -> list[Host]:
-    """Return the hosts that so many ranks are on, each with its number of them; hosts are filled in their order.
+    """Return the hosts for ``ranks`` ranks, each with its number of ranks. Hosts are filled in their order.
 
     Raises:
-        local_host.LaunchError: the hosts have too few slots.
+        local_host.LaunchError: The hosts have too few slots.
     """
     slots = sum(host.slots for host in hosts)
     left = slots if ranks is None else ranks
@@ -121,7 +121,7 @@ def split_ssh(command: str) -> list[str]:
     """Return the words of ``--ssh``.
 
     Raises:
-        local_host.LaunchError: it names no program, or one that is not there.
+        local_host.LaunchError: The command names no program, or one that does not exist.
     """
     try:
         words = shlex.split(command)
@@ -136,20 +136,20 @@ def split_ssh(command: str) -> list[str]:
 
 
 def travelling(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what ranks on other hosts get of an environment: all but what tells of this host, as srun does it."""
+    """Return the variables that ranks on other hosts get: all except those that describe this host, as with srun."""
     return {name: text for name, text in environ.items() if not name.startswith(_HOST_BOUND) and name.isidentifier()}
 
 
 class RemoteRank:
-    """The process of a rank on another host, seen from here.
+    """Represents the process of a rank on another host.
 
     Args:
-        agent: of its host.
-        rank: its rank.
-        ended: called, in a thread, when it has ended.
+        agent: Agent of the rank's host.
+        rank: Number of the rank.
+        ended: Called in a thread when the process has ended.
 
     Attributes:
-        returncode: how it has ended, as :mod:`subprocess` says it; None while it runs.
+        returncode: Exit code as in :mod:`subprocess`; None while the process runs.
     """
 
     def __init__(self, agent: Agent, rank: int, ended: Callable[[], object]) -> None:
@@ -159,36 +159,36 @@ class RemoteRank:
         self.returncode: int | None = None
 
     def send_signal(self, number: int, /) -> None:
-        """Send it a signal, if it runs."""
+        """Send the rank a signal, if it runs."""
         self._agent.say(signal=self._rank, number=int(number))
 
     def end(self) -> None:
-        """End it, if it has not ended, and all that it has started."""
+        """Kill the rank and all processes that it has started."""
         if self.returncode is None:
             self._agent.say(end=self._rank)
 
     def note_end(self, returncode: int) -> None:
-        """Take in how it has ended."""
+        """Note that the process has ended with ``returncode``."""
         self.returncode = returncode
         self._ended()
 
 
 class Agent:
-    """Speaks with the agent of a host, and passes on what the ranks there print.
+    """Communicates with the agent of a host, and prints the output of the ranks there.
 
     Args:
-        host: the host.
-        ssh: the words of the command that reaches it.
-        script: what its ranks will run.
-        needs: paths of programs that must be there.
-        reports: Token of a job whose guardians report there; "" for a job without.
+        host: The host.
+        ssh: Words of the command that reaches the host.
+        script: Path of the script that its ranks will run.
+        needs: Paths of programs that the host must have.
+        reports: Token of a job whose guardians send reports; "" if they do not.
 
     Attributes:
-        on_report: Is given each of these reports, in a thread.
-        host: the host.
-        cores: that its ranks may use; known when ``check`` has returned.
-        port: one that nobody listens at there; likewise.
-        heard_at: Time of the agent's last line, of :func:`time.monotonic`.
+        on_report: Called in a thread with each report of a guardian.
+        host: The host.
+        cores: Number of cores that the ranks there may use; known when ``check`` has returned.
+        port: Free port of the host; known when ``check`` has returned.
+        heard_at: Time of the agent's last line, in seconds of :func:`time.monotonic`.
     """
 
     def __init__(self, host: Host, ssh: Sequence[str], script: str, needs: Sequence[str], reports: str = "") -> None:
@@ -208,7 +208,7 @@ class Agent:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                process_group=0,  # Ctrl-C in a terminal is for this process, which passes it on
+                process_group=0,  # Ctrl-C in a terminal must reach only this process, which passes it on
             )
         except OSError as error:
             raise local_host.LaunchError(f"{command[0]} cannot be started: {error}") from error
@@ -226,7 +226,7 @@ class Agent:
         self.say(script=script, count=host.slots, needs=list(needs), reports=reports)
 
     def check(self, deadline: float) -> str | None:
-        """Wait for what the host has to say; return what is wrong with it."""
+        """Wait for the host's answer; return its problem, or None."""
         try:
             answer = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
@@ -253,20 +253,20 @@ class Agent:
     def start(
         self, rank: int, command: Sequence[str], variables: Mapping[str, str], ended: Callable[[], object]
     ) -> RemoteRank:
-        """Start a rank on the host; ``ended`` is called when it has ended, in a thread."""
+        """Start a rank on the host; ``ended`` is called in a thread when it has ended."""
         self._ranks[rank] = started = RemoteRank(self, rank, ended)
         self.say(start=rank, command=list(command), environ=dict(variables))
         return started
 
     def say(self, **news: Any) -> None:
-        """Tell the agent something; one that is not there any more hears nothing."""
+        """Send the agent a command. Does nothing if the agent has ended."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError, ValueError):
             self._process.stdin.write(json.dumps(news).encode() + b"\n")
             self._process.stdin.flush()
 
     def close(self, patience_s: float = _CLOSE_S) -> None:
-        """End all that still runs on the host, and the connection. May be called again.
+        """End all ranks that still run on the host, and the connection. May be called again.
 
         Args:
             patience_s: Seconds that the agent may take to end.
@@ -287,12 +287,12 @@ class Agent:
 
     @staticmethod
     def _reading(read: Callable[[IO[bytes]], None], pipe: IO[bytes]) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, local_host.PASSED_ON_SIGNALS)  # another thread waits for these
+        signal.pthread_sigmask(signal.SIG_BLOCK, local_host.PASSED_ON_SIGNALS)  # another thread waits for these signals
         with pipe:
             read(pipe)
 
     def _read(self, stdout: IO[bytes]) -> None:
-        """Take in the agent's lines, and pass on those of the ranks."""
+        """Process the agent's lines, and print those of the ranks."""
         mark, rest = host_agent.mark(self._token), b""
         while data := stdout.read1(1 << 16):  # type: ignore[attr-defined]
             rest += data
@@ -300,10 +300,10 @@ class Agent:
                 _write(1, rest[:place])
                 self._hear(json.loads(rest[place + len(mark) : end]))
                 rest = rest[end + 1 :]
-            kept = rest.rfind(mark[:1])  # perhaps the beginning of a line of the agent
+            kept = rest.rfind(mark[:1])  # perhaps the beginning of an agent's line
             if kept < 0 or (len(rest) - kept > len(mark) and not rest.startswith(mark, kept)):
                 kept = len(rest)
-            if self._is_ready:  # before that it is a greeting of the host
+            if self._is_ready:  # earlier lines are a greeting of the host
                 _write(1, rest[:kept])
             rest = rest[kept:]
         self._lose()
@@ -318,7 +318,7 @@ class Agent:
             self._answers.put(news)
 
     def _lose(self) -> None:
-        """Let what waits for the host know that nothing more comes from it."""
+        """Notify all waiters for the host that its connection has ended."""
         self._answers.put({})
         if self._ranks:
             code = self._process.wait()
@@ -334,7 +334,7 @@ class Agent:
             self._ranks.pop(rank).note_end(255)
 
     def _warn(self, stderr: IO[bytes]) -> None:
-        """Pass on what is written to standard error; before the agent is there it may be a reason."""
+        """Print the host's standard error. Before the agent runs, keep the last line as a reason for a failure."""
         for line in stderr:
             if self._is_ready:
                 _write(2, line)
@@ -342,13 +342,13 @@ class Agent:
 
 
 def _write(descriptor: int, data: bytes) -> None:
-    with contextlib.suppress(BrokenPipeError):  # what reads it has gone, as with the output of any process
+    with contextlib.suppress(BrokenPipeError):  # the reader of this process's output has gone
         while data:
             data = data[os.write(descriptor, data) :]
 
 
 def _remote_command(token: str) -> str:
-    """Return the command line that starts the agent in any shell."""
+    """Return a command line that starts the agent, in any shell."""
     folder, python, agent = map(shlex.quote, (os.getcwd(), sys.executable, host_agent.PROGRAM))
     steps = f"cd {folder} || exit 91; test -x {python} || exit 92; test -r {agent} || exit 93"
     return f"exec sh -c {shlex.quote(f'{steps}; exec {python} {agent} {token}')}"
@@ -358,13 +358,13 @@ def _remote_command(token: str) -> str:
 def connected(
     hosts: Sequence[Host], ssh: Sequence[str], script: str, *, needs: Sequence[str] = (), reports: str = ""
 ) -> Iterator[list[Agent]]:
-    """Connect to all hosts, until the context ends.
+    """Connect to all hosts; the context value is their agents.
 
     Args:
         hosts, ssh, script, needs, reports: See :class:`Agent`.
 
     Raises:
-        local_host.LaunchError: some cannot run this; the text names all of them, and why.
+        local_host.LaunchError: Some hosts cannot run the job; the message lists them with their problems.
     """
     agents: list[Agent] = []
     try:

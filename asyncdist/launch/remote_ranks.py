@@ -1,6 +1,6 @@
 """Starts ranks of a script on several hosts, with the variables that torchrun sets: ``asyncdist run --hosts``.
 
-The rules are those of :mod:`asyncdist.launch.local_ranks`, whose supervision this is; only the processes are elsewhere.
+The ranks are supervised by :mod:`asyncdist.launch.local_ranks`, under the same rules, but run on other hosts.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ def run(
     """Run ranks of a script on these hosts, and return the job's exit code when the last one has ended.
 
     Args:
-        script: path of a Python script, on each host.
-        arguments: the script's own arguments.
-        hosts: where, and how many ranks on each.
-        ssh: the words of the command that reaches a host.
-        threads: OMP_NUM_THREADS of each rank; None keeps the user's, else gives each rank its share of the cores.
-        environ: the environment to start from; the ranks get all of it that is not about this host.
+        script: Path of a Python script, on each host.
+        arguments: Arguments of the script.
+        hosts: Hosts, with the number of ranks on each.
+        ssh: Words of the command that reaches a host.
+        threads: OMP_NUM_THREADS of each rank. None keeps the user's value, or gives each rank its share of the cores.
+        environ: Environment of this process. The ranks get all variables that do not describe this host.
 
     Returns:
         As :func:`asyncdist.launch.local_ranks.run`.
 
     Raises:
-        local_host.LaunchError: a host cannot run this.
+        local_host.LaunchError: A host cannot run the job.
     """
     command = rank_program.rank_command(script, arguments)
     secret = local_ranks.given_secret(environ) or job_secret.draw()
@@ -59,7 +59,7 @@ def run(
 def build_environments(
     environ: Mapping[str, str], agents: Sequence[Agent], *, threads: int | None, secret: str = ""
 ) -> list[dict[str, str]]:
-    """Return the environment of each rank; the user's setting for threads is kept, unless ``threads`` is given."""
+    """Return the environment of each rank; ``threads`` None keeps the user's OMP_NUM_THREADS."""
     size, run_id = sum(agent.host.slots for agent in agents), local_host.new_run_id()
     chosen = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
     chosen[environment.SECRET_VARIABLE] = secret

@@ -1,17 +1,17 @@
-"""Starts ranks from Python: a function in several processes of this host, joined by torch.distributed.
+"""Starts ranks from Python: runs a function in several processes of this host, joined by torch.distributed.
 
-A plain function finds a process group, a coroutine function is given a world. The launcher keeps to these rules:
+A plain function gets a process group, a coroutine function a world. The launcher keeps to these rules:
 
-- Mistakes in the config, and a function that does not pickle, are found before a process is started.
-- The first failure decides: the caller sees its traceback, and the others are stopped. A rank that failed only because
-  it lost another one is not the first, also if it reports first.
-- No rank outlives the call, however it ends; nor, on Linux, the process that made the call. Processes that a rank has
-  started end when the rank does: by its process group, and on Linux also in a session of their own. The exception is a
-  rank that something else has killed: then nothing tells which processes were its own.
+- Mistakes in the config, and a function that cannot be pickled, are reported before a process is started.
+- The first failure decides: the caller sees its traceback, and the other ranks are stopped. A rank that failed only
+  because it lost another one does not count as the first, even if it reports first.
+- No rank outlives the call or, on Linux, the process that made the call. Processes that a rank has started end when the
+  rank does, on Linux even in their own sessions. The exception is a rank that another process has killed: its
+  processes in other sessions can then no longer be found.
 
-The function and its arguments travel to the children through multiprocessing, which pickles them: they come from this
-program and go to another copy of it. Threads and MPI do not survive a fork, so ranks are spawned, or forked by a server
-that has neither. A child runs the code of :mod:`asyncdist.launch.rank_process`.
+multiprocessing sends the function and its arguments to the children by pickling them: they come from this program and
+go to another copy of it. Threads and MPI do not survive a fork, so ranks are spawned, or forked by a server that has
+neither. A child runs the code of :mod:`asyncdist.launch.rank_process`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from asyncdist.runtime.signals import interrupt_error
 
 P = ParamSpec("P")
 
-#: How long children may take to stop when they are asked to.
+#: Seconds that children may take to stop when they are asked to.
 STOP_S: Final = 5.0
 
 
@@ -68,28 +68,27 @@ def launch_subprocesses(
 ) -> None:
     """Run a function on ``local_world_size`` ranks, each a process of this host, and wait for all of them.
 
-    Call it under ``if __name__ == "__main__":``, since a child imports the script. **Ownership**: tensors among the
-    arguments come to the ranks in shared memory, as everywhere in torch.multiprocessing: clone what a rank changes.
+    Call it under ``if __name__ == "__main__":``, because children import the script. **Ownership**: the ranks get
+    tensor arguments in shared memory, as always in torch.multiprocessing. Clone a tensor before a rank changes it.
 
     Args:
-        func: a function that can be imported by its name. A coroutine function is given a world before the arguments;
-            a plain one finds a process group; see :func:`init_and_run`.
-        cfg: the config, which names no rank; :meth:`MultiprocessConfig.resolve` fills in its missing fields.
-        setup: called here, once, before the first process is started.
-        rank_offset: the first rank of this host, where there are several hosts.
-        args: the arguments of ``func``.
-        kwargs: the keyword arguments of ``func``.
+        func: Function that can be imported by its name. A coroutine function gets a world before the arguments; a plain
+            one has a process group; see :func:`init_and_run`.
+        cfg: Config without ranks. :meth:`MultiprocessConfig.resolve` fills in its missing fields.
+        setup: Function that is called once in this process, before the first rank is started; or None.
+        rank_offset: First rank of this host, in a job of several hosts.
+        args: Arguments of ``func``.
+        kwargs: Keyword arguments of ``func``.
 
     Raises:
-        RuntimeError: ``func`` failed on a rank, and the text holds that rank's traceback; or a rank was killed, by a
-            signal that is named, or exited with another code than 0, or did not start within 300 s. The other ranks
-            have been stopped.
-        TypeError: ``func`` or an argument cannot be taken to another process, or has the wrong type; nothing has been
-            started.
-        ValueError: the config does not allow it, or ``master_port`` is not free; nothing has been started.
-        KeyboardInterrupt: at Ctrl-C, when all ranks have been stopped.
-        SystemExit: at SIGTERM, SIGHUP and SIGQUIT likewise, with 128 and the signal's number as its code, in the main
-            thread of a program that has no handler for it. Other signals without a handler are passed on to the ranks.
+        RuntimeError: ``func`` failed on a rank, whose traceback is in the message; or a rank was killed by a signal,
+            exited with a code other than 0, or did not start within 300 s. The other ranks have been stopped.
+        TypeError: ``func`` or an argument cannot be pickled, or has the wrong type. No rank was started.
+        ValueError: A value is not allowed, or ``master_port`` is not free. No rank was started.
+        KeyboardInterrupt: Ctrl-C was pressed. All ranks have been stopped.
+        SystemExit: The process got SIGTERM, SIGHUP or SIGQUIT, and its program has no handler for that signal. All
+            ranks have been stopped. The code is 128 plus the signal's number. Only in the main thread; other signals
+            without a handler are passed on to the ranks.
     """
     cfg = MultiprocessConfig() if cfg is None else cfg
     resolved = _checked_config(func, cfg, setup, rank_offset)
@@ -111,10 +110,10 @@ def launch_subprocesses(
 
 @contextlib.contextmanager
 def _passing_signals_on(ranks: Sequence[_Child]) -> Iterator[None]:
-    """Pass signals on to the ranks for which this program has no handler; those that end the job raise SystemExit.
+    """Pass signals without a handler on to the ranks; those that end the job raise SystemExit.
 
-    Such a signal would otherwise end this process at once: ranks could save nothing, and nothing would end the
-    processes that they have started in sessions of their own.
+    Otherwise such a signal would end this process at once: the ranks could not save anything, and their processes in
+    other sessions would stay.
     """
 
     def take(number: int, _: FrameType | None) -> None:
@@ -139,16 +138,16 @@ def _passing_signals_on(ranks: Sequence[_Child]) -> Iterator[None]:
 def _checked_config(
     func: Callable[..., Any], cfg: MultiprocessConfig, setup: object, rank_offset: int
 ) -> MultiprocessConfig:
-    """Refuse everything that can be known to be wrong before a process is started, and return the resolved config."""
+    """Return the resolved config. Raises for all mistakes that can be found before a process is started."""
     check_call(func, cfg)
     if setup is not None and not callable(setup):
         raise TypeError(
-            f"setup is {setup!r}; it must be None or a function without arguments: what is for func comes after setup "
+            f"setup must be None or a function without arguments, got {setup!r}: the arguments of func follow setup "
             "and rank_offset, as in launch_subprocesses(func, cfg, None, 0, ...)"
         )
     for name, value in (("rank", cfg.rank), ("local_rank", cfg.local_rank)):
         if value is not None and cfg.world_size != 1:
-            raise ValueError(f"{name} is {value}; every child is given its own: leave it away, or call init_and_run")
+            raise ValueError(f"{name} is {value}; every child gets its own: omit it, or call init_and_run")
     resolved = _resolve_for(cfg, rank_offset)
     check_process_group(func, resolved)
     _check_reachable(func)
@@ -166,7 +165,7 @@ def _resolve_for(cfg: MultiprocessConfig, rank_offset: int) -> MultiprocessConfi
             f"0..{size - local_size}"
         )
     if cfg.backend is None and environment.backend_name() is not None:
-        # A server that forks the children has the environment of its own start.
+        # The fork server keeps the environment of its own start.
         return dataclasses.replace(cfg, backend=process_groups.get_distributed_backend())
     return cfg
 
@@ -176,14 +175,14 @@ def _check_port_is_free(port: int) -> None:
         local_host.probe_port(port)
     except OSError as error:
         raise ValueError(
-            f"master_port is {port}, where rank 0 of this host cannot listen ({error.strerror}); None takes a free one"
+            f"rank 0 cannot listen on master_port={port} of this host ({error.strerror}); use None for a free port"
         ) from error
 
 
 def _check_reachable(func: Callable[..., Any]) -> None:
-    """Refuse a function that a child could not import; the child would find it out only after it has been started."""
+    """Raise if a child could not import the function, which would otherwise show only after the child has started."""
     main = sys.modules["__main__"]
-    file = getattr(main, "__file__", None)  # "<stdin>" in a script that is piped
+    file = getattr(main, "__file__", None)  # "<stdin>" for a piped script
     is_interactive = getattr(main, "__spec__", None) is None and not (file and os.path.exists(file))
     if is_interactive and getattr(func, "__module__", None) == "__main__":
         raise TypeError(
@@ -191,12 +190,12 @@ def _check_reachable(func: Callable[..., Any]) -> None:
         )
     if getattr(func, "__module__", None) == "__main__" and file and os.path.exists(file) and _is_guarded(func, file):
         raise TypeError(
-            f'{func!r} is defined under if __name__ == "__main__":, where no other process finds it: define it above'
+            f'{func!r} is defined under if __name__ == "__main__":, so no other process can find it: define it above'
         )
 
 
 def _is_guarded(func: Callable[..., Any], file: str) -> bool:
-    """Return whether a function is defined in a part of the script that asks for the module's name."""
+    """Return whether a function is defined under an ``if`` on ``__name__`` in the script."""
     while isinstance(func, functools.partial):
         func = func.func
     code = getattr(func, "__code__", None)
@@ -212,18 +211,18 @@ def _is_guarded(func: Callable[..., Any], file: str) -> bool:
 
 @dataclass(slots=True)
 class _Child:
-    """Keeps what the launcher knows of one rank.
+    """The launcher's state of one rank.
 
     Attributes:
-        rank: its number among all ranks.
-        process: the child.
-        pipe: brings an empty message when it runs, and later that its function has returned, or why it failed.
-        started: whether it runs.
-        returned: whether its function has returned, or has called ``sys.exit(0)``.
-        failure: the traceback that it sent, or how it ended without one.
-        kind: whether the failure is its own; see :mod:`asyncdist.launch.rank_process`.
-        failed_at_s: The moment of the failure, or that at which it was found, on the monotonic clock.
-        rest: pidfds of the processes that it had started when it was told to stop.
+        rank: Number of the rank in the job.
+        process: Process of the rank.
+        pipe: Pipe from the rank: an empty message when it runs, and later its result.
+        started: Whether the rank has begun to run.
+        returned: Whether its function has returned, or has called ``sys.exit(0)``.
+        failure: Traceback from the rank, or a description of how it ended without one; None if it has not failed.
+        kind: Whether the rank is the cause of the failure; see :mod:`asyncdist.launch.rank_process`.
+        failed_at_s: Time at which the failure happened or was detected, on the monotonic clock.
+        rest: Pidfds of the processes that the rank had started when it was asked to stop.
     """
 
     rank: int
@@ -237,7 +236,7 @@ class _Child:
     rest: list[int] = field(default_factory=list)
 
     def read(self) -> None:
-        """Take the messages that have arrived."""
+        """Process the messages that have arrived."""
         try:
             while self.pipe.poll():
                 message = self.pipe.recv_bytes()
@@ -252,8 +251,8 @@ class _Child:
             self.pipe.close()
 
     def reap(self) -> bool:
-        """Return whether the rank has ended, and describe a failure that it could not tell itself."""
-        code = self.process.exitcode  # its sentinel may be in the hands of a child that it has forked
+        """Return whether the rank has ended; set ``failure`` if it failed without a report."""
+        code = self.process.exitcode  # the sentinel may still be held by a forked child of the rank
         if code is None:
             return False
         self.end_rest()
@@ -264,14 +263,14 @@ class _Child:
             hint = (
                 ""
                 if self.started
-                else ' before it ran: is launch_subprocesses called under if __name__ == "__main__":, and what travels '
-                "defined above it?"
+                else ' before it ran: is launch_subprocesses called under if __name__ == "__main__":, with its '
+                "function and arguments defined above?"
             )
             self.failure, self.failed_at_s = how + hint, time.monotonic()
         return True
 
     def stop(self) -> None:
-        """List the processes that the rank has started, which only a living rank shows, and ask it to stop."""
+        """Ask the rank to stop. First list its processes, which can be found only while it lives."""
         if self.process.pid is not None and self.process.exitcode is None:
             self.rest = guardians.open_descendants(self.process.pid)
             self.process.terminate()
@@ -282,16 +281,16 @@ class _Child:
             os.kill(self.process.pid, number)
 
     def end_rest(self) -> None:
-        """End the processes that the rank, which has ended, has started."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses a group of zombies
+        """Kill the remaining processes of the ended rank."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses a signal to a group of zombies
             os.killpg(cast("int", self.process.pid), signal.SIGKILL)
         guardians.kill_all(self.rest)
         self.rest = []
 
 
-#: How often ranks are looked at, in seconds: a child that a rank has forked may keep its pipe and sentinel open.
+#: Seconds between checks of the ranks, because a forked child of a rank may keep the rank's pipe and sentinel open.
 _PERIOD_S: Final = 0.5
-#: How long after a failure of this kind another rank may still report the cause, or be found dead, in seconds.
+#: Seconds that the launcher waits after a failure of this kind for another rank to report the cause or to end.
 _PATIENCE_S: Final = {CAUSE: 0.0, PERHAPS: 2.0, CONSEQUENCE: 5.0}
 
 
@@ -303,7 +302,7 @@ def _start_all(
     kwargs: dict[str, Any],
 ) -> None:
     context = multiprocessing.get_context(configs[0].launch_method)
-    # The server imports torch once for all ranks and launches: 4 ranks on 2 busy cores were up in 4 s in place of 15,
+    # The server imports torch once for all ranks and launches: 4 ranks on 2 busy cores started in 4 s instead of 15,
     # and in 0.3 s the next time. It does not import the script, which may start threads, and threads do not survive a
     # fork.
     context.set_forkserver_preload([rank_process.__name__])
@@ -314,17 +313,17 @@ def _start_all(
             target=be_child, args=(theirs, func, cfg, args, kwargs, environ), name=f"rank {cfg.rank}"
         )
         try:
-            # The server, or a spawned rank, would import modules of the working directory, a folder of all users
-            # perhaps, before it has the module path of this process.
+            # Otherwise the server, or a spawned rank, would import modules from the working directory, perhaps a shared
+            # folder, before it has the module path of this process.
             with environment.variable_set(environment.SAFE_PATH_VARIABLE, "1"):
                 process.start()
         except OSError as error:
             raise RuntimeError(f"rank {cfg.rank} cannot be started: {error}") from error
-        except Exception as error:  # pickling fails with any exception of the object, and for the first rank
+        except Exception as error:  # pickling may raise any exception, already for the first rank
             ours.close()
             raise TypeError(
-                f"{func!r} and its arguments must be taken to another process, which fails ({type(error).__name__}: "
-                f"{error}); allowed are functions that can be imported by name, and arguments that can be pickled"
+                f"{func!r} and its arguments cannot be sent to another process ({type(error).__name__}: {error}); "
+                "allowed are functions that can be imported by name, and arguments that can be pickled"
             ) from error
         finally:
             theirs.close()
@@ -332,7 +331,7 @@ def _start_all(
 
 
 def _wait_for_all(ranks: Sequence[_Child]) -> None:
-    """Return when all ranks have ended well. Raises RuntimeError at the first failure."""
+    """Wait until all ranks have returned. Raises RuntimeError at the first failure."""
     deadline = time.monotonic() + START_TIMEOUT_S
     living = list(ranks)
     while living:
@@ -355,7 +354,7 @@ def _wait_for_news(living: Sequence[_Child], timeout_s: float | None) -> None:
 
 
 def _find_cause(ranks: Sequence[_Child]) -> str:
-    """Describe the rank that failed by itself, after a moment where only ranks that may have lost it have reported."""
+    """Return a description of the rank that caused the failure. Waits briefly if it may not have reported yet."""
     began_at = time.monotonic()
     while True:
         living = [child for child in ranks if not child.reap()]
@@ -365,7 +364,7 @@ def _find_cause(ranks: Sequence[_Child]) -> str:
         left_s = began_at + _PATIENCE_S[found.kind] - time.monotonic()
         ended = [child for child in ranks if child not in living]
         gone = [child.rank for child in ended if child.process.exitcode == 0 and not child.returned]
-        if gone and found.kind != CAUSE:  # as by os._exit(0): a failure only where another rank has failed
+        if gone and found.kind != CAUSE:  # for example by os._exit(0); a failure only if another rank has failed
             text = f"rank {gone[0]} ended with exit code 0 before its function had returned"
             return text if found.kind == CONSEQUENCE else f"{text}; {_describe(found)}"
         if not living or left_s <= 0:
@@ -390,14 +389,14 @@ def _signal_name(number: int) -> str:
 
 
 def _stop_all(ranks: Sequence[_Child]) -> None:
-    """Stop all ranks: ask them, wait, and kill those that are left."""
+    """Stop all ranks: ask them to stop, wait, and kill the remaining ones."""
     try:
         for child in ranks:
             child.stop()
         deadline = time.monotonic() + STOP_S
         while (living := [child for child in ranks if not child.reap()]) and time.monotonic() < deadline:
             _wait_for_news(living, max(0.001, deadline - time.monotonic()))
-    finally:  # also at a second Ctrl-C
+    finally:  # even at a second Ctrl-C
         for child in ranks:
             if child.process.exitcode is None:
                 child.process.kill()

@@ -1,12 +1,13 @@
 """Serves the store at which ranks meet, while its launcher lives: ``python store_server.py ADDRESS PORT [open]``.
 
-It listens at that address alone, or with ``open`` at all addresses of this host, for ranks of other hosts.
+It listens only at that address or, with ``open``, at all addresses of this host, for ranks of other hosts.
 
-It reads lines from its standard input, and sets a key for each: so the launcher tells the ranks what it knows alone.
-A line of ``!`` and a text is printed, once what came before is done. When the input ends, so does the store.
+It reads ``KEY VALUE`` lines from its standard input and sets these keys, by which the launcher notifies the ranks. The
+text of a ``!TEXT`` line is printed once the lines before it have been carried out. When the input ends, so does the
+store.
 
-A store that rank 0 serves would end with rank 0, and a rank that comes later finds the others through it. The launcher
-itself cannot serve it, since it does without torch.
+Rank 0 cannot serve this store, because later ranks need it to find the others even if rank 0 has ended. The launcher
+cannot serve it either, because it does not import torch.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import sys
 from collections.abc import Iterable
 from typing import Any, Final
 
-#: This file, to be run as a program.
+#: Path of this file, to run it as a program.
 PROGRAM: Final = os.path.abspath(__file__)
 
 
 def main(address: str, port: int, *, is_open: bool) -> None:
-    """Serve until the launcher has ended."""
+    """Serve the store until the launcher has ended."""
     from asyncdist import environment
     from asyncdist.transports.torch_distributed.meeting import serving
     from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
@@ -32,7 +33,7 @@ def main(address: str, port: int, *, is_open: bool) -> None:
 
 
 def carry_out(store: Any, lines: Iterable[str]) -> None:
-    """Do what the launcher says: ``KEY VALUE``, or ``!TEXT``."""
+    """Carry out the launcher's lines: set a key for ``KEY VALUE``, print ``!TEXT``."""
     for line in lines:
         if line.startswith("!"):
             print(line[1:].rstrip("\n"), file=sys.stderr, flush=True)

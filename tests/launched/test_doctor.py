@@ -124,7 +124,7 @@ def test_a_deleted_directory_is_told_of() -> None:
     )
     assert (ended.returncode, ended.stderr) == (1, "")
     assert ended.stdout == (
-        "1 thing to mend:\n  1. the directory that this runs in has been deleted\n     -> cd to one that is there\n"
+        "1 thing to fix:\n  1. the working directory has been deleted\n     -> cd to an existing directory\n"
     )
 
 
@@ -183,7 +183,7 @@ def test_a_sick_rank_that_is_not_counted_on_its_host_speaks_too() -> None:
     ended = examine(ASYNCDIST_TRANSPORT="mpi", SLURM_STEP_NUM_TASKS="4", SLURM_PROCID="1", SLURM_STEP_ID="0")
     assert ended.returncode == 1
     assert ended.stdout.startswith("rank 1 on ")
-    assert "to mend:\n  1. " in ended.stdout
+    assert "to fix:\n  1. " in ended.stdout
 
 
 def mpirun_command(ranks: int) -> list[str]:

@@ -161,7 +161,7 @@ def test_a_place_is_taken_lost_and_taken_again(tmp_path: Path) -> None:
     with story(folder) as told:
         first = told.launch("first", ROOT, "--transport", "torch", "-n", "2", "--places", "3")
         address = told.address("first")
-        assert "asyncdist run: 1 of 3 places is free; others join by: asyncdist run --join" in told.said("first")
+        assert "asyncdist run: 1 of 3 places is free; to join, run: asyncdist run --join" in told.said("first")
         killed = told.launch("killed", elsewhere, "--join", address)
         newcomer = told.until("2.1")
         assert newcomer["size"] == 3 and newcomer["admitted_at"] > 0, "it goes on with a member's iteration"

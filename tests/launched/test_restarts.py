@@ -80,9 +80,9 @@ def test_a_rank_killed_too_often_is_left_out_with_its_exit_code(tmp_path: Path) 
         if line.startswith(f"asyncdist run: rank 1 {how_ended(-signal.SIGKILL)}")
     ]
     assert [line.rpartition("; ")[2].partition(": ")[0] for line in said] == [
-        "starting it again (1 of 2)",
-        "starting it again (2 of 2)",
-        "it is not started again (2 of 2)",
+        "restarting it (1 of 2)",
+        "restarting it (2 of 2)",
+        "it is not restarted (2 of 2)",
     ]
 
 
@@ -182,7 +182,7 @@ def test_no_world_begins_without_a_rank_that_is_not_restarted(tmp_path: Path) ->
     script.write_text(ONE_IS_GONE)
     result = torchrun.run_jobs([(command(3, 1, script), {})], TIMEOUT_S).check(128 + signal.SIGKILL)
     said = "TransportError: rank 1 was killed and is not restarted, and without it no world can begin"
-    assert said in result.stderr and result.stderr.count("starting it again (1 of 1)") == 3, result.output()
+    assert said in result.stderr and result.stderr.count("restarting it (1 of 1)") == 3, result.output()
     assert result.seconds < newcomers._WELCOME_S
 
 

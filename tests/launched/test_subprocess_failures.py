@@ -268,7 +268,7 @@ def test_a_host_of_rank_0_that_does_not_answer_is_named_in_time(
         ad.init_and_run(nothing, cfg)
     assert not dist.is_initialized()
     assert capfd.readouterr().err == "", "torch prints the stack of each try"
-    with pytest.raises(ValueError, match="timeout_s is 0; it must be above 0 seconds"):
+    with pytest.raises(ValueError, match="timeout_s must be > 0 seconds, got 0"):
         ad.init_dist(0, 0, 1, 1, "127.0.0.1", port, timeout_s=0)
 
 
@@ -278,7 +278,7 @@ def test_a_taken_master_port_is_named_before_a_rank_starts(monkeypatch: pytest.M
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        with pytest.raises(ValueError, match=f"master_port is {port}, where rank 0 of this host cannot listen"):
+        with pytest.raises(ValueError, match=f"rank 0 cannot listen on master_port={port} of this host"):
             launch_here(note_rank, config(master_port=port), "folder")
     local_host.probe_port(port)
 
@@ -326,9 +326,9 @@ def test_a_rank_that_does_not_stop_is_killed(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize("method", METHODS)
 def test_what_cannot_travel_is_refused_before_a_rank_starts(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spawn, "_wait_for_all", lambda *_: pytest.fail("a rank was started"))
-    with pytest.raises(TypeError, match=r"<lambda>.*must be taken to another process.*can be imported by name"):
+    with pytest.raises(TypeError, match=r"<lambda>.*cannot be sent to another process.*can be imported by name"):
         launch_here(lambda: None, config(launch_method=method))
-    with pytest.raises(TypeError, match=r"note_rank.*must be taken to another process.*arguments that can be pickled"):
+    with pytest.raises(TypeError, match=r"note_rank.*cannot be sent to another process.*arguments that can be pickled"):
         launch_here(note_rank, config(launch_method=method), threading.Lock())
 
 
@@ -351,7 +351,7 @@ def test_a_launch_that_cannot_be_is_refused(func: Any, cfg: MultiprocessConfig, 
 
 
 def test_arguments_in_the_place_of_setup_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"setup is 100; .* what is for func comes after setup and rank_offset"):
+    with pytest.raises(TypeError, match=r"setup must be None or a function without arguments, got 100: the arguments of func follow setup and rank_offset"):
         ad.launch_subprocesses(note_rank, config(), 100)  # type: ignore[arg-type]
 
 
@@ -446,7 +446,7 @@ def test_a_function_under_the_main_guard_is_refused(tmp_path: Path) -> None:
     """Regression: no child found it, and the launcher asked whether it was itself called under such a guard."""
     guard = f"{GUARD}\n    def inside():\n        pass\n\n    ad.launch_subprocesses(inside)\n"
     _, error = start_script(tmp_path, guard=guard).communicate(timeout=TIMEOUT_S)
-    assert 'is defined under if __name__ == "__main__":, where no other process finds it: define it above' in error
+    assert 'is defined under if __name__ == "__main__":, so no other process can find it: define it above' in error
 
 
 @pytest.mark.parametrize(

@@ -312,7 +312,7 @@ def test_init_and_run_is_one_rank_of_this_process(tmp_path: Path, monkeypatch: p
     assert not dist.is_initialized()
     with pytest.raises(LocalProtocolError, match="groups"):
         ad.parallel_groups()
-    with pytest.raises(ValueError, match=r"rank is missing; allowed are 0\.\.1"):
+    with pytest.raises(ValueError, match=r"rank is missing; set it to this process's rank, in 0\.\.1"):
         ad.init_and_run(note_rank, config(2), str(tmp_path))
     with pytest.raises(ValueError, match="rank is 2"):
         ad.init_dist(2, 0, 2, 2, "127.0.0.1", 1)
@@ -421,7 +421,7 @@ def test_the_error_names_the_failed_rank_and_not_its_peers() -> None:
 
 
 def test_a_coroutine_function_takes_no_process_group_options() -> None:
-    with pytest.raises(ValueError, match="data_parallel_backend='gloo': a coroutine function is given a world"):
+    with pytest.raises(ValueError, match="data_parallel_backend='gloo': a coroutine function gets a world"):
         launch_here(coroutine, config(data_parallel_backend="gloo"))
     with pytest.raises(ValueError, match="init_method='tcp://h:1'"):
         launch_here(coroutine, config(init_method="tcp://h:1"))

