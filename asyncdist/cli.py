@@ -1,6 +1,6 @@
-"""The ``asyncdist`` command: parses arguments and hands over.
+"""The ``asyncdist`` command: parses arguments and calls the subcommands.
 
-Wrong input is one line on standard error and exit code 2.
+Invalid input gives one line on standard error, and exit code 2.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from asyncdist.launch import joining_ranks, local_ranks, mpirun, remote_hosts, r
 from asyncdist.live.destinations import destinations, missing
 from asyncdist.report import commands as report
 
-#: The options that take a value; the others are one word.
+#: Options that take a value.
 _RUN_OPTIONS: Final = (
     *("-n", "--ranks", "--hosts", "--ssh", "--transport", "--mpi", "--threads-per-rank", "--stall-s", "--record"),
     *("--metrics", "--restarts", "--places", "--join", "-m"),
 )
-#: Those for ranks that join a world that runs.
+#: Options for ranks that join a running world.
 _NEWCOMER_OPTIONS: Final = ("restarts", "places", "join")
 _SIM_OPTIONS: Final = ("-n", "--ranks", "--seed", "--faults", "--explore", "--processes", "--until-s", "--record")
 _REPLAY_OPTIONS: Final = ("--job", "--rank", "--to-test")
-#: The scripts that ``asyncdist init`` writes.
+#: Scripts that ``asyncdist init`` writes.
 _STARTERS: Final = ("plain", "lightning", "transformers", "protocol")
 
 
@@ -57,10 +57,10 @@ def _parser() -> argparse.ArgumentParser:
     report.add_to(functools.partial(commands.add_parser, allow_abbrev=False))
     commands.add_parser(
         "doctor",
-        help="say what is detected here and why, what is wrong, and what to do about it",
+        help="show what is detected here and why, and problems with their cures",
         description=(
-            "Say what is detected here and why, what is wrong, and what to do about it; also under a launcher, as in "
-            "mpirun -n 2 asyncdist doctor. Exit code 0 when all is well, 1 when something is wrong."
+            "Show what is detected here and why, and problems with their cures. It can run under a launcher, as in "
+            "mpirun -n 2 asyncdist doctor. The exit code is 0 if there are no problems, else 1."
         ),
         allow_abbrev=False,
     )
@@ -69,18 +69,18 @@ def _parser() -> argparse.ArgumentParser:
         help="show what the ranks of a running job do, in a table that refreshes",
         description=(
             "Show what each rank of a running job on this host does, in a table that refreshes: steps and their rate, "
-            "metric, round and role, replacements, bytes, waits, losses. It asks the ranks, and disturbs none."
+            "metric, round and role, replacements, bytes, waits, losses. It asks the ranks without disturbing them."
         ),
         allow_abbrev=False,
     )
-    top.add_argument("job", nargs="?", metavar="JOB|PID", help="which job, where there are several of this user")
+    top.add_argument("job", nargs="?", metavar="JOB|PID", help="the job, if this user has several")
     story = commands.add_parser(
         "story",
-        help="say what the ranks of a running job wait for, and in which line",
+        help="show what the ranks of a running job wait for, and in which line",
         description=(
-            "Say what each rank of a running job on this host does: what it waits for, for whom, since when and in "
-            "which line. It asks the ranks, and disturbs none. kill -USR1 PID makes one rank tell its own. Of a job "
-            "that was recorded (--record DIR) it tells what each rank did last."
+            "Show what each rank of a running job on this host does: what it waits for, for which ranks, since when "
+            "and in which line. It asks the ranks without disturbing them. kill -USR1 PID makes one rank print its own "
+            "story. For a recorded job (--record DIR), show what each rank did last."
         ),
         allow_abbrev=False,
     )
@@ -88,24 +88,24 @@ def _parser() -> argparse.ArgumentParser:
         "job",
         nargs="?",
         metavar="JOB|PID|DIR",
-        help="which job, where there are several of this user; or the folder of a recording",
+        help="the job, if this user has several; or the folder of a recording",
     )
-    story.add_argument("--job", dest="recorded", metavar="JOB", help="which job of a folder with recordings of several")
+    story.add_argument("--job", dest="recorded", metavar="JOB", help="the job, if the folder has recordings of several")
     init = commands.add_parser(
         "init",
-        help="write a script to start from",
-        description="Write a commented script to start from, ready to run.",
+        help="write an example script",
+        description="Write a commented example script that is ready to run.",
         allow_abbrev=False,
     )
-    init.add_argument("flavour", choices=_STARTERS, help="what it trains with, or a protocol of one's own")
-    init.add_argument("path", nargs="?", default="train.py", help="the file (default: train.py), which must not exist")
+    init.add_argument("flavour", choices=_STARTERS, help="what it trains with, or a custom protocol")
+    init.add_argument("path", nargs="?", default="train.py", help="the file, which must not exist (default: train.py)")
     return parser
 
 
 def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
     run = commands.add_parser(
         "run",
-        help="start a script on several ranks of this host, or of others",
+        help="start a script on several ranks, on this host or others",
         usage=(
             "asyncdist run -n RANKS | --hosts HOST:RANKS,... [--ssh CMD] | --join HOST:PORT [-n RANKS]\n"
             "                     [--transport mpi|torch] [--mpi openmpi|mpich] [--threads-per-rank N]\n"
@@ -113,33 +113,35 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
             "                     [--metrics PORT|SINK] [--live] [--prefix] script.py | -m MODULE [arguments]"
         ),
         description=(
-            "Start a script on several ranks of this host, or of others that ssh reaches: with the MPI that is "
-            "installed, or as torchrun would, for torch.distributed."
+            "Start a script on several ranks, on this host or on others by ssh: with the installed MPI, or for "
+            "torch.distributed, as torchrun would."
         ),
         allow_abbrev=False,
     )
     _add_places(run)
     _add_lives(run)
     _add_watching(run)
-    run.add_argument("-m", dest="module", metavar="MODULE", help="run a module in place of a script, as python -m does")
+    run.add_argument("-m", dest="module", metavar="MODULE", help="run a module instead of a script, as python -m does")
     run.add_argument("script", nargs="?", help="a Python script; the words after it are passed to it unchanged")
 
 
 def _add_places(run: _Parser) -> None:
-    """Add the options of where ranks run, and over what they talk."""
+    """Add the options for hosts, transport and threads."""
     run.add_argument("-n", "--ranks", type=count, metavar="RANKS", help="the number of processes")
     run.add_argument(
         "--hosts",
         metavar="HOST:RANKS,...",
-        help="where the processes run, and how many on each host; -n may ask for fewer, which fill them in their order",
+        help="the hosts, and the number of ranks on each; with a smaller -n, hosts are filled in their order",
     )
-    run.add_argument("--ssh", metavar="CMD", help=f"reaches a host: CMD HOST COMMANDLINE (default: {remote_hosts.SSH})")
+    run.add_argument(
+        "--ssh", metavar="CMD", help=f"command to reach a host: CMD HOST COMMANDLINE (default: {remote_hosts.SSH})"
+    )
     run.add_argument(
         "--transport",
         metavar="mpi|torch",
         help=f"transport of the ranks (default: {environment.TRANSPORT_VARIABLE}, else mpi); torch sends over gloo",
     )
-    run.add_argument("--mpi", choices=environment.FLAVOURS, help="which MPI, where two are installed")
+    run.add_argument("--mpi", choices=environment.FLAVOURS, help="the MPI to use, if two are installed")
     run.add_argument(
         "--threads-per-rank",
         type=count,
@@ -149,68 +151,68 @@ def _add_places(run: _Parser) -> None:
 
 
 def _add_lives(run: _Parser) -> None:
-    """Add the options of ranks that are lost, start again or come later."""
+    """Add the options for lost, restarted and joining ranks."""
     run.add_argument(
         "--survive",
         action="store_true",
-        help="go on when ranks die (Open MPI 5 or later); without it, a rank that is killed ends a job on MPI",
+        help="continue when ranks die (Open MPI 5 or later); without it, a killed rank ends a job on MPI",
     )
     run.add_argument(
         "--restarts",
         type=count,
         metavar="N",
-        help="with --transport torch: start a rank that is killed again, up to N times; it joins the others, who go on",
+        help="with --transport torch: restart each killed rank up to N times; it joins the others, which continue",
     )
     run.add_argument(
         "--places",
         type=count,
         metavar="N",
-        help="with --transport torch: the world has places for N ranks, to which others may come later, see --join",
+        help="with --transport torch: the world has places for N ranks, which may join later, see --join",
     )
     run.add_argument(
         "--join",
         metavar="HOST:PORT",
-        help="join a job of --places, at the address that it has printed, with -n RANKS (default: 1) in free places",
+        help="join a job of --places, at the address that it printed, with -n RANKS (default: 1) in free places",
     )
 
 
 def _add_watching(run: _Parser) -> None:
-    """Add the options of what is told of the ranks while they run, and afterwards."""
+    """Add the options for watching and recording the ranks."""
     run.add_argument(
         "--stall-s",
         metavar="S",
         help=(
-            "tell who waits for whom and in which line when nothing has moved for S seconds (default: 60), and warn of "
-            "a main that waits for so long while others go on (default: 300, in collectives)"
+            "show which rank waits for which and in which line when no rank has moved for S seconds (default: 60), and "
+            "warn when main waits for S seconds while other ranks continue (default: 300, in collectives)"
         ),
     )
     run.add_argument(
         "--record",
         type=folder,
         metavar="DIR",
-        help="write down there what each rank does; see record in asyncdist.run",
+        help="record there what each rank does; see record in asyncdist.run",
     )
     run.add_argument(
         "--metrics",
         action="append",
         metavar="PORT|SINK",
-        help="where the counters of ranks go: a port for Prometheus, tensorboard:DIR, wandb or opentelemetry; "
+        help="destination of the ranks' counters: a port for Prometheus, tensorboard:DIR, wandb or opentelemetry; "
         "see metrics in asyncdist.run",
     )
-    run.add_argument("--live", action="store_true", help="show below the output, in a table, what each rank does")
-    run.add_argument("--prefix", action="store_true", help="begin each line that a rank prints with [its number]")
+    run.add_argument("--live", action="store_true", help="show a table below the output with what each rank does")
+    run.add_argument("--prefix", action="store_true", help="begin each line of a rank with its number, as in [0]")
 
 
 def _add_sim(commands: argparse._SubParsersAction[_Parser]) -> None:
     sim = commands.add_parser(
         "sim",
-        help="run a script on simulated ranks, in virtual time, every interleaving from a seed",
+        help="run a script on simulated ranks, in virtual time; a seed determines all interleavings",
         usage=(
             "asyncdist sim script.py --ranks RANKS [--seed SEED] [--faults FILE] [--until-s SECONDS]\n"
             "                     [--record DIR] [--explore COUNT [--processes P]] [arguments]"
         ),
-        description="Run a script on simulated ranks of this process: its asyncdist.run becomes asyncdist.simulate.",
-        epilog="The words from the first one that is no option here, or after --, are passed to the script unchanged.",
+        description="Run a script on simulated ranks in this process: its asyncdist.run becomes asyncdist.simulate.",
+        epilog="Words after --, or from the first one that is not an option here, are passed to the script unchanged.",
         allow_abbrev=False,
     )
     sim.add_argument("script", help="a Python script that calls asyncdist.run once")
@@ -222,7 +224,7 @@ def _add_sim(commands: argparse._SubParsersAction[_Parser]) -> None:
         metavar="RANKS",
         help="the number of ranks to simulate",
     )
-    sim.add_argument("--seed", type=whole, default=0, help="the seed of everything that is drawn (default: 0)")
+    sim.add_argument("--seed", type=whole, default=0, help="the seed of all random choices (default: 0)")
     sim.add_argument(
         "--faults", metavar="FILE", help='a JSON list of faults, as in [{"kind": "Kill", "rank": 1, "at_s": 0.5}]'
     )
@@ -230,35 +232,34 @@ def _add_sim(commands: argparse._SubParsersAction[_Parser]) -> None:
         "--until-s",
         type=seconds,
         metavar="SECONDS",
-        help="a limit of virtual time: a run that reaches it fails and says where each rank is (default: none)",
+        help="limit of virtual time: a run that reaches it fails, and shows where each rank is (default: none)",
     )
     sim.add_argument(
         "--record",
         type=folder,
         metavar="DIR",
-        help="write down there what each rank does, for asyncdist report; with --explore what it does in the seed that "
-        "fails",
+        help="record there what each rank does, for asyncdist report; with --explore, record the seed that fails",
     )
     sim.add_argument("--explore", type=count, metavar="COUNT", help="run COUNT seeds, from --seed on, until one fails")
     sim.add_argument(
         "--processes",
         type=count,
         metavar="P",
-        help="the number of processes that explore (default: one for each core)",
+        help="the number of exploring processes (default: one for each core)",
     )
 
 
 def _add_replay(commands: argparse._SubParsersAction[_Parser]) -> None:
     replay = commands.add_parser(
         "replay",
-        help="run a recorded job once more, in the simulator: each rank sees what it saw then",
+        help="replay a recorded job in the simulator: each rank receives what it received then",
         usage="asyncdist replay DIR [--job JOB] [--rank RANK --pdb | --to-test FILE] [script.py [arguments]]",
-        description="Run a recorded job once more on simulated ranks: the same decisions, and the same weights.",
-        epilog="Script and arguments are the recorded ones where none are given.",
+        description="Replay a recorded job on simulated ranks, with the same decisions and the same weights.",
+        epilog="Script and arguments default to the recorded ones.",
         allow_abbrev=False,
     )
-    replay.add_argument("folder", metavar="DIR", help="what --record was given")
-    replay.add_argument("--job", help="which job, where the folder has recordings of several")
+    replay.add_argument("folder", metavar="DIR", help="the folder that --record was given")
+    replay.add_argument("--job", help="the job, if the folder has recordings of several")
     replay.add_argument("--rank", type=whole, help="the rank in which --pdb stops (default: 0)")
     replay.add_argument("--pdb", action="store_true", help="stop in a debugger, on the first line of the rank's main")
     replay.add_argument("--to-test", metavar="FILE", help="write a pytest file that replays a copy of the recording")
@@ -266,9 +267,9 @@ def _add_replay(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 
 def _split_run(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into the words of ``asyncdist run``, the script's name included, and those of the script.
+    """Split a command line into the words of ``asyncdist run``, including the script's name, and the script's words.
 
-    Every word after the script's name belongs to the script, also a ``--``, which argparse would drop.
+    Every word after the script's name belongs to the script, even a ``--``, which argparse would drop.
     """
     place = 0
     while place < len(arguments) and arguments[place].startswith("-"):
@@ -284,19 +285,20 @@ def _split_run(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def _split(
     arguments: Sequence[str], valued: Sequence[str], flags: Sequence[str] = (), names: int = 1
 ) -> tuple[list[str], list[str]]:
-    """Split a command line into the words of a command itself, and those of the script.
+    """Split a command line into the words of a command and those of the script.
 
-    Options of the command may stand before and after the script's name; the script's own words begin at the first word
-    that is none of them. After ``--`` come the script's name, if it has not come before, and its words.
+    Options of the command may be before and after the script's name. The script's words begin at the first other word.
+    After ``--``, the script's name follows unless it was given before, and then the script's words.
 
     Args:
-        arguments: the words.
-        valued: the command's options that take a value.
-        flags: those that take none.
-        names: how many words, with the script's name as the last, are no options.
+        arguments: Words of the command line.
+        valued: Options of the command that take a value.
+        flags: Options of the command without a value.
+        names: Number of positional words, of which the script's name is the last.
 
     Returns:
-        The words of the command, its names first: argparse takes an optional one together with the one before alone.
+        The command's words, positional ones first, because argparse takes an optional positional word only together
+        with the one before it; and the script's words.
     """
     own: list[str] = []
     named: list[str] = []
@@ -321,7 +323,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line; never returns.
 
     Args:
-        arguments: The words without the program's name; those of this process by default.
+        arguments: Words without the program's name; None for those of this process.
     """
     local_host.open_standard_files()
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -340,7 +342,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     options, unknown = _parser().parse_known_args(words)
     if unknown:  # argparse itself would not name the command
         _Parser(prog=f"asyncdist {options.command}").error(f"unrecognized arguments: {' '.join(unknown)}")
-    if options.command in ("sim", "replay") and arguments is None:  # this process runs nothing but the command
+    if options.command in ("sim", "replay") and arguments is None:  # this process runs only the command
         environment.fix_hash_seed()
     if options.command == "run" and options.live:
         from asyncdist.live import beside  # imports msgspec
@@ -351,7 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _check_names(words: Sequence[str]) -> None:
-    """Refuse a command and options that do not exist: argparse does not name the nearest ones."""
+    """Refuse unknown commands and options with the nearest known name, which argparse does not show."""
     if not words or words[0].startswith("-"):
         return
     name = words[0]
@@ -393,17 +395,17 @@ def _main(options: argparse.Namespace, rest: Sequence[str]) -> int:
     except local_host.LaunchError as error:
         print(f"asyncdist {options.command}: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:  # while hosts are asked
+    except KeyboardInterrupt:  # while hosts are checked
         return 130
 
 
 def _init(flavour: str, path: Path) -> int:
     text = resources.files("asyncdist.starters").joinpath(f"{flavour}.py").read_text(encoding="utf-8")
     if path.stem in re.findall(r"^(?:from|import) (\w+)", text, re.MULTILINE):
-        hidden = "the script imports a module of this name, which it would hide; name another file"
+        hidden = "the script imports a module of this name, which the file would hide; name another file"
         print(f"asyncdist init: {str(path)!r}: {hidden}", file=sys.stderr)
         return 2
-    for name in ("train.py", "gossip.py"):  # as it is called in what its head says of how to start it
+    for name in ("train.py", "gossip.py"):  # the names in the commands of its docstring
         text = text.replace(f" {name} ", f" {path} ").replace(f" {name}\n", f" {path}\n")
     try:
         with path.open("x", encoding="utf-8") as file:
@@ -412,16 +414,16 @@ def _init(flavour: str, path: Path) -> int:
         why = "exists already; name another file" if isinstance(error, FileExistsError) else error.strerror
         print(f"asyncdist init: {str(path)!r}: {why}", file=sys.stderr)
         return 2
-    print(f"{path} is written: asyncdist {'sim' if flavour == 'protocol' else 'run'} -n 4 {path}")
+    print(f"wrote {path}; start it with: asyncdist {'sim' if flavour == 'protocol' else 'run'} -n 4 {path}")
     return 0
 
 
 def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Return the exit code, unless this process becomes mpirun."""
+    """Start the ranks, and return the exit code."""
     script, ranks, threads = _script(options), options.ranks, options.threads_per_rank
     if ranks is None and options.hosts is None and options.join is None:
         is_behind = any(word.partition("=")[0] in ("-n", "--ranks") for word in arguments)
-        hint = f": what follows the script is passed to it; asyncdist run -n RANKS {script}" if is_behind else ""
+        hint = f": words after the script are passed to it; asyncdist run -n RANKS {script}" if is_behind else ""
         raise local_host.LaunchError(f"the following arguments are required before the script: -n/--ranks{hint}")
     hosts, ssh = _hosts(options)
     environ = environment.environment()
@@ -477,7 +479,7 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _metrics(named: str) -> str:
-    """Return where counters go, for ranks that may have other working directories. Raises ValueError."""
+    """Return the destinations of counters, with absolute paths. Raises ValueError if one is unusable."""
     texts = []
     for each in destinations(named, "--metrics"):
         lacking = missing(each)
@@ -488,7 +490,7 @@ def _metrics(named: str) -> str:
 
 
 def _script(options: argparse.Namespace) -> str:
-    """Return the script that ranks run: the one that is named, or the file of the module."""
+    """Return the path of the script that the ranks run, or of the module's file."""
     if options.module is None:
         if options.script is None:
             raise local_host.LaunchError("the following arguments are required: script")
@@ -507,20 +509,20 @@ def _script(options: argparse.Namespace) -> str:
 
 
 def _hosts(options: argparse.Namespace) -> tuple[list[remote_hosts.Host], list[str]]:
-    """Return the hosts with the number of ranks on each, none where it is this one, and the words of ``--ssh``."""
+    """Return the hosts with the number of ranks on each, [] for this host, and the words of ``--ssh``."""
     if options.hosts is None:
         if options.ssh is not None:
-            raise local_host.LaunchError("--ssh is for --hosts, which names the hosts that it reaches")
+            raise local_host.LaunchError("--ssh needs --hosts, which names the hosts")
         return [], []
     for name in _NEWCOMER_OPTIONS:
         if getattr(options, name) is not None:
-            raise local_host.LaunchError(f"--{name} is for the ranks of this host, not for --hosts")
+            raise local_host.LaunchError(f"--{name} is for ranks on this host, and cannot be used with --hosts")
     hosts = remote_hosts.place_ranks(remote_hosts.parse_hosts(options.hosts), options.ranks)
     return hosts, remote_hosts.split_ssh(remote_hosts.SSH if options.ssh is None else options.ssh)
 
 
 def _check_newcomers(transport: str, options: argparse.Namespace) -> None:
-    """Refuse the options for ranks that join a world that runs where none can."""
+    """Raise LaunchError for options for joining ranks if no rank can join."""
     for name in _NEWCOMER_OPTIONS:
         if getattr(options, name) is None:
             continue
@@ -528,16 +530,16 @@ def _check_newcomers(transport: str, options: argparse.Namespace) -> None:
             raise local_host.LaunchError(f"--{name} is for --transport torch, and --survive for --transport mpi")
         if transport == "mpi":
             raise local_host.LaunchError(
-                f"--{name} is for --transport torch: no process can join ranks of MPI that run; --survive lets them go "
-                "on"
+                f"--{name} is for --transport torch: no process can join running ranks of MPI; with --survive they "
+                "continue when ranks die"
             )
         if options.mpi is not None:
             raise local_host.LaunchError(f"--mpi {options.mpi} is for --transport mpi")
     if options.places is not None and options.join is not None:
-        raise local_host.LaunchError("--places is for the job that --join joins: the two do not go together")
+        raise local_host.LaunchError("--places cannot be used with --join: it is for the job that is joined")
     if options.places is not None and options.places < options.ranks:
         raise local_host.LaunchError(
-            f"--places {options.places} are too few for -n {options.ranks}; allowed: {options.ranks} or more"
+            f"--places must be at least {options.ranks} with -n {options.ranks}, got {options.places}"
         )
 
 

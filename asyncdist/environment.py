@@ -1,8 +1,8 @@
-"""Reads and sets environment variables: which launcher started this process, what ranks and their children are told.
+"""Reads and sets environment variables: detects the launcher of this process, and sets variables for ranks.
 
-This is the only module that reads and sets them, but for two that must do so before it is there
-(:mod:`asyncdist.compiled`, :mod:`asyncdist.rank_program`). ``detect`` tells ``transport="auto"`` what it is in. Only
-the standard library is imported, since starting ranks should cost no import of torch.
+Only this module reads and sets environment variables, except for two that must do so before it is imported
+(:mod:`asyncdist.compiled`, :mod:`asyncdist.rank_program`). ``detect`` chooses the transport for ``transport="auto"``.
+Only the standard library is imported, so that starting ranks does not import torch.
 """
 
 from __future__ import annotations
@@ -32,43 +32,44 @@ from asyncdist.trust.job_secret import JobSecret
 Flavour = Literal["openmpi", "mpich"]
 FLAVOURS: Final[tuple[Flavour, ...]] = ("openmpi", "mpich")
 
-#: The variables of this process.
+#: Environment variables of this process.
 VARIABLES: Final[Mapping[str, str]] = os.environ
-#: Names the transport where the program says ``transport="auto"``.
+#: Variable with the transport for programs that say ``transport="auto"``.
 TRANSPORT_VARIABLE: Final = "ASYNCDIST_TRANSPORT"
 _TRANSPORTS: Final = ("auto", "local", "mpi", "torch")
-#: The source of a :class:`Launch` where the program itself has joined the ranks.
+#: Source of a :class:`Launch` if the program itself has made a process group.
 GROUP_SOURCE: Final = "torch.distributed.init_process_group"
-#: The variables for size and rank, and for both on this host, by launcher.
+#: Variables for size, rank, local size and local rank, for each kind of launcher.
 _MPI_FAMILIES: Final = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
 )
-#: Variables that launchers set for their ranks begin so; those that users set for launchers, as OMPI_MCA_*, do not.
+#: Beginnings of variables that launchers set for their ranks, but not of users' settings such as OMPI_MCA_*.
 _MPI_PREFIXES: Final = ("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "OMPI_WORLD_", "PMIX_", "PMI_", "HYDI_", "MPI_LOCAL")
-#: Those of them that users set.
+#: Beginning of users' settings among those variables.
 _MPI_SETTINGS: Final = "PMIX_MCA_"
 _TORCH_PREFIXES: Final = ("TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_")
 _LOCAL_SIZE_VARIABLES: Final = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "LOCAL_WORLD_SIZE")
-#: Names the backend of new process groups of torch.distributed, where the program names none.
+#: Variable with the backend of new process groups of torch.distributed, if the program names none.
 _BACKEND_VARIABLE: Final = "ASYNCDIST_BACKEND"
-#: Says how long main may wait before a warning, where the program does not say it.
+#: Variable with the seconds that main may wait before a warning, if the program does not set them.
 STALL_VARIABLE: Final = "ASYNCDIST_STALL_S"
 RECORD_VARIABLE: Final = "ASYNCDIST_RECORD"
-#: Says where counters go.
+#: Variable with the destinations of counters.
 METRICS_VARIABLE: Final = "ASYNCDIST_METRICS"
-#: The folder in which ranks leave their counters when they end; ``asyncdist run --live`` sets it.
+#: Variable with the folder in which ranks leave their counters when they end; set by ``asyncdist run --live``.
 LAST_COUNTERS_VARIABLE: Final = "ASYNCDIST_LAST_COUNTERS"
-#: Says how often this rank has been started again, in jobs whose launcher does that.
+#: Variable with the number of restarts of this rank, in jobs whose launcher restarts ranks.
 INCARNATION_VARIABLE: Final = "ASYNCDIST_INCARNATION"
-#: Says how many places, the highest, have no process when the world begins, in jobs that ranks may join later.
+#: Variable with the number of places (the highest ranks) without a process when the world begins, in jobs that ranks
+#: may join later.
 EMPTY_VARIABLE: Final = "ASYNCDIST_EMPTY_PLACES"
-#: The secret of the job, by which its ranks believe each other; or the file that has it.
+#: Variables with the secret by which the ranks of a job authenticate each other, or with the path of its file.
 SECRET_VARIABLE: Final = "ASYNCDIST_JOB_SECRET"
 SECRET_FILE_VARIABLE: Final = "ASYNCDIST_JOB_SECRET_FILE"
-#: Is 1 in jobs of one host, and 0 in jobs of one host that ranks of other hosts may join.
+#: Variable that is 1 in jobs of one host, and 0 if ranks of other hosts may join them.
 LOOPBACK_VARIABLE: Final = "ASYNCDIST_LOOPBACK"
-#: Tells the children of a rank of MPI which process is the rank, and what its launcher calls it.
+#: Variable by which the children of an MPI rank know the rank's pid and its launcher's variables.
 _RANK_VARIABLE: Final = "ASYNCDIST_RANK"
 
 
@@ -76,12 +77,12 @@ _RANK_VARIABLE: Final = "ASYNCDIST_RANK"
 
 
 def check_transport(name: str, *, what: str = "transport", allowed: Sequence[str] = _TRANSPORTS) -> None:
-    """Refuse a name that is not a transport.
+    """Raise ValueError if a name is not a transport.
 
     Args:
         name: The user's value.
-        what: The option or variable that holds it, for the error.
-        allowed: The names of transports that are allowed there.
+        what: Option or variable that contains the value, for the error.
+        allowed: Names of the transports that are allowed.
 
     Raises:
         ValueError: ``name`` is not in ``allowed``.
@@ -90,7 +91,7 @@ def check_transport(name: str, *, what: str = "transport", allowed: Sequence[str
         return
     hint = ""
     if str(name).startswith("torch:"):
-        hint = ". 'torch' always sends over gloo, in groups of its own; the program's own groups may use any backend"
+        hint = ". 'torch' always sends over gloo, in its own groups; the program's groups may use any backend"
     raise ValueError(f"{what} is {name!r}; allowed are {', '.join(map(repr, allowed))}{hint}")
 
 
@@ -98,15 +99,15 @@ def choose_transport(named: str | None, environ: Mapping[str, str]) -> tuple[str
     """Return the transport for which ``asyncdist run`` starts ranks, and the ranks' environment.
 
     Args:
-        named: the option ``--transport``, which overrides the variable ASYNCDIST_TRANSPORT.
-        environ: the environment to start from.
+        named: Value of the option ``--transport``, which overrides the variable ASYNCDIST_TRANSPORT; or None.
+        environ: Environment of this process.
 
     Returns:
-        ``"mpi"`` or ``"torch"``, and the environment without ASYNCDIST_TRANSPORT: the ranks see the variables of their
-        launcher.
+        ``"mpi"`` or ``"torch"``, and the environment without ASYNCDIST_TRANSPORT: the ranks detect their launcher by
+        its variables.
 
     Raises:
-        ValueError: there is no such transport between processes.
+        ValueError: There is no such transport between processes.
     """
     what, name = "--transport", named
     if name is None:
@@ -119,22 +120,22 @@ def choose_transport(named: str | None, environ: Mapping[str, str]) -> tuple[str
 def detect(
     environ: Mapping[str, str] = os.environ, *, wanted: str = "auto", group: tuple[int, int] | None = None
 ) -> Launch:
-    """Read from the environment which launcher started this process.
+    """Detect from the environment which launcher started this process.
 
-    The innermost launcher wins: torchrun is commonly started by srun or mpirun, once per host, and not the other way
-    round; mpirun is started inside Slurm allocations, and its daemons leave Slurm's own variables behind. A user who
-    sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT inside an srun step, all four, means torch.distributed.
+    The innermost launcher wins: torchrun is often started by srun or mpirun, once per host, but does not start them.
+    mpirun is started inside Slurm allocations, and its daemons pass Slurm's variables on. A user who sets all of RANK,
+    WORLD_SIZE, MASTER_ADDR and MASTER_PORT inside an srun step wants torch.distributed.
 
     Args:
-        environ: the environment to read.
-        wanted: the transport that the caller names, or ``"auto"``, in which case the variable ASYNCDIST_TRANSPORT may
-            name it. For a named transport the variables of other launchers are ignored, and the transport itself
-            reports that no launcher started it.
-        group: rank and size in the process group that the program has made by itself, if it has one; used where no
-            launcher's variables are set.
+        environ: Environment to read.
+        wanted: Transport that the caller names, or ``"auto"`` for the one in ASYNCDIST_TRANSPORT, if any. For a named
+            transport, the variables of other launchers are ignored. If no launcher of its own is found, the transport
+            reports that later.
+        group: Rank and size in the process group that the program itself has made, if any. Used if no launcher's
+            variables are set.
 
     Raises:
-        ValueError: variables are no numbers, or missing, or contradict each other; one error names all of them.
+        ValueError: Variables are not numbers, are missing, or contradict each other. One error names all of them.
     """
     if wanted == "auto":
         wanted = environ.get(TRANSPORT_VARIABLE) or "auto"
@@ -167,7 +168,7 @@ def _detect_any(variables: Variables, group: tuple[int, int] | None) -> Launch:
             found = _detect_torch(variables, "WORLD_SIZE")
         found = found or _detect_slurm(variables)
         if found is not None and found.source == slurm.SIZE_VARIABLE and not slurm.has_plugin(variables.values):
-            found = dataclasses.replace(found, transport="torch")  # nothing tells MPI of the ranks
+            found = dataclasses.replace(found, transport="torch")  # srun does not describe the ranks to MPI
         if found is None and group is not None and group[1] > 1:
             return Launch("torch", group[1], group[0], GROUP_SOURCE)
         if found is None and (variables.has("RANK") or variables.has("WORLD_SIZE")):
@@ -176,7 +177,7 @@ def _detect_any(variables: Variables, group: tuple[int, int] | None) -> Launch:
 
 
 def _detect_mpi(variables: Variables) -> Launch | None:
-    """Detect Open MPI's mpirun, or one that speaks PMI: MPICH's, Intel's, srun's."""
+    """Detect Open MPI's mpirun, or a launcher with PMI: MPICH's, Intel's, srun."""
     found = [launch for family in _MPI_FAMILIES if (launch := _detect_family(variables, *family)) is not None]
     for other in found[1:]:
         first = found[0]
@@ -192,15 +193,15 @@ def _detect_torch(variables: Variables, source: str) -> Launch | None:
     launch = _detect_family(variables, "WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK")
     port = variables.number("MASTER_PORT")
     if port is not None and not 0 < port < 65536:
-        variables.problems.append(f"MASTER_PORT={port} is no port; 1..65535 are")
+        variables.problems.append(f"MASTER_PORT={port} must be in 1..65535")
     return dataclasses.replace(launch, transport="torch", source=source) if launch is not None else None
 
 
 def check_alone(environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse a world of MPI with one rank where torchrun, or variables like its own, tell of other ranks.
+    """Raise if MPI has one rank, but the variables of torchrun or of a similar launcher say that there are more.
 
     Raises:
-        TransportError: there are others, and each of them would be alone; the text says how many.
+        TransportError: Each rank would be alone in its world; the message has the number of ranks.
     """
     variables = Variables(environ)
     found = _detect_any(variables, None)
@@ -211,20 +212,20 @@ def check_alone(environ: Mapping[str, str] = os.environ) -> None:
 
     name = f"{TRANSPORT_VARIABLE}={environ[TRANSPORT_VARIABLE]}" if environ.get(TRANSPORT_VARIABLE) else "the program"
     raise TransportError(
-        f"{name} asks for MPI, which knows of this process alone, but {found.source} says that it is one of {size} "
+        f"{name} asks for MPI, which knows only this process, but {found.source} says that it is one of {size} "
         f"ranks: start them with asyncdist run -n {size} script.py (or mpirun), or use transport='torch'; "
-        "transport='local' is for one that is to be alone",
+        "use transport='local' for a single rank",
         expected=size,
         actual=1,
     )
 
 
 def torch_rendezvous(environ: Mapping[str, str] = os.environ) -> TorchRendezvous:
-    """Read the variables that torchrun, or a launcher or user in its place, sets, or else what srun says.
+    """Return the rendezvous from the variables of torchrun, or from those of srun.
 
     Raises:
-        ValueError: Variables are missing, are no numbers or contradict each other; names all of them. Or MASTER_ADDR
-            leads to no host, or Slurm tells of a rank 0 that is not where the ranks would meet.
+        ValueError: Variables are missing, are not numbers or contradict each other; one error names all of them. Or
+            MASTER_ADDR cannot be resolved, or rank 0 of a Slurm step is not on the host on which the ranks meet.
     """
     why_missing, own = "", environ
     missing = [name for name in TORCH_NAMES if not environ.get(name)]
@@ -235,7 +236,7 @@ def torch_rendezvous(environ: Mapping[str, str] = os.environ) -> TorchRendezvous
     if missing:
         raise ValueError(
             f"the torch transport needs {', '.join(TORCH_NAMES)}, which torchrun sets; unset: {', '.join(missing)}"
-            ". It also works beside a process group made by torch.distributed.init_process_group"
+            ". It also works after torch.distributed.init_process_group"
         )
     variables = Variables(environ)
     launch, port = _detect_torch(variables, "WORLD_SIZE"), variables.number("MASTER_PORT")
@@ -262,19 +263,19 @@ def torch_rendezvous(environ: Mapping[str, str] = os.environ) -> TorchRendezvous
 
 
 def names_lost_ranks(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether what has started this rank on torch tells the user of ranks that are killed.
+    """Return whether the launcher of this rank on torch reports killed ranks to the user.
 
-    So do ``asyncdist run``, torchrun, and what starts ranks with :mod:`multiprocessing`; srun's tasks, and pods, end
-    without a word in the output of the others.
+    ``asyncdist run``, torchrun and launchers that use :mod:`multiprocessing` do. Nothing is printed about killed tasks
+    of srun, or killed pods.
     """
     name = "TORCHELASTIC_RUN_ID"
     return bool(environ.get(name)) or name in _hidden or multiprocessing.parent_process() is not None
 
 
 def _detect_slurm(variables: Variables) -> Launch | None:
-    """Detect a step of several tasks started by srun, on MPI: another caller may know better.
+    """Detect a step of several tasks started by srun. The transport is MPI, which the caller may replace.
 
-    With PMIx, srun names the rank in PMIX_RANK, and so does every other launcher that speaks it; the size is Slurm's.
+    With PMIx, srun sets the rank in PMIX_RANK, as every launcher with PMIx does. The size is in Slurm's variables.
     """
     step = slurm.find_step(variables)
     rank = variables.number("PMIX_RANK")
@@ -286,18 +287,18 @@ def _detect_slurm(variables: Variables) -> Launch | None:
 def _detect_family(
     variables: Variables, size_name: str, rank_name: str, local_size_name: str = "", local_rank_name: str = ""
 ) -> Launch | None:
-    """Read one launcher's size and rank, checked against each other; return None when neither is set."""
+    """Return one launcher's size and rank, checked against each other; None if neither is set."""
     if not (variables.has(size_name) or variables.has(rank_name)):
         return None
     size, rank = variables.place(size_name, rank_name)
     local_size, _ = variables.place(local_size_name, local_rank_name, alone=True)
     if size is not None and local_size is not None and local_size > size:
-        variables.problems.append(f"{local_size_name}={local_size} ranks of this host are more than {size_name}={size}")
+        variables.problems.append(f"{local_size_name}={local_size} must be at most {size_name}={size}")
     return Launch("mpi", size, rank or 0, size_name)
 
 
 def local_rank(environ: Mapping[str, str] | None = None) -> int | None:
-    """Return this process's number among the ranks of its host; None where the launcher does not say it."""
+    """Return this process's rank on its host; None if the launcher does not say it."""
     environ = {**os.environ, **_hidden} if environ is None else environ
     for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"):
         if environ.get(name, "").isdecimal():
@@ -306,10 +307,10 @@ def local_rank(environ: Mapping[str, str] | None = None) -> int | None:
 
 
 def threads_per_rank(environ: Mapping[str, str] = os.environ, cores: int | None = None) -> int | None:
-    """Return a fair share of this host's cores for one rank; None where nothing should be set.
+    """Return a fair share of this host's cores for one rank; None if no number of threads should be set.
 
-    That is so when OMP_NUM_THREADS is set, when the launcher does not say how many ranks share the host, or it is one.
-    ``cores`` defaults to those this process may run on, so a rank that is bound to one core gets one thread.
+    None is returned if OMP_NUM_THREADS is set, the launcher does not say how many ranks share the host, or there is
+    only one. ``cores`` defaults to the cores of this process, so a rank that is bound to one core gets one thread.
     """
     if environ.get("OMP_NUM_THREADS"):
         return None
@@ -323,21 +324,21 @@ def record(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def metrics(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return where the user wants counters to go for this job; None if that is not set."""
+    """Return the destinations of counters that the user has set for this job; None if none are set."""
     return environ.get(METRICS_VARIABLE) or None
 
 
 def last_counters(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the folder in which ranks of this job leave their counters when they end; None if no table shows them."""
+    """Return the folder in which ranks of this job leave their counters when they end; None if there is none."""
     return environ.get(LAST_COUNTERS_VARIABLE) or None
 
 
 def shared_directories(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the folders in which processes of this user on this host find each other, the best one first.
+    """Return the folders in which processes of this user on this host find each other, the preferred one first.
 
-    The ranks of a job may have different variables: schedulers give each a TMPDIR, shells of one user differ in
-    XDG_RUNTIME_DIR, and ``su`` keeps the caller's. So the folders that no variable names come first. The list does not
-    depend on whether a file can be written anywhere.
+    The ranks of a job may have different variables: schedulers set a TMPDIR for each, shells of one user differ in
+    XDG_RUNTIME_DIR, and ``su`` keeps the caller's. Folders that do not depend on variables are therefore first. The
+    list does not depend on whether a file can be written to a folder.
     """
     session, named = f"/run/user/{os.getuid()}", environ.get("XDG_RUNTIME_DIR", "")
     usable = [path for path in (session, named) if os.path.isdir(path) and os.access(path, os.W_OK)]
@@ -346,25 +347,25 @@ def shared_directories(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def secret_directories(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the folders in which processes of this user on this host find secrets, the best one first.
+    """Return the folders in which processes of this user on this host find secrets, the preferred one first.
 
-    Another user can take all names that are tried in a folder that all users share. So the user's home is the last one.
-    It may be the home of other hosts too, on which nothing else of :func:`shared_directories` is to be found.
+    The last one is the user's home, because another user can take all names that are tried in a shared folder. Other
+    hosts may share the home, but not the folders of :func:`shared_directories`.
     """
     own = home(environ)
     return [*shared_directories(environ), *([own] if os.path.isabs(own) else [])]
 
 
 def home(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the home of this user; empty if no variable and no entry of the system names one."""
+    """Return the home of this user; "" if neither HOME nor the system's user database has one."""
     if not environ.get("HOME"):
-        with contextlib.suppress(KeyError):  # a container may run as a user that has no entry
+        with contextlib.suppress(KeyError):  # a container may run as a user without an entry
             return pwd.getpwuid(os.getuid()).pw_dir
     return environ.get("HOME", "")
 
 
 def hide_secret() -> None:
-    """Take the job's secret out of this process's environment, so that no child inherits it and no log shows it."""
+    """Remove the job's secret from this process's environment, so that no child inherits it and no log shows it."""
     if SECRET_VARIABLE in os.environ:
         _hidden[SECRET_VARIABLE] = os.environ.pop(SECRET_VARIABLE)
 
@@ -372,7 +373,7 @@ def hide_secret() -> None:
 def given_secret(environ: Mapping[str, str] | None = None) -> str | None:
     """Return the secret that a user or a launcher has given this job; None if there is none.
 
-    It is hidden then: see :func:`hide_secret`.
+    The secret is then hidden: see :func:`hide_secret`.
 
     Raises:
         ValueError: The secret is too short, or other users can read its file.
@@ -388,7 +389,7 @@ def given_secret(environ: Mapping[str, str] | None = None) -> str | None:
 
 
 def _secret_of_job(environ: Mapping[str, str], address: str, size: int) -> JobSecret:
-    """Return the secret of a job whose ranks meet at this address; on one host this user's own, if none is given."""
+    """Return the secret of a job whose ranks meet at this address. On a single host, the default is the user's own."""
     text = given_secret(None if environ is os.environ else environ)
     is_on_one_host = local_host.is_loopback(address) or local_size(environ) == size
     if text is None and is_on_one_host and size > 1:
@@ -400,9 +401,9 @@ def secret_of_group(address: str, size: int, environ: Mapping[str, str] = os.env
     """Return the secret of a job whose program has made its process group.
 
     Args:
-        address: The address of the group's store; empty if the store has none.
-        size: The number of ranks.
-        environ: The environment of this process.
+        address: Address of the group's store; "" if the store has none.
+        size: Number of ranks.
+        environ: Environment of this process.
     """
     return _secret_of_job(environ, address, size)
 
@@ -416,25 +417,25 @@ def stall_s(environ: Mapping[str, str] = os.environ) -> float | None:
     """Return the ``stall_s`` of :func:`asyncdist.run` that the user has set for this job; None if it is not set.
 
     Raises:
-        ValueError: the variable is no number of seconds above 0.
+        ValueError: The variable is not a number of seconds above 0.
     """
     text = environ.get(STALL_VARIABLE)
     return seconds(text, STALL_VARIABLE) if text else None
 
 
 def seconds(text: str, name: str) -> float:
-    """Return a number of seconds above 0, infinity included. Raises a ValueError that calls it ``name``."""
+    """Return a number of seconds above 0, possibly infinite. Raises ValueError, with ``name``, if it is not one."""
     try:
         number = float(text)
     except ValueError:
         number = 0.0
     if not number > 0:
-        raise ValueError(f"{name} is {text!r}; a number of seconds above 0 is needed, or inf for never")
+        raise ValueError(f"{name} must be a number of seconds > 0, or inf for never, got {text!r}")
     return number
 
 
 def local_size(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return the number of ranks on this host; None where the launcher does not say it."""
+    """Return the number of ranks on this host; None if the launcher does not say it."""
     name = next((name for name in _LOCAL_SIZE_VARIABLES if environ.get(name)), None)
     return slurm.local_size(environ) if name is None else number(environ, name)
 
@@ -448,40 +449,40 @@ def environment() -> dict[str, str]:
 
 
 def replace(environ: Mapping[str, str]) -> None:
-    """Give this process another environment."""
+    """Replace the environment of this process."""
     for name in os.environ.keys() - environ.keys():
         del os.environ[name]
     os.environ.update(environ)
 
 
 HASH_SEED_VARIABLE: Final = "PYTHONHASHSEED"
-#: Keeps the working directory, or the script's, out of the folders that Python searches for modules.
+#: Variable that keeps the script's folder, or the working directory, out of Python's search path for modules.
 SAFE_PATH_VARIABLE: Final = "PYTHONSAFEPATH"
-#: Python reads the variable when it starts. A program may set it later, as torchgfn's set_seed does: that has no effect
+#: Value at the start of Python, which reads it only then. Setting it later, as torchgfn's set_seed does, has no effect
 #: on this process.
 _HASH_SEED_AT_START: Final = os.environ.get(HASH_SEED_VARIABLE, "")
 
 
 def hash_seed() -> str | None:
-    """Return this process's seed of the hashes of strings, which orders sets of strings; None if Python drew it."""
+    """Return this process's hash seed, which determines the order of sets of strings; None if Python drew it."""
     is_number = _HASH_SEED_AT_START.isdecimal()
     return _HASH_SEED_AT_START if is_number and not sys.flags.ignore_environment else None
 
 
 def fix_hash_seed() -> None:
-    """Start this process again, with 0 as its hash seed, if it has none that another process could have."""
+    """Restart this process with hash seed 0 if Python drew its seed at random."""
     if hash_seed() is None and not sys.flags.ignore_environment:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, HASH_SEED_VARIABLE: "0"})
 
 
 def has_safe_path() -> bool:
-    """Return whether the Python of each rank searches no folder of the script or of this process for modules."""
+    """Return whether Python searches neither the script's folder nor the working directory for modules."""
     return bool(os.environ.get(SAFE_PATH_VARIABLE))
 
 
 @contextlib.contextmanager
 def variable_set(name: str, text: str) -> Iterator[None]:
-    """Set this variable until the context ends, for processes that are started meanwhile."""
+    """Set this variable for processes that the body starts."""
     before = os.environ.get(name)
     os.environ[name] = text
     try:
@@ -494,9 +495,9 @@ def variable_set(name: str, text: str) -> Iterator[None]:
 
 
 def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environ`` for a new job: without what a launcher has set for this process, if it is a rank itself.
+    """Return ``environ`` for a new job, without the variables of a launcher that has started this process as a rank.
 
-    MASTER_ADDR and the like stay where no launcher of torch's says a rank: users set them for libraries.
+    MASTER_ADDR and similar variables are kept unless this is a rank of torch, because users set them for libraries.
     """
     is_torch_rank = any(environ.get(name) for name in ("RANK", "TORCHELASTIC_RUN_ID"))
     own = (_RANK_VARIABLE, INCARNATION_VARIABLE, EMPTY_VARIABLE, LOOPBACK_VARIABLE, SECRET_VARIABLE)
@@ -506,20 +507,20 @@ def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-#: What libraries for training take for their own ranks, by the beginnings of names.
+#: Beginnings of variables from which training libraries conclude that the ranks are their own.
 _RANKS_OF_LAUNCHERS: Final = (
     *("OMPI_COMM_WORLD_", "PMI_SIZE", "PMI_RANK", "MPI_LOCAL", "PALS_", "MV2_COMM_WORLD_"),
     *("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_TASKS_PER_NODE"),
 )
 _RANKS_OF_TORCH: Final = (*TORCH_NAMES, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "TORCHELASTIC_")
-#: The launcher's variables, while they are hidden.
+#: Hidden variables of the launcher.
 _hidden: dict[str, str] = {}
 
 
 def hide_ranks() -> None:
-    """Take from this process's environment what makes a library believe that this rank is one of its own several.
+    """Hide the variables from which a training library would conclude that this rank is one of its own.
 
-    :func:`ranks_shown` brings it back, for a world to be opened. Does nothing where there is no launcher.
+    :func:`ranks_shown` shows them again, while a world is opened. Does nothing if there is no launcher.
     """
     is_torch_rank = any(os.environ.get(name) for name in ("RANK", "TORCHELASTIC_RUN_ID"))
     names = _RANKS_OF_LAUNCHERS + (_RANKS_OF_TORCH if is_torch_rank else ())
@@ -529,7 +530,7 @@ def hide_ranks() -> None:
 
 @contextlib.contextmanager
 def ranks_shown() -> Iterator[None]:
-    """Let the launcher's variables be seen until the context ends, where they are hidden."""
+    """Show the hidden variables of the launcher in the body."""
     shown = {name: text for name, text in _hidden.items() if name not in os.environ}
     os.environ.update(shown)
     try:
@@ -540,14 +541,14 @@ def ranks_shown() -> Iterator[None]:
 
 
 def show_as_ranks(variables: Mapping[str, str]) -> None:
-    """Let a library believe that it trains with these variables of a launcher, where others are hidden."""
+    """Set launcher variables for a training library, instead of the hidden ones."""
     os.environ.update(variables)
 
 
 def is_started_by_trainer() -> bool:
-    """Return whether a trainer, and no launcher, has started this process, as Lightning does from the second device on.
+    """Return whether a trainer, and not a launcher, has started this process.
 
-    The first one is the trainer's own process.
+    Lightning starts one for each device but the first, which the trainer's own process uses.
     """
     own = any(os.environ.get(name) or name in _hidden for name in ("RANK", "TORCHELASTIC_RUN_ID"))
     return (
@@ -558,15 +559,15 @@ def is_started_by_trainer() -> bool:
 
 
 def is_started_by_accelerate() -> bool:
-    """Return whether ``accelerate launch`` is above this process. It sets no variable of ranks where it starts one."""
+    """Return whether ``accelerate launch`` has started this process. For a single process it sets no rank variables."""
     return "ACCELERATE_DYNAMO_BACKEND" in os.environ
 
 
 def become_rank() -> None:
-    """Take from the children of this process the variables by which MPI would take them for this rank.
+    """Hide the variables by which MPI would take children of this process for this rank.
 
-    ``os.environ`` keeps these variables for libraries in this process. Children get the environment of the process,
-    which loses them: a worker of a data loader may import mpi4py.MPI, which opens MPI, and is alone there then.
+    ``os.environ`` keeps these variables for libraries in this process, but children do not inherit them. If a worker of
+    a data loader imports mpi4py.MPI, which starts MPI, the worker is then a world of one rank.
     """
     os.environ[_RANK_VARIABLE] = f"{os.getpid()} {' '.join(_place(os.environ))}"
     for name in os.environ:
@@ -575,27 +576,27 @@ def become_rank() -> None:
 
 
 def rank_above(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return the process that is the rank of which this process is a child; None if it is not such a child."""
+    """Return the pid of the rank whose child this process is; None if it is not a child of a rank."""
     pid, *place = environ.get(_RANK_VARIABLE, "").split(" ")
     return int(pid) if pid.isdecimal() and int(pid) != os.getpid() and _place(environ) <= set(place) else None
 
 
 def _place(environ: Mapping[str, str]) -> set[str]:
-    """Return what tells a rank of MPI from all others, including the ranks of a job that it starts."""
+    """Return the variables that distinguish an MPI rank from all others, including ranks of a job that it starts."""
     names = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_FD", "PMI_SIZE", "PMI_RANK", "SLURM_STEP_ID", "SLURM_PROCID")
     return {f"{name}={environ[name]}" for name in names if environ.get(name)}
 
 
 def set_variables(variables: Mapping[str, str]) -> None:
-    """Put variables into this process's environment."""
+    """Set variables in this process's environment."""
     os.environ.update(variables)
 
 
 def backend_name(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the backend that was chosen for process groups of torch.distributed; None where none was."""
+    """Return the backend that was chosen for process groups of torch.distributed; None if none was."""
     return environ.get(_BACKEND_VARIABLE) or None
 
 
 def set_backend_name(name: str) -> None:
-    """Choose the backend of process groups for this process and for all that it starts from now on."""
+    """Choose the backend of process groups for this process and for processes that it starts later."""
     os.environ[_BACKEND_VARIABLE] = name

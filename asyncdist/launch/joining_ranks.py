@@ -153,7 +153,7 @@ def _kept_secret(address: str, port: int) -> str:
 def _parse(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not (host and port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
-        raise local_host.LaunchError(f"--join must be HOST:PORT, as asyncdist run --places printed it, got {address!r}")
+        raise local_host.LaunchError(f"--join {address!r} must be HOST:PORT, as asyncdist run --places printed it")
     return host, int(port)
 
 

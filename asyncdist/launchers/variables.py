@@ -22,7 +22,7 @@ def number(environ: Mapping[str, str], name: str) -> int:
     """Return a variable's value. Raises ValueError, with the variable's name, if it is not a number."""
     text = environ[name]
     if not re.fullmatch(r"[0-9]{1,18}", text):
-        raise ValueError(f"{name} must be an integer >= 0, got {text!r}")
+        raise ValueError(f"{name}={text!r} must be an integer >= 0")
     return int(text)
 
 
@@ -65,9 +65,9 @@ class Variables:
                 self.problems.append(f"{present}={self.values[present]!r} is set but {missing} is not")
         size, rank = self.number(size_name), self.number(rank_name)
         if size is not None and size < 1:
-            self.problems.append(f"{size_name} must be at least 1, got {size}")
+            self.problems.append(f"{size_name}={size} must be at least 1")
         elif size is not None and rank is not None and rank >= size:
-            self.problems.append(f"{rank_name} must be in 0..{size - 1} with {size_name}={size}, got {rank}")
+            self.problems.append(f"{rank_name}={rank} must be in 0..{size - 1} with {size_name}={size}")
         return size, rank
 
     def check(self) -> None:

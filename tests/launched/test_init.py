@@ -30,7 +30,7 @@ def test_it_runs(flavour: str, tmp_path: Path) -> None:
     written = asyncdist(tmp_path, "init", flavour, "mine.py")
     command = "sim" if flavour == "protocol" else "run"
     assert (written.returncode, written.stderr) == (0, "")
-    assert written.stdout == f"mine.py is written: asyncdist {command} -n 4 mine.py\n"
+    assert written.stdout == f"wrote mine.py; start it with: asyncdist {command} -n 4 mine.py\n"
     text = (tmp_path / "mine.py").read_text()
     assert "mine.py" in text and "train.py" not in text and "gossip.py" not in text
     if flavour == "protocol":

@@ -189,7 +189,7 @@ def test_no_world_begins_without_a_rank_that_is_not_restarted(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "options, says",
     [
-        (["--transport", "mpi"], "--restarts is for --transport torch: no process can join ranks of MPI that run"),
+        (["--transport", "mpi"], "--restarts is for --transport torch: no process can join running ranks of MPI"),
         ([], "--restarts "),
         (["--survive"], "--restarts is for --transport torch, and --survive for --transport mpi"),
         (["--transport", "torch", "--survive"], "--restarts "),

@@ -377,10 +377,10 @@ def test_one_rank_needs_no_store() -> None:
     [
         ({"MASTER_PORT": ""}, "unset: MASTER_PORT"),
         ({"RANK": "", "MASTER_ADDR": ""}, "unset: RANK, MASTER_ADDR"),
-        ({"MASTER_PORT": "http"}, "MASTER_PORT must be an integer >= 0, got 'http'"),
-        ({"MASTER_PORT": "65536"}, r"MASTER_PORT=65536 is no port; 1\.\.65535 are"),
-        ({"RANK": "4"}, r"RANK must be in 0\.\.3 with WORLD_SIZE=4, got 4"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE must be at least 1, got 0"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT='http' must be an integer >= 0"),
+        ({"MASTER_PORT": "65536"}, r"MASTER_PORT=65536 must be in 1\.\.65535"),
+        ({"RANK": "4"}, r"RANK=4 must be in 0\.\.3 with WORLD_SIZE=4"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 must be at least 1"),
     ],
 )
 def test_variables_that_make_no_sense_are_named(changes: dict[str, str], match: str) -> None:

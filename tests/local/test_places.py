@@ -68,7 +68,7 @@ def test_lowest_free_places_are_taken_even_if_given_up_before() -> None:
     "store, says",
     [
         (job_of(["held", "free 4", "left"]), "1 of its 3 places are free, and -n asks for 2"),
-        (job_of(["free 1"] * 3, "1.1"), "the job has asyncdist 1.1, and this is asyncdist 1.2; allowed: the same"),
+        (job_of(["free 1"] * 3, "1.1"), "the job has asyncdist 1.1, but this is asyncdist 1.2; install the same"),
         (HashStore(), "there is no job of asyncdist run --places"),
     ],
 )
@@ -195,16 +195,16 @@ def test_ranks_of_a_world_with_places_know_its_size_and_starters() -> None:
 @pytest.mark.parametrize(
     "options, says",
     [
-        (["-n", "2", "--places", "4"], "--places is for --transport torch: no process can join ranks of MPI that run"),
+        (["-n", "2", "--places", "4"], "--places is for --transport torch: no process can join running ranks of MPI"),
         (["--join", "h:1", "--transport", "mpi"], "--join is for --transport torch: no"),
         (["-n", "2", "--places", "4", "--survive"], "--places is for --transport torch, and --survive for"),
         (["--join", "h:1", "--survive"], "--join is for --transport torch, and"),
         (["--join", "h:1", "--mpi", "mpich"], "--mpi mpich is for --transport mpi"),
-        (["--hosts", "h:2", "--places", "4", "--transport", "torch"], "--places is for the ranks of this host, not"),
-        (["--hosts", "h:2", "--join", "h:1"], "--join is for the ranks of this host"),
-        (["-n", "3", "--places", "2", "--transport", "torch"], "--places 2 are too few for -n 3; allowed: 3 or more"),
-        (["--places", "2", "--join", "h:1"], "--places is for the job that --join joins: the two do not go together"),
-        (["--join", "29500"], "--join must be HOST:PORT, as asyncdist run --places printed it, got '29500'"),
+        (["--hosts", "h:2", "--places", "4", "--transport", "torch"], "--places is for ranks on this host, and"),
+        (["--hosts", "h:2", "--join", "h:1"], "--join is for ranks on this host"),
+        (["-n", "3", "--places", "2", "--transport", "torch"], "--places must be at least 3 with -n 3, got 2"),
+        (["--places", "2", "--join", "h:1"], "--places cannot be used with --join: it is for the job that is joined"),
+        (["--join", "29500"], "--join '29500' must be HOST:PORT, as asyncdist run --places printed it"),
         (["--join", "h:99999"], "--join 'h:99999'"),
         (["--join", "127.0.0.1:1"], "--join 127.0.0.1:1: cannot connect ("),
     ],

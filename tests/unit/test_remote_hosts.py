@@ -110,7 +110,7 @@ def test_mpich_is_told_of_hosts_and_variables() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["-n", "2", "--ssh", "ssh"], "--ssh is for --hosts"),
+        (["-n", "2", "--ssh", "ssh"], "--ssh needs --hosts"),
         (["--hosts", "a:x"], "'a:x'"),
         (["--hosts", "a:2", "-n", "3"], "1 too few"),
         (["--hosts", "a:2", "--restarts", "1", "--transport", "torch"], "--restarts"),

@@ -113,5 +113,5 @@ def test_rank_0_known_to_be_off_the_first_host_is_reported(node: str, tasks: str
 
 
 def test_what_slurm_says_must_fit_together() -> None:
-    with pytest.raises(ValueError, match=r"SLURM_PROCID must be in 0\.\.2"):
+    with pytest.raises(ValueError, match=r"SLURM_PROCID=3 must be in 0\.\.2"):
         environment.torch_rendezvous({**STEP, "SLURM_PROCID": "3"})
