@@ -162,8 +162,8 @@ def test_an_error_that_all_make_before_a_world_is_told_once(tmp_path: Path, tran
     last = "ModuleNotFoundError: No module named 'no_such_module'"
     for line in lines[lines.index(last) + 1 :]:  # mpirun may end a rank before that has printed its own
         if not line.startswith("asyncdist run: rank"):
-            assert line.endswith(f" failed as {teller} did: {last}"), lines
-    assert transport == "mpi" or sum(f"failed as {teller} did" in line for line in lines) == 2, lines
+            assert line.endswith(f" failed in the same way as {teller}: {last}"), lines
+    assert transport == "mpi" or sum(f"failed in the same way as {teller}" in line for line in lines) == 2, lines
 
 
 KILLED = """

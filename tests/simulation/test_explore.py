@@ -309,7 +309,7 @@ def returns_nothing(seed: int) -> None:
         (exits_with_a_code, "SystemExit", ["3", "This exception ended rank 1."]),
         (deadlocks, "DeadlockError", ["rank 0", "rank 1", "tag 100"]),
         (fails_by_pytest, "Failed", ["as a test would"]),
-        (returns_nothing, "TypeError", ["returned None", "SimReport"]),
+        (returns_nothing, "TypeError", ["got None", "SimReport"]),
     ],
 )
 def test_a_failure_of_any_kind_is_told(scenario: Callable[[int], ad.SimReport], kind: str, words: list[str]) -> None:
