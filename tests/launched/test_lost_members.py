@@ -55,7 +55,8 @@ ad.run(main)
 def test_a_lost_rank_is_named_once_without_a_launcher() -> None:
     """Regression: under srun, and in pods, a job went on without it, and no output said so."""
     ended = torchrun.run_source(3, LOSING).check(0, -9, 0)
-    assert ended.stderr.count("its process or its host has ended") == 1 and lost_ranks(ended.stderr) == [1], ended.output()
+    assert ended.stderr.count("its process or its host has ended") == 1, ended.output()
+    assert lost_ranks(ended.stderr) == [1], ended.output()
 
 
 def test_a_launcher_that_names_it_is_left_to_do_that() -> None:
