@@ -31,7 +31,7 @@ command = [sys.executable, "-c", sys.argv[1]]
 ends = endings.JobEnds(1, survives=True)
 sys.exit(mpirun_process.run(sys.executable, command, os.environ, ends, agents=[agent]))
 """
-ENDS = "asyncdist run: mpirun has lost a host, and ended the job before its end\n"
+ENDS = "asyncdist run: mpirun has lost a host, and ended the job early\n"
 
 
 def test_an_unplugged_host_and_the_others_lose_each_other() -> None:
@@ -134,7 +134,7 @@ ad.run(main)
             "at once",
             "link set eth0 down",
             "",
-            "mpirun has lost a host, and ended the job before its end: see that host2",
+            "mpirun has lost a host, and ended the job early: see that host2",
         ),
         ("at once", "link set eth0 down", "--survive", "host2 has not answered for 30 s, and the ranks have not met"),
         (

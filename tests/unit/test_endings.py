@@ -26,7 +26,7 @@ def test_first_informative_end_is_the_cause_and_is_told_at_once() -> None:
 
 def test_a_kill_names_the_option_with_which_the_others_go_on() -> None:
     said = f"rank 1 {KILLED}; stopping the others"
-    assert JobEnds(3, goes_on_by="--survive").note(1, -9) == f"{said} (--survive lets them go on)"
+    assert JobEnds(3, goes_on_by="--survive").note(1, -9) == f"{said} (--survive lets them continue)"
     assert JobEnds(3).note(1, -9) == said
     assert JobEnds(1, goes_on_by="--survive").note(0, -9) == f"rank 0 {KILLED}"
 

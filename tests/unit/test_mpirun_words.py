@@ -57,9 +57,9 @@ def test_a_lost_host_is_noticed(step: int) -> None:
     said = RULE + b"PRTE has lost communication with a remote daemon.\n" + RULE
     words, passed = feed(said, step)
     assert words.has_lost_host and passed == said
-    assert words.explain_lost_host() == "mpirun has lost a host, and ended the job before its end"
+    assert words.explain_lost_host() == "mpirun has lost a host, and ended the job early"
     named, _ = feed(said + b"  Remote daemon: [prterun-login-52@0,2] on node host2\n", step)
-    assert named.explain_lost_host().endswith("before its end: see that host2 runs and that its network is up")
+    assert named.explain_lost_host().endswith("ended the job early: see that host2 runs and that its network is up")
 
 
 FATAL = (

@@ -1,1 +1,1 @@
-"""How the launcher of an mpirun passes signals on, and finds out which rank has ended the job."""
+"""Supervises an mpirun for its launcher: passes signals on, and finds the rank that has ended the job."""

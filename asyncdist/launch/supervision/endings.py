@@ -1,4 +1,4 @@
-"""Says how ranks have ended, and which of them has ended a job on MPI. Pure: it starts and reads nothing."""
+"""Describes how ranks have ended, and decides which rank has ended a job on MPI. Pure functions of exit codes."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Final
 from asyncdist import local_host
 from asyncdist.wording import ranks_in_words
 
-#: How ranks end that another one, or mpirun, has stopped: none of these ends is a cause.
+#: Ends of ranks that another rank, or mpirun, has stopped. None of them is a cause.
 _STOPPED: Final = frozenset({-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGKILL})
-#: The exit code of a rank that Open MPI ends since a connection is lost: the number of MPI_ERR_UNKNOWN.
+#: Exit code of a rank that Open MPI ends because a connection is lost: the number of MPI_ERR_UNKNOWN.
 _CONNECTION_LOST: Final = 14
 
 
 def exit_code(returncode: int) -> int:
-    """Return the exit code of a shell for a process that has ended so."""
+    """Return the exit code that a shell shows for a process with this return code."""
     return returncode if returncode >= 0 else 128 - returncode
 
 
 def how_ended(returncode: int, *, was_passed_on: bool = False) -> str:
-    """Say how a process has ended.
+    """Return a description of how a process has ended.
 
     Args:
-        returncode: Its exit code, or the negative number of the signal that killed it.
-        was_passed_on: Whether the launcher has passed that signal on to it.
+        returncode: Exit code of the process, or the negative number of the signal that killed it.
+        was_passed_on: Whether the launcher had passed that signal on to the process.
     """
     if returncode > 0:
         return f"ended with exit code {returncode}"
@@ -40,13 +40,13 @@ class JobEnds:
     """Collects the ends of a job's ranks under an mpirun, and decides what to report and the exit code.
 
     Attributes:
-        ranks: How many there are.
-        goes_on_by: The option with which the others would have gone on after a kill; "" if there is none.
-        survives: Whether the job goes on when ranks die.
-        is_across_hosts: Whether ranks talk over a network, so that Open MPI ends those that lose a connection.
-        passed_on: The signals that the launcher has passed on to the ranks.
-        codes: How ranks have ended, in order; the negative number of a signal if that has killed them.
-        cause: The rank that has ended the job, if its exit code or signal tells that.
+        ranks: Number of ranks of the job.
+        goes_on_by: Option with which the others would have continued after a kill; "" if there is none.
+        survives: Whether the job continues when ranks die.
+        is_across_hosts: Whether ranks communicate over a network, so that Open MPI ends those that lose a connection.
+        passed_on: Signals that the launcher has passed on to the ranks.
+        codes: Exit codes of the ended ranks by rank, in the order of their ends; negative for signals.
+        cause: Rank that has ended the job, if its exit code or signal shows it; or None.
     """
 
     ranks: int
@@ -59,10 +59,10 @@ class JobEnds:
     asked_to_end: int | None = None
 
     def note(self, rank: int, code: int) -> str | None:
-        """Take in how a rank has ended, and return the line that the user should see at once.
+        """Note how a rank has ended; return a line to print at once, or None.
 
-        A rank that ends with 1, as Python does after any exception, is perhaps one that another failure has stopped.
-        So is one that Open MPI ends since it has lost its connection to a rank of another host.
+        A rank that ends with 1, as Python does after any exception, may have been stopped by another rank's failure. So
+        may a rank that Open MPI ends because it has lost its connection to a rank on another host.
         """
         is_first = not any(code and not self._is_of_connection(code) for code in self.codes.values())
         self.codes[rank] = code
@@ -73,14 +73,14 @@ class JobEnds:
         self.cause = rank
         stopping = "; stopping the others" if is_first and len(self.codes) < self.ranks else ""
         was_passed_on = -code in self.passed_on
-        cure = f" ({self.goes_on_by} lets them go on)" if code < 0 and stopping and not was_passed_on else ""
+        cure = f" ({self.goes_on_by} lets them continue)" if code < 0 and stopping and not was_passed_on else ""
         return f"rank {rank} {how_ended(code, was_passed_on=was_passed_on)}{stopping}{cure * bool(self.goes_on_by)}"
 
     def conclude(self, mpirun_code: int) -> tuple[int, list[str]]:
-        """Return the job's exit code, and the lines that the user should see, when mpirun has ended.
+        """Return the job's exit code and the lines to print, after mpirun has ended.
 
         Args:
-            mpirun_code: The exit code of mpirun, or the negative number of the signal that has killed it.
+            mpirun_code: Exit code of mpirun, or the negative number of the signal that has killed it.
         """
         code = exit_code(mpirun_code)
         if self.asked_to_end is not None:
@@ -99,7 +99,7 @@ class JobEnds:
         return self.is_across_hosts and code == _CONNECTION_LOST
 
     def _conclude_survivors(self, code: int) -> tuple[int, list[str]]:
-        """Of a job in which ranks may be lost: it has failed if no rank has outlived the lost ones."""
+        """Return the result of :meth:`conclude` for a job that survives losses: it fails if no rank has survived."""
         last = list(self.codes.values())[-1] if len(self.codes) == self.ranks else 0
         if code or not last:
             return code, []

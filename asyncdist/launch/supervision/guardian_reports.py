@@ -1,7 +1,7 @@
-"""Receives the reports of guardians on a host that the launcher is not on, and passes signals on to the guardians.
+"""Receives the reports of guardians on another host than the launcher's, and passes signals on to the guardians.
 
-The guardians of an mpirun's ranks write to a FIFO, which this process reads. mpirun itself reads nothing more of its
-ranks once it stops them, so a line among their output could be lost.
+The guardians of an mpirun's ranks write to a FIFO, which this process reads. A report in the output of a rank could be
+lost, because mpirun stops reading its ranks' output once it stops them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final
 
 from asyncdist.launch import guardians
 
-#: Ends the reader.
+#: Line that ends the reader.
 _OVER: Final = b"over\n"
 
 
@@ -24,8 +24,8 @@ class GuardianReports:
     """Reads the reports of one job on this host, in a thread.
 
     Args:
-        token: The job's, which nobody else knows: it names the FIFO's folder.
-        tell: Is given each report in the thread, without its newline.
+        token: Secret token of the job, which is part of the FIFO's path.
+        tell: Called in the thread with each report, without its newline.
     """
 
     def __init__(self, token: str, tell: Callable[[str], object]) -> None:
@@ -33,20 +33,20 @@ class GuardianReports:
         self._pidfds: dict[int, int] = {}
         self._path = guardians.reports_path(token)
         self._reader: threading.Thread | None = None
-        with contextlib.suppress(OSError):  # guardians then write reports among the lines of their ranks
+        with contextlib.suppress(OSError):  # guardians then write reports to their ranks' output
             os.mkdir(os.path.dirname(self._path), mode=0o700)
             os.mkfifo(self._path, mode=0o600)
-            self._fifo = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)  # so it is open for a writer at any time
+            self._fifo = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)  # so that it is always open for writers
             self._reader = threading.Thread(target=self._read, name="reports", daemon=True)
             self._reader.start()
 
     def send_signal(self, rank: int, number: int) -> None:
-        """Send a signal to the guardian of a rank here, if it lives."""
+        """Send a signal to the guardian of a rank on this host, if it lives."""
         with contextlib.suppress(KeyError, ProcessLookupError):
             signal.pidfd_send_signal(self._pidfds[rank], number)
 
     def close(self) -> None:
-        """Tell the reports that have been written by now, and remove the FIFO."""
+        """Deliver the reports that have been written by now, and remove the FIFO."""
         if self._reader is not None:
             os.write(self._fifo, _OVER)
             self._reader.join()
@@ -58,7 +58,7 @@ class GuardianReports:
             for line in iter(lines.readline, _OVER):
                 rank, what, number = line.decode().split()
                 if what == "guarded":
-                    with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    with contextlib.suppress(ProcessLookupError):  # the guardian has just ended
                         self._pidfds[int(rank)] = os.pidfd_open(int(number))
                 elif what == "ended" and int(rank) in self._pidfds:
                     os.close(self._pidfds.pop(int(rank)))

@@ -1,15 +1,15 @@
 """Runs an mpirun as a child: passes signals on to the ranks, reports which rank failed, and finds the exit code.
 
-- mpirun and its ranks are in process groups of their own, so the keys of a terminal reach this process alone. It passes
-  signals on to the guardians of ranks on this host itself: mpirun, which is asked to end, lets ranks live for a quarter
-  of a second, and reads nothing more of them. Before all ranks have guardians, mpirun gets the signals.
-- Guardians report how ranks have ended, through a pipe of this process, before mpirun notices. So the rank that is the
-  cause is named above the lines of the ranks that mpirun stops, and what mpirun says is kept back.
-- On other hosts the agents of this process pass reports and signals on, through the connections over which the hosts
-  were examined before the start.
-- mpirun looks for lost hosts as rarely as the ranks of a job that survives losses need it. Until these have met, this
-  process asks the agents whether their hosts answer, and ends the job if one does not.
-- mpirun has no standard input. Rank 0 opens that of this process (:mod:`asyncdist.rank_program`).
+- mpirun and its ranks are in other process groups, so a terminal's keys reach only this process. This process sends
+  signals directly to the guardians of ranks on this host, because an mpirun that is asked to end stops reading its
+  ranks' output, and kills them after a quarter of a second. Until all ranks have guardians, mpirun gets the signals.
+- Guardians report through a pipe of this process how ranks have ended, before mpirun notices. The rank that is the
+  cause is therefore named before the output of the ranks that mpirun stops, and mpirun's own message is held back.
+- On other hosts, the agents of this process forward reports and signals, through the connections by which the hosts
+  were checked before the start.
+- In a job that survives losses, mpirun detects lost hosts only after minutes. Until the ranks have met, this process
+  probes the agents, and ends the job if a host does not answer.
+- mpirun has no standard input. Rank 0 opens the standard input of this process (:mod:`asyncdist.rank_program`).
 - mpirun dies with this process.
 """
 
@@ -38,20 +38,20 @@ from asyncdist.launch.remote_hosts import Agent
 from asyncdist.launch.supervision.endings import JobEnds
 from asyncdist.launch.supervision.mpirun_words import MpirunWords
 
-#: How long ranks that were asked to end may take before mpirun ends them, and mpirun then before it is killed.
+#: Seconds that ranks may take to end when asked, before mpirun ends them; and then mpirun, before it is killed.
 STOP_S: Final = 10.0
 _MPIRUN_STOP_S: Final = 5.0
-#: How long the last words of mpirun may take, where something that it has left still has its standard error.
+#: Seconds to wait for the end of mpirun's standard error, which a process that it has left may keep open.
 _LAST_WORDS_S: Final = 1.0
-#: How long an agent may take to pass its last reports on: its host may be unplugged.
+#: Seconds that an agent may take to forward its last reports. Its host may be unplugged.
 _AGENT_END_S: Final = 3.0
-#: How often hosts are asked whether they answer while the ranks of a job that survives losses meet, and how long an
-#: answer may take.
+#: Seconds between probes of hosts while the ranks of a job that survives losses meet, and seconds that an answer may
+#: take.
 _PROBE_S: Final = 5.0
 _SILENCE_S: Final = 30.0
-#: How long the beginning of a block of mpirun may be held before it is passed on without its end.
+#: Seconds that the beginning of a block of mpirun is held before it is printed without its end.
 _HOLD_S: Final = 0.2
-#: What Open MPI's mpirun takes; any other signal would end it.
+#: Signals that Open MPI's mpirun passes on; any other signal would end it.
 _FOR_MPIRUN: Final = frozenset(
     {*local_host.ENDING_SIGNALS, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP, signal.SIGCONT, signal.SIGALRM}
 ) - {signal.SIGQUIT}
@@ -69,12 +69,12 @@ def run(
     """Run mpirun, and return the job's exit code when it has ended.
 
     Args:
-        mpirun: The path of the program.
-        command: Its command line.
-        environ: Its environment.
-        ends: Decides what is reported.
-        token: What marks the reports of guardians; "" draws it.
-        agents: The agents on the hosts of the ranks; none if all ranks run on this host.
+        mpirun: Path of the program.
+        command: Command line of mpirun.
+        environ: Environment of mpirun.
+        ends: Decides which ends are reported.
+        token: Token that marks the reports of guardians; "" to draw one.
+        agents: Agents on the hosts of the ranks; empty if all ranks run on this host.
     """
     with (
         local_host.told_variables() as told,
@@ -105,7 +105,7 @@ class _Job:
         self._agents = agents
         is_on_this_host = not agents
         self._events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        self._guarded: dict[int, _Guardian | _RemoteGuardian] = {}  # the outer one of each living rank
+        self._guarded: dict[int, _Guardian | _RemoteGuardian] = {}  # the outer guardian of each living rank
         self._guarded_count = 0
         self._missed: set[int] = set()  # signals for ranks that have no guardian yet
         self._stop_at: float | None = None
@@ -125,7 +125,7 @@ class _Job:
         self._mpirun, self._command = mpirun, command
 
     def _inputs(self) -> dict[str, str]:
-        """Return the variables by which rank 0 finds the standard input of this process."""
+        """Return the variables with which rank 0 opens the standard input of this process."""
         if not guardians.ARE_HERE:
             return {}
         path = f"/proc/{self._pid}/fd/0"
@@ -134,7 +134,7 @@ class _Job:
         return {rank_program.STDIN_VARIABLE: path, **guardians.foreground_variables()}
 
     def __enter__(self) -> _Job:
-        if signal.SIGUSR1 in signal.sigpending():  # it is blocked since this process began
+        if signal.SIGUSR1 in signal.sigpending():  # blocked since the start of this process
             signal.sigwait({signal.SIGUSR1})
             _say("no rank has begun yet")
         self._unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, ()) - {signal.SIGUSR1}
@@ -192,7 +192,7 @@ class _Job:
             thread.start()
         for thread in closing:
             thread.join()
-        self._copier.join(_LAST_WORDS_S)  # a command that reached a host may hold the other end while that is unplugged
+        self._copier.join(_LAST_WORDS_S)  # an ssh to an unplugged host may hold the other end
         os.close(self._reported)
         self._reader.join(_LAST_WORDS_S)  # guardians whose mpirun has been killed may hold it for a moment
         while not self._events.empty():
@@ -228,7 +228,7 @@ class _Job:
         if is_ending and self._ends.asked_to_end is None:
             self._ends.asked_to_end = number
             self._stop_at = time.monotonic() + STOP_S
-        if is_ending and self._guarded_count < self._ends.ranks:  # mpirun, or ranks that have not begun
+        if is_ending and self._guarded_count < self._ends.ranks:  # mpirun ends ranks that have not begun
             self._process.send_signal(number if number in _FOR_MPIRUN else signal.SIGTERM)
             return
         self._ends.passed_on.add(number)
@@ -248,7 +248,7 @@ class _Job:
     def _take_report(self, rank: int, what: str, number: int, agent: Agent | None) -> None:
         if what == "guarded":
             self._guarded_count += 1
-            with contextlib.suppress(ProcessLookupError):  # it has just ended
+            with contextlib.suppress(ProcessLookupError):  # mpirun has just ended
                 self._guarded[rank] = guardian = _Guardian(number) if agent is None else _RemoteGuardian(agent, rank)
                 for missed in sorted(self._missed):
                     guardian.send(missed)
@@ -263,7 +263,7 @@ class _Job:
             _say(line)
 
     def _end_late(self) -> None:
-        """End mpirun, and with it the ranks, which have not ended in time."""
+        """End mpirun, and with it the ranks, because the ranks have not ended in time."""
         if self._is_stopping:
             self._process.kill()
             self._stop_at = None
@@ -273,7 +273,7 @@ class _Job:
             self._stop_at = time.monotonic() + _MPIRUN_STOP_S
 
     def _end_without(self, hosts: Sequence[str]) -> None:
-        """End a job of ranks that wait for those of silent hosts, as they would until mpirun misses these hosts."""
+        """End a job whose ranks would wait for the ranks of silent hosts until mpirun detects the loss."""
         if self._have_met.is_set() or self._ends.asked_to_end is not None:
             return
         self._has_silent_hosts = True
@@ -291,7 +291,7 @@ class _Job:
         self._events.put(("ended", None))
 
     def _probe_hosts(self) -> None:
-        """Ask hosts whether they answer, until a rank has met the others or a host says nothing."""
+        """Probe the hosts until a rank has met the others, or a host does not answer."""
         while not self._have_met.wait(_PROBE_S):
             for agent in self._agents:
                 agent.say(probe=True)
@@ -314,7 +314,7 @@ class _Job:
         self._events.put(("report", (int(rank), what, int(number), agent)))
 
     def _copy(self, pipe: IO[bytes]) -> None:
-        """Copy the standard error of mpirun to that of this process, but for what is not for the user."""
+        """Copy mpirun's standard error to that of this process, except for reports and held-back blocks."""
         while True:
             if self._words.is_holding and not select.select([pipe], [], [], _HOLD_S)[0]:
                 _write(self._words.flush())
@@ -332,19 +332,19 @@ class _Guardian:
     """The outer guardian of a rank on this host. Raises ProcessLookupError if it has ended.
 
     Args:
-        pid: Its process.
+        pid: Process of the guardian.
     """
 
     def __init__(self, pid: int) -> None:
         self._pidfd = os.pidfd_open(pid)
 
     def send(self, number: int) -> None:
-        """Send it a signal, if it lives."""
+        """Send the guardian a signal, if it lives."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, number)
 
     def close(self) -> None:
-        """Forget it."""
+        """Close the guardian's pidfd."""
         os.close(self._pidfd)
 
 
@@ -352,8 +352,8 @@ class _RemoteGuardian:
     """The outer guardian of a rank on another host.
 
     Args:
-        agent: The agent on that host.
-        rank: The rank.
+        agent: Agent on that host.
+        rank: Number of the rank.
     """
 
     def __init__(self, agent: Agent, rank: int) -> None:
@@ -361,11 +361,11 @@ class _RemoteGuardian:
         self._rank = rank
 
     def send(self, number: int) -> None:
-        """Send it a signal, if it lives."""
+        """Send the guardian a signal, if it lives."""
         self._agent.say(guardian=self._rank, number=number)
 
     def close(self) -> None:
-        """Forget it: the agent has."""
+        """Do nothing: the agent forgets the guardian."""
 
 
 def _say(text: str) -> None:
@@ -374,18 +374,18 @@ def _say(text: str) -> None:
 
 
 def _write(data: bytes) -> None:
-    with contextlib.suppress(OSError):  # its reader has gone
+    with contextlib.suppress(OSError):  # the reader has gone
         while data:
             data = data[os.write(2, data) :]
 
 
 def _clear_remains() -> None:
-    """Remove what an mpirun that was killed has left under the number of this process, which becomes mpirun.
+    """Remove the files of a killed mpirun that had the pid of this process, which becomes mpirun.
 
-    Open MPI's keeps its files in a folder named by its process number, and does not start where it finds some there:
+    Open MPI's mpirun keeps its files in a folder named by its pid, and does not start if the folder contains files:
     "The PMIx server's listener thread failed to start", exit code 213.
     """
-    with contextlib.suppress(OSError):  # there is no such folder, or no folder for temporary files
+    with contextlib.suppress(OSError):  # no such folder, or no folder for temporary files
         folder = Path(tempfile.gettempdir(), f"ompi.{os.getpid()}")
         if folder.lstat().st_uid == os.getuid():
             shutil.rmtree(folder)

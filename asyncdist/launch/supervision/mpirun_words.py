@@ -1,13 +1,16 @@
-"""Reads what an mpirun, and the ranks below it, write to standard error. Pure: bytes go in, and those for the user out.
+"""Filters the standard error of an mpirun and its ranks. Pure: takes bytes, returns the bytes for the user.
 
-Three things are looked for among the bytes, which pass through as they come otherwise:
+All bytes are passed through unchanged, except for:
 
-- Blocks in which mpirun names the rank that has ended first. That is often one that stops because another one has
-  failed, so the launcher reports the failure in their place.
+- Blocks in which mpirun names the rank that has ended first. That rank has often stopped only because another one has
+  failed, so the launcher reports the failure instead.
 - Reports of guardians on other hosts, each in a line with a mark.
-- That mpirun has lost a host: its exit code does not say so.
-- That a rank has no connection to another host, at which Open MPI ends the job from within its C code: no rank can
-  raise an error.
+
+The filter also detects:
+
+- That mpirun has lost a host, which its exit code does not show.
+- That a rank has no connection to another host. Open MPI then ends the job from its C code, so no rank can raise an
+  error.
 """
 
 from __future__ import annotations
@@ -15,14 +18,14 @@ from __future__ import annotations
 import re
 from typing import Final
 
-#: What mpirun 5 (PRRTE 3) says before it ends a job since a host does not answer, or has not since it was reached.
+#: Messages of mpirun 5 (PRRTE 3) before it ends a job because a host does not answer, or has never answered.
 _LOST_HOST: Final = (
     b"PRTE has lost communication with a remote daemon",
     b"A daemon failed to report back after being spawned",
 )
 _LOST_NODE: Final = re.compile(rb"Remote daemon: \[\S+\] on node (\S+)\n")
 _RULE: Final = b"-" * 74 + b"\n"
-#: The beginnings of blocks that blame a rank, of Open MPI 5 and of the versions before.
+#: Beginnings of blocks that blame a rank, in Open MPI 5 and in earlier versions.
 _BLAMES: Final = tuple(
     _RULE + who + what
     for who in (b"prterun ", b"mpirun ", b"mpiexec ")
@@ -32,37 +35,37 @@ _BLAMES: Final = tuple(
         b"has exited due to process rank ",
     )
 )
-#: Open MPI's words for a connection that was refused, or got no answer: they name a host or an address, and the reason.
+#: Open MPI's message about a refused or unanswered connection, with a host or an address, and the reason.
 _UNREACHED: Final = (
     re.compile(rb"peer: (\S+) Unable to connect to the peer (\S+ on port \d+: [^\n]*)\n"),
     re.compile(rb"Message: +connect\(\) to (\S+):\d+ failed\n +Error: +([^\n]*) \(\d+\)\n"),
 )
-#: Its words for a connection on which nothing arrives any longer. One that a killed rank has closed has others.
+#: Open MPI's message about a silent connection. For a connection that a killed rank has closed, it has another one.
 _SILENT: Final = re.compile(
     rb"peer: (\S+) mca_btl_tcp_frag_\w+: \w+ failed: (Connection timed out|[^\n]*unreachable) \("
 )
-#: Its words for the rank that ends the job since it has no connection to another one.
+#: Open MPI's message about the rank that ends the job because it has no connection to another one.
 _ENDER: Final = re.compile(
     rb"An error occurred in Socket closed\s+\[([^]\s:]+):\d+\] \*\*\* reported by process \[\d+,(\d+)\]"
 )
-#: How many bytes are kept to recognise words that arrive in pieces.
+#: Number of bytes that are kept to recognise messages that arrive in pieces.
 _LONGEST: Final = 1024
 
 
 class MpirunWords:
-    """Takes in bytes as they arrive.
+    """Filters bytes as they arrive.
 
     Args:
-        mark: The beginning of a report.
+        mark: Beginning of a report.
 
     Attributes:
-        blames: The blocks that were kept back.
-        reports: The reports that were found, without their marks.
+        blames: Blocks that were held back.
+        reports: Reports that were found, without their marks.
         has_lost_host: Whether mpirun has lost a host.
-        lost_node: The name of that host, if mpirun says it.
-        silent: The host from which nothing arrives any longer, and the reason; None if there is none.
-        unreached: The host that a rank could not reach, and the reason; None if there is none.
-        ender: The host and the number of the rank that lost a connection, at which MPI ended the job; or None.
+        lost_node: Name of that host, if mpirun says it.
+        silent: Host on a connection that has become silent, and the reason; or None.
+        unreached: Host that a rank could not reach, and the reason; or None.
+        ender: Host and number of the rank that lost a connection, after which MPI ended the job; or None.
     """
 
     def __init__(self, mark: bytes) -> None:
@@ -80,11 +83,11 @@ class MpirunWords:
 
     @property
     def is_holding(self) -> bool:
-        """Whether bytes are held that may be the beginning of something; :meth:`flush` returns them."""
+        """Whether bytes are held that may begin a message; :meth:`flush` returns them."""
         return bool(self._rest)
 
     def feed(self, data: bytes) -> bytes:
-        """Return the bytes that are for the user by now."""
+        """Process the next bytes; return the bytes that can be printed for the user."""
         self._rest += data
         passed = b""
         while (part := self._next()) is not None:
@@ -103,9 +106,9 @@ class MpirunWords:
         """Return the line for the user about a failed connection that has ended the job; None if none has.
 
         Args:
-            goes_on_by: The option with which the others would have gone on after a kill; "" if there is none.
+            goes_on_by: Option with which the others would have continued after a kill; "" if there is none.
         """
-        if self.ender is None:  # MPI has found another way, or a rank raises the error
+        if self.ender is None:  # MPI has used another network, or a rank raises the error
             return None
         host, rank = self.ender
         reach = (
@@ -119,7 +122,7 @@ class MpirunWords:
             return (
                 f"rank {rank} on {host} lost its connection to another rank, so MPI ended the job: the other rank was "
                 "killed (dmesg on its host says whether memory was short), or its host is gone"
-                + f" ({goes_on_by} lets the others go on)"
+                + f" ({goes_on_by} lets the others continue)"
                 * bool(goes_on_by)
             )
         peer, reason = self.unreached
@@ -128,16 +131,16 @@ class MpirunWords:
     def explain_lost_host(self) -> str:
         """Return the line for the user about a host that mpirun has lost."""
         where = f": see that {self.lost_node[0]} runs and that its network is up" if self.lost_node else ""
-        return f"mpirun has lost a host, and ended the job before its end{where}"
+        return f"mpirun has lost a host, and ended the job early{where}"
 
     def flush(self) -> bytes:
-        """Return the bytes that are held: nothing more has arrived for a while, or will."""
+        """Return the held bytes, because no more have arrived for a while, or will arrive."""
         held, self._rest = self._rest, b""
         self._is_at_line_start = held.endswith(b"\n")
         return held
 
     def _next(self) -> bytes | None:
-        """Take the next line, or a part of it, from the held bytes; return None where more have to arrive before."""
+        """Take the next line, or a part of it, from the held bytes; return None if more bytes are needed first."""
         if self._is_at_line_start:
             if self._rest.startswith(_BLAMES):
                 end = self._rest.find(b"\n" + _RULE, len(_RULE)) + 1
@@ -147,7 +150,7 @@ class MpirunWords:
                 self.blames.append(self._rest[:end])
                 self._rest = self._rest[end:]
                 return b""
-            if any(blame.startswith(self._rest) for blame in _BLAMES):  # also nothing at all
+            if any(blame.startswith(self._rest) for blame in _BLAMES):  # true if it is empty
                 return None
         return self._take_line()
 
