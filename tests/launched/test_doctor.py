@@ -52,7 +52,7 @@ def test_a_healthy_machine() -> None:
     rows = dict(line.split("  ", 1) for line in ended.stdout.splitlines() if "  " in line)
     assert rows["transport"].strip() == "local, no launcher's variables are set"
     assert rows["asyncdist"].strip() == ad.__version__
-    assert "gloo" in rows["torch backends"].split(", ")
+    assert "gloo" in rows["torch backends"].strip().split(", ")
 
 
 @pytest.mark.mpi
