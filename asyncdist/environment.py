@@ -458,8 +458,8 @@ def replace(environ: Mapping[str, str]) -> None:
 HASH_SEED_VARIABLE: Final = "PYTHONHASHSEED"
 #: Variable that keeps the script's folder, or the working directory, out of Python's search path for modules.
 SAFE_PATH_VARIABLE: Final = "PYTHONSAFEPATH"
-#: Value at the start of Python, which reads it only then. Setting it later, as torchgfn's set_seed does, has no effect
-#: on this process.
+#: Value when the interpreter started, which is the only time Python reads it. Setting it later, as torchgfn's set_seed
+#: does, has no effect on this process.
 _HASH_SEED_AT_START: Final = os.environ.get(HASH_SEED_VARIABLE, "")
 
 

@@ -256,7 +256,10 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         self._stage = "open"
 
     async def _end(self, _: None) -> None:
-        """Leave after a start that was cancelled when all had joined: the others rely on this rank until it leaves."""
+        """Leave an operation whose start was cancelled after all ranks had joined.
+
+        The other ranks count on this rank until it leaves.
+        """
         self._stage = "closed"
         await self._stop(asyncio.CancelledError())
 

@@ -168,7 +168,7 @@ def _write_aside(path: Path, write: Callable[[Path], object]) -> dict[str, Any]:
 
 
 def _cause_of(error: BaseException | None) -> OSError | None:
-    """Return the system's error; torch raises another one while it closes the file."""
+    """Return the OSError behind ``error``, if any; torch raises another error while it closes the file."""
     while error is not None and not isinstance(error, OSError):
         error = error.__context__
     return error

@@ -148,7 +148,7 @@ def check_parts(state: Any) -> None:
     """Check that a loaded state has the parts of :func:`state_of`, and valid random states.
 
     Raises:
-        Exception: It does not; of any type, since the generators raise many.
+        Exception: The state is invalid; the type varies, since each generator raises its own.
     """
     for name in ("model", "optimizer", "policy", "extra", "random"):
         if not isinstance(state, dict) or name not in state:

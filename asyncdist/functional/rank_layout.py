@@ -189,7 +189,7 @@ class RankLayout:
 
 
 class DistributedContext:
-    """The roles of a world's ranks, as groups, from the view of one rank.
+    """The roles of a world's ranks, as groups, as seen by one rank.
 
     A group that includes this rank can be used for any collective, on any transport; its ``communicator`` is the
     backend's own, if there is one. Other groups only have ``ranks``.

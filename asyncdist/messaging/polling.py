@@ -53,7 +53,7 @@ IDLE_PERIOD_S: Final = 0.001
 SAFETY_PERIOD_S: Final = 0.05
 #: Resolution of uvloop's clock and timers, in seconds.
 CLOCK_TICK_S: Final = 0.001
-#: An otherwise idle loop takes fewer seconds than this between two ticks of the driver.
+#: Upper bound of the seconds between two ticks of the driver on an otherwise idle loop.
 ALONE_GAP_S: Final = 20e-6
 
 

@@ -202,7 +202,7 @@ class UserStreams:
             await self._engine.until(lambda: outgoing.is_answered or dest in services.gone, what)
             if not outgoing.is_answered:
                 ended = "left" if dest in services.left else "was lost"
-                raise RankLostError(f"rank {dest} {ended} before it received", rank=dest)
+                raise RankLostError(f"rank {dest} {ended} before it received the tensor", rank=dest)
             complete = await outgoing.run(dest)
         finally:
             if not outgoing.is_answered and outgoing in waiting:

@@ -79,7 +79,7 @@ KINDS: Final[dict[str, tuple[str, ...]]] = {
     "interrupted": ("waited_for",),
     # A task continues after a collective that MPI has carried out. ``turn`` and ``woken`` are as for "received".
     "collective": ("tag", "turn", "woken"),
-    # MPI has reduced floating-point numbers in an order of its own. ``result`` has the bytes of the result as
+    # MPI has reduced floating-point numbers in its own order. ``result`` has the bytes of the result as
     # hexadecimal digits; "" if they are too many.
     "reduced": ("tag", "nbytes", "result"),
     # A number that depends on timing alone, such as the part of a tensor that was written to another rank's memory.

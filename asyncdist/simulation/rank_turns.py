@@ -368,11 +368,11 @@ class Turns:
         self._debug = enabled
 
     def create_future(self) -> Future[Any]:
-        """As asyncio's method."""
+        """See asyncio's method of the same name."""
         return Future(loop=self)  # type: ignore[arg-type]
 
     def call_soon(self, callback: Any, *args: Any, context: contextvars.Context | None = None) -> Handle:
-        """As asyncio's method."""
+        """See asyncio's method of the same name."""
         handle = _new_handle(callback, args, context)
         self._ready.append(handle)
         if not self._running and not self.dead:
@@ -380,7 +380,7 @@ class Turns:
         return handle
 
     def call_later(self, delay: float, callback: Any, *args: Any, context: contextvars.Context | None = None) -> Handle:
-        """As asyncio's method."""
+        """See asyncio's method of the same name."""
         return self.call_at(self._scheduler.time() + delay, callback, *args, context=context)
 
     def timers_due(self, after_s: float, until_s: float) -> list[float]:
@@ -393,7 +393,7 @@ class Turns:
         return sorted(due)
 
     def call_at(self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None) -> Handle:
-        """As asyncio's method."""
+        """See asyncio's method of the same name."""
         timer = _new_timer(when, callback, args, context)
         if when < math.inf:
             self._scheduler.add_timer(when, self._take_timer, timer)
@@ -411,7 +411,7 @@ class Turns:
             self._turn()
 
     def is_running(self) -> bool:
-        """As asyncio's method."""
+        """See asyncio's method of the same name."""
         return self._running
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:

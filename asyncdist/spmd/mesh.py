@@ -46,7 +46,7 @@ class _Turn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Axis:
-    """Describes one axis of a mesh, from the view of one rank.
+    """Describes one axis of a mesh, as seen by one rank.
 
     Attributes:
         name: Name of the axis in the mesh.

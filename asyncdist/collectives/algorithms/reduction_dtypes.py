@@ -5,9 +5,10 @@
 - Integers keep their dtype and wrap: 128 + 128 is 0 in uint8. Sums of 8 and 16 bits are computed in int32, because Open
   MPI 5.0.11 saturates in the elements that its vector instructions handle, and wraps in the others.
 - float16, bfloat16 and float8 are reduced in float32 and rounded once; complex32 is reduced in complex64.
-- The minimum or maximum of floating numbers is NaN if any rank has NaN, and -0 is less than +0. MPI does not define NaN
-  in MPI_MIN and MPI_MAX: with NaN on one of four ranks, Open MPI 5.0.11 returned the result of some of the ranks, and
-  MPICH 5.0.2 returned different results on different ranks. Therefore both are computed on integers in the same order.
+- The minimum or maximum of floating-point numbers is NaN if any rank has NaN, and -0 is less than +0. MPI does not
+  define NaN in MPI_MIN and MPI_MAX: with NaN on one of four ranks, Open MPI 5.0.11 returned the result of some of the
+  ranks, and MPICH 5.0.2 returned different results on different ranks. Therefore both are computed on integers in the
+  same order.
 - Complex numbers have no order, so only sum and product exist.
 """
 
@@ -77,7 +78,7 @@ def store(numbers: Tensor, tensor: Tensor, op: ReduceOp) -> None:
 
 
 def _to_ordered(numbers: Tensor, op: ReduceOp) -> Tensor:
-    """Return floating numbers as integers in the same order, and NaN as the integer that ``op`` always chooses."""
+    """Return floats as integers in the same order, and NaN as the integer that ``op`` always chooses."""
     bits = numbers.view(torch.int32 if numbers.itemsize == 4 else torch.int64)
     limits = torch.iinfo(bits.dtype)
     return torch.where(numbers.isnan(), limits.min if op == "min" else limits.max, _flipped(bits))
@@ -88,5 +89,5 @@ def _from_ordered(ordered: Tensor) -> Tensor:
 
 
 def _flipped(bits: Tensor) -> Tensor:
-    """Reverse the order of negative numbers, whose bits are sign and magnitude. The function is its own inverse."""
+    """Flip the bits of negative floats (sign and magnitude) so that results sort as integers. Its own inverse."""
     return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)

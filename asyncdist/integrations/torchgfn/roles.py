@@ -23,7 +23,7 @@ report_time_info = asyncdist.report_time_info
 
 @dataclass
 class DistributedContext:
-    """Holds the roles of the ranks, from the view of one rank. It has the fields of torchgfn's class.
+    """Holds the roles of the ranks, as seen by one rank. It has the fields of torchgfn's class.
 
     Attributes:
         my_rank: This rank.

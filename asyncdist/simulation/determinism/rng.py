@@ -189,7 +189,7 @@ class RandomStates:
         return ask
 
     def restore(self) -> None:
-        """Restore the process's own random states and functions."""
+        """Restore the process's own random states, and the functions that were replaced."""
         if self.current != self._outside:
             self.switch(self._outside)
             np.random.mtrand._rand.set_state(self._numpy[-1].get_state(legacy=False))

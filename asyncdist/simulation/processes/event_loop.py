@@ -111,7 +111,7 @@ class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its h
         return False
 
     def get_exception_handler(self) -> Callable[[RankLoop, dict[str, Any]], object] | None:  # type: ignore[override]
-        """As asyncio's method."""
+        """See asyncio's method of the same name."""
         return self._exception_handler
 
     def set_exception_handler(self, handler: Callable[[RankLoop, dict[str, Any]], object] | None) -> None:
@@ -125,7 +125,7 @@ class RankLoop(Turns, asyncio.AbstractEventLoop):  # type: ignore[misc]  # its h
         super().call_exception_handler(context)
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """As asyncio's method. Exceptions of a killed rank are dropped."""
+        """See asyncio's method of the same name. Exceptions of a killed rank are dropped."""
         if self._exception_handler is None or self.dead:
             super().call_exception_handler(context)
             return

@@ -463,7 +463,7 @@ class Gate:
             self.comparison.on_event(time_s, kind, fields, self.has_stopped)
 
     def repeat_reduction(self, tag: int, result: memoryview) -> None:
-        """Overwrite the result of a reduction with the recorded one, because MPI reduces in an order of its own."""
+        """Overwrite the result of a reduction with the recorded one, because MPI reduces in its own order."""
         results = self.log.results.get(tag)
         if not results:
             return

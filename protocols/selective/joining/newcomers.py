@@ -172,7 +172,7 @@ class Application:
         self._services.engine.recheck()
 
     def note_round(self) -> None:
-        """Note that a round has named this rank, which restarts the timeout like an answer."""
+        """Note that a round has named this rank, which restarts the timeout, as an answer does."""
         self._deadline = self._services.time() + self._timeout_s
 
     def close(self) -> None:

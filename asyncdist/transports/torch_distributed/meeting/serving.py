@@ -1,4 +1,4 @@
-"""Serves and reaches torch's stores, at the address that the processes of a job need."""
+"""Creates torch's stores and connects to them, at an address that all processes of the job can reach."""
 
 from __future__ import annotations
 
