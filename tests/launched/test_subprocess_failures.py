@@ -336,7 +336,7 @@ def test_what_cannot_travel_is_refused_before_a_rank_starts(method: str, monkeyp
     ("func", "cfg", "offset", "words"),
     [
         ("name", config(), 0, "func is 'name'; it must be a function"),
-        (note_rank, config(rank=1), 0, "rank is 1; every child is given its own"),
+        (note_rank, config(rank=1), 0, "rank is 1; every child gets its own"),
         (note_rank, config(), 1, "rank_offset is 1; with world_size=2 and local_world_size=2 allowed are 0..0"),
         (note_rank, config(), -1, "-1"),
         (note_rank, config(), 0.0, "0.0"),
