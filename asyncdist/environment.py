@@ -77,16 +77,7 @@ _RANK_VARIABLE: Final = "ASYNCDIST_RANK"
 
 
 def check_transport(name: str, *, what: str = "transport", allowed: Sequence[str] = _TRANSPORTS) -> None:
-    """Raise ValueError if a name is not a transport.
-
-    Args:
-        name: The user's value.
-        what: Option or variable that contains the value, for the error.
-        allowed: Names of the transports that are allowed.
-
-    Raises:
-        ValueError: ``name`` is not in ``allowed``.
-    """
+    """Raise ValueError if the value of the option or variable ``what`` is not an allowed transport."""
     if name in allowed:
         return
     hint = ""

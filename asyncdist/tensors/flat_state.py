@@ -77,11 +77,7 @@ class Fingerprint:
 
     @classmethod
     def from_text(cls, text: str) -> "Fingerprint":
-        """Read the JSON that `to_text` wrote, possibly on another rank.
-
-        Raises:
-            ValueError: The string is not such JSON.
-        """
+        """Read the JSON that `to_text` wrote, possibly on another rank. Raises ValueError for anything else."""
         try:
             lines = tuple((tuple(names), tuple(map(int, shape)), dtype) for names, shape, dtype in json.loads(text))
             known = {name for line in lines for name in line[0]}
