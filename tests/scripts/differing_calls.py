@@ -57,7 +57,8 @@ async def main(world: ad.World) -> list[str]:
             if words == "RemoteError" or all(word in str(error) for word in words.split(", ")):
                 kind = type(error).__name__
         except (TypeError, ValueError) as error:
-            kind = "itself" if world.rank == 1 and "allowed" in str(error) else "silence"
+            says = "allowed" in str(error) or "must be" in str(error)
+            kind = "itself" if world.rank == 1 and says else "silence"
         found.append(kind)
     assert await ad.compute_and_broadcast(lambda: 7) == 7  # in step
     return found
