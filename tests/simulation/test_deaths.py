@@ -158,7 +158,7 @@ def test_an_unreceived_stream_tells_how_its_receiver_ended(returns: bool) -> Non
 
     report = simulate(main, ranks=2, network=STEADY, faults=[] if returns else [Kill(rank=1, at_s=2.0)])
     assert isinstance(report.results[0], ad.RankLostError) and report.results[0].rank == 1
-    assert report.results[0].args[0] == f"rank 1 {'left' if returns else 'was lost'} before it received"
+    assert report.results[0].args[0] == f"rank 1 {'left' if returns else 'was lost'} before it received the tensor"
 
 
 def test_what_a_dead_rank_leaves_behind_runs_when_all_is_over() -> None:
