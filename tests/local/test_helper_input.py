@@ -34,7 +34,7 @@ def one_sided(**options: Any) -> object:
         (lambda: ad.RankLayout(2, ((0,),), {1: 0}), ("clients[1]", "0", "a list of ranks")),  # type: ignore[dict-item]
         (lambda: ad.initialize_distributed_compute(layout="x"), ("layout", "'x'", "RankLayout", "None")),
         (lambda: ad.all_gather({"a": TENSOR}), ("tensor", "dict", "a tensor, or a tree")),
-        (lambda: ad.psum(TENSOR, ["POP"]), ("axis_name", "['POP']", "the name of an axis, or None")),  # type: ignore[arg-type]
+        (lambda: ad.psum(TENSOR, ["POP"]), ("axis_name", "['POP']", "the name of an axis or None")),  # type: ignore[arg-type]
         (lambda: ad.psum(TENSOR, "POP", mesh="x"), ("mesh", "'x'", "Mesh")),  # type: ignore[arg-type]
         (lambda: ad.gradient_update(WRONG, torch.optim.SGD([TENSOR])), ("loss_fn", "5", "a function")),
         (lambda: ad.agent_gradient_update(WRONG, torch.optim.SGD([TENSOR])), ("loss_fn", "5")),
