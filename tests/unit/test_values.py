@@ -97,5 +97,5 @@ def test_any_bytes_are_a_value_or_an_error(data: bytes) -> None:
     ],
 )
 def test_a_tree_that_is_no_value(tree: Any) -> None:
-    with pytest.raises(RemoteProtocolError, match="no value"):
+    with pytest.raises(RemoteProtocolError, match="not an encoded value"):
         serialization.decode(msgspec.msgpack.encode(tree))
