@@ -287,7 +287,7 @@ def test_policy_is_not_reentered_while_an_abandoned_start_waits() -> None:
             except ad.AsyncdistError as error:
                 found.append(f"{type(error).__name__}: {error}")
                 if "StartTimeoutError" in found[-1]:
-                    with pytest.raises(ad.BusyError, match="is being started by another task, or by an abandoned start"):
+                    with pytest.raises(ad.BusyError, match="is being started by another task, or by an abandoned"):
                         await policy.__aenter__()
         return found
 
