@@ -99,7 +99,7 @@ def test_a_lost_rank_ends_its_replica_and_no_other() -> None:
 def test_fresh_weights_are_refused_and_ranks_out_of_order_too() -> None:
     (part,) = parts_of([1.0])
     optimizer = torch.optim.SGD(part.parameters(), lr=0.0)
-    with pytest.raises(ValueError, match="averaging_strategy is 'reset_weights'; allowed: an average"):
+    with pytest.raises(ValueError, match="averaging_strategy is 'reset_weights'; allowed: another strategy"):
         OfPlainShards(part, optimizer, averaging_strategy="reset_weights", model_builder=lambda: part, **OPTIONS)
 
     async def main(world: ad.World) -> None:
