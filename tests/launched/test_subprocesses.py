@@ -66,7 +66,7 @@ def test_resolving_changes_nothing_that_is_there() -> None:
         ({"world_size": 2, "local_world_size": 3}, r"local_world_size .*3.*world_size=2\b"),
         (
             {"world_size": 6, "model_parallelism": 4},
-            r"world_size .*6.*model_parallelism=4 .*pipeline_parallelism=1",
+            r"world_size .*model_parallelism=4 .*pipeline_parallelism=1.*\b6\b",
         ),
         ({"world_size": 6, "model_parallelism": 2, "pipeline_parallelism": 2}, r"\b4\b"),
         ({"model_parallelism": 0}, r"model_parallelism .*\b0"),
@@ -127,8 +127,10 @@ def test_the_backend_is_the_one_that_was_set(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("backend", ["ccl", "", None, "gloo,nccl", "undefined"])
 def test_an_unknown_backend_is_named_with_the_known_ones(backend: Any) -> None:
-    with pytest.raises(ValueError, match=f"backend is {backend!r}; torch .*'gloo'"):
+    with pytest.raises(ValueError, match="backend") as caught:
         ad.set_distributed_backend(backend)
+    assert repr(backend) in str(caught.value)
+    assert "'gloo'" in str(caught.value)
 
 
 def test_a_backend_that_somebody_registers_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +174,7 @@ def test_every_rank_is_in_one_group_of_each_kind(size: int, model: int, pipeline
 
 @pytest.mark.parametrize("rank", [-1, 8, "0"])
 def test_a_rank_outside_the_layout_is_refused(rank: Any) -> None:
-    with pytest.raises(ValueError, match=r"allowed are 0\.\.7"):
+    with pytest.raises(ValueError, match=rf"rank .*0 to 7.*{rank!r}"):
         ParallelLayout(8).ranks_of(rank)
 
 

@@ -205,7 +205,7 @@ async def test_a_donor_that_gives_up_is_named_and_the_others_are_told(donor: int
         party.desks[donor].withdraw(party.offers[donor])
         assert party.freed == [party.snapshots[donor]]
         intake, _ = party.intake()
-        with pytest.raises(StreamAborted, match=f"rank {donor} gave up"):
+        with pytest.raises(StreamAborted, match=f"rank {donor} aborted"):
             await intake.run(WEIGHTS, deadline=party.deadline())
         assert intake.donor == donor
         await party.is_over()
