@@ -97,7 +97,8 @@ def _check_name(init: Callable[..., None], made: object, name: str, refused: Map
         raise TypeError(f"{kind} has no option {name!r}; {meant(name, allowed)}")
 
 
-def option_names(init: Callable[..., None]) -> list[str]:
+@functools.cache  # resolving the annotations takes 0.3 ms
+def option_names(init: Callable[..., None]) -> tuple[str, ...]:
     """Return the names of a constructor's options, in their order: its parameters, and the keys of its TypedDict."""
     names: list[str] = []
     for parameter in inspect.signature(init).parameters.values():
@@ -106,7 +107,7 @@ def option_names(init: Callable[..., None]) -> list[str]:
             names += options.__annotations__
         elif parameter.name not in ("self", "model", "optimizer"):
             names.append(parameter.name)
-    return names
+    return tuple(names)
 
 
 def count(name: str, value: Any, *, least: int = 1, besides: str = "") -> int:
