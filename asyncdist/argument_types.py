@@ -18,7 +18,7 @@ def whole(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        raise argparse.ArgumentTypeError(f"must be an integer, got {text!r}") from None
 
 
 def seconds(text: str) -> float:
@@ -28,12 +28,12 @@ def seconds(text: str) -> float:
     except ValueError:
         number = math.nan
     if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+        raise argparse.ArgumentTypeError(f"must be >= 0 seconds and finite, got {text!r}")
     return number
 
 
 def folder(text: str) -> str:
     """Return the name of a folder, which need not exist."""
     if not text:
-        raise argparse.ArgumentTypeError("'' names no folder; allowed: a folder, which is made if it is not there")
+        raise argparse.ArgumentTypeError("the folder must have a name, got ''")
     return text

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Literal
 
-from asyncdist import local_host
+from asyncdist import local_host, validation
 from asyncdist.launchers import slurm
 from asyncdist.launchers.variables import (
     NO_LAUNCHER as NO_LAUNCHER,
@@ -82,8 +82,8 @@ def check_transport(name: str, *, what: str = "transport", allowed: Sequence[str
         return
     hint = ""
     if str(name).startswith("torch:"):
-        hint = ". 'torch' always sends over gloo, in its own groups; the program's groups may use any backend"
-    raise ValueError(f"{what} is {name!r}; allowed are {', '.join(map(repr, allowed))}{hint}")
+        hint = ". The transport 'torch' always sends over gloo; the program's own groups may use any backend"
+    raise ValueError(f"{what} must be {validation.one_of(allowed)}, got {name!r}{hint}")
 
 
 def choose_transport(named: str | None, environ: Mapping[str, str]) -> tuple[str, dict[str, str]]:

@@ -1,4 +1,4 @@
-"""Checks options; all errors have the form ``NAME is VALUE; allowed: ...``.
+"""Checks options; all errors have the form ``NAME must be ALLOWED, got VALUE``.
 
 :func:`printable` makes foreign strings safe to print. :func:`optional_imports` names the extra of a missing library.
 
@@ -30,9 +30,21 @@ LARGEST: Final = math.nextafter(math.inf, 0.0)
 
 
 def refuse(name: str, value: Any, allowed: str, kind: type[Exception] = ValueError) -> NoReturn:
-    """Raise ``kind`` with the option's name, its value (cut if it is very long), and the allowed values."""
+    """Raise ``kind``: ``NAME must be ALLOWED, got VALUE``, with a very long value cut.
+
+    Args:
+        name: Name of the option.
+        value: Refused value.
+        allowed: Description of the allowed values, which reads well after "must be".
+        kind: Class of the error.
+    """
     text = repr(value)
-    raise kind(f"{name} is {text if len(text) <= 200 else f'{text[:200]}...'}; allowed: {allowed}")
+    raise kind(f"{name} must be {allowed}, got {text if len(text) <= 200 else f'{text[:200]}...'}")
+
+
+def one_of(values: Iterable[Any]) -> str:
+    """Return the allowed values for an error, such as ``one of 'a', 'b'``."""
+    return f"one of {', '.join(map(repr, values))}"
 
 
 def printable(text: str, *, keep: str = "") -> str:
@@ -60,7 +72,7 @@ def meant(name: str, allowed: Collection[str], otherwise: str | None = None) -> 
     near = difflib.get_close_matches(name, allowed, n=1)
     if near:
         return f"did you mean {near[0]}?"
-    return f"allowed: {', '.join(sorted(allowed))}" if otherwise is None else otherwise
+    return f"the names are {', '.join(sorted(allowed))}" if otherwise is None else otherwise
 
 
 def names_options(*, refused: Mapping[str, str] | None = None) -> Callable[[Callable[P, None]], Callable[P, None]]:
@@ -117,7 +129,7 @@ def count(name: str, value: Any, *, least: int = 1, besides: str = "") -> int:
         name: Name of the option.
         value: Value to check.
         least: Smallest allowed number.
-        besides: Other allowed values, for the error, such as ``", or None"``.
+        besides: Other allowed values, for the error, such as ``" or None"``.
 
     Raises:
         ValueError: ``value`` is not such a number.
@@ -127,7 +139,7 @@ def count(name: str, value: Any, *, least: int = 1, besides: str = "") -> int:
     except TypeError:
         number = least - 1
     if number < least or isinstance(value, bool):
-        refuse(name, value, f"a whole number of {least} or more{besides}")
+        refuse(name, value, f"an integer >= {least}{besides}")
     return number
 
 
@@ -138,7 +150,7 @@ def whole(name: str, value: Any) -> int:
     except TypeError:
         number = None
     if number is None or isinstance(value, bool):
-        refuse(name, value, "a whole number", TypeError)
+        refuse(name, value, "an integer", TypeError)
     return number
 
 
@@ -152,7 +164,7 @@ def whole_numbers(values: Iterable[Any]) -> tuple[int, ...]:
 
 def ranks(name: str, values: Any) -> tuple[int, ...]:
     """Return ``values`` as distinct ranks. Raise TypeError or ValueError if they are not."""
-    allowed = "a sequence of ranks, each once"
+    allowed = "a sequence of distinct ranks"
     if isinstance(values, str) or not isinstance(values, Sequence):
         refuse(name, values, allowed, TypeError)
     numbers = tuple(count(f"{name}[{place}]", value, least=0) for place, value in enumerate(values))
@@ -180,8 +192,8 @@ def fraction(name: str, value: Any) -> float:
 def seconds(name: str, value: Any, *, finite: bool = True) -> float:
     """Return a duration above 0 in seconds. Raise ValueError otherwise."""
     if not finite:
-        return real(name, value, "a number of seconds above 0", low=SMALLEST, high=math.inf)
-    return real(name, value, "a finite number of seconds above 0", low=SMALLEST)
+        return real(name, value, "> 0 seconds", low=SMALLEST, high=math.inf)
+    return real(name, value, "> 0 seconds and finite", low=SMALLEST)
 
 
 def missing_library(what: str, library: str, extra: str) -> str:
@@ -221,7 +233,7 @@ def main_function(main: Any, args: Sequence[Any]) -> None:
     """
     what = _place_of(main)
     if not inspect.iscoroutinefunction(main):
-        raise TypeError(f"main must be a coroutine function (async def); got {what}")
+        raise TypeError(f"main must be a coroutine function (async def), got {what}")
     try:
         signature = inspect.signature(main)
     except ValueError:  # main has no readable signature; the call will raise
@@ -232,10 +244,11 @@ def main_function(main: Any, args: Sequence[Any]) -> None:
         if not signature.parameters:
             name = main.__name__ if inspect.isfunction(main) else "main"
             raise TypeError(
-                f"main is given the world, and {what} takes no argument: write async def {name}(world)"
+                f"main must take the world as its first argument, but {what} takes no argument: write async def "
+                f"{name}(world)"
             ) from None
         given = f"the world and {len(args)} more argument{'s'[: len(args) != 1]}"
-        raise TypeError(f"main is given {given}, which does not fit {what}: {error}") from None
+        raise TypeError(f"main must take {given}, got {what}: {error}") from None
 
 
 def _place_of(function: Any) -> str:
@@ -256,4 +269,4 @@ def torch_problem(version: str) -> str | None:
     if found is None or (int(found[1]), int(found[2])) >= TORCH_MIN:
         return None
     least = ".".join(map(str, TORCH_MIN))
-    return f"torch {version} is older than {least}, which asyncdist needs: pip install 'torch>={least}'"
+    return f"torch must be >= {least}, got {version}: pip install 'torch>={least}'"

@@ -147,7 +147,7 @@ def one_of(literal: Any, kind: type[Exception] = ValueError) -> Check:
 
     def check(name: str, value: Any) -> Any:
         if value not in allowed:
-            validation.refuse(name, value, ", ".join(map(repr, allowed)), kind)
+            validation.refuse(name, value, validation.one_of(allowed), kind)
         return value
 
     return check

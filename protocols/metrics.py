@@ -27,7 +27,7 @@ def given_metric(
     given = {"local_metric": local_metric, "loss": loss, "score": score}
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
-        raise TypeError(f"step() got {' and '.join(names)}; allowed: one of them")
+        raise TypeError(f"only one of local_metric, loss and score may be passed to step(), got {' and '.join(names)}")
     is_opposite = names == (["score"] if metric_mode == "min" else ["loss"])
     return (given[names[0]] if names else None), is_opposite
 
@@ -65,7 +65,7 @@ def metric_as_number(value: Any) -> float:
     if isinstance(value, torch.Tensor):
         if value.numel() != 1 or value.is_complex():
             raise ValueError(
-                f"metric is a tensor of shape {tuple(value.shape)}, {value.dtype}; allowed: one real number"
+                f"metric must be one real number, got a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
             )
         return float(value.detach())
     try:
@@ -76,5 +76,5 @@ def metric_as_number(value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, OverflowError):
         raise TypeError(
-            f"metric is {value!r:.80}; allowed: a number, a 0-d tensor, or a callable that returns one"
+            f"metric must be a number, a 0-d tensor, or a callable that returns one, got {value!r:.80}"
         ) from None

@@ -137,7 +137,7 @@ class OneSidedOptions(ReadingOptions, MemberOptions, total=False):
 
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{name} is {value!r}; allowed: a string")
+        validation.refuse(name, value, "a string", TypeError)
     if len(value) > _NAME_LENGTH_MAX:
         validation.refuse(name, value, f"a string of up to {_NAME_LENGTH_MAX} characters")
     return value
@@ -146,7 +146,7 @@ def _text(name: str, value: Any) -> str:
 def _instance(kind: type) -> Callable[[str, Any], Any]:
     def check(name: str, value: Any) -> Any:
         if value is not None and not isinstance(value, kind):
-            validation.refuse(name, value, f"a {kind.__name__}, or None for the current world's", TypeError)
+            validation.refuse(name, value, f"a {kind.__name__} or None", TypeError)
         return value
 
     return check
@@ -154,7 +154,7 @@ def _instance(kind: type) -> Callable[[str, Any], Any]:
 
 def _dict(name: str, value: Any) -> Any:
     if not isinstance(value, dict | None):
-        validation.refuse(name, value, "a dict, or None", TypeError)
+        validation.refuse(name, value, "a dict or None", TypeError)
     return value
 
 
@@ -170,7 +170,7 @@ class CommonOptions(Options):
     )
     metric: Callable[[], Metric] | None = option(
         "Callable without arguments that returns the metric for calls of `step` without one.",
-        function("a callable without arguments (pass values to step)"),
+        function("None or a callable without arguments (pass metric values to step())"),
         default=None,
     )
     metric_mode: MetricMode = like(JudgingRules, "metric_mode")
@@ -223,14 +223,14 @@ class AveragingOptions(Options):
     model_builder: ModelBuilder | None = option(
         'Callable for `"reset_weights"` that returns a model of the same layout, or the pair (model, optimizer). It is '
         "also called once when the policy is made, to compare the layouts.",
-        function("a callable that returns a model"),
+        function("None or a callable that returns a model"),
         default=None,
         group="donors",
     )
     on_event: Callable[[PolicyEvent], None] | None = option(
         "Callable that receives each event of this rank (`protocols.PolicyEvent`), inside `step`. A snapshot from CUDA "
         "memory is reported after its copy, at a later safe point.",
-        function("a callable that takes one event"),
+        function("None or a callable that takes one event"),
         default=None,
     )
     timing: dict[str, list[float]] | None = option(
@@ -280,7 +280,7 @@ class CoordinatorOptions(Options):
     coordinator: int | None = option(
         "Rank that runs `await protocols.coordinate(members)` and does not train. By default, the group's first member "
         "coordinates.",
-        or_none(whole(0, ", or None")),
+        or_none(whole(0, " or None")),
         default=None,
         group="coordinator",
         is_agreed=True,

@@ -422,10 +422,13 @@ class SpawnPolicy(NoPlainContext, abc.ABC):
         own = self.state_dict()
         for key in ("policy", "version"):
             if state.get(key) != own[key]:
-                raise ValueError(f"the state's {key} is {state.get(key)!r:.80}; allowed: {own[key]!r}")
+                raise ValueError(f"the state's {key!r} must be {own[key]!r}, got {state.get(key)!r:.80}")
         missing = sorted(own.keys() - state.keys())
         if missing:
-            raise ValueError(f"the state of {own['policy']} has no {missing[0]!r}; its entries: {', '.join(own)}")
+            raise ValueError(
+                f"the state of {own['policy']} must have the entry {missing[0]!r}, got only "
+                f"{', '.join(map(str, state))}"
+            )
         self._restore(state)
 
     def _restore(self, state: Mapping[str, Any]) -> None:

@@ -21,10 +21,7 @@ from asyncdist import LocalProtocolError, World
 _WRAPPERS: Final = ("torch.nn.parallel.distributed", "torch.distributed.fsdp", "torch.distributed._composable")
 #: What `fully_shard` makes of a module: its parameters are DTensors between two steps.
 _SHARDED: Final = "torch.distributed.fsdp._fully_shard"
-_WHY: Final = (
-    "it keeps its replicas equal, which a policy that gives ranks weights of their own breaks; "
-    "allowed: a model that no such wrapper synchronises"
-)
+_WHY: Final = "whose ranks always have equal weights, while a policy gives each rank its own. Pass a model without it"
 
 
 def check_not_wrapped(model: nn.Module, *, takes_shards: bool = False) -> None:
@@ -40,7 +37,7 @@ def check_not_wrapped(model: nn.Module, *, takes_shards: bool = False) -> None:
     kinds = [type(each) for each in model.modules() if not (takes_shards and _is_divided(type(each)))]
     found = next((name for kind in kinds if (name := _wrapper_name(kind))), None)
     if found is not None:
-        raise ValueError(f"model is wrapped in {found}: {_WHY}")
+        raise ValueError(f"model must not be wrapped in {found}, {_WHY}")
 
 
 def reshard(model: nn.Module) -> None:
@@ -65,7 +62,7 @@ def check_not_inside(model: nn.Module) -> None:
         LocalProtocolError: Such a wrapper exists.
     """
     for wrapper in _wrappers_around(model):
-        raise LocalProtocolError(f"model is inside {_wrapper_name(type(wrapper))}: {_WHY}")
+        raise LocalProtocolError(f"model must not be inside {_wrapper_name(type(wrapper))}, {_WHY}")
 
 
 def check_replica_group(model: nn.Module, ranks: Sequence[int], world: World) -> None:
@@ -89,14 +86,13 @@ def _check_group(group: Any, ranks: list[int], world: World) -> None:
     if (torch.distributed.get_rank(), torch.distributed.get_world_size()) == (world.rank, world.size):
         if found != ranks:
             raise ValueError(
-                f"DDP synchronises the ranks {found}, and this rank's replica is {ranks}: replica_size is "
-                f"{len(ranks)}; allowed: DDP(..., process_group=) of the replica's ranks, as "
-                "asyncdist.integrations.pytorch.new_replica_group returns it"
+                f"DDP must synchronise the ranks {ranks} of this rank's replica, got {found}. Pass DDP "
+                "process_group=asyncdist.integrations.pytorch.new_replica_group(...)"
             )
     elif len(found) != len(ranks):
         raise ValueError(
-            f"DDP synchronises {len(found)} ranks, {found} as torch.distributed counts them, and this rank's replica "
-            f"is {ranks}; allowed: DDP over a process group of {len(ranks)} ranks"
+            f"DDP must synchronise a process group of {len(ranks)} ranks, the size of this rank's replica {ranks}, got "
+            f"{len(found)} ranks: {found} as torch.distributed numbers them"
         )
 
 

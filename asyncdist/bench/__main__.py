@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
 def _sizes(text: str, largest: int) -> list[int]:
     sizes = [count(word) for word in text.split(",")]
     if max(sizes) > largest:
-        raise argparse.ArgumentTypeError(f"{max(sizes)} is too large; at most {largest} is allowed")
+        raise argparse.ArgumentTypeError(f"each size must be <= {largest}, got {max(sizes)}")
     return sizes
 
 

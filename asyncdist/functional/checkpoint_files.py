@@ -66,7 +66,7 @@ def check_format(format: ModelFormat) -> None:
         ModuleNotFoundError: The package is missing; the error names the package to install.
     """
     if format not in get_args(ModelFormat):
-        validation.refuse("format", format, ", ".join(map(repr, get_args(ModelFormat))))
+        validation.refuse("format", format, validation.one_of(get_args(ModelFormat)))
     if format == "safetensors":
         safetensors_model.check_installed()
 

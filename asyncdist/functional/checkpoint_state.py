@@ -107,8 +107,8 @@ def _check_loadable(name: str, part: Any) -> None:
         found = re.search(r"GLOBAL (\S+)", str(error))
         reason = found[1] if found else lines[0]
         raise TypeError(
-            f"{name} has a value that torch.load(weights_only=True) refuses; allowed: tensors, numbers, strings, and "
-            f"lists and dictionaries of them ({reason:.200})"
+            f"{name} must have only tensors, numbers, strings, and lists and dictionaries of them, but "
+            f"torch.load(weights_only=True) refuses {reason:.200}"
         ) from None
 
 

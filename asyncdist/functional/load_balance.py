@@ -204,17 +204,19 @@ def _present(step: str, timings: Sequence[Mapping[str, Any]]) -> tuple[tuple[int
 
 def _checked(all_timing: Sequence[Timing], world_size: int | None) -> list[dict[str, list[float]]]:
     if isinstance(all_timing, (str, Mapping)) or not isinstance(all_timing, Sequence):
-        raise TypeError(f"all_timing_dict is a {type(all_timing).__name__}; allowed: a list with one dict per rank")
+        raise TypeError(f"all_timing_dict must be a list with one dict per rank, got a {type(all_timing).__name__}")
     count = len(all_timing) if world_size is None else world_size
     if type(count) is not int or not 1 <= count <= len(all_timing):
-        raise ValueError(f"world_size is {count!r} with timings of {len(all_timing)} ranks; allowed: 1 to that many")
+        raise ValueError(
+            f"world_size must be from 1 to {len(all_timing)}, the number of ranks with timings, got {count!r}"
+        )
     checked = []
     for rank, timing in enumerate(all_timing[:count]):
         if not isinstance(timing, Mapping):
-            raise TypeError(f"the timing of rank {rank} is a {type(timing).__name__}; allowed: a dict")
+            raise TypeError(f"the timing of rank {rank} must be a dict, got a {type(timing).__name__}")
         for step in timing:
             if not isinstance(step, str):
-                raise TypeError(f"rank {rank} has a step {step!r:.80}; allowed: names, as text")
+                raise TypeError(f"the step names of rank {rank} must be strings, got {step!r:.80}")
         checked.append({step: _seconds(rank, step, value) for step, value in timing.items()})
     return checked
 
@@ -225,7 +227,9 @@ def _seconds(rank: int, step: str, value: Any) -> list[float]:
     values = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
     for number in values:
         if not isinstance(number, Real):
-            raise TypeError(f"rank {rank}, step {step!r}: {number!r} is no number of seconds")
+            raise TypeError(
+                f"the durations of step {step!r} of rank {rank} must be numbers of seconds, got {number!r:.80}"
+            )
     return [float(number) for number in values]
 
 

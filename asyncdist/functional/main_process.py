@@ -443,7 +443,7 @@ def _check_is_main(is_main: object) -> None:
 def _check_callable(name: str, fn: Any) -> None:
     if not callable(fn):
         what = "a coroutine" if inspect.iscoroutine(fn) else repr(fn)
-        raise TypeError(f"{name} is {what:.80}; allowed: a function or coroutine function")
+        raise TypeError(f"{name} must be a function or coroutine function, got {what:.80}")
 
 
 def check_world_size(world_size: int | None, group: Group) -> None:

@@ -215,7 +215,7 @@ class _Save:
 
         async def prepare() -> str:
             if self._keep is not None:
-                validation.count("keep", self._keep, besides=", or None")
+                validation.count("keep", self._keep, besides=" or None")
             checkpoint_files.check_format(self._format)
             self._state = take_state()
             if self._is_beside:

@@ -25,7 +25,7 @@ from asyncdist.runtime.world import World
 from asyncdist.tensors import serialization
 from asyncdist.tensors.byte_views import flat_bytes, oddity_of
 
-_ALLOWED: Final = "allowed: a dense tensor with at least one dimension, or a list"
+_ALLOWED: Final = "the data to gather must be a dense tensor with at least one dimension, or a list"
 
 
 async def gather_distributed_data(
@@ -93,12 +93,12 @@ def _describe(data: Any) -> tuple[tuple[str, str, list[int]], torch.Tensor]:
         payload = serialization.encode(data)
         return ("list", "", [len(payload)]), torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     if not isinstance(data, torch.Tensor):
-        raise TypeError(f"the data is a {serialization.type_name(type(data))}; {_ALLOWED}")
+        raise TypeError(f"{_ALLOWED}, got a {serialization.type_name(type(data))}")
     oddity = oddity_of(data)
     if oddity is not None:
-        raise TypeError(f"the data is {oddity}; {_ALLOWED}")
+        raise TypeError(f"{_ALLOWED}, got {oddity}")
     if data.ndim == 0:
-        raise ValueError(f"the data is a tensor without dimensions, {data.item()!r}; {_ALLOWED}")
+        raise ValueError(f"{_ALLOWED}, got a tensor without dimensions with the value {data.item()!r}")
     return ("tensor", str(data.dtype).removeprefix("torch."), list(data.shape)), flat_bytes(data)
 
 
@@ -116,8 +116,8 @@ def _check_alike(group: Group, descriptions: Sequence[tuple[str, str, list[int]]
         else:
             continue
         raise DisagreementError(
-            f"rank {group.ranks[0]} gathers {mine}, rank {rank} {theirs}; allowed: one kind, dtype and shape on all "
-            "members, except for the first dimension",
+            "the data to gather must have the same kind, dtype and shape on all members except for the first "
+            f"dimension, but rank {group.ranks[0]} has {mine} and rank {rank} has {theirs}",
             ranks=(group.ranks[0], rank),
         )
 

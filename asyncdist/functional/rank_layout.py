@@ -55,7 +55,7 @@ class RankLayout:
         groups = tuple(_tuple(f"agent_groups[{index}]", group, "ranks") for index, group in enumerate(groups))
         object.__setattr__(self, "agent_groups", groups)
         if not isinstance(self.clients, Mapping):
-            validation.refuse("clients", self.clients, "a dict, from buffer rank to training ranks", TypeError)
+            validation.refuse("clients", self.clients, "a dict that maps buffer ranks to training ranks", TypeError)
         clients = {buffer: _tuple(f"clients[{buffer!r}]", ranks, "ranks") for buffer, ranks in self.clients.items()}
         object.__setattr__(self, "clients", clients)
         if not self.agent_groups:
@@ -74,32 +74,36 @@ class RankLayout:
         named = [*self.training_ranks, *self.clients, *coordinators]
         for rank in named:
             if type(rank) is not int or not 0 <= rank < self.world_size:
-                raise ValueError(f"rank {rank!r} does not exist; allowed: 0 to {self.world_size - 1}")
+                raise ValueError(f"each rank of the layout must be from 0 to {self.world_size - 1}, got {rank!r}")
         counts = Counter(named)
         twice = sorted(rank for rank, count in counts.items() if count > 1)
         if twice:
-            raise ValueError(f"{ranks_in_words(twice)} would have several roles; allowed: one role for each rank")
+            raise ValueError(f"each rank must have exactly one role, but {ranks_in_words(twice)} would have several")
         idle = [rank for rank in range(self.world_size) if rank not in counts]
         if idle:
-            raise ValueError(f"{ranks_in_words(idle)} would have no role; allowed: one role for each rank")
+            raise ValueError(f"each rank must have exactly one role, but {ranks_in_words(idle)} would have none")
 
     def _check_clients(self) -> None:
         training = set(self.training_ranks)
         if len(self.clients) > len(training):
             raise ValueError(
-                f"{len(self.clients)} buffers for {len(training)} training ranks; allowed: at most one for each"
+                f"the layout must have at most one buffer for each of its {len(training)} training ranks, got "
+                f"{len(self.clients)}"
             )
         for buffer, ranks in self.clients.items():
             if not ranks:
-                raise ValueError(f"buffer rank {buffer} has no clients; allowed: one training rank or more")
+                raise ValueError(f"buffer rank {buffer} must have at least one training rank as a client, got none")
             strangers = [rank for rank in ranks if rank not in training]
             if strangers:
                 served = ranks_in_words(strangers)
-                raise ValueError(f"buffer rank {buffer} serves {served}; allowed: training ranks only")
+                raise ValueError(f"the clients of buffer rank {buffer} must be training ranks, got {served}")
         counts = Counter(rank for ranks in self.clients.values() for rank in ranks)
         wrong = [rank for rank in sorted(training) if self.clients and counts[rank] != 1]
         if wrong:
-            raise ValueError(f"{ranks_in_words(wrong)} would have {counts[wrong[0]]} buffers; allowed: one for each")
+            raise ValueError(
+                f"each training rank must have exactly one buffer, but {ranks_in_words(wrong)} would have "
+                f"{counts[wrong[0]]}"
+            )
 
     @classmethod
     def arithmetic(
@@ -308,7 +312,7 @@ async def initialize_distributed_compute(
     everybody = world.group.ranks
     with world.agreements.objecting(everybody, _SUBJECT):
         if placement not in ("arithmetic", "host"):
-            validation.refuse("placement", placement, "'arithmetic', 'host'")
+            validation.refuse("placement", placement, "one of 'arithmetic', 'host'")
         _check_dist_backend(world, dist_backend)
         if layout is None:
             _check_counts(world.size, num_remote_buffers, num_agent_groups, coordinator)
@@ -351,7 +355,7 @@ initialize_distributed_compute_mpi4py = initialize_distributed_compute
 
 def _check_layout(world: World, layout: object) -> None:
     if not isinstance(layout, RankLayout):
-        validation.refuse("layout", layout, "a RankLayout, or None", TypeError)
+        validation.refuse("layout", layout, "a RankLayout or None", TypeError)
     if layout.world_size != world.size:
         raise ValueError(f"the layout must be for {world.size} ranks, the world's size, got {layout.world_size}")
 
@@ -361,9 +365,8 @@ def _check_dist_backend(world: World, dist_backend: str | None) -> None:
     if dist_backend is None or dist_backend in carriers:
         return
     raise ValueError(
-        f"dist_backend is {dist_backend!r}, but this world runs on {' over '.join(carriers)}; allowed: None, "
-        f"{', '.join(map(repr, carriers))}. The transport is chosen at the start: run(main, transport=...), "
-        "mpirun, torchrun"
+        f"dist_backend must be {' or '.join(map(repr, carriers))} or None, because this world runs on "
+        f"{' over '.join(carriers)}, got {dist_backend!r}. To change the transport, pass it to run(main, transport=...)"
     )
 
 
@@ -386,7 +389,7 @@ def _check_counts(world_size: int, buffer_count: int, group_count: int, coordina
     validation.count("num_remote_buffers", buffer_count, least=0)
     validation.count("num_agent_groups", group_count)
     if coordinator is not None and (type(coordinator) is not int or not 0 <= coordinator < world_size):
-        validation.refuse("coordinator", coordinator, f"None, or a rank from 0 to {world_size - 1}")
+        validation.refuse("coordinator", coordinator, f"a rank from 0 to {world_size - 1} or None")
     rank_count = world_size if coordinator is None else world_size - 1
     training_count = rank_count - buffer_count
     besides = "" if coordinator is None else " besides the coordinator"

@@ -109,12 +109,14 @@ def selective_averaging(
     if mode not in (None, metric_mode):
         raise ValueError(f"mode is {mode!r} and metric_mode is {metric_mode!r}, but they mean the same: pass only one")
     if metric_mode not in (None, "min", "max"):
-        validation.refuse("mode", metric_mode, "'min' if a smaller metric is better, 'max' if a larger one is")
+        validation.refuse(
+            "mode", metric_mode, "'min' (smaller metrics are better) or 'max' (larger metrics are better)"
+        )
     warning = "" if monitor is None else _warning_of_monitor(monitor, metric_mode or "min")
     given: dict[str, Any] = {**options, "average_every": average_every, "metric_mode": metric_mode or "min"}
     if validation.count("replica_size", replica_size) == 1:
         if swap_every is not None:
-            validation.refuse("swap_every", swap_every, "None where replica_size is 1")
+            validation.refuse("swap_every", swap_every, "None if replica_size is 1")
         return Training(lambda model, optimizer: AsyncSelectiveAveragingPolicy(model, optimizer, **given), warning)
     given |= {"replica_size": replica_size, "swap_every": swap_every}
     return Training(lambda model, optimizer: ReplicaAveragingPolicy(model, optimizer, **given), warning)

@@ -101,7 +101,7 @@ def replica_of(world: World, size: int) -> Replica:
     if world.size == 1:
         return Replica(0, 0, 1)
     if world.size % size:
-        validation.refuse("replica_size", size, f"a divisor of the number of ranks, {world.size}")
+        validation.refuse("replica_size", size, f"a divisor of the number of ranks ({world.size})")
     return Replica(world.rank // size, world.rank % size, size)
 
 

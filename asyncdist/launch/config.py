@@ -69,9 +69,9 @@ class MultiprocessConfig:
             if backend is not None:
                 process_groups.check_backend(backend, name)
         if self.launch_method not in LAUNCH_METHODS:
-            why = ": threads and MPI do not survive it" if self.launch_method == "fork" else ""
-            allowed = ", ".join(map(repr, LAUNCH_METHODS))
-            raise ValueError(f"launch_method is {self.launch_method!r}{why}; allowed are {allowed}")
+            why = " (threads and MPI do not survive a fork)" if self.launch_method == "fork" else ""
+            allowed = validation.one_of(LAUNCH_METHODS)
+            raise ValueError(f"launch_method must be {allowed}, got {self.launch_method!r}{why}")
 
     def _check_places(self) -> None:
         for name in ("world_size", "local_world_size"):
@@ -80,16 +80,14 @@ class MultiprocessConfig:
         for name in ("model_parallelism", "pipeline_parallelism"):
             validation.count(name, getattr(self, name))
         if self.world_size is not None and (self.local_world_size or 0) > self.world_size:
-            raise ValueError(
-                f"local_world_size is {self.local_world_size}; world_size={self.world_size} is the most it can be"
-            )
+            raise ValueError(f"local_world_size must be <= world_size={self.world_size}, got {self.local_world_size}")
         for name, size_name in (("rank", "world_size"), ("local_rank", "local_world_size")):
             value, size = getattr(self, name), getattr(self, size_name)
             if value is not None and (type(value) is not int or not 0 <= value < (size or value + 1)):
-                allowed = "0 or more" if size is None else f"0..{size - 1}, since {size_name}={size}"
-                raise ValueError(f"{name} is {value!r}; allowed are {allowed}")
+                allowed = "an integer >= 0" if size is None else f"from 0 to {size - 1} with {size_name}={size}"
+                raise ValueError(f"{name} must be {allowed}, got {value!r}")
         if self.rank is not None and (self.local_rank or 0) > self.rank:
-            raise ValueError(f"local_rank is {self.local_rank}; rank={self.rank} is the most it can be")
+            raise ValueError(f"local_rank must be <= rank={self.rank}, got {self.local_rank}")
 
     def _check_meeting(self) -> None:
         address = self.master_addr

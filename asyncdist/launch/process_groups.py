@@ -75,8 +75,8 @@ def check_backend(backend: object, name: str = "backend") -> str:
         if all(part[2] in available and (part[0] or len(parts) == 1) for part in parts):
             return backend.lower()
     raise ValueError(
-        f"{name} is {backend!r}; allowed with torch {torch.__version__} are {', '.join(map(repr, available))}, "
-        "or one for each type of device, as in 'cpu:gloo,cuda:nccl'"
+        f"{name} must be {validation.one_of(available)} with torch {torch.__version__}, or one of them for each type "
+        f"of device as in 'cpu:gloo,cuda:nccl', got {backend!r}"
     )
 
 
@@ -204,18 +204,18 @@ def check_place(rank: int, local_rank: int, world_size: int, local_world_size: i
     validation.count("world_size", world_size)
     validation.count("local_world_size", local_world_size)
     if local_world_size > world_size:
-        raise ValueError(f"local_world_size is {local_world_size}; world_size={world_size} is the most it can be")
+        raise ValueError(f"local_world_size must be <= world_size={world_size}, got {local_world_size}")
     for name, value, size in (("rank", rank, world_size), ("local_rank", local_rank, local_world_size)):
         if type(value) is not int or not 0 <= value < size:
-            raise ValueError(f"{name} is {value!r}; allowed are 0..{size - 1}")
+            raise ValueError(f"{name} must be from 0 to {size - 1}, got {value!r}")
     check_port("master_port", master_port)
 
 
 def check_init_method(value: object) -> None:
     """Raise TypeError or ValueError if ``value`` is not a rendezvous of process groups that torch knows."""
-    allowed = "allowed are 'env://', 'tcp://address:port' and 'file://path'"
+    allowed = "'env://', 'tcp://address:port' or 'file://path'"
     if not isinstance(value, str):
-        raise TypeError(f"init_method is {value!r}; {allowed}")
+        raise TypeError(f"init_method must be {allowed}, got {value!r}")
     url = urllib.parse.urlsplit(value)
     try:
         is_allowed = {
@@ -226,13 +226,13 @@ def check_init_method(value: object) -> None:
     except ValueError:  # the port is not a number
         is_allowed = False
     if not is_allowed:
-        raise ValueError(f"init_method is {value!r}; {allowed}")
+        raise ValueError(f"init_method must be {allowed}, got {value!r}")
 
 
 def check_port(name: str, value: object) -> None:
     """Raise ValueError unless ``value`` is a TCP port."""
     if type(value) is not int or not 0 < value < 65536:
-        raise ValueError(f"{name} is {value!r}; allowed are 1..65535")
+        raise ValueError(f"{name} must be a port from 1 to 65535, got {value!r}")
 
 
 def init_parallel_groups(

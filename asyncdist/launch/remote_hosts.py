@@ -86,10 +86,10 @@ def parse_hosts(text: str) -> list[Host]:
         is_number = number.isascii() and number.isdecimal() and int(number) > 0
         if not name or name.startswith("-") or set(name) & set(" \t\"'\\;&|$") or (colon and not is_number):
             raise local_host.LaunchError(
-                f"--hosts {text!r}: {word!r} is not a host with a number of ranks; allowed is NAME:RANKS, as in a:4,b:4"
+                f"each entry of --hosts must be NAME:RANKS as in a:4,b:4, got {word!r} in {text!r}"
             )
         if name in [host.name for host in hosts]:
-            raise local_host.LaunchError(f"--hosts {text!r}: {name!r} is named twice")
+            raise local_host.LaunchError(f"--hosts must name each host once, got {name!r} twice in {text!r}")
         hosts.append(Host(name, int(number) if colon else 1))
     return hosts
 
@@ -126,11 +126,11 @@ def split_ssh(command: str) -> list[str]:
     try:
         words = shlex.split(command)
     except ValueError as error:
-        raise local_host.LaunchError(f"--ssh {command!r}: {error}") from error
+        raise local_host.LaunchError(f"--ssh must be a command line, got {command!r}: {error}") from error
     if not words or shutil.which(words[0]) is None:
         lacking = f"there is no program {words[0]!r}" if words else "no program is named"
         raise local_host.LaunchError(
-            f"--ssh {command!r}: {lacking}; allowed is a command that takes a host and a command line, as ssh does"
+            f"--ssh must be a command that takes a host and a command line as ssh does, got {command!r}: {lacking}"
         )
     return words
 

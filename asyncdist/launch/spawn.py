@@ -161,8 +161,8 @@ def _resolve_for(cfg: MultiprocessConfig, rank_offset: int) -> MultiprocessConfi
     size, local_size = cast("int", cfg.world_size), cast("int", cfg.local_world_size)
     if type(rank_offset) is not int or not 0 <= rank_offset <= size - local_size:
         raise ValueError(
-            f"rank_offset is {rank_offset!r}; with world_size={size} and local_world_size={local_size} allowed are "
-            f"0..{size - local_size}"
+            f"rank_offset must be from 0 to {size - local_size} with world_size={size} and "
+            f"local_world_size={local_size}, got {rank_offset!r}"
         )
     if cfg.backend is None and environment.backend_name() is not None:
         # The fork server keeps the environment of its own start.
@@ -322,8 +322,8 @@ def _start_all(
         except Exception as error:  # pickling may raise any exception, already for the first rank
             ours.close()
             raise TypeError(
-                f"{func!r} and its arguments cannot be sent to another process ({type(error).__name__}: {error}); "
-                "allowed are functions that can be imported by name, and arguments that can be pickled"
+                f"{func!r} and its arguments cannot be sent to another process ({type(error).__name__}: {error}). "
+                "The function must be importable by name, and its arguments must be picklable"
             ) from error
         finally:
             theirs.close()

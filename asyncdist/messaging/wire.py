@@ -370,9 +370,9 @@ def _check_type(annotation: Any, where: str, holders: tuple[type[Any], ...]) -> 
     else:
         name = annotation.__qualname__ if isinstance(annotation, type) else str(annotation)
         raise TypeError(
-            f"{where}: a value of type {name} cannot be sent; allowed: bool, int, float, str, bytes, None, "
-            "unions, tuples (tuple[X, ...] instead of a list) and frozen dataclasses of these; send_stream carries "
-            "tensors, and compute_and_broadcast carries dicts, sets and arrays"
+            f"the type of {where} must be bool, int, float, str, bytes, None, or a union, tuple or frozen dataclass of "
+            f"these, got {name}. Use tuple[X, ...] instead of a list, send_stream for tensors, and "
+            "compute_and_broadcast for dicts, sets and arrays"
         )
 
 

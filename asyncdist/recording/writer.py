@@ -86,7 +86,7 @@ class RecordOptions:
         if folder is None:
             return None
         if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
-            validation.refuse("record", folder, "the path of a folder, or None", TypeError)
+            validation.refuse("record", folder, "the path of a folder or None", TypeError)
         return RecordOptions(Path(folder), limit_nbytes)
 
 

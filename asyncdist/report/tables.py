@@ -174,7 +174,7 @@ def query(recording: Recording, statement: str) -> tuple[list[str], Iterator[Seq
     except (sqlite3.Error, ValueError) as error:  # ValueError: not UTF-8, or a NUL character
         raise _refusal(error, wanted) from error
     if cursor.description is None:
-        raise QueryError("the query is refused: it returns no rows; allowed: one SELECT")
+        raise QueryError("the query must be one SELECT, got a statement that returns no rows")
     return [each[0] for each in cursor.description], _fetched(cursor, wanted)
 
 
@@ -206,7 +206,7 @@ def _refusal(error: Exception, wanted: Sequence[str]) -> QueryError:
         raise KeyboardInterrupt from error
     why = "it is not UTF-8" if isinstance(error, UnicodeError) else str(error)
     if why.startswith(("not authorized", "authorization denied")):
-        return QueryError(f"the query is refused: {why}; allowed: one SELECT that changes nothing and creates no file")
+        return QueryError(f"the query must be one SELECT that changes nothing and creates no file: {why}")
     there = [f"the tables: {', '.join((*KINDS, 'ranks'))}"]
     if why.startswith("no such column") and wanted:
         there = [f"the columns of {table}: {', '.join(columns_of(table))}" for table in wanted]

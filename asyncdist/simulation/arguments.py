@@ -48,7 +48,7 @@ class Compute:
             validation.fraction("overrun_probability", self.overrun_probability)
         factors: Any = self.factors
         if not isinstance(factors, Mapping):
-            validation.refuse("factors", factors, "a dict from a rank to its factor", TypeError)
+            validation.refuse("factors", factors, "a dict that maps ranks to factors", TypeError)
         for rank, factor in self.factors.items():
             check_number(f"the compute factor of rank {rank}", factor)
 

@@ -28,7 +28,7 @@ if not cython.compiled:  # compiled code uses C's functions, without a Python ca
 
 def check_number(name: str, value: Any, *, above_zero: bool = False) -> None:
     """Raise unless ``value`` is a finite number >= 0, or > 0 with ``above_zero``."""
-    allowed = f"a finite number {'above 0' if above_zero else 'of 0 or more'}"
+    allowed = f"{'>' if above_zero else '>='} 0 and finite"
     validation.real(name, value, allowed, low=validation.SMALLEST if above_zero else 0.0)
 
 

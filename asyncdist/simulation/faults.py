@@ -215,5 +215,6 @@ def check_plan(faults: Sequence[Fault], size: int) -> None:
         if isinstance(fault, Join) and (joins.count(fault.rank) > 1 or len(joins) == size):
             why = "joins twice" if joins.count(fault.rank) > 1 else "leaves no rank at the beginning"
             raise ValueError(
-                f"{fault!r} of {size} ranks {why}; allowed: at most one Join per rank, and not for all ranks"
+                f"faults must have at most one Join per rank and none for some rank, but {fault!r} of {size} ranks "
+                f"{why}"
             )

@@ -74,7 +74,7 @@ class Network:
 
     def __post_init__(self) -> None:
         if self.ranks_per_host is not None:
-            validation.count("ranks_per_host", self.ranks_per_host, besides=", or None")
+            validation.count("ranks_per_host", self.ranks_per_host, besides=" or None")
         if self.host_bandwidth_nbytes_per_s is not None:
             check_number("host_bandwidth_nbytes_per_s", self.host_bandwidth_nbytes_per_s, above_zero=True)
             if self.ranks_per_host is None:
@@ -83,17 +83,17 @@ class Network:
                     "host: say ranks_per_host"
                 )
         if self.eager_nbytes is not None:
-            validation.count("eager_nbytes", self.eager_nbytes, least=0, besides=", or None")
+            validation.count("eager_nbytes", self.eager_nbytes, least=0, besides=" or None")
         links: Any = self.links
         if not isinstance(links, Mapping):
-            validation.refuse("links", links, "a dict from (source, dest) to a Link", TypeError)
+            validation.refuse("links", links, "a dict that maps (source, dest) to a Link", TypeError)
         for pair in links:
             if not isinstance(pair, tuple) or [type(rank) for rank in pair] != [int, int]:
-                validation.refuse("a key of links", pair, "(source, dest), two ranks")
+                validation.refuse("a key of links", pair, "a pair of ranks (source, dest)")
         check_duration("loss_detection_s", self.loss_detection_s)
         for name, link in (("link", self.link), ("cross_link", self.cross_link), *self.links.items()):
             if not isinstance(link, Link):
-                raise TypeError(f"Network: {name} is {link!r}; allowed: a Link")
+                raise TypeError(f"Network: {name} must be a Link, got {link!r}")
 
     def check_ranks(self, size: int) -> None:
         """Raise ValueError for links of ranks that do not exist."""

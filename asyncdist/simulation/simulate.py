@@ -125,7 +125,9 @@ def simulate(
         refuse_inside_a_world()
     inherited: Any = inherited_random
     if isinstance(inherited, str) or not isinstance(inherited, Collection) or not set(inherited) <= INHERITABLE:
-        validation.refuse("inherited_random", inherited, f"a list of names among {', '.join(sorted(INHERITABLE))}")
+        validation.refuse(
+            "inherited_random", inherited, f"a list of names out of {', '.join(map(repr, sorted(INHERITABLE)))}"
+        )
     run = functools.partial(_Simulation.run, options=options, until_s=until_s, after_event=after_event)
     with one_at_a_time(), collecting_at_fixed_points(arguments.size):  # ends after the simulation's objects are freed
         return _run_alone(arguments, inherited_random, lambda simulation: run(simulation, main, args))

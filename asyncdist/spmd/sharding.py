@@ -53,9 +53,10 @@ def shard(leaf: Tensor, axis: Axis, path: str) -> Tensor:
         ValueError: The leaf has no dimension, or its leading dimension cannot be divided by the axis's size.
     """
     if leaf.dim() == 0 or len(leaf) == 0 or len(leaf) % axis.size:
-        what = "has no dimension" if leaf.dim() == 0 else f"has a leading dimension of {len(leaf)}"
+        what = "a tensor without dimensions" if leaf.dim() == 0 else f"{len(leaf)}"
         raise ValueError(
-            f"{path} {what}; allowed: a positive multiple of {axis.size}, the size of axis {axis.name!r} that splits it"
+            f"the leading dimension of {path} must be a positive multiple of {axis.size}, the size of axis "
+            f"{axis.name!r}, got {what}"
         )
     count = len(leaf) // axis.size
     return leaf.narrow(0, axis.index * count, count)

@@ -196,8 +196,8 @@ def all_gather(
         for leaf, path in zip(leaves, pytrees.leaf_paths(outline.spec, "tree"), strict=True):
             count = leaf.dim() + (not tiled)
             if not -count <= axis < count:
-                allowed = f"{-count} to {count - 1}" if count else "none, because it has no dimension to join along"
-                trouble = ValueError(f"axis is {axis}; allowed for {path} of shape {list(leaf.shape)}: {allowed}")
+                allowed = f"axis must be from {-count} to {count - 1}" if count else "tiled must be False"
+                trouble = ValueError(f"{allowed} for {path} of shape {list(leaf.shape)}, got axis={axis}, {tiled=}")
                 break
     what = f"all_gather, axis {axis}{', tiled' if tiled else ''}"
     return _perform(place, what, outline, trouble, _gather_leaves, leaves, axis, tiled)
@@ -216,7 +216,7 @@ def _reduce(
         wrong = outline.first_leaf(lambda kind: kind[0] not in dtypes)
         if wrong is not None:
             allowed = ", ".join(pytrees.dtype_name(dtype) for dtype in dtypes)
-            trouble = TypeError(f"{name} takes {allowed}; {wrong[0]} is {wrong[1]}")
+            trouble = TypeError(f"{wrong[0]} must be a dense tensor of {allowed} for {name}, got {wrong[1]}")
     return _perform(place, name, outline, trouble, _reduce_leaves, leaves, fold)
 
 

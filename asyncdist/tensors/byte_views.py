@@ -36,10 +36,10 @@ def check_dense(tensor: Any, name: str = "tensor") -> None:
         name: Name of the value in the error.
     """
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} is a {type(tensor).__qualname__}; allowed: a dense tensor")
+        raise TypeError(f"{name} must be a dense tensor, got a {type(tensor).__qualname__}")
     oddity = oddity_of(tensor)
     if oddity is not None:
-        raise TypeError(f"{name} is {oddity}; allowed: a dense tensor")
+        raise TypeError(f"{name} must be a dense tensor, got {oddity}")
 
 
 def check_writable(tensor: Any, name: str = "tensor") -> None:

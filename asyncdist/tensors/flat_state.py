@@ -186,7 +186,7 @@ class FlatState:
     ) -> None:
         """Find, check and lay out the entries."""
         if not isinstance(model, nn.Module):
-            raise TypeError(f"model is a {type(model).__name__}; allowed: a torch.nn.Module")
+            raise TypeError(f"model must be a torch.nn.Module, got a {type(model).__name__}")
         self._model = model
         self._states = states
         self.trained_only = trained_only
@@ -373,22 +373,22 @@ class FlatState:
         """
         groups = getattr(optimizer, "param_groups", None)
         if groups is None:
-            raise TypeError(f"optimizer is a {type(optimizer).__name__}; allowed: a torch.optim.Optimizer")
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got a {type(optimizer).__name__}")
         known = {id(parameter) for parameter in self._model.parameters()}
         held = [id(parameter) for group in groups for parameter in group["params"]]
         if held and known.isdisjoint(held) and _steps_in_hooks(optimizer):
             raise ValueError(
-                f"optimizer is a {type(optimizer).__name__}, which holds none of the model's parameters because it "
-                "steps in hooks of the backward pass; use an optimizer without layer-wise updates "
-                "(optim='galore_adamw' instead of 'galore_adamw_layerwise')"
+                f"optimizer must hold the model's parameters, but this {type(optimizer).__name__} updates them in "
+                "hooks of the backward pass. Use an optimizer without layer-wise updates, such as "
+                "optim='galore_adamw' instead of 'galore_adamw_layerwise'"
             )
         for group_index, group in enumerate(groups):
             for index, parameter in enumerate(group["params"]):
                 if id(parameter) not in known:
                     raise ValueError(
-                        f"parameter {index} of the optimizer's group {group_index}, of shape {tuple(parameter.shape)}, "
-                        f"is not in this {type(self._model).__name__}; allowed: only parameters of this model, not "
-                        "copies of them such as float32 masters"
+                        f"optimizer must hold only parameters of the {type(self._model).__name__}, not copies such as "
+                        f"float32 masters, got another parameter of shape {tuple(parameter.shape)} at "
+                        f"param_groups[{group_index}]['params'][{index}]"
                     )
 
     def pairs(self, buffers: FlatBuffers) -> list[tuple[Tensor, Tensor]]:

@@ -15,7 +15,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from asyncdist.tensors.byte_views import byte_view, to_host
 
-_ALLOWED: Final = "allowed: dense tensors that own their memory, or share exactly the same view of it"
+_ALLOWED: Final = (
+    "a model's tensors must be dense and must not overlap in memory, except for tensors that share one view"
+)
 
 
 def gather(module: nn.Module, keys: list[str | None], tensors: list[Tensor]) -> None:
@@ -146,10 +148,7 @@ def _dense_parts(tensor: Tensor) -> Iterator[Tensor]:
 def _sharding_of(name: str, tensor: Any) -> str:
     """Return a string for a DTensor's sharding; equal shardings give equal strings."""
     if any(placement.is_partial() for placement in tensor.placements):
-        raise ValueError(
-            f"{name!r} has placements {tensor.placements}, a sum whose terms are on several ranks; allowed: Shard and "
-            "Replicate"
-        )
+        raise ValueError(f"the placements of {name!r} must be Shard or Replicate, got {tensor.placements}")
     return f"{tuple(tensor.placements)} of {tuple(tensor.shape)} over {tuple(tensor.device_mesh.shape)}"
 
 
@@ -175,13 +174,13 @@ def check_supported(name: str, tensor: Tensor) -> None:
     elif tensor.numel() and not _is_simple(tensor) and _overlaps_itself(tensor):
         trouble = f"overlaps itself (shape {tuple(tensor.shape)}, strides {tensor.stride()}), as expanded tensors do"
     if trouble is not None:
-        raise ValueError(f"{name!r} {trouble}; {_ALLOWED}")
+        raise ValueError(f"the tensor {name!r} {trouble}; {_ALLOWED}")
 
 
 def check_gradient(name: str, parameter: Tensor) -> None:
     """Raise ValueError if the parameter has a gradient without plain memory to copy."""
     if _is_lazy(parameter):
-        raise ValueError(f"{name!r} is not initialised; run one forward pass first")
+        raise ValueError(f"the parameter {name!r} is not initialised; run one forward pass first")
     gradient, trouble = parameter.grad, None
     if is_sharded(parameter):
         trouble = "is a DTensor, which may be sharded"
@@ -190,7 +189,7 @@ def check_gradient(name: str, parameter: Tensor) -> None:
     elif gradient is not None and gradient.is_meta:
         trouble = "is on the meta device and has no values"
     if trouble is not None:
-        raise ValueError(f"the gradient of {name!r} {trouble}; allowed: dense gradients")
+        raise ValueError(f"the gradient of {name!r} must be dense, but it {trouble}")
 
 
 @functools.cache
@@ -292,7 +291,7 @@ def _check_cluster(cluster: Sequence[tuple[str, Tensor]], start: int, end: int) 
         view = _mark(mask, tensor, start)
         if view.any():
             others = [other for other in cluster[:index] if _overlap(other[1], tensor, start, end)]
-            raise ValueError(f"{name!r} and {others[0][0]!r} overlap in memory without being the same view; {_ALLOWED}")
+            raise ValueError(f"the tensors {name!r} and {others[0][0]!r} overlap in memory; {_ALLOWED}")
         view[...] = True
 
 

@@ -81,7 +81,7 @@ def flatten_tensors(tree: Any, name: str) -> tuple[list[Tensor], optree.PyTreeSp
     leaves, found = outline(tree)
     wrong = found.first_leaf(is_foreign)
     if wrong is not None:
-        raise TypeError(f"{path_in(name, wrong[0])} is {wrong[1]}; allowed as leaves: dense tensors")
+        raise TypeError(f"{path_in(name, wrong[0])} must be a dense tensor, got {wrong[1]}")
     return leaves, found.spec
 
 

@@ -186,7 +186,7 @@ def _unsupported(what: str, where: _Where) -> TypeError:
         where, step = where
         steps.append(f"[{step!r:.60}]")
     place = f" at {''.join(reversed(steps))}" if steps else ""
-    return TypeError(f"{what}{place} cannot be sent; allowed: {ALLOWED}")
+    return TypeError(f"{what}{place} cannot be sent; the types that can be sent are {ALLOWED}")
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------

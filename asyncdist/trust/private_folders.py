@@ -79,7 +79,7 @@ def _refusal(path: str | Path, found: os.stat_result) -> NotPrivateError:
     elif stat.S_ISDIR(found.st_mode):
         mode = stat.S_IMODE(found.st_mode)
         who = "other users may enter it" if mode & 0o077 else "its owner may not enter it"
-        why = f"has mode {mode:04o}, so {who}; allowed: 0700"
+        why = f"must have mode 0700, got {mode:04o}: {who}"
     else:
         why = "is not a folder"
     return NotPrivateError(f"{printable(str(path))} {why}")

@@ -42,7 +42,7 @@ Sample = Callable[[Sequence[int], int], list[int]]
 
 def _ages(name: str, value: Any) -> tuple[int, int]:
     if not _is_pair_of_ages(value):
-        validation.refuse(name, value, "two whole numbers of steps, 1 <= shortest <= longest")
+        validation.refuse(name, value, "two integers (shortest, longest) with 1 <= shortest <= longest")
     return int(value[0]), int(value[1])
 
 
@@ -80,14 +80,14 @@ class OneSidedRules(JudgingRules):
     )
     donor_count: int | None = option(
         "Maximum number of donors to draw; None: given by `donor_ratio`.",
-        or_none(whole(1, ", or None")),
+        or_none(whole(1, " or None")),
         default=None,
         group="donors",
     )
     donor_ratio: float | None = option(
         "Maximum number of donors as a share of the group, including this rank: above 0, up to 1; rounded down, at "
         "least one donor. None: half of the group, at most 8.",
-        or_none(number("None or a number above 0, up to 1", validation.SMALLEST, 1.0)),
+        or_none(number("> 0 and <= 1, or None", validation.SMALLEST, 1.0)),
         default=None,
         group="donors",
     )

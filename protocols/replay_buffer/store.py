@@ -164,7 +164,7 @@ class RowLayout:
 def check_dtype(name: str) -> None:
     """Raise ValueError if ``name`` is not a torch dtype."""
     if not isinstance(getattr(torch, name, None), torch.dtype):
-        raise ValueError(f"{name!r} is not a torch dtype")
+        raise ValueError(f"the dtype must be one of torch, got {name!r:.80}")
 
 
 def _parts(batch: Any) -> tuple[Form, dict[str, Any]]:
@@ -173,11 +173,14 @@ def _parts(batch: Any) -> tuple[Form, dict[str, Any]]:
     if isinstance(batch, Mapping):
         wrong = [name for name in batch if not isinstance(name, str)]
         if wrong:
-            raise TypeError(f"batch has the key {wrong[0]!r}; keys must be strings")
+            raise TypeError(f"the keys of batch must be strings, got {wrong[0]!r:.80}")
         return "dict", dict(batch)
     if isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
         return "tuple", {str(index): tensor for index, tensor in enumerate(batch)}
-    raise TypeError(f"batch is a {type(batch).__name__}; allowed: a tensor, a dict of tensors by name, or a tuple")
+    raise TypeError(
+        "batch must be a tensor, a tuple of tensors, or a dict that maps names to tensors, got a "
+        f"{type(batch).__name__}"
+    )
 
 
 def _where(name: str) -> str:

@@ -50,9 +50,9 @@ class ReplayStatistics:
 
 def as_ids(ids: Any) -> npt.NDArray[np.int64]:
     """Convert ids given by a user; raise TypeError or ValueError for invalid values."""
-    given = _as_numbers("ids", ids, "integers, as in Sample.ids")
+    given = _as_numbers("ids", ids, "integers from Sample.ids")
     if given.size and given.dtype.kind not in "iu":
-        raise ValueError(f"ids is {ids!r:.80}; allowed: integers, as in Sample.ids")
+        raise ValueError(f"ids must be integers from Sample.ids, got {ids!r:.80}")
     return np.ascontiguousarray(given.astype(np.int64)).reshape(-1)
 
 
@@ -65,34 +65,36 @@ def _as_numbers(name: str, values: Any, allowed: str) -> npt.NDArray[Any]:
     except (TypeError, ValueError):
         found = np.asarray("")
     if found.dtype.kind not in "biuf":
-        raise TypeError(f"{name} is {values!r:.80}; allowed: {allowed}")
+        raise TypeError(f"{name} must be {allowed}, got {values!r:.80}")
     return found
 
 
 def as_priorities(values: torch.Tensor | Sequence[float], count: int, is_prioritized: bool) -> npt.NDArray[np.float64]:
     """Convert ``count`` priorities given by a user; raise TypeError or ValueError for invalid values."""
     if not is_prioritized:
-        raise ValueError("priorities were given; this buffer draws uniformly (serve it with prioritized=True)")
-    given = _as_numbers("priorities", values, "numbers, one for each item")
+        raise ValueError(
+            "priorities must be None for a buffer with uniform sampling; pass prioritized=True to serve_replay_buffer"
+        )
+    given = _as_numbers("priorities", values, "one number for each item")
     found = np.ascontiguousarray(given.astype(np.float64)).reshape(-1)
     if len(found) != count:
         raise ValueError(f"priorities must be one number for each item, got {len(found)} for {count} items")
     wrong = found[~(np.isfinite(found) & (found >= 0))]
     if len(wrong):
-        raise ValueError(f"a priority is {float(wrong[0])!r}; allowed: finite numbers from 0")
+        raise ValueError(f"each priority must be >= 0 and finite, got {float(wrong[0])!r}")
     return found
 
 
 def check_clients(clients: Any, world: World) -> None:
     """Raise TypeError or ValueError unless ``clients`` is a list of distinct ranks."""
-    allowed = f"allowed: ranks from 0 to {world.size - 1}, each once"
+    allowed = f"a list of distinct ranks from 0 to {world.size - 1}"
     if isinstance(clients, str) or not isinstance(clients, Sequence):
-        raise TypeError(f"clients is {clients!r:.80}; {allowed}")
+        raise TypeError(f"clients must be {allowed}, got {clients!r:.80}")
     if not clients:
-        raise ValueError("clients is empty; a replay buffer needs at least one")
+        raise ValueError("clients must have at least one rank, got none")
     wrong = [rank for rank in clients if type(rank) is not int or not 0 <= rank < world.size]
     if wrong or len(set(clients)) != len(clients):
-        raise ValueError(f"clients is {list(clients)}; {allowed}")
+        raise ValueError(f"clients must be {allowed}, got {list(clients)}")
 
 
 def check_options(
@@ -103,9 +105,9 @@ def check_options(
     validation.count("in_flight_max", in_flight_max)
     validation.count("seed", seed, least=0)
     if type(prioritized) is not bool:
-        validation.refuse("prioritized", prioritized, "True, False", TypeError)
-    validation.real("alpha", alpha, "a finite number of 0 or more", low=0.0)
+        validation.refuse("prioritized", prioritized, "True or False", TypeError)
+    validation.real("alpha", alpha, ">= 0 and finite", low=0.0)
     if score is not None and not callable(score):
-        validation.refuse("score", score, "a function of a batch, or None", TypeError)
+        validation.refuse("score", score, "None or a function that takes a batch", TypeError)
     if not isinstance(name, str):
         validation.refuse("name", name, "a string", TypeError)

@@ -140,10 +140,12 @@ class ReplicaAveragingPolicy(Ported):
         self.replica_size = validation.count("replica_size", replica_size, least=2)
         self.swap_every = _largest_divisor(average_every) if swap_every is None else swap_every
         if swap_every is not None and average_every % validation.count("swap_every", swap_every):
-            validation.refuse("swap_every", swap_every, f"a divisor of average_every, which is {average_every}")
+            validation.refuse("swap_every", swap_every, f"a divisor of average_every={average_every}")
         self.is_sharded = self._holds_shards()
         if self.is_sharded and averaging.makes_fresh_weights:
-            validation.refuse("averaging_strategy", "reset_weights", "another strategy, since replicas are sharded")
+            validation.refuse(
+                "averaging_strategy", "reset_weights", "'mean', 'weighted_mean' or 'best_only' if replicas are sharded"
+            )
         kind = ShardAveraging if self.is_sharded else _AmongLeaders
         inner: dict[str, Any] = {**options, "name": f"leaders of {self.name}"[:200], "group": None, "world": None}
         self._inner = kind(model, optimizer, average_every=average_every // self.swap_every, **inner)
@@ -194,7 +196,7 @@ class ReplicaAveragingPolicy(Ported):
     def _choose_members(self) -> tuple[int, ...]:
         size = self._group.size
         if size > 1 and size % self.replica_size:
-            validation.refuse("replica_size", self.replica_size, f"a divisor of the number of ranks, {size}")
+            validation.refuse("replica_size", self.replica_size, f"a divisor of the number of ranks ({size})")
         return self._group.ranks
 
     # -- starting and leaving ---------------------------------------------------------------------------------------
@@ -239,14 +241,14 @@ class ReplicaAveragingPolicy(Ported):
     async def _check_shards(self) -> None:
         """Raise ValueError if parameters are sharded over other ranks than the replica's, or the order differs."""
         if list(self._group.ranks) != sorted(self._group.ranks):
-            validation.refuse("group", list(self._group.ranks), "ranks in ascending order, since replicas are sharded")
+            validation.refuse("group", list(self._group.ranks), "ranks in ascending order if replicas are sharded")
 
         def compare(meshes: list[tuple[int, ...]]) -> None:
             for rank, mesh in zip(self._replica.ranks, meshes, strict=True):
                 if mesh and (mesh != meshes[0] or len(mesh) != self.replica_size):
                     raise ValueError(
-                        f"the parameters of rank {rank} are sharded over the ranks {list(mesh)}; allowed: "
-                        f"the {self.replica_size} ranks of its replica, {list(self._replica.ranks)}"
+                        f"the parameters of rank {rank} must be sharded over the {self.replica_size} ranks of its "
+                        f"replica, {list(self._replica.ranks)}, got the ranks {list(mesh)}"
                     )
 
         await reduce_and_broadcast(lambda: self._flat.mesh_ranks, compare, group=self._replica, world=self._world)

@@ -214,11 +214,11 @@ class AsyncSelectiveAveragingPolicy(Ported):
         """Enter as :class:`SpawnPolicy`. Raises ValueError if a coordinator or successor is out of range."""
         world, coordinator = self._given_world or current_world(), self._coordinators.coordinator
         if coordinator is not None and coordinator >= world.size:
-            validation.refuse("coordinator", coordinator, f"a rank from 0 to {world.size - 1}")
+            validation.refuse("coordinator", coordinator, f"a rank from 0 to {world.size - 1} or None")
         members = (self._given_group or world.group).ranks
         successors = self._coordinators.successors
         if successors and not set(successors) <= set(members):
-            validation.refuse("successors", successors, f"members of the policy's group, {list(members)}")
+            validation.refuse("successors", successors, f"ranks of the policy's group {list(members)}")
         return await super().__aenter__()
 
     def _choose_members(self) -> tuple[int, ...]:

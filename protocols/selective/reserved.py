@@ -70,7 +70,7 @@ async def coordinate(
 
 
 def _check_members(members: Any, world: World) -> None:
-    others = f"the ranks of a policy's group, from 0 to {world.size - 1}, each once and without rank {world.rank}"
+    others = f"a list of distinct ranks from 0 to {world.size - 1} without this rank, {world.rank}"
     if isinstance(members, str) or not isinstance(members, Sequence):
         validation.refuse("members", members, others, TypeError)
     wrong = [rank for rank in members if type(rank) is not int or not 0 <= rank < world.size or rank == world.rank]

@@ -50,7 +50,7 @@ class SelectiveRules(JudgingRules):
 
     threshold: float | None = option(
         "A round replaces ranks only if the worst metric is worse than this; None: every round does.",
-        or_none(number("None or a finite number", -validation.LARGEST)),
+        or_none(number("a finite number or None", -validation.LARGEST)),
         default=None,
     )
     cooldown: int = option(
@@ -67,13 +67,13 @@ class SelectiveRules(JudgingRules):
     )
     grace_s: float | None = option(
         "Seconds that a decision then waits for the other members; None: as long as that delays no later round.",
-        or_none(number("None or a finite number of seconds, 0 or more", 0.0)),
+        or_none(number(">= 0 seconds and finite, or None", 0.0)),
         default=None,
         group=_ROUNDS,
     )
     max_report_age_s: float = option(
         "Seconds after which a report no longer counts; may be infinite.",
-        number("a number of seconds above 0", validation.SMALLEST, math.inf),
+        number("> 0 seconds", validation.SMALLEST, math.inf),
         default=600.0,
         group=_ROUNDS,
     )

@@ -87,9 +87,9 @@ class PortedCalls:
                 "this policy was made for another model or optimizer: pass the same ones, whose weights it changes"
             )
         if group is not None and not policy.is_own_group(group):
-            validation.refuse("group", group, "None, or the group that was passed to the policy's constructor")
+            validation.refuse("group", group, "None or the group that was passed to the policy's constructor")
         if expose_params not in (None, True):
-            validation.refuse("expose_params", expose_params, "None or True; average_every sets the cadence")
+            validation.refuse("expose_params", expose_params, "None or True")
         if type(iteration) is int and iteration == policy.iteration and self._numbers.epoch_start == 0:
             return model, optimizer, fields_of(await policy._guarded_step(local_metric))  # the fast path
         policy.check_can_step()

@@ -55,7 +55,8 @@ def _check_is_of_all(group: Any, size: int) -> None:
 def _size_of(group: Any) -> int:
     size = getattr(group, "Get_size", None) or getattr(group, "size", None)
     if not callable(size):
-        validation.refuse("group", group, "a group of asyncdist, a process group, a communicator, or None", TypeError)
+        allowed = "an asyncdist group, a torch process group, an MPI communicator or None"
+        validation.refuse("group", group, allowed, TypeError)
     return int(size())
 
 
@@ -65,7 +66,8 @@ def _ranks_of(group: Any, size: int, world: World) -> list[int]:
         return list(torch.distributed.get_process_group_ranks(group))
     everybody = world.group.communicator
     if not hasattr(everybody, "Get_group"):
-        validation.refuse("group", group, f"a communicator where MPI carries the messages, not {world.transport_name}")
+        allowed = f"a group of asyncdist or torch with the transport {world.transport_name!r}"
+        validation.refuse("group", group, allowed)
     members = group.Get_group()
     ranks: list[int] = type(members).Translate_ranks(members, range(size), everybody.Get_group())
     return list(ranks)

@@ -90,7 +90,7 @@ class _Ported(Generic[PolicyT]):
         if self._training is None:
             self._begin(model, optimizer, group)
         elif group is not self._group:
-            validation.refuse("group", group, f"the group of the first call, {self._group!r:.80}")
+            validation.refuse("group", group, f"the group of the first call ({self._group!r:.80})")
         assert self._training is not None, "the training has begun"
         return self._training.call(iteration, model, optimizer, local_metric)
 
@@ -267,7 +267,7 @@ class AsyncSelectiveAveragingPolicympi4pyFast(_Ported[_OneSided]):
             group: The constructor's group, or None to use it.
         """
         if expose_params is not True:
-            validation.refuse("expose_params", expose_params, "True: each call publishes the weights")
+            validation.refuse("expose_params", expose_params, "True because each call publishes the weights")
         called = self._call(iteration, model, optimizer, local_metric, self._named_group if group is None else group)
         if self._one_sided is None and self.policy is not None:
             self._one_sided = self.policy.awaited

@@ -62,7 +62,7 @@ def _fault(item: Any, where: str) -> Fault:
     names = kind.__dataclass_fields__
     for name in fields:
         if name not in names:
-            raise ScriptError(f"{where}: {kind.__name__} has no field {name!r}; allowed: {', '.join(names)}")
+            raise ScriptError(f"{where}: a field of {kind.__name__} must be one of {', '.join(names)}, got {name!r}")
     try:
         fault: Fault = msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:

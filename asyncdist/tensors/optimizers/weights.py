@@ -84,8 +84,8 @@ class AveragedStates:
         other = AveragedStates(model, optimizer)
         if other.names != self.names:
             raise ValueError(
-                "only one of the old and the new optimizer is schedule-free, or they train different parameters; "
-                "allowed: an optimizer of the same kind. To change it, leave the policy and enter a new one"
+                "the new optimizer must train the same parameters as the old one, and be schedule-free if the old one "
+                "is. For another optimizer, leave the policy and enter a new one"
             )
         self.parameters, self._source = other.parameters, other._source
 

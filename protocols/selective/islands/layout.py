@@ -27,20 +27,20 @@ class IslandOptions(Options):
 
     islands: int | None = option(
         "Number of populations of equal size into which the ranks are divided, host by host. Each has a coordinator.",
-        or_none(whole(1, ", or None")),
+        or_none(whole(1, " or None")),
         default=None,
         group="islands",
     )
     island_size: int | None = option(
         "Number of ranks in each population, at least 2, instead of `islands`. A few dozen work best.",
-        or_none(whole(2, ", or None")),
+        or_none(whole(2, " or None")),
         default=None,
         group="islands",
     )
     migrate_every: int | None = option(
         "Number of an island's decisions from one migrant to the next; 10 by default. The migrant, the island's best "
         "rank, becomes an additional donor in a round of another island.",
-        or_none(whole(1)),
+        or_none(whole(1, " or None")),
         default=None,
         group="islands",
     )
@@ -57,12 +57,12 @@ class IslandOptions(Options):
         for name, default in (("migrate_every", 10), ("migration", "ring")):
             value = getattr(self, name)
             if value is not None and not self.are_on:
-                validation.refuse(name, value, "None without islands or island_size; set one of these to migrate")
+                validation.refuse(name, value, "None unless islands or island_size is set")
             object.__setattr__(self, name, default if value is None and self.are_on else value)
         if self.islands is not None and self.island_size is not None:
             raise ValueError(
-                f"islands is {self.islands} and island_size is {self.island_size}; allowed: one of them, "
-                "which determines the other"
+                f"only one of islands and island_size may be set, got islands={self.islands} and "
+                f"island_size={self.island_size}"
             )
 
     @property
@@ -81,10 +81,10 @@ class IslandOptions(Options):
             return
         for name, value in ranks.items():
             if value not in (None, (), []):
-                validation.refuse(name, value, "None with islands, each of which has its own coordinator")
+                validation.refuse(name, value, "None with islands (each island chooses its own coordinator)")
         if averaging_strategy == "reset_weights":
             validation.refuse(
-                "averaging_strategy", averaging_strategy, "a strategy that has donors, since islands exchange donors"
+                "averaging_strategy", averaging_strategy, "'mean', 'weighted_mean' or 'best_only' with islands"
             )
 
     @contextlib.contextmanager
@@ -96,7 +96,7 @@ class IslandOptions(Options):
             if not self.are_on:
                 raise
             name, value = ("islands", self.islands) if self.island_size is None else ("island_size", self.island_size)
-            hint = f"this rank has {name}={value}: a rank with another value waits in another island"
+            hint = f"all ranks must have the same {name}, which is {value} on this rank"
             raise StartTimeoutError(f"{error.message}; {hint}", **error.facts) from None
 
     def agreed(self) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class IslandOptions(Options):
             validation.refuse(
                 "islands" if is_count else "island_size",
                 self.islands if is_count else self.island_size,
-                f"{', '.join(map(str, allowed))}, which divide {count} ranks into equal islands of 2 or more",
+                f"{validation.one_of(allowed)} to divide {count} ranks into equal islands of 2 or more ranks",
             )
         return Island.at(rank, size, by_host(population, hosts))
 
