@@ -9,7 +9,7 @@ import math
 def count(text: str) -> int:
     """Return an integer of 1 or more."""
     if not (text.isascii() and text.isdecimal() and len(text) <= 12 and int(text) >= 1):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text!r}")
     return int(text)
 
 

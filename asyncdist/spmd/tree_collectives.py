@@ -226,7 +226,7 @@ async def _unchanged(tree: T) -> T:
 
 def _foreign(name: str, outline: pytrees.Outline) -> Exception | None:
     wrong = outline.first_leaf(pytrees.is_foreign)
-    return None if wrong is None else TypeError(f"{name} takes trees of dense tensors; {wrong[0]} is {wrong[1]}")
+    return None if wrong is None else TypeError(f"{wrong[0]} must be a dense tensor for {name}, got {wrong[1]}")
 
 
 async def _perform(

@@ -339,21 +339,23 @@ async def case_what_is_refused_on_every_rank(end: Endpoint) -> None:
     mesh = await ad.new_mesh({"POP": end.size})
     one = torch.ones(2)
     for tree, told in (
-        ({"a": [one, "text"]}, r"tree\['a'\]\[1\] is a str"),
-        ([one, torch.ones(2, device="meta")], r"tree\[1\] is a meta tensor"),
-        (torch.eye(2).to_sparse(), "tree is a sparse tensor"),
-        (3, "tree is an int"),
+        ({"a": [one, "text"]}, r"tree\['a'\]\[1\] must be a dense tensor .*, got a str"),
+        ([one, torch.ones(2, device="meta")], r"tree\[1\] .*got a meta tensor"),
+        (torch.eye(2).to_sparse(), "tree .*got a sparse tensor"),
+        (3, "tree .*got an int"),
     ):
         for operation in (ad.psum, ad.pmax, ad.all_gather):
             with pytest.raises(TypeError, match=told):
                 await operation(tree, "POP", mesh=mesh)
-    with pytest.raises(TypeError, match=r"pmin takes bool, .*float64; tree\['z'\] is complex64 of shape \[2\]"):
+    with pytest.raises(
+        TypeError, match=r"tree\['z'\] must be a dense tensor of bool, .*float64 for pmin, got complex64 of shape \[2\]"
+    ):
         await ad.pmin({"z": one.to(torch.complex64)}, "POP", mesh=mesh)
     with pytest.raises(TypeError, match=naming("psum", "bool", "complex128", "tree", "float8_e5m2")):
         await ad.psum(one.to(torch.float8_e5m2), "POP", mesh=mesh)
-    with pytest.raises(ValueError, match=r"axis is 2; allowed for tree of shape \[2\]: -2 to 1"):
+    with pytest.raises(ValueError, match=r"axis must be from -2 to 1 for tree of shape \[2\], got axis=2"):
         await ad.all_gather(one, "POP", axis=2, mesh=mesh)
-    with pytest.raises(ValueError, match=naming("tree", "none")):
+    with pytest.raises(ValueError, match=naming("tiled must be False", "tree")):
         await ad.all_gather(one[0], "POP", tiled=True, mesh=mesh)
     with pytest.raises(ad.LocalProtocolError, match="no axis 'DP'; it has 'POP': "):
         ad.psum(one, "DP", mesh=mesh)  # type: ignore[unused-coroutine]
@@ -465,7 +467,7 @@ async def case_populations_that_cannot_be_split(end: Endpoint) -> None:
             with pytest.raises(ValueError, match=naming("argument 0['x']", 2 * end.size + 1)):
                 await odd({"x": torch.ones(2 * end.size + 1)})
         for wrong, told in (
-            (torch.tensor(1.0), "argument 0 has no dimension; allowed: a positive multiple of"),
+            (torch.tensor(1.0), "leading dimension of argument 0 must be a positive multiple of .* without dimensions"),
             (rows[:0], "argument 0 .* 0"),
             ({}, "at least one: this rank has none"),
         ):
@@ -483,7 +485,7 @@ async def case_populations_that_cannot_be_split(end: Endpoint) -> None:
             run(lambda x: x, mesh, "POP", (3,))  # type: ignore[arg-type]
         with pytest.raises(ad.LocalProtocolError, match="'DP'"):
             run(lambda x: x, mesh, "POP", "DP")
-        with pytest.raises(TypeError, match="output is a str"):
+        with pytest.raises(TypeError, match="output must be a dense tensor, got a str"):
             await run(lambda x: "text", mesh, "POP", "POP")(rows)
 
     async def awaits(x: torch.Tensor) -> torch.Tensor:

@@ -375,7 +375,7 @@ async def case_outsiders_and_bad_arguments(world: ad.World) -> None:
     for root in wrong:
         await refused(ad.compute_and_broadcast(lambda: 1, root=root), LocalProtocolError, "root", repr(root))
     await refused(ad.gather_from_all_ranks(lambda: 1, size + 1), ValueError, "world_size", size + 1)
-    await refused(ad.compute_and_broadcast(3), TypeError, "fn is 3; allowed: a function or coroutine function")  # type: ignore[call-overload]
+    await refused(ad.compute_and_broadcast(3), TypeError, "fn must be a function or coroutine function, got 3")  # type: ignore[call-overload]
     await refused(ad.reduce_and_broadcast(lambda: 1, None), TypeError, "fn2", None)  # type: ignore[call-overload]
     await refused(ad.zero_first(1).__aenter__(), TypeError, "is_main", 1, True, False)  # type: ignore[arg-type]
     await refused(ad.barrier(group=[0, 1]), TypeError, "group", [0, 1])  # type: ignore[arg-type]

@@ -431,7 +431,7 @@ async def case_data_that_does_not_fit_together(world: ad.World) -> None:
     good = torch.ones(1)
     for bad, words in (
         (torch.tensor(3.0), "without dimensions"),
-        ("text", "the data is a str"),
+        ("text", "got a str"),
         (torch.ones(2, 2).to_sparse(), "sparse"),
     ):
         data = bad if world.rank == last else good  # type: ignore[assignment]

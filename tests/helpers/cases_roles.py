@@ -151,7 +151,7 @@ async def case_plans_that_do_not_fit(world: ad.World) -> None:
         ({"placement": "nodes"}, ("placement", "'nodes'", "'arithmetic'", "'host'")),
         (
             {"dist_backend": "ccl"},
-            (f"dist_backend is 'ccl', but this world runs on {world.transport_name}",),
+            ("dist_backend", "'ccl'", f"this world runs on {world.transport_name}"),
         ),
         *[
             ({"dist_backend": "ccl"}, ("gloo",)),

@@ -68,9 +68,9 @@ def test_a_simulation_is_refused_once(capsys: pytest.CaptureFixture[str]) -> Non
     [
         (["all"], "invalid choice: 'all' (choose from "),
         ([], "the following arguments are required: NAME"),
-        (["latency", "--sizes", "8,x"], "argument --sizes: 'x' "),
-        (["latency", "--sizes", "60001"], "argument --sizes: 60001 is too large; at most 60000 is allowed"),
-        (["latency", "--repeat", "0"], "argument --repeat: '0' "),
+        (["latency", "--sizes", "8,x"], "argument --sizes: must be an integer >= 1, got 'x'"),
+        (["latency", "--sizes", "60001"], "argument --sizes: each size must be <= 60000, got 60001"),
+        (["latency", "--repeat", "0"], "argument --repeat: must be an integer >= 1, got '0'"),
         (["bandwidth", "--loop", "5"], "unrecognized arguments: --loop 5"),
     ],
 )

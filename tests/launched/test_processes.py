@@ -408,7 +408,7 @@ def test_a_named_transport_overrides_the_variable_of_the_ranks(
 
 
 def test_no_ranks_are_started_for_local() -> None:
-    with pytest.raises(ValueError, match="ASYNCDIST_TRANSPORT is 'local'; allowed are 'mpi', 'torch'"):
+    with pytest.raises(ValueError, match="ASYNCDIST_TRANSPORT must be one of 'mpi', 'torch', got 'local'"):
         environment.choose_transport(None, {"ASYNCDIST_TRANSPORT": "local"})
 
 

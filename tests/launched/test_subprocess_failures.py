@@ -326,9 +326,9 @@ def test_a_rank_that_does_not_stop_is_killed(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize("method", METHODS)
 def test_what_cannot_travel_is_refused_before_a_rank_starts(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spawn, "_wait_for_all", lambda *_: pytest.fail("a rank was started"))
-    with pytest.raises(TypeError, match=r"<lambda>.*cannot be sent to another process.*can be imported by name"):
+    with pytest.raises(TypeError, match=r"<lambda>.*cannot be sent to another process.*must be importable by name"):
         launch_here(lambda: None, config(launch_method=method))
-    with pytest.raises(TypeError, match=r"note_rank.*cannot be sent to another process.*arguments that can be pickled"):
+    with pytest.raises(TypeError, match=r"note_rank.*cannot be sent to another process.*arguments must be picklable"):
         launch_here(note_rank, config(launch_method=method), threading.Lock())
 
 
@@ -337,7 +337,7 @@ def test_what_cannot_travel_is_refused_before_a_rank_starts(method: str, monkeyp
     [
         ("name", config(), 0, "func is 'name'; it must be a function"),
         (note_rank, config(rank=1), 0, "rank is 1; every child gets its own"),
-        (note_rank, config(), 1, "rank_offset is 1; with world_size=2 and local_world_size=2 allowed are 0..0"),
+        (note_rank, config(), 1, "rank_offset must be from 0 to 0 with world_size=2 and local_world_size=2, got 1"),
         (note_rank, config(), -1, "-1"),
         (note_rank, config(), 0.0, "0.0"),
         (note_rank, 4, 0, "cfg is 4; it must be a MultiprocessConfig"),

@@ -52,16 +52,16 @@ from protocols import AsyncSelectiveAveragingPolicy, AverageAllPolicy, OneSidedS
         ({"islands": 2.0}, ["islands", "2.0"]),
         ({"island_size": 1}, ["island_size", "1", "2", "None"]),
         ({"island_size": True}, ["island_size", "True"]),
-        ({"islands": 2, "island_size": 4}, ["islands", "2", "island_size", "4", "one of them"]),
+        ({"islands": 2, "island_size": 4}, ["islands", "2", "island_size", "4", "only one of"]),
         ({"islands": 2, "migrate_every": 0}, ["migrate_every", "0", "1"]),
         ({"islands": 2, "migration": "star"}, ["migration", "'star'", "'ring', 'random'"]),
-        ({"migrate_every": 10}, ["migrate_every", "10", "None without islands or island_size"]),
-        ({"migration": "ring"}, ["migration", "'ring'", "None without"]),
+        ({"migrate_every": 10}, ["migrate_every", "10", "None unless islands or island_size is set"]),
+        ({"migration": "ring"}, ["migration", "'ring'", "None unless"]),
         ({"islands": 2, "coordinator": 0}, ["coordinator", "0", "None with islands"]),
         ({"island_size": 2, "successors": [1]}, ["successors", "[1]", "None with"]),
         (
             {"islands": 2, "averaging_strategy": "reset_weights", "model_builder": lambda: nn.Linear(1, 1)},
-            ["averaging_strategy", "'reset_weights'", "islands exchange donors"],
+            ["averaging_strategy", "'reset_weights'", "with islands"],
         ),
         ({"optimizer_state": "drop"}, ["optimizer_state", "'drop'", "'keep', 'reset'"]),
         ({"averaging_strategy": "reset_weights"}, ["reset_weights", "model_builder"]),
@@ -102,7 +102,7 @@ def test_policy_refuses_a_coordinator_that_is_not_a_rank(ranks: int) -> None:
     async def main(world: ad.World) -> None:
         model = Mixed()
         policy = AsyncSelectiveAveragingPolicy(model, sgd(model), average_every=1, coordinator=ranks)
-        with pytest.raises(ValueError, match=f"coordinator is {ranks}; allowed: a rank from 0 to {ranks - 1}"):
+        with pytest.raises(ValueError, match=naming("coordinator", ranks, 0, ranks - 1)):
             async with policy:
                 pass
 
@@ -148,9 +148,9 @@ def test_a_model_that_cannot_be_averaged_is_refused_by_name(build: Callable[[], 
 
 def test_an_optimizer_of_another_model_is_refused() -> None:
     model, other = nn.Linear(2, 3), nn.Linear(5, 7)
-    with pytest.raises(ValueError, match=naming("parameter 0", "group 0", "(7, 5)")):
+    with pytest.raises(ValueError, match=naming("(7, 5)", "param_groups[0]['params'][0]")):
         AsyncSelectiveAveragingPolicy(model, sgd(other), average_every=1)
-    with pytest.raises(TypeError, match=r"optimizer is a Linear; allowed: a torch\.optim\.Optimizer"):
+    with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer, got a Linear"):
         AsyncSelectiveAveragingPolicy(model, other, average_every=1)  # type: ignore[arg-type]
     AsyncSelectiveAveragingPolicy(model, torch.optim.SGD([model.bias], lr=1.0), average_every=1)  # a part of it is fine
 
@@ -159,7 +159,7 @@ def test_policy_refuses_an_optimizer_that_steps_in_hooks() -> None:
     """Regression: a parameter "of shape (1, 1)" was called foreign, which no user of GaLore has made."""
     model, dummy = nn.Linear(2, 3), sgd(nn.Linear(1, 1))
     dummy.optimizer_dict = {parameter: sgd(model) for parameter in model.parameters()}  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match=r"optimizer is a SGD, .* in hooks .* \(optim='galore_adamw' instead of"):
+    with pytest.raises(ValueError, match=r"optimizer .* SGD .* in hooks .* optim='galore_adamw' instead of"):
         AsyncSelectiveAveragingPolicy(model, dummy, average_every=1)
 
 
@@ -422,9 +422,9 @@ def test_messages_that_cannot_be_sent() -> None:
                 await notes.send(Note("lost"), dest)
         with pytest.raises(TypeError, match="frozen dataclass"):
             world.channel(Mutable, tag=11)
-        with pytest.raises(TypeError, match=r"Unsendable.value: .* cannot be sent; allowed: bool, int, float, "):
+        with pytest.raises(TypeError, match=r"the type of Unsendable.value must be bool, int, float, .*, got "):
             world.channel(Unsendable, tag=12)
-        with pytest.raises(ValueError, match="capacity is 0"):
+        with pytest.raises(ValueError, match="capacity must be .*, got 0"):
             world.channel(Note, tag=13, capacity=0)
         assert notes.statistics().sent_count == 0
 
@@ -502,19 +502,19 @@ def line_of(function: Any) -> str:
         (
             no_world,
             (),
-            rf"given the world, and {line_of(no_world)} takes no argument: write async def no_world\(world\)",
+            rf"take the world .*, but {line_of(no_world)} takes no argument: write async def no_world\(world\)",
         ),
         (no_world, (1,), line_of(no_world)),
         (
             configured,
             (),
-            rf"the world and 0 more arguments, which does not fit {line_of(configured)}: missing a req.*'co",
+            rf"must take the world and 0 more arguments, got {line_of(configured)}: missing a req.*'co",
         ),
-        (configured, (1, 2), rf"the world and 2 more arguments, which does not fit {line_of(configured)}: too many"),
+        (configured, (1, 2), rf"the world and 2 more arguments, got {line_of(configured)}: too many"),
         (
             functools.partial(configured, config={}),
             (1,),
-            rf"the world and 1 more argument, which does not fit {line_of(configured)}: too many",
+            rf"the world and 1 more argument, got {line_of(configured)}: too many",
         ),
         (plain, (), line_of(plain)),
         (functools.partial(plain), (), line_of(plain)),

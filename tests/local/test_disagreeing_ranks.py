@@ -210,9 +210,7 @@ def test_uncoordinated_members_are_refused_before_any_message() -> None:
             for members, kind in wrong:
                 with pytest.raises(
                     kind,
-                    match=naming(
-                        "members", repr(members), "the ranks of a policy's group, from 0 to 1", "without rank 1"
-                    ),
+                    match=naming("members", repr(members), "a list of distinct ranks from 0 to 1", "without rank 1"),
                 ):
                     await protocols.coordinate(members)
             with pytest.raises(ValueError, match=naming("start_timeout_s", -1)):

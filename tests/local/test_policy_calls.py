@@ -236,7 +236,7 @@ def test_a_model_that_ddp_keeps_equal_is_refused(policy: str, monkeypatch: pytes
     model = nn.Sequential(nn.Linear(2, 2))
     wrapped = Wrapped(model)
     for outer in (wrapped, nn.Sequential(wrapped)):
-        with pytest.raises(ValueError, match="model is wrapped in DistributedDataParallel: it keeps"):
+        with pytest.raises(ValueError, match="model must not be wrapped in DistributedDataParallel"):
             POLICIES[policy](outer, sgd(model), average_every=1)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
 
@@ -245,7 +245,7 @@ def test_a_model_that_ddp_keeps_equal_is_refused(policy: str, monkeypatch: pytes
         async with POLICIES[policy](inside, sgd(inside), average_every=1, start_timeout_s=5.0):
             pass
 
-    with pytest.raises(ad.LocalProtocolError, match="model is inside DistributedDataParallel: it keeps its replicas"):
+    with pytest.raises(ad.LocalProtocolError, match="model must not be inside DistributedDataParallel"):
         ad.run_local(main, ranks=2)
     assert wrapped.module is model
 

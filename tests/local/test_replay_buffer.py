@@ -299,7 +299,7 @@ def test_wrong_arguments_are_named() -> None:
             with pytest.raises(ValueError, match=naming("n", repr(n), 1)):
                 await buffer.sample(n)  # type: ignore[arg-type]
         assert len((await buffer.sample(np.int64(3))).ids) == 3  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="this buffer draws uniformly"):
+        with pytest.raises(ValueError, match="priorities must be None"):
             await buffer.add(torch.ones(1, 2), priorities=[1.0])
         with pytest.raises(ValueError, match="uniformly"):
             await buffer.update_priorities([0], [1.0])
@@ -314,10 +314,10 @@ def test_wrong_priorities_are_named() -> None:
         for wrong, words in (([1.0], "got 1 for 2"), ([1.0, -1.0], "-1.0"), ([1.0, torch.nan], "nan")):
             with pytest.raises(ValueError, match=words):
                 await buffer.add(torch.ones(2), priorities=wrong)
-        with pytest.raises(TypeError, match=naming("priorities", "'ab'", "numbers, one for each item")):
+        with pytest.raises(TypeError, match=naming("priorities", "'ab'", "one number for each item")):
             await buffer.add(torch.ones(2), priorities="ab")  # type: ignore[arg-type]
         for ids in ([1.7, 2], torch.tensor([1.0, 2.0])):
-            with pytest.raises(ValueError, match=naming("ids", "integers, as in Sample.ids")):
+            with pytest.raises(ValueError, match=naming("ids", "integers from Sample.ids")):
                 await buffer.update_priorities(ids, [1.0, 1.0])  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=naming("ids", "'ab'")):
             await buffer.update_priorities("ab", [1.0, 1.0])  # type: ignore[arg-type]
@@ -331,21 +331,21 @@ def test_wrong_priorities_are_named() -> None:
 @pytest.mark.parametrize(
     ("options", "facts"),
     [
-        ({"clients": []}, ["clients is empty; a replay buffer needs at least one"]),
-        ({"clients": [0, 0]}, ["clients is [0, 0]; allowed: ranks from 0 to 1, each once"]),
+        ({"clients": []}, ["clients must have at least one rank, got none"]),
+        ({"clients": [0, 0]}, ["clients must be a list of distinct ranks from 0 to 1, got [0, 0]"]),
         ({"clients": [5]}, ["clients", [5], 0, 1]),
         ({"clients": 0}, ["clients", 0, 1]),
         ({"clients": None}, ["clients", None, 0, 1]),
         ({"clients": "01"}, ["clients", "'01'"]),
-        ({"alpha": "x"}, ["alpha is 'x'; allowed: a finite number of 0 or more"]),
+        ({"alpha": "x"}, ["alpha must be >= 0 and finite, got 'x'"]),
         ({"seed": "x"}, ["seed", "'x'", 0]),
         ({"seed": -1}, ["seed", -1, 0]),
-        ({"score": 5}, ["score is 5; allowed: a function of a batch, or None"]),
-        ({"prioritized": "no"}, ["prioritized is 'no'; allowed: True, False"]),
+        ({"score": 5}, ["score must be None or a function that takes a batch, got 5"]),
+        ({"prioritized": "no"}, ["prioritized must be True or False, got 'no'"]),
         ({"capacity": 0}, ["capacity", 0, 1]),
         ({"in_flight_max": 1.5}, ["in_flight_max", 1.5]),
         ({"alpha": -1}, ["alpha", -1, 0]),
-        ({"name": 3}, ["name is 3; allowed: a string"]),
+        ({"name": 3}, ["name must be a string, got 3"]),
     ],
 )
 def test_a_server_refuses_wrong_options(options: dict[str, Any], facts: list[object]) -> None:

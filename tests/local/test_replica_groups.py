@@ -49,7 +49,7 @@ def test_the_groups_of_the_replicas_are_right(given: list[Any], monkeypatch: pyt
 @pytest.mark.long
 def test_ddp_over_all_ranks_is_refused_with_both_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: DDP silently mixed the gradients of two replicas whose weights differed."""
-    told = r"DDP synchronises the ranks \[0, 1, 2, 3\], and this rank's replica is \[(0, 1|2, 3)\]"
+    told = r"DDP must synchronise the ranks \[(0, 1|2, 3)\] of this rank's replica, got \[0, 1, 2, 3\]"
     with pytest.raises(ValueError, match=told):
         start(monkeypatch, [[0, 1, 2, 3]] * 4)
 
@@ -71,5 +71,5 @@ def test_replicas_with_own_process_groups_compare_rank_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     start(monkeypatch, [[0, 1]] * 4, size=2)
-    with pytest.raises(ValueError, match=r"DDP synchronises 1 ranks, \[0\] as torch.distributed counts them"):
+    with pytest.raises(ValueError, match=r"got 1 ranks: \[0\] as torch.distributed numbers them"):
         start(monkeypatch, [[0]] * 4, size=2)

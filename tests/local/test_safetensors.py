@@ -121,7 +121,7 @@ def test_torn_or_missing_weights_are_refused_without_a_change(tmp_path: Path) ->
 
 def test_unknown_or_uninstalled_format_is_refused_on_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main(world: World) -> None:
-        with pytest.raises(ValueError, match="format is 'pickle'; allowed: 'torch', 'safetensors'"):
+        with pytest.raises(ValueError, match="format must be one of 'torch', 'safetensors', got 'pickle'"):
             await ad.save_population(tmp_path, nn.Linear(2, 2), format="pickle")  # type: ignore[arg-type]
         if world.rank == 1:
             monkeypatch.setitem(sys.modules, "safetensors.torch", None)

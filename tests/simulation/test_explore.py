@@ -415,7 +415,7 @@ def test_seeds_of_numpy_are_whole_numbers_as_any() -> None:
     assert simulate(nothing, ranks=1, seed=np.int64(3)).seed == 3
     report = explore(passes, np.arange(3), processes=1)
     assert (report.seed_count, report.failure) == (3, None)
-    with pytest.raises(TypeError, match="seed is True"):
+    with pytest.raises(TypeError, match="seed must be an integer, got True"):
         simulate(nothing, ranks=1, seed=True)
 
 

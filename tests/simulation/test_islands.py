@@ -191,9 +191,7 @@ def test_waiting_for_ranks_of_another_island_names_the_option() -> None:
         return ""
 
     words = simulate(main, ranks=6).results
-    assert (
-        "(2,)" in words[3] and "this rank has islands=3: a rank with another value waits in another island" in words[3]
-    )
+    assert "(2,)" in words[3] and "all ranks must have the same islands, which is 3 on this rank" in words[3]
     assert {*words[:3], *words[4:]} == {""}, "they start"
 
 

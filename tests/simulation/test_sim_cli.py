@@ -539,7 +539,10 @@ def test_bad_input_is_one_line_and_exit_code_2(sim: Sim, script: str, words: lis
         ),
         ('[{"kind": "Kil"}]', "'Kil'"),
         ('[{"kind": ["Kill"]}]', "['Kill']"),
-        ('[{"kind": "Kill", "rank": 1, "at": 2}]', "Kill has no field 'at'; allowed: rank, at_s, at_turn, at_message"),
+        (
+            '[{"kind": "Kill", "rank": 1, "at": 2}]',
+            "a field of Kill must be one of rank, at_s, at_turn, at_message, got 'at'",
+        ),
         ('[{"kind": "Kill", "at_s": 1}]', "fault 1 of the fault plan, Kill: Object missing required field `rank`"),
         ('[{"kind": "Kill", "rank": "1", "at_s": 1}]', "Expected `int`, got `str` - at `$.rank`"),
         ('[{"kind": "Kill", "rank": 1}]', "at_s, at_turn and at_message"),

@@ -167,7 +167,7 @@ OVERFLOW = "SELECT abs(-9223372036854775807 - value) FROM json_each('[0, 1]')"
         (OVERFLOW, "integer overflow"),
         ("SELECT '\udcff'", "it is not UTF-8"),
         ("SELECT 1; SELECT 2", "You can only execute one statement at a time"),
-        ("", "it returns no rows"),
+        ("", "got a statement that returns no rows"),
     ],
 )
 def test_a_query_that_is_refused_is_one_line(
@@ -175,7 +175,7 @@ def test_a_query_that_is_refused_is_one_line(
 ) -> None:
     code, _, err = run(capsys, "query", str(folder), statement)
     assert (code, err.count("\n")) == (2, 1)
-    assert err.startswith(f"asyncdist query: the query is refused: {why}")
+    assert err.startswith("asyncdist query: ") and why in err
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_a_query_only_reads_and_leaves_no_file(
     monkeypatch.chdir(tmp_path)
     code, _, err = run(capsys, "query", str(folder), statement)
     assert (code, err.count("\n")) == (2, 1)
-    assert "allowed: one SELECT that changes nothing and creates no file" in err
+    assert "the query must be one SELECT that changes nothing and creates no file" in err
     assert not list(tmp_path.iterdir())
 
 

@@ -168,5 +168,5 @@ def test_a_model_without_trained_parameters_is_refused() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="Linear"):
         AverageAllPolicy(model, optimizer, average_every=1, parameters="trainable")
-    with pytest.raises(ValueError, match="parameters is 'some'; allowed: 'all', 'trainable'"):
+    with pytest.raises(ValueError, match="parameters must be one of 'all', 'trainable', got 'some'"):
         AverageAllPolicy(model, optimizer, average_every=1, parameters="some")  # type: ignore[arg-type]

@@ -248,7 +248,7 @@ def test_a_torch_that_is_too_old_is_refused_in_words(version: str, is_refused: b
     assert (said is not None) == is_refused
     facts = replace(WELL, versions=WELL.versions | {"torch": version}, backends=[])
     if is_refused:
-        assert said == f"torch {version} is older than 2.8, which asyncdist needs: pip install 'torch>=2.8'"
+        assert said == f"torch must be >= 2.8, got {version}: pip install 'torch>=2.8'"
         assert doctor.find_problems(facts)[0].cure == "pip install 'torch>=2.8'"
 
 

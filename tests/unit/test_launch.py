@@ -162,7 +162,7 @@ def test_a_job_that_goes_on_is_started_otherwise() -> None:
         (["run", "--recrod=x", "-n", "2", "s.py"], "no option --recrod; did you mean --record?\n"),
         (["sim", "--rank", "2", "s.py"], "asyncdist sim: there is no option --rank; did you mean --ranks?\n"),
         (["rn", "-n", "2", "s.py"], "asyncdist: there is no command 'rn'; did you mean run?\n"),
-        (["frobnicate"], "there is no command 'frobnicate'; allowed: doctor, export, init"),
+        (["frobnicate"], "there is no command 'frobnicate'; the names are doctor, export, init"),
         (["run", "script.py"], "required before the script: -n/--ranks\n"),
         (["run", "script.py", "-n", "2"], "words after the script are passed to it; asyncdist run -n RANKS script.py"),
         (["run", "-n", "2", "no_such_script.py"], "'no_such_script.py' does not exist"),

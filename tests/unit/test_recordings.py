@@ -349,9 +349,9 @@ def test_a_rank_keeps_its_latest_events_alone() -> None:
 
 
 def test_wrong_options_are_named() -> None:
-    with pytest.raises(TypeError, match="record is 3; allowed: the path of a folder"):
+    with pytest.raises(TypeError, match="record must be the path of a folder or None, got 3"):
         RecordOptions.of(3)
-    with pytest.raises(ValueError, match="record_limit_nbytes is 0"):
+    with pytest.raises(ValueError, match="record_limit_nbytes must be an integer >= 1, got 0"):
         RecordOptions.of("somewhere", 0)
     assert RecordOptions.of(None) is None
 

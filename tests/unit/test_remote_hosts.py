@@ -23,12 +23,14 @@ def test_hosts_are_names_with_numbers_of_ranks() -> None:
     "text", ["", "a,", "a:0", "a:-1", "a:x", "a:1:2", ":4", "a b", "-oProxyCommand=x", "a;b", "a:", "$(a)"]
 )
 def test_what_is_no_list_of_hosts_is_named(text: str) -> None:
-    with pytest.raises(local_host.LaunchError, match=re.escape(f"--hosts {text!r}: ") + ".*NAME:RANKS, as in a:4,b:4"):
+    with pytest.raises(
+        local_host.LaunchError, match="--hosts must be NAME:RANKS as in a:4,b:4, got .*" + re.escape(repr(text))
+    ):
         remote_hosts.parse_hosts(text)
 
 
 def test_a_host_is_named_once() -> None:
-    with pytest.raises(local_host.LaunchError, match="'a' is named twice"):
+    with pytest.raises(local_host.LaunchError, match="--hosts must name each host once, got 'a' twice"):
         remote_hosts.parse_hosts("a:1,b:1,a:2")
 
 
@@ -115,9 +117,12 @@ def test_mpich_is_told_of_hosts_and_variables() -> None:
         (["--hosts", "a:2", "-n", "3"], "1 too few"),
         (["--hosts", "a:2", "--restarts", "1", "--transport", "torch"], "--restarts"),
         (["--hosts", "a:2", "--ssh", "no-such-ssh"], "there is no program 'no-such-ssh'"),
-        (["--hosts", "a:2", "--ssh", ""], "--ssh '': no program is named; allowed is a command that takes a host"),
-        (["-n", "2", "--transport", ""], "--transport is ''; allowed are 'mpi', 'torch'"),
-        (["-n", "2", "--record", ""], "--record: '' names no folder; allowed: a folder"),
+        (
+            ["--hosts", "a:2", "--ssh", ""],
+            "--ssh must be a command that takes a host and a command line as ssh does, got '': no program",
+        ),
+        (["-n", "2", "--transport", ""], "--transport must be one of 'mpi', 'torch', got ''"),
+        (["-n", "2", "--record", ""], "--record: the folder must have a name, got ''"),
     ],
 )
 def test_a_wrong_command_line_is_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

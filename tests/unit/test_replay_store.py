@@ -108,15 +108,15 @@ def test_a_batch_that_fits_is_known_at_once() -> None:
 @pytest.mark.parametrize(
     ("batch", "words"),
     [
-        ("text", "batch is a str; allowed: a tensor, a dict of tensors by name, or a tuple"),
-        (3, "batch is a int"),
+        ("text", "batch must be a tensor, a tuple of tensors, or a dict that maps names to tensors, got a str"),
+        (3, "got a int"),
         ({}, "batch has no tensors"),
         ((), "batch has no tensors"),
         (torch.tensor(1.0), "batch has no leading dimension"),
         ({"x": torch.ones(2), "y": torch.ones(3)}, r"got x \(2,\), y \(3,\)"),
-        ({"x": [1, 2]}, r"batch\['x'\] is a list; allowed: a dense tensor"),
-        ({1: torch.ones(1)}, "batch has the key 1; keys must be strings"),
-        ((torch.ones(2).to_sparse(),), r"batch\['0'\] is a sparse tensor \(sparse_coo\); allowed: a dense tensor"),
+        ({"x": [1, 2]}, r"batch\['x'\] must be a dense tensor, got a list"),
+        ({1: torch.ones(1)}, "the keys of batch must be strings, got 1"),
+        ((torch.ones(2).to_sparse(),), r"batch\['0'\] must be a dense tensor, got a sparse tensor \(sparse_coo\)"),
         (torch.ones(2, device="meta"), "batch .*meta"),
     ],
 )

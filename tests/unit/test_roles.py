@@ -124,7 +124,7 @@ def test_a_coordinator_that_leaves_nobody_to_train() -> None:
         RankLayout.arithmetic(1, coordinator=0)
     with pytest.raises(ValueError, match=r"num_remote_buffers .* with 1 ranks besides the coordinator.*got 1"):
         RankLayout.arithmetic(2, 1, coordinator=0)
-    with pytest.raises(ValueError, match="coordinator is 2; allowed: None, or a rank from 0 to 1"):
+    with pytest.raises(ValueError, match="coordinator must be a rank from 0 to 1 or None, got 2"):
         RankLayout.arithmetic(2, coordinator=2)
 
 
@@ -134,16 +134,16 @@ def test_a_coordinator_that_leaves_nobody_to_train() -> None:
         ((2, (), {}), "agent_groups must have at least one group"),
         ((2, ((0, 1), ()), {}), "agent group 1 must have at least one rank"),
         ((3, ((0, 1), (2,)), {}), "agent groups must have equal sizes, got [2, 1]"),
-        ((2, ((0, 2),), {}), "rank 2 does not exist; allowed: 0 to 1"),
-        ((2, ((0, 1, 1),), {}), "rank 1 would have several roles"),
+        ((2, ((0, 2),), {}), "each rank of the layout must be from 0 to 1, got 2"),
+        ((2, ((0, 1, 1),), {}), "each rank must have exactly one role, but rank 1 would have several"),
         ((3, ((0, 1),), {1: (0,), 2: (1,)}), "rank 1 "),
-        ((3, ((0, 1),), {}), "rank 2 would have no role"),
-        ((3, ((0, 1),), {2: ()}), "buffer rank 2 has no clients"),
+        ((3, ((0, 1),), {}), "each rank must have exactly one role, but rank 2 would have none"),
+        ((3, ((0, 1),), {2: ()}), "buffer rank 2 must have at least one training rank as a client"),
         ((4, ((0, 1),), {2: (0, 1), 3: ()}), "rank 3 "),
-        ((3, ((0, 1),), {2: (0, 2)}), "buffer rank 2 serves rank 2; allowed: training ranks only"),
-        ((3, ((0, 1),), {2: (0,)}), "rank 1 would have 0 buffers; allowed: one for each"),
+        ((3, ((0, 1),), {2: (0, 2)}), "the clients of buffer rank 2 must be training ranks, got rank 2"),
+        ((3, ((0, 1),), {2: (0,)}), "each training rank must have exactly one buffer, but rank 1 would have 0"),
         ((4, ((0, 1),), {2: (0, 1), 3: (1,)}), "rank 1 would have 2 "),
-        ((3, ((0,),), {1: (0,), 2: (0,)}), "2 buffers for 1 training ranks"),
+        ((3, ((0,),), {1: (0,), 2: (0,)}), "at most one buffer for each of its 1 training ranks, got 2"),
         ((2, ((0,),), {}, 0), "rank 0 "),
     ],
 )

@@ -320,7 +320,7 @@ class TestSockets:
         other = base.with_name(f"{base.name}-2")
         opened = sockets.listen("job", 0)
         assert opened is not None and opened[1] == other / "job" / f"0.{os.getpid()}"
-        why = f"{base} has mode 0777, so other users may enter it; allowed: 0700"
+        why = f"{base} must have mode 0700, got 0777: other users may enter it"
         assert [record.getMessage() for record in caplog.records] == [
             f"{why}; the socket for asyncdist story is not made there: it is in {other} instead"
         ]

@@ -82,11 +82,15 @@ def test_world_size_says_how_many_of_them_are_ranks() -> None:
 @pytest.mark.parametrize(
     ("arguments", "kind", "words"),
     [
-        (({"a": [1.0]},), TypeError, "all_timing_dict is a dict; allowed: a list with one dict per rank"),
-        (([{"a": [1.0]}, None],), TypeError, "the timing of rank 1 is a NoneType"),
-        (([{"a": [1.0, "slow"]}],), TypeError, "rank 0, step 'a': 'slow' is no number of seconds"),
-        (([{"a": [1.0]}], 2), ValueError, "world_size is 2 with timings of 1 ranks"),
-        (([],), ValueError, "world_size is 0"),
+        (({"a": [1.0]},), TypeError, "all_timing_dict must be a list with one dict per rank, got a dict"),
+        (([{"a": [1.0]}, None],), TypeError, "the timing of rank 1 must be a dict, got a NoneType"),
+        (
+            ([{"a": [1.0, "slow"]}],),
+            TypeError,
+            "the durations of step 'a' of rank 0 must be numbers of seconds, got 'slow'",
+        ),
+        (([{"a": [1.0]}], 2), ValueError, "world_size must be from 1 to 1, the number of ranks with timings, got 2"),
+        (([],), ValueError, "got 0"),
     ],
 )
 def test_what_is_no_timing(arguments: tuple[Any, ...], kind: type[Exception], words: str) -> None:

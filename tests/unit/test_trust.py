@@ -214,7 +214,10 @@ def written(path: Path, mode: int, text: str = "0123456789abcdef") -> str:
 @pytest.mark.parametrize(
     "write, says",
     [
-        (lambda path: written(path, 0o644), "has mode 0644, so other users can open it; allowed: a file of this user "),
+        (
+            lambda path: written(path, 0o644),
+            "has mode 0644, so other users can open it. It must be a file of this user ",
+        ),
         (lambda path: written(path, 0o600, "short\n"), "has 5 characters; a secret needs at least 16"),
         (lambda path: written(path, 0o600, "0123456789abcdef\0"), "has bytes that are not printable text"),
         (lambda path: written(path, 0o600, "0123456789abcdef\nx"), "has bytes that are not printable text"),
