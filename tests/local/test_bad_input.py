@@ -424,7 +424,7 @@ def test_messages_that_cannot_be_sent() -> None:
             world.channel(Mutable, tag=11)
         with pytest.raises(TypeError, match=r"the type of Unsendable.value must be bool, int, float, .*, got "):
             world.channel(Unsendable, tag=12)
-        with pytest.raises(ValueError, match="capacity must be .*, got 0"):
+        with pytest.raises(ValueError, match=r"capacity must be .*, got 0"):
             world.channel(Note, tag=13, capacity=0)
         assert notes.statistics().sent_count == 0
 

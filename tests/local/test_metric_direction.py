@@ -66,7 +66,7 @@ def test_a_call_has_one_metric() -> None:
     async def main(_: ad.World) -> None:
         async with made() as policy:
             with pytest.raises(
-                TypeError, match="only one of local_metric, loss and score may be passed .*, got local_metric and loss"
+                TypeError, match=r"only one of local_metric, loss and score may be passed .*, got local_metric and loss"
             ):
                 await policy.step(1.0, loss=1.0)
             with pytest.raises(TypeError, match=naming("loss", "score")):

@@ -427,7 +427,7 @@ def test_the_call_form_of_the_seed() -> None:
                 count += info["averaged_this_iteration"]
             with pytest.raises(ValueError, match="another model or optimizer"):
                 await policy(61, Mixed(), optimizer, 0.0)
-            with pytest.raises(ValueError, match="group must be None or the group that was passed .*, got 'others'"):
+            with pytest.raises(ValueError, match=r"group must be None or the group that was passed .*, got 'others'"):
                 await policy(61, model, optimizer, 0.0, group="others")
             with pytest.raises(ValueError, match="expose_params must be None or True, got False"):
                 await policy(61, model, optimizer, 0.0, expose_params=False)

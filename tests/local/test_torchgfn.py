@@ -161,7 +161,7 @@ def test_a_rank_that_is_alone_has_the_roles_of_one() -> None:
 
 def test_other_things_are_no_groups() -> None:
     def main(_: ad.blocking.World) -> None:
-        with pytest.raises(TypeError, match="group must be an asyncdist group, a torch process group, .*, got 3"):
+        with pytest.raises(TypeError, match=r"group must be an asyncdist group, a torch process group, .*, got 3"):
             torchgfn.AverageAllPolicy(average_every=3)(0, *made(0), group=3)
 
     on_ranks(main, 1)

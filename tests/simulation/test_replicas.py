@@ -127,7 +127,7 @@ def test_a_mistake_of_one_rank_ends_the_job_with_its_words() -> None:
             for _ in range(4):
                 await policy.step("much" if world.rank == 0 else 1.0)  # type: ignore[arg-type]
 
-    with pytest.raises(TypeError, match="metric must be .*, got 'much'"):
+    with pytest.raises(TypeError, match=r"metric must be .*, got 'much'"):
         ad.run_local(main, ranks=4)
 
 

@@ -100,7 +100,7 @@ def test_fresh_weights_are_refused_and_ranks_out_of_order_too() -> None:
     (part,) = parts_of([1.0])
     optimizer = torch.optim.SGD(part.parameters(), lr=0.0)
     with pytest.raises(
-        ValueError, match="averaging_strategy must be 'mean', .* if replicas are sharded, got 'reset_weights'"
+        ValueError, match=r"averaging_strategy must be 'mean', .* if replicas are sharded, got 'reset_weights'"
     ):
         OfPlainShards(part, optimizer, averaging_strategy="reset_weights", model_builder=lambda: part, **OPTIONS)
 

@@ -485,7 +485,7 @@ def test_optimizers_of_this_model_pass_and_others_are_named() -> None:
     mixed = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias, other.weight]}], lr=0.1)
     with pytest.raises(ValueError, match=naming("(3, 2)", "param_groups[1]['params'][1]")):
         state.check_optimizer(mixed)
-    with pytest.raises(TypeError, match="optimizer must be .*, got a int"):
+    with pytest.raises(TypeError, match=r"optimizer must be .*, got a int"):
         state.check_optimizer(3)  # type: ignore[arg-type]
 
 
