@@ -1,11 +1,10 @@
 """asyncdist: an asyncio message-passing runtime for distributed PyTorch training.
 
 One event loop per rank drives tag-multiplexed protocols over polled nonblocking requests. A training loop is a
-coroutine, ``async def train(world)``, started by :func:`run`; policies from the package ``protocols`` are awaited
-inside it.
+coroutine, ``async def train(world)``, started by :func:`run`. It awaits policies from the package ``protocols``.
 
-The public names are listed in ``__init__.pyi``, once. Each is imported on its first use (PEP 562, SPEC 1): importing
-torch takes a second or more, which ``asyncdist run``, the start of a test session and ``--help`` can do without.
+``__init__.pyi`` lists the public names. Each is imported on first use (PEP 562, SPEC 1), so that ``asyncdist --help``
+and ``asyncdist run`` do not spend a second or more on importing torch.
 """
 
 import lazy_loader

@@ -1,7 +1,7 @@
-"""``python -m asyncdist``, and the ``asyncdist`` command.
+"""Starts the command line: ``python -m asyncdist``, and the ``asyncdist`` command.
 
-``asyncdist run`` first of all holds SIGUSR1 back, which asks ranks what they do: it would end a launcher that still
-imports. What starts the ranks lets it through.
+``asyncdist run`` first blocks SIGUSR1, the signal that asks ranks for a report, since its default action would end a
+launcher that is still importing. The launcher unblocks the signal in the processes that it starts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The one place that names the version."""
+"""Defines the version of asyncdist."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""Reads the values of command-line options, for ``type=`` of argparse."""
+"""Converts values of command-line options, as ``type=`` functions for argparse."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def count(text: str) -> int:
 
 
 def whole(text: str) -> int:
-    """Return an integer."""
+    """Return an integer, which may be negative."""
     try:
         return int(text)
     except ValueError:
@@ -22,7 +22,7 @@ def whole(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """Return a finite number of seconds of 0 or more."""
+    """Return a finite duration of at least 0 seconds."""
     try:
         number = float(text)
     except ValueError:

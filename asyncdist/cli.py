@@ -1,6 +1,6 @@
 """The ``asyncdist`` command: parses arguments and calls the subcommands.
 
-Invalid input gives one line on standard error, and exit code 2.
+Invalid input prints one line on standard error and exits with code 2.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def _parser() -> argparse.ArgumentParser:
         "doctor",
         help="show what is detected here and why, and problems with their cures",
         description=(
-            "Show what is detected here and why, and problems with their cures. It can run under a launcher, as in "
-            "mpirun -n 2 asyncdist doctor. The exit code is 0 if there are no problems, else 1."
+            "Show what is detected here and why, and problems with their cures. The command also runs under a "
+            "launcher, as in mpirun -n 2 asyncdist doctor. The exit code is 0 if there are no problems, else 1."
         ),
         allow_abbrev=False,
     )
@@ -69,18 +69,18 @@ def _parser() -> argparse.ArgumentParser:
         help="show what the ranks of a running job do, in a table that refreshes",
         description=(
             "Show what each rank of a running job on this host does, in a table that refreshes: steps and their rate, "
-            "metric, round and role, replacements, bytes, waits, losses. It asks the ranks without disturbing them."
+            "metric, round and role, replacements, bytes, waits, losses. The ranks are not disturbed."
         ),
         allow_abbrev=False,
     )
-    top.add_argument("job", nargs="?", metavar="JOB|PID", help="the job, if this user has several")
+    top.add_argument("job", nargs="?", metavar="JOB|PID", help="the job to show, if this user runs several")
     story = commands.add_parser(
         "story",
-        help="show what the ranks of a running job wait for, and in which line",
+        help="show what the ranks of a running job wait for, and at which line of the program",
         description=(
-            "Show what each rank of a running job on this host does: what it waits for, for which ranks, since when "
-            "and in which line. It asks the ranks without disturbing them. kill -USR1 PID makes one rank print its own "
-            "story. For a recorded job (--record DIR), show what each rank did last."
+            "Show what each rank of a running job on this host waits for, for which ranks, since when and at which "
+            "line of the program. The ranks are not disturbed. kill -USR1 PID makes one rank print its own story. For "
+            "a recorded job (--record DIR), show what each rank did last."
         ),
         allow_abbrev=False,
     )
@@ -88,17 +88,23 @@ def _parser() -> argparse.ArgumentParser:
         "job",
         nargs="?",
         metavar="JOB|PID|DIR",
-        help="the job, if this user has several; or the folder of a recording",
+        help="the job to show, if this user runs several; or the folder of a recording",
     )
-    story.add_argument("--job", dest="recorded", metavar="JOB", help="the job, if the folder has recordings of several")
+    story.add_argument(
+        "--job", dest="recorded", metavar="JOB", help="the job to show, if the folder has recordings of several"
+    )
     init = commands.add_parser(
         "init",
         help="write an example script",
         description="Write a commented example script that is ready to run.",
         allow_abbrev=False,
     )
-    init.add_argument("flavour", choices=_STARTERS, help="what it trains with, or a custom protocol")
-    init.add_argument("path", nargs="?", default="train.py", help="the file, which must not exist (default: train.py)")
+    init.add_argument(
+        "flavour", choices=_STARTERS, help="the library that the script trains with, or a custom protocol"
+    )
+    init.add_argument(
+        "path", nargs="?", default="train.py", help="the file to write, which must not exist yet (default: train.py)"
+    )
     return parser
 
 
@@ -126,7 +132,6 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 
 def _add_places(run: _Parser) -> None:
-    """Add the options for hosts, transport and threads."""
     run.add_argument("-n", "--ranks", type=count, metavar="RANKS", help="the number of processes")
     run.add_argument(
         "--hosts",
@@ -151,7 +156,6 @@ def _add_places(run: _Parser) -> None:
 
 
 def _add_lives(run: _Parser) -> None:
-    """Add the options for lost, restarted and joining ranks."""
     run.add_argument(
         "--survive",
         action="store_true",
@@ -177,20 +181,20 @@ def _add_lives(run: _Parser) -> None:
 
 
 def _add_watching(run: _Parser) -> None:
-    """Add the options for watching and recording the ranks."""
     run.add_argument(
         "--stall-s",
         metavar="S",
         help=(
-            "show which rank waits for which and in which line when no rank has moved for S seconds (default: 60), and "
-            "warn when main waits for S seconds while other ranks continue (default: 300, in collectives)"
+            "show which rank waits for which, and at which line, when no rank has made progress for S seconds "
+            "(default: 60); warn when main waits for S seconds while other ranks continue (default: 300, in "
+            "collectives)"
         ),
     )
     run.add_argument(
         "--record",
         type=folder,
         metavar="DIR",
-        help="record there what each rank does; see record in asyncdist.run",
+        help="record in this folder what each rank does; see record in asyncdist.run",
     )
     run.add_argument(
         "--metrics",
@@ -238,7 +242,7 @@ def _add_sim(commands: argparse._SubParsersAction[_Parser]) -> None:
         "--record",
         type=folder,
         metavar="DIR",
-        help="record there what each rank does, for asyncdist report; with --explore, record the seed that fails",
+        help="record in this folder what each rank does, for asyncdist report; with --explore, record the failing seed",
     )
     sim.add_argument("--explore", type=count, metavar="COUNT", help="run COUNT seeds, from --seed on, until one fails")
     sim.add_argument(
@@ -285,10 +289,10 @@ def _split_run(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def _split(
     arguments: Sequence[str], valued: Sequence[str], flags: Sequence[str] = (), names: int = 1
 ) -> tuple[list[str], list[str]]:
-    """Split a command line into the words of a command and those of the script.
+    """Split a command line into the command's words and the script's words.
 
-    Options of the command may be before and after the script's name. The script's words begin at the first other word.
-    After ``--``, the script's name follows unless it was given before, and then the script's words.
+    The command's options may stand before and after the script's name. The script's words begin at the first word that
+    is not such an option. After ``--``, the next word is the script's name unless it was given before.
 
     Args:
         arguments: Words of the command line.
@@ -297,8 +301,8 @@ def _split(
         names: Number of positional words, of which the script's name is the last.
 
     Returns:
-        The command's words, positional ones first, because argparse takes an optional positional word only together
-        with the one before it; and the script's words.
+        The command's words and the script's words. Positional words of the command are first, because argparse accepts
+            an optional positional word only directly after the previous one.
     """
     own: list[str] = []
     named: list[str] = []
@@ -340,9 +344,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         words = ["replay", *own]
     _check_names(words)
     options, unknown = _parser().parse_known_args(words)
-    if unknown:  # argparse itself would not name the command
+    if unknown:  # argparse's own error would not name the subcommand
         _Parser(prog=f"asyncdist {options.command}").error(f"unrecognized arguments: {' '.join(unknown)}")
-    if options.command in ("sim", "replay") and arguments is None:  # this process runs only the command
+    if (
+        options.command in ("sim", "replay") and arguments is None
+    ):  # this process can be restarted: it does nothing else
         environment.fix_hash_seed()
     if options.command == "run" and options.live:
         from asyncdist.live import beside  # imports msgspec
@@ -353,7 +359,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _check_names(words: Sequence[str]) -> None:
-    """Refuse unknown commands and options with the nearest known name, which argparse does not show."""
+    """Exit with an error that suggests the nearest known name if a command or option is unknown."""
     if not words or words[0].startswith("-"):
         return
     name = words[0]
@@ -369,7 +375,6 @@ def _check_names(words: Sequence[str]) -> None:
 
 
 def _main(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Run the command, and return the exit code."""
     if options.command == "sim":
         return _sim(options, rest)
     if options.command == "replay":
@@ -395,7 +400,7 @@ def _main(options: argparse.Namespace, rest: Sequence[str]) -> int:
     except local_host.LaunchError as error:
         print(f"asyncdist {options.command}: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:  # while hosts are checked
+    except KeyboardInterrupt:  # Ctrl-C during the check of the hosts
         return 130
 
 
@@ -405,7 +410,7 @@ def _init(flavour: str, path: Path) -> int:
         hidden = "the script imports a module of this name, which the file would hide; name another file"
         print(f"asyncdist init: {str(path)!r}: {hidden}", file=sys.stderr)
         return 2
-    for name in ("train.py", "gossip.py"):  # the names in the commands of its docstring
+    for name in ("train.py", "gossip.py"):  # the docstring's example commands contain these names
         text = text.replace(f" {name} ", f" {path} ").replace(f" {name}\n", f" {path}\n")
     try:
         with path.open("x", encoding="utf-8") as file:
@@ -419,7 +424,6 @@ def _init(flavour: str, path: Path) -> int:
 
 
 def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Start the ranks, and return the exit code."""
     script, ranks, threads = _script(options), options.ranks, options.threads_per_rank
     if ranks is None and options.hosts is None and options.join is None:
         is_behind = any(word.partition("=")[0] in ("-n", "--ranks") for word in arguments)
@@ -479,7 +483,7 @@ def _run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _metrics(named: str) -> str:
-    """Return the destinations of counters, with absolute paths. Raises ValueError if one is unusable."""
+    """Return the destinations of counters with absolute paths. Raise ValueError if one is unusable."""
     texts = []
     for each in destinations(named, "--metrics"):
         lacking = missing(each)
@@ -490,7 +494,7 @@ def _metrics(named: str) -> str:
 
 
 def _script(options: argparse.Namespace) -> str:
-    """Return the path of the script that the ranks run, or of the module's file."""
+    """Return the path of the script or module file that the ranks run."""
     if options.module is None:
         if options.script is None:
             raise local_host.LaunchError("the following arguments are required: script")
@@ -499,7 +503,9 @@ def _script(options: argparse.Namespace) -> str:
         sys.path.insert(0, os.getcwd())
     try:
         spec = importlib.util.find_spec(options.module)
-        if spec is not None and spec.submodule_search_locations is not None:  # a package
+        if (
+            spec is not None and spec.submodule_search_locations is not None
+        ):  # a package, which runs its __main__ module
             spec = importlib.util.find_spec(f"{options.module}.__main__")
     except (ImportError, ValueError) as error:
         raise local_host.LaunchError(f"-m {options.module}: {error}") from error
@@ -509,7 +515,7 @@ def _script(options: argparse.Namespace) -> str:
 
 
 def _hosts(options: argparse.Namespace) -> tuple[list[remote_hosts.Host], list[str]]:
-    """Return the hosts with the number of ranks on each, [] for this host, and the words of ``--ssh``."""
+    """Return the hosts with the number of ranks on each ([] for this host only), and the words of ``--ssh``."""
     if options.hosts is None:
         if options.ssh is not None:
             raise local_host.LaunchError("--ssh needs --hosts, which names the hosts")
@@ -522,7 +528,7 @@ def _hosts(options: argparse.Namespace) -> tuple[list[remote_hosts.Host], list[s
 
 
 def _check_newcomers(transport: str, options: argparse.Namespace) -> None:
-    """Raise LaunchError for options for joining ranks if no rank can join."""
+    """Raise LaunchError if options for joining ranks are given but the transport allows no joining."""
     for name in _NEWCOMER_OPTIONS:
         if getattr(options, name) is None:
             continue
@@ -544,7 +550,6 @@ def _check_newcomers(transport: str, options: argparse.Namespace) -> None:
 
 
 def _replay(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Run the command, and return the exit code."""
     from asyncdist.simulation.replay import script as scripts  # imports torch
 
     if options.rank is not None and not options.pdb:
@@ -557,7 +562,6 @@ def _replay(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _sim(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Run the command, and return the exit code."""
     try:
         return _run_sim(options, arguments)
     except KeyboardInterrupt as interrupt:
@@ -566,7 +570,7 @@ def _sim(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _run_sim(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    from asyncdist.simulation import run_script as scripts  # these import torch
+    from asyncdist.simulation import run_script as scripts  # imports torch
     from asyncdist.simulation.exploration.fault_plans import ScriptError, read_faults
 
     try:

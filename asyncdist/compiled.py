@@ -1,13 +1,13 @@
-"""Lists the modules that are compiled if a C compiler is available, and tells whether they are compiled.
+"""Lists the modules that are compiled if a C compiler is available, and checks whether they are compiled.
 
 These modules handle every small message or dominate the time of simulations. They are ordinary Python; ``.pxd`` files
-next to them hold C types. ``setup.py`` compiles them with Cython into a folder named after a checksum of their sources,
-where their packages look first. Compiled code therefore always matches the present source. After an edit, on another
-Python, without a compiler or with ``ASYNCDIST_PURE=1``, the source itself runs, only slower.
+next to them declare C types. ``setup.py`` compiles them with Cython into a folder named after a checksum of their
+sources, and their packages search that folder first. Compiled code therefore always matches the current source. After
+an edit, on another Python version, without a compiler or with ``ASYNCDIST_PURE=1``, the source itself runs, only
+slower.
 
-The packages call this module before they import any other, and ``setup.py`` and ``tools/setup`` run it by its path, so
-it imports nothing of asyncdist. Like the launcher it reads the environment, since it runs before the launcher is
-imported.
+Packages import this module first, and ``setup.py`` and ``tools/setup`` run it by its path, so it imports nothing else
+of asyncdist. It reads environment variables itself, because :mod:`asyncdist.environment` is imported later.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Final
 
-#: Names of the modules, relative to asyncdist. All are compiled, or none.
+#: Names of the modules to compile, relative to asyncdist. Either all of them are compiled or none is.
 MODULES: Final = (
     "messaging._crc32",
     "messaging.wire",
@@ -38,19 +38,19 @@ MODULES: Final = (
     "simulation.transport",
 )
 PURE_VARIABLE: Final = "ASYNCDIST_PURE"
-#: File in the folder that records an attempt that ended without compiling all modules.
+#: File in the folder of compiled modules which records that an attempt to compile all modules has failed.
 FAILED: Final = "failed"
 
 _PACKAGE: Final = Path(__file__).resolve().parent
 
 
 def source_of(module: str) -> Path:
-    """Return the ``.py`` file of a module; the ``.pxd`` file is next to it."""
+    """Return the path of a module's ``.py`` file."""
     return _PACKAGE.joinpath(*module.split(".")).with_suffix(".py")
 
 
 def folder() -> Path:
-    """Return the folder for modules compiled from the present sources for this Python."""
+    """Return the folder for modules compiled from the current sources for this Python version."""
     checksum = 0
     for module in MODULES:
         for path in (source_of(module), source_of(module).with_suffix(".pxd")):
@@ -75,7 +75,7 @@ def search_path(package: str = "") -> list[str]:
 
 
 def reason_against() -> str | None:
-    """Return why the modules are not compiled although that is wanted, and the remedy; otherwise None."""
+    """Return why the wanted compiled modules are missing, and the remedy; None if they exist."""
     place = folder()
     if all(place.joinpath(*module.split(".")).with_suffix(EXTENSION_SUFFIXES[0]).is_file() for module in MODULES):
         return None
@@ -90,15 +90,15 @@ def reason_against() -> str | None:
 
 
 def is_settled() -> bool:
-    """Return whether there is nothing to compile: it has been done, has failed, or is not wanted.
+    """Return whether nothing is left to compile: compilation has succeeded, has failed, or is not wanted.
 
-    An attempt that is in progress or was interrupted has made only some modules, and counts as neither done nor failed.
+    An attempt that is still running or was interrupted is not settled.
     """
     return not is_wanted() or reason_against() is None or (folder() / FAILED).is_file()
 
 
 def describe() -> str:
-    """Return one line: whether the modules run compiled in a process like this one, and if not, why."""
+    """Return one line that says whether a process like this one runs the modules compiled, and if not, why."""
     if not is_wanted():
         return f"no, since {PURE_VARIABLE}={os.environ[PURE_VARIABLE]}"
     reason = reason_against()

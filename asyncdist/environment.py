@@ -1,8 +1,8 @@
 """Reads and sets environment variables: detects the launcher of this process, and sets variables for ranks.
 
-Only this module reads and sets environment variables, except for two that must do so before it is imported
-(:mod:`asyncdist.compiled`, :mod:`asyncdist.rank_program`). ``detect`` chooses the transport for ``transport="auto"``.
-Only the standard library is imported, so that starting ranks does not import torch.
+:func:`detect` chooses the transport for ``transport="auto"``. Only :mod:`asyncdist.compiled` and
+:mod:`asyncdist.rank_program` also read environment variables, because they run before this module is imported. This
+module imports only the standard library, so that starting ranks does not import torch.
 """
 
 from __future__ import annotations
@@ -34,42 +34,41 @@ FLAVOURS: Final[tuple[Flavour, ...]] = ("openmpi", "mpich")
 
 #: Environment variables of this process.
 VARIABLES: Final[Mapping[str, str]] = os.environ
-#: Variable with the transport for programs that say ``transport="auto"``.
+#: Variable that selects the transport of programs with ``transport="auto"``.
 TRANSPORT_VARIABLE: Final = "ASYNCDIST_TRANSPORT"
 _TRANSPORTS: Final = ("auto", "local", "mpi", "torch")
-#: Source of a :class:`Launch` if the program itself has made a process group.
+#: Source of a :class:`Launch` if the program itself has created a process group.
 GROUP_SOURCE: Final = "torch.distributed.init_process_group"
-#: Variables for size, rank, local size and local rank, for each kind of launcher.
+#: Variables with the size, rank, local size and local rank, for each kind of MPI launcher.
 _MPI_FAMILIES: Final = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
 )
-#: Beginnings of variables that launchers set for their ranks, but not of users' settings such as OMPI_MCA_*.
+#: Prefixes of variables that launchers set for their ranks; users' settings such as OMPI_MCA_* are not included.
 _MPI_PREFIXES: Final = ("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "OMPI_WORLD_", "PMIX_", "PMI_", "HYDI_", "MPI_LOCAL")
-#: Beginning of users' settings among those variables.
+#: Prefix of users' settings, which overlaps with a prefix of launchers' variables.
 _MPI_SETTINGS: Final = "PMIX_MCA_"
 _TORCH_PREFIXES: Final = ("TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_")
 _LOCAL_SIZE_VARIABLES: Final = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "LOCAL_WORLD_SIZE")
-#: Variable with the backend of new process groups of torch.distributed, if the program names none.
+#: Variable that selects the backend of new process groups of torch.distributed, if the program names none.
 _BACKEND_VARIABLE: Final = "ASYNCDIST_BACKEND"
 #: Variable with the seconds that main may wait before a warning, if the program does not set them.
 STALL_VARIABLE: Final = "ASYNCDIST_STALL_S"
 RECORD_VARIABLE: Final = "ASYNCDIST_RECORD"
-#: Variable with the destinations of counters.
+#: Variable with the destinations to which ranks export their counters.
 METRICS_VARIABLE: Final = "ASYNCDIST_METRICS"
-#: Variable with the folder in which ranks leave their counters when they end; set by ``asyncdist run --live``.
+#: Variable with the folder to which ranks write their last counters; ``asyncdist run --live`` sets it.
 LAST_COUNTERS_VARIABLE: Final = "ASYNCDIST_LAST_COUNTERS"
 #: Variable with the number of restarts of this rank, in jobs whose launcher restarts ranks.
 INCARNATION_VARIABLE: Final = "ASYNCDIST_INCARNATION"
-#: Variable with the number of places (the highest ranks) without a process when the world begins, in jobs that ranks
-#: may join later.
+#: Variable with the number of ranks (the highest ones) that may join the job after its start.
 EMPTY_VARIABLE: Final = "ASYNCDIST_EMPTY_PLACES"
-#: Variables with the secret by which the ranks of a job authenticate each other, or with the path of its file.
+#: Variables with the secret by which the ranks of a job authenticate each other, or with the path of a secret file.
 SECRET_VARIABLE: Final = "ASYNCDIST_JOB_SECRET"
 SECRET_FILE_VARIABLE: Final = "ASYNCDIST_JOB_SECRET_FILE"
-#: Variable that is 1 in jobs of one host, and 0 if ranks of other hosts may join them.
+#: Variable that is 1 if all ranks of the job are on one host, and 0 if ranks on other hosts may join.
 LOOPBACK_VARIABLE: Final = "ASYNCDIST_LOOPBACK"
-#: Variable by which the children of an MPI rank know the rank's pid and its launcher's variables.
+#: Variable that passes an MPI rank's pid and its launcher's variables to the rank's child processes.
 _RANK_VARIABLE: Final = "ASYNCDIST_RANK"
 
 
@@ -77,7 +76,7 @@ _RANK_VARIABLE: Final = "ASYNCDIST_RANK"
 
 
 def check_transport(name: str, *, what: str = "transport", allowed: Sequence[str] = _TRANSPORTS) -> None:
-    """Raise ValueError if the value of the option or variable ``what`` is not an allowed transport."""
+    """Raise ValueError unless ``name``, the value of the option or variable ``what``, is an allowed transport."""
     if name in allowed:
         return
     hint = ""
@@ -89,16 +88,17 @@ def check_transport(name: str, *, what: str = "transport", allowed: Sequence[str
 def choose_transport(named: str | None, environ: Mapping[str, str]) -> tuple[str, dict[str, str]]:
     """Return the transport for which ``asyncdist run`` starts ranks, and the ranks' environment.
 
+    The ranks' environment lacks ASYNCDIST_TRANSPORT, since ranks detect their launcher by its variables.
+
     Args:
-        named: Value of the option ``--transport``, which overrides the variable ASYNCDIST_TRANSPORT; or None.
+        named: Value of the option ``--transport``, which overrides ASYNCDIST_TRANSPORT; or None.
         environ: Environment of this process.
 
     Returns:
-        ``"mpi"`` or ``"torch"``, and the environment without ASYNCDIST_TRANSPORT: the ranks detect their launcher by
-        its variables.
+        ``"mpi"`` or ``"torch"``, and the environment.
 
     Raises:
-        ValueError: There is no such transport between processes.
+        ValueError: The transport does not exist or does not connect processes.
     """
     what, name = "--transport", named
     if name is None:
@@ -113,16 +113,15 @@ def detect(
 ) -> Launch:
     """Detect from the environment which launcher started this process.
 
-    The innermost launcher wins: torchrun is often started by srun or mpirun, once per host, but does not start them.
-    mpirun is started inside Slurm allocations, and its daemons pass Slurm's variables on. A user who sets all of RANK,
-    WORLD_SIZE, MASTER_ADDR and MASTER_PORT inside an srun step wants torch.distributed.
+    The innermost launcher wins. For example, srun or mpirun often starts one torchrun per host, and mpirun inside a
+    Slurm allocation passes Slurm's variables on. A user who sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT inside
+    an srun step wants torch.distributed.
 
     Args:
         environ: Environment to read.
-        wanted: Transport that the caller names, or ``"auto"`` for the one in ASYNCDIST_TRANSPORT, if any. For a named
-            transport, the variables of other launchers are ignored. If no launcher of its own is found, the transport
-            reports that later.
-        group: Rank and size in the process group that the program itself has made, if any. Used if no launcher's
+        wanted: Transport that the caller requests, or ``"auto"`` to use ASYNCDIST_TRANSPORT if set. The variables of
+            launchers for other transports are ignored.
+        group: Rank and size in the process group that the program itself has created, if any. Used if no launcher's
             variables are set.
 
     Raises:
@@ -189,10 +188,9 @@ def _detect_torch(variables: Variables, source: str) -> Launch | None:
 
 
 def check_alone(environ: Mapping[str, str] = os.environ) -> None:
-    """Raise if MPI has one rank, but the variables of torchrun or of a similar launcher say that there are more.
+    """Raise TransportError if MPI has a single rank, but variables of torchrun or a similar launcher announce several.
 
-    Raises:
-        TransportError: Each rank would be alone in its world; the message has the number of ranks.
+    Without this error, each process would silently train alone in a world of one rank.
     """
     variables = Variables(environ)
     found = _detect_any(variables, None)
@@ -212,11 +210,11 @@ def check_alone(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def torch_rendezvous(environ: Mapping[str, str] = os.environ) -> TorchRendezvous:
-    """Return the rendezvous from the variables of torchrun, or from those of srun.
+    """Return the rendezvous described by the variables of torchrun or srun.
 
     Raises:
-        ValueError: Variables are missing, are not numbers or contradict each other; one error names all of them. Or
-            MASTER_ADDR cannot be resolved, or rank 0 of a Slurm step is not on the host on which the ranks meet.
+        ValueError: Variables are missing, are not numbers or contradict each other; one error names all of them.
+            MASTER_ADDR cannot be resolved, or rank 0 of a Slurm step is not on the host with that address.
     """
     why_missing, own = "", environ
     missing = [name for name in TORCH_NAMES if not environ.get(name)]
@@ -256,8 +254,8 @@ def torch_rendezvous(environ: Mapping[str, str] = os.environ) -> TorchRendezvous
 def names_lost_ranks(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether the launcher of this rank on torch reports killed ranks to the user.
 
-    ``asyncdist run``, torchrun and launchers that use :mod:`multiprocessing` do. Nothing is printed about killed tasks
-    of srun, or killed pods.
+    ``asyncdist run``, torchrun and launchers based on :mod:`multiprocessing` do. Slurm and Kubernetes print nothing
+    when a task or pod is killed.
     """
     name = "TORCHELASTIC_RUN_ID"
     return bool(environ.get(name)) or name in _hidden or multiprocessing.parent_process() is not None
@@ -289,7 +287,7 @@ def _detect_family(
 
 
 def local_rank(environ: Mapping[str, str] | None = None) -> int | None:
-    """Return this process's rank on its host; None if the launcher does not say it."""
+    """Return this process's rank on its host; None if the launcher does not set it."""
     environ = {**os.environ, **_hidden} if environ is None else environ
     for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"):
         if environ.get(name, "").isdecimal():
@@ -298,10 +296,11 @@ def local_rank(environ: Mapping[str, str] | None = None) -> int | None:
 
 
 def threads_per_rank(environ: Mapping[str, str] = os.environ, cores: int | None = None) -> int | None:
-    """Return a fair share of this host's cores for one rank; None if no number of threads should be set.
+    """Return a fair share of this host's cores for one rank; None to leave the number of threads alone.
 
-    None is returned if OMP_NUM_THREADS is set, the launcher does not say how many ranks share the host, or there is
-    only one. ``cores`` defaults to the cores of this process, so a rank that is bound to one core gets one thread.
+    The result is None if OMP_NUM_THREADS is set, or if this is the only rank on the host as far as the launcher's
+    variables show. ``cores`` defaults to the cores that this process may use, so a rank bound to one core gets one
+    thread.
     """
     if environ.get("OMP_NUM_THREADS"):
         return None
@@ -310,26 +309,26 @@ def threads_per_rank(environ: Mapping[str, str] = os.environ, cores: int | None 
 
 
 def record(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the folder for recordings that the user has set for this job; None if it is not set."""
+    """Return the folder for recordings that the user has set for this job, or None."""
     return environ.get(RECORD_VARIABLE) or None
 
 
 def metrics(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the destinations of counters that the user has set for this job; None if none are set."""
+    """Return the destinations of counters that the user has set for this job, or None."""
     return environ.get(METRICS_VARIABLE) or None
 
 
 def last_counters(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the folder in which ranks of this job leave their counters when they end; None if there is none."""
+    """Return the folder to which ranks of this job write their last counters, or None."""
     return environ.get(LAST_COUNTERS_VARIABLE) or None
 
 
 def shared_directories(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the folders in which processes of this user on this host find each other, the preferred one first.
+    """Return the folders in which processes of this user on this host find each other, the preferred folder first.
 
-    The ranks of a job may have different variables: schedulers set a TMPDIR for each, shells of one user differ in
-    XDG_RUNTIME_DIR, and ``su`` keeps the caller's. Folders that do not depend on variables are therefore first. The
-    list does not depend on whether a file can be written to a folder.
+    Folders that do not depend on variables are first, because the ranks of a job may have different variables:
+    schedulers set a TMPDIR for each rank, shells of one user differ in XDG_RUNTIME_DIR, and ``su`` keeps the caller's.
+    The list does not depend on whether a folder is writable.
     """
     session, named = f"/run/user/{os.getuid()}", environ.get("XDG_RUNTIME_DIR", "")
     usable = [path for path in (session, named) if os.path.isdir(path) and os.access(path, os.W_OK)]
@@ -338,19 +337,19 @@ def shared_directories(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def secret_directories(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the folders in which processes of this user on this host find secrets, the preferred one first.
+    """Return the folders in which processes of this user on this host find secrets, the preferred folder first.
 
-    The last one is the user's home, because another user can take all names that are tried in a shared folder. Other
-    hosts may share the home, but not the folders of :func:`shared_directories`.
+    The last folder is the user's home, because another user can occupy all file names in a shared folder. Unlike the
+    folders of :func:`shared_directories`, the home may be shared with other hosts.
     """
     own = home(environ)
     return [*shared_directories(environ), *([own] if os.path.isabs(own) else [])]
 
 
 def home(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the home of this user; "" if neither HOME nor the system's user database has one."""
+    """Return this user's home; "" if neither HOME nor the system's user database has one."""
     if not environ.get("HOME"):
-        with contextlib.suppress(KeyError):  # a container may run as a user without an entry
+        with contextlib.suppress(KeyError):  # the user of a container may have no entry in the database
             return pwd.getpwuid(os.getuid()).pw_dir
     return environ.get("HOME", "")
 
@@ -362,9 +361,7 @@ def hide_secret() -> None:
 
 
 def given_secret(environ: Mapping[str, str] | None = None) -> str | None:
-    """Return the secret that a user or a launcher has given this job; None if there is none.
-
-    The secret is then hidden: see :func:`hide_secret`.
+    """Return the secret that a user or a launcher has set for this job, or None, and remove it from the environment.
 
     Raises:
         ValueError: The secret is too short, or other users can read its file.
@@ -380,7 +377,7 @@ def given_secret(environ: Mapping[str, str] | None = None) -> str | None:
 
 
 def _secret_of_job(environ: Mapping[str, str], address: str, size: int) -> JobSecret:
-    """Return the secret of a job whose ranks meet at this address. On a single host, the default is the user's own."""
+    """Return the secret of a job whose ranks meet at this address; on a single host, by default the user's own."""
     text = given_secret(None if environ is os.environ else environ)
     is_on_one_host = local_host.is_loopback(address) or local_size(environ) == size
     if text is None and is_on_one_host and size > 1:
@@ -389,7 +386,7 @@ def _secret_of_job(environ: Mapping[str, str], address: str, size: int) -> JobSe
 
 
 def secret_of_group(address: str, size: int, environ: Mapping[str, str] = os.environ) -> JobSecret:
-    """Return the secret of a job whose program has made its process group.
+    """Return the secret of a job whose program has created its own process group.
 
     Args:
         address: Address of the group's store; "" if the store has none.
@@ -400,12 +397,12 @@ def secret_of_group(address: str, size: int, environ: Mapping[str, str] = os.env
 
 
 def is_slurm_job(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether this process belongs to a job of Slurm."""
+    """Return whether this process belongs to a Slurm job."""
     return bool(environ.get("SLURM_JOB_ID"))
 
 
 def stall_s(environ: Mapping[str, str] = os.environ) -> float | None:
-    """Return the ``stall_s`` of :func:`asyncdist.run` that the user has set for this job; None if it is not set.
+    """Return the ``stall_s`` of :func:`asyncdist.run` that the user has set for this job by a variable, or None.
 
     Raises:
         ValueError: The variable is not a number of seconds above 0.
@@ -415,7 +412,7 @@ def stall_s(environ: Mapping[str, str] = os.environ) -> float | None:
 
 
 def seconds(text: str, name: str) -> float:
-    """Return a number of seconds above 0, possibly infinite. Raises ValueError, with ``name``, if it is not one."""
+    """Parse a number of seconds above 0, which may be infinite. Raise ValueError, with ``name``, for other strings."""
     try:
         number = float(text)
     except ValueError:
@@ -426,7 +423,7 @@ def seconds(text: str, name: str) -> float:
 
 
 def local_size(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return the number of ranks on this host; None if the launcher does not say it."""
+    """Return the number of ranks on this host; None if the launcher does not set it."""
     name = next((name for name in _LOCAL_SIZE_VARIABLES if environ.get(name)), None)
     return slurm.local_size(environ) if name is None else number(environ, name)
 
@@ -447,21 +444,20 @@ def replace(environ: Mapping[str, str]) -> None:
 
 
 HASH_SEED_VARIABLE: Final = "PYTHONHASHSEED"
-#: Variable that keeps the script's folder, or the working directory, out of Python's search path for modules.
+#: Variable that removes the script's folder and the working directory from Python's search path for modules.
 SAFE_PATH_VARIABLE: Final = "PYTHONSAFEPATH"
-#: Value when the interpreter started, which is the only time Python reads it. Setting it later, as torchgfn's set_seed
-#: does, has no effect on this process.
+#: Hash seed at the interpreter's start. Setting the variable later, as torchgfn's set_seed does, has no effect.
 _HASH_SEED_AT_START: Final = os.environ.get(HASH_SEED_VARIABLE, "")
 
 
 def hash_seed() -> str | None:
-    """Return this process's hash seed, which determines the order of sets of strings; None if Python drew it."""
+    """Return the hash seed, which determines the order of sets of strings; None if Python chose it at random."""
     is_number = _HASH_SEED_AT_START.isdecimal()
     return _HASH_SEED_AT_START if is_number and not sys.flags.ignore_environment else None
 
 
 def fix_hash_seed() -> None:
-    """Restart this process with hash seed 0 if Python drew its seed at random."""
+    """Restart this process with hash seed 0 if Python chose its seed at random."""
     if hash_seed() is None and not sys.flags.ignore_environment:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, HASH_SEED_VARIABLE: "0"})
 
@@ -473,7 +469,7 @@ def has_safe_path() -> bool:
 
 @contextlib.contextmanager
 def variable_set(name: str, text: str) -> Iterator[None]:
-    """Set this variable for processes that the body starts."""
+    """Set this variable for processes that the body of the ``with`` statement starts."""
     before = os.environ.get(name)
     os.environ[name] = text
     try:
@@ -486,9 +482,9 @@ def variable_set(name: str, text: str) -> Iterator[None]:
 
 
 def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environ`` for a new job, without the variables of a launcher that has started this process as a rank.
+    """Return ``environ`` for a new job: without launcher variables if this process is a rank of another job.
 
-    MASTER_ADDR and similar variables are kept unless this is a rank of torch, because users set them for libraries.
+    MASTER_ADDR and similar variables are removed only if this is a rank of torch, because users set them for libraries.
     """
     is_torch_rank = any(environ.get(name) for name in ("RANK", "TORCHELASTIC_RUN_ID"))
     own = (_RANK_VARIABLE, INCARNATION_VARIABLE, EMPTY_VARIABLE, LOOPBACK_VARIABLE, SECRET_VARIABLE)
@@ -498,20 +494,20 @@ def without_launchers(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-#: Beginnings of variables from which training libraries conclude that the ranks are their own.
+#: Prefixes of variables from which a training library concludes that it may use the ranks for its own training.
 _RANKS_OF_LAUNCHERS: Final = (
     *("OMPI_COMM_WORLD_", "PMI_SIZE", "PMI_RANK", "MPI_LOCAL", "PALS_", "MV2_COMM_WORLD_"),
     *("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_TASKS_PER_NODE"),
 )
 _RANKS_OF_TORCH: Final = (*TORCH_NAMES, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "TORCHELASTIC_")
-#: Hidden variables of the launcher.
+#: The launcher's variables that :func:`hide_ranks` has removed from the environment.
 _hidden: dict[str, str] = {}
 
 
 def hide_ranks() -> None:
-    """Hide the variables from which a training library would conclude that this rank is one of its own.
+    """Remove the variables from which a training library would conclude that it may use the ranks for its own training.
 
-    :func:`ranks_shown` shows them again, while a world is opened. Does nothing if there is no launcher.
+    :func:`ranks_shown` restores them while a world is opened. Does nothing if there is no launcher.
     """
     is_torch_rank = any(os.environ.get(name) for name in ("RANK", "TORCHELASTIC_RUN_ID"))
     names = _RANKS_OF_LAUNCHERS + (_RANKS_OF_TORCH if is_torch_rank else ())
@@ -521,7 +517,7 @@ def hide_ranks() -> None:
 
 @contextlib.contextmanager
 def ranks_shown() -> Iterator[None]:
-    """Show the hidden variables of the launcher in the body."""
+    """Restore the launcher's hidden variables in the body of the ``with`` statement."""
     shown = {name: text for name, text in _hidden.items() if name not in os.environ}
     os.environ.update(shown)
     try:
@@ -539,7 +535,7 @@ def show_as_ranks(variables: Mapping[str, str]) -> None:
 def is_started_by_trainer() -> bool:
     """Return whether a trainer, and not a launcher, has started this process.
 
-    Lightning starts one for each device but the first, which the trainer's own process uses.
+    Lightning starts one process for each device but the first, which the trainer's own process uses.
     """
     own = any(os.environ.get(name) or name in _hidden for name in ("RANK", "TORCHELASTIC_RUN_ID"))
     return (
@@ -550,15 +546,15 @@ def is_started_by_trainer() -> bool:
 
 
 def is_started_by_accelerate() -> bool:
-    """Return whether ``accelerate launch`` has started this process. For a single process it sets no rank variables."""
+    """Return whether ``accelerate launch`` has started this process. It sets no rank variables for a single process."""
     return "ACCELERATE_DYNAMO_BACKEND" in os.environ
 
 
 def become_rank() -> None:
-    """Hide the variables by which MPI would take children of this process for this rank.
+    """Hide the variables by which MPI would mistake child processes for this rank.
 
-    ``os.environ`` keeps these variables for libraries in this process, but children do not inherit them. If a worker of
-    a data loader imports mpi4py.MPI, which starts MPI, the worker is then a world of one rank.
+    ``os.environ`` keeps these variables for libraries in this process, but children do not inherit them. A data
+    loader's worker that imports mpi4py.MPI, and thereby starts MPI, is then a world of one rank.
     """
     os.environ[_RANK_VARIABLE] = f"{os.getpid()} {' '.join(_place(os.environ))}"
     for name in os.environ:
@@ -567,7 +563,7 @@ def become_rank() -> None:
 
 
 def rank_above(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return the pid of the rank whose child this process is; None if it is not a child of a rank."""
+    """Return the pid of the MPI rank that is this process's parent or other ancestor, or None."""
     pid, *place = environ.get(_RANK_VARIABLE, "").split(" ")
     return int(pid) if pid.isdecimal() and int(pid) != os.getpid() and _place(environ) <= set(place) else None
 
@@ -584,7 +580,7 @@ def set_variables(variables: Mapping[str, str]) -> None:
 
 
 def backend_name(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the backend that was chosen for process groups of torch.distributed; None if none was."""
+    """Return the backend chosen for process groups of torch.distributed; None if none was chosen."""
     return environ.get(_BACKEND_VARIABLE) or None
 
 

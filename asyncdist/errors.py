@@ -1,8 +1,8 @@
-"""Every error that asyncdist raises on purpose: one tree, named by cause.
+"""Defines every error that asyncdist raises on purpose, as one tree of classes named by cause.
 
-Each error carries its facts as attributes (peer, tag, round, state), so that a handler never parses a message, and each
-pickles, so that a launcher can carry it between processes. Errors of a library underneath are translated once, in the
-transport that met them, with ``raise ... from``.
+Each error carries its facts as attributes (peer, tag, round, state), so that a handler need not parse the message, and
+can be pickled, so that a launcher can pass it between processes. The transport translates errors of its underlying
+library with ``raise ... from``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class AsyncdistError(Exception):
-    """Base of the tree: keyword facts become attributes and are appended to the message."""
+    """Base class of all errors of asyncdist. Keyword arguments become attributes and are appended to the message."""
 
     def __init__(self, message: str, **facts: Any) -> None:
         super().__init__(message)
@@ -40,7 +40,7 @@ def _rebuild(kind: type[AsyncdistError], message: str, facts: dict[str, Any]) ->
 
 
 class RankLostError(AsyncdistError):
-    """A peer is gone: its process died, its connection closed, or it reported a failure. Carries ``rank``."""
+    """A peer has been lost: its process died, its connection closed, or it reported a failure. Carries ``rank``."""
 
     rank: int
 
@@ -53,7 +53,7 @@ class TruncationError(AsyncdistError):
 
     @classmethod
     def of(cls, message_nbytes: int | None, buffer_nbytes: int, source: int) -> TruncationError:
-        """Make the error for a message from ``source``; ``message_nbytes`` is None if its size is unknown."""
+        """Return the error for a message from ``source``; ``message_nbytes`` is None if its size is unknown."""
         size = f"more than {buffer_nbytes}" if message_nbytes is None else f"{message_nbytes}"
         return cls(
             f"a message of {size} bytes arrived for a buffer of {buffer_nbytes} bytes",
@@ -64,25 +64,25 @@ class TruncationError(AsyncdistError):
 
 
 class ClosedError(AsyncdistError):
-    """The channel, policy, group or world was closed, here or by the peer that it needs."""
+    """The channel, policy, group or world has been closed, by this rank or by the peer that the call needs."""
 
 
 class LateError(ClosedError):
-    """This rank was restarted or joined late, and the others have ended the world or policy that it would join.
+    """This rank was restarted or joined late, but the other ranks have already ended the world or policy.
 
     No work is lost, so ``asyncdist.run`` prints one line and ends the process with exit code 0 instead of raising it.
     """
 
 
 class BusyError(AsyncdistError):
-    """A resource for one user at a time is in use, or a bounded queue is full."""
+    """A bounded queue is full, or a resource that has one user at a time is in use."""
 
 
 class DeadlockError(AsyncdistError):
     """A simulation has no events left, but some tasks still wait.
 
     The message lists every waiting task, and the messages for channels that their receiver has not opened. Carries
-    ``seed``, and the SimReport up to the deadlock as ``report``, which is not pickled.
+    ``seed``, and as ``report`` the SimReport up to the deadlock, which is not pickled.
     """
 
     seed: int
@@ -90,10 +90,10 @@ class DeadlockError(AsyncdistError):
 
 
 class TimeLimitError(AsyncdistError, TimeoutError):
-    """A simulation has reached its ``until_s`` before all ranks ended.
+    """A simulation has reached its limit ``until_s`` of virtual time before all ranks ended.
 
-    The message tells where each remaining rank is. Carries ``seed``, and the SimReport up to that time as ``report``,
-    which is not pickled.
+    The message shows where each remaining rank is waiting. Carries ``seed``, and as ``report`` the SimReport up to that
+    time, which is not pickled.
     """
 
     seed: int
@@ -106,22 +106,22 @@ class StallError(AsyncdistError):
     rank: int
 
     def __str__(self) -> str:
-        return self.message  # it says all of the facts
+        return self.message  # the message already contains the facts
 
 
 class LocalProtocolError(AsyncdistError):
-    """This rank broke a rule of the runtime: a bad tag, a message above the limit, a call out of order."""
+    """This rank broke a rule of the runtime, for example by a bad tag, an oversized message or a call out of order."""
 
 
 class RemoteProtocolError(AsyncdistError):
-    """A peer broke a rule: its frames do not decode, exceed a protocol's bound, or arrive out of order."""
+    """A peer broke a rule: its frames cannot be decoded, exceed a protocol's limit, or arrive out of order."""
 
 
 class RemoteError(AsyncdistError):
     """A computation on another rank raised an exception. Carries ``rank``, ``kind`` and ``text``.
 
-    ``kind`` is the exception's class, qualified by its module unless that is ``builtins``; ``text`` is its message, cut
-    if it is very long. The exception itself, with its traceback, is raised on that rank.
+    ``kind`` is the exception's class, with its module unless that is ``builtins``. ``text`` is its message, shortened
+    if it is very long. The exception itself is raised on that rank, with its traceback.
     """
 
     rank: int
@@ -129,20 +129,20 @@ class RemoteError(AsyncdistError):
     text: str
 
     def __str__(self) -> str:
-        return self.message  # it says all of the facts
+        return self.message  # the message already contains the facts
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Return whether an error only reports a failure of other ranks."""
+    """Return whether an error only reports the failure of another rank."""
     if isinstance(error, BaseExceptionGroup):
         return all(map(is_consequence, error.exceptions))
     return isinstance(error, (RankLostError, RemoteError))
 
 
 def has_cause_here(error: BaseException) -> bool:
-    """Return whether a part of ``error`` is this rank's own mistake.
+    """Return whether ``error`` contains a mistake made by this rank itself.
 
-    An error that was raised while the rank handled another rank's failure, or its own end, is not its own mistake.
+    An error raised while the rank handled another rank's failure, or its own cancellation, is not such a mistake.
     """
     if isinstance(error, BaseExceptionGroup):
         return any(map(has_cause_here, error.exceptions))
@@ -150,7 +150,7 @@ def has_cause_here(error: BaseException) -> bool:
         return False
     chain: BaseException | None = error
     seen: set[int] = set()
-    while chain is not None and id(chain) not in seen:  # a handler that re-raises its error may make a cycle
+    while chain is not None and id(chain) not in seen:  # re-raised errors may form a cycle
         seen.add(id(chain))
         if is_consequence(chain) or isinstance(chain, asyncio.CancelledError):
             return False
@@ -159,22 +159,22 @@ def has_cause_here(error: BaseException) -> bool:
 
 
 def remote_error(rank: int, kind: str, text: str) -> RemoteError:
-    """Make the error that the other ranks raise for an exception of ``rank``."""
+    """Return the error that the other ranks raise for an exception of ``rank``."""
     return RemoteError(f"rank {rank} failed: {kind}: {text}", rank=rank, kind=kind, text=text)
 
 
 class DisagreementError(AsyncdistError):
-    """Ranks that must agree differ in class, options, model or presence. The message names the ranks and the values."""
+    """Ranks that must agree differ in class, options or model, or are missing. The message lists ranks and values."""
 
 
 class StartTimeoutError(DisagreementError, TimeoutError):
     """Some of the ranks that must start together did not arrive in time.
 
-    Carries ``missing``. ``difference`` names the first value in which the ranks that arrived differ, if any.
+    Carries ``missing``, the missing ranks, and ``difference``, the first value in which the other ranks differ, if any.
     """
 
     missing: tuple[int, ...]
 
 
 class TransportError(AsyncdistError):
-    """The backend failed without naming a peer, or it cannot be used in a process that was started this way."""
+    """The communication library failed without naming a peer, or cannot be used in a process started in this way."""

@@ -1,8 +1,7 @@
-"""Checks and prepares what a job needs of this host: ports, the loopback interface, memory, files and signals.
+"""Checks and prepares the host for a job: ports, the loopback interface, memory, files and signals.
 
-All launchers use the one table of signals that is here.
-
-Only the standard library is imported, since starting ranks should cost no import of torch.
+The module also defines which signals launchers pass on. It imports only the standard library, so that starting ranks
+does not import torch.
 """
 
 from __future__ import annotations
@@ -21,23 +20,22 @@ from typing import Final
 
 from asyncdist import rank_program
 
-#: Unshared memory in bytes of Python in a rank and in the processes that start it.
+#: Memory in bytes that one rank and its guardian processes use and do not share with other processes.
 _RANK_NBYTES: Final = 16 << 20
-#: File with Linux's range of ephemeral ports, and the first ephemeral port of RFC 6335.
+#: File with Linux's range of ephemeral ports; the next constant is the first ephemeral port of RFC 6335.
 _PORT_RANGE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _RFC_6335_FIRST: Final = 49152
-#: Minimum number of ports below the ephemeral ones; if there are fewer, too many are reserved for services.
+#: Minimum number of ports below the ephemeral range; with fewer, most of them may be reserved for services.
 _PORT_COUNT_MIN: Final = 16384
-#: Maximum number of connections that wait to be accepted, as in torch's store; the kernel has its own limit.
+#: Length of the queue of connections that wait to be accepted, as in torch's store; the kernel may lower it.
 _BACKLOG: Final = 4096
-#: Number of ports to try.
+#: Number of random ports to try before giving up.
 _DRAW_COUNT: Final = 64
-#: Signals that end the job: ranks that have not ended some seconds later are killed.
+#: Signals that end the job: ranks that still run some seconds after such a signal are killed.
 ENDING_SIGNALS: Final = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
 #: Signal that asks each rank to report its state.
 STORY_SIGNAL: Final = signal.SIGUSR1
-#: Signals that a launcher does not pass on: the first two cannot be caught, and the others concern the launcher itself,
-#: such as a defect, a child's end or its terminal. The guardians of ranks end at SIGRTMIN.
+#: Signals that a launcher does not pass on, since they cannot be caught or concern only the launcher itself.
 _KEPT_SIGNALS: Final = frozenset(
     int(getattr(signal, name, 0))
     for name in (
@@ -45,12 +43,12 @@ _KEPT_SIGNALS: Final = frozenset(
         *("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP", "SIGEMT", "SIGRTMIN"),
     )
 )
-#: All other signals, since a script may handle any of them, such as SIGUSR2, SIGXCPU or SIGCONT.
+#: Signals that a launcher passes on to its ranks, since a script may handle any of them.
 PASSED_ON_SIGNALS: Final = frozenset(int(number) for number in signal.valid_signals()) - _KEPT_SIGNALS
 
 
 class LaunchError(Exception):
-    """``asyncdist run`` cannot start: the message is one line for the user."""
+    """Raised if ``asyncdist run`` cannot start the job. The message is one line for the user."""
 
 
 def check_script(script: str) -> None:
@@ -73,9 +71,10 @@ def check_script(script: str) -> None:
 
 @contextlib.contextmanager
 def told_variables() -> Iterator[dict[str, str]]:
-    """Return the variables by which ranks that fail alike find out that the error is told; for a ``with``.
+    """Yield the variables through which ranks on this host share a record of the errors that they have printed.
 
-    They note the errors in a file that ends with this process, if the system has such files.
+    Ranks that fail in the same way then print a single traceback. The record is a file that vanishes with this process;
+    systems without such files have no record.
     """
     if not hasattr(os, "memfd_create"):
         yield {}
@@ -88,7 +87,7 @@ def told_variables() -> Iterator[dict[str, str]]:
 
 
 def check_ranks(ranks: int) -> None:
-    """Raise ``LaunchError`` for more ranks than this host can hold: starting them would bring it down."""
+    """Raise ``LaunchError`` if starting this many ranks would exhaust the memory of the host."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     most = memory // _RANK_NBYTES
     if ranks > most:
@@ -99,7 +98,7 @@ def check_ranks(ranks: int) -> None:
 
 
 def check_loopback() -> None:
-    """Raise ``LaunchError`` if ranks of this host cannot reach each other at 127.0.0.1, as in a bare namespace."""
+    """Raise ``LaunchError`` if 127.0.0.1 does not connect ranks on this host, as in a bare network namespace."""
     with socket.socket() as listener:
         try:
             listener.bind(("127.0.0.1", 0))
@@ -113,10 +112,10 @@ def check_loopback() -> None:
 
 
 def find_free_port() -> int:
-    """Return a TCP port at which no process listens now, for a store of torch.distributed.
+    """Return a TCP port for a store of torch.distributed at which no process listens now.
 
-    It is drawn from the ports below the kernel's ephemeral range, since the kernel could assign an ephemeral port to
-    any connection before the store is served.
+    The port is below the kernel's ephemeral range, since the kernel could assign an ephemeral port to another
+    connection before the store starts.
     """
     lowest = _lowest_ephemeral_port()
     for _ in range(_DRAW_COUNT if lowest >= _PORT_COUNT_MIN else 0):
@@ -130,7 +129,7 @@ def find_free_port() -> int:
 
 
 def _lowest_ephemeral_port() -> int:
-    """Return the kernel's first ephemeral port; RFC 6335's if the kernel's is unknown."""
+    """Return the kernel's first ephemeral port, or RFC 6335's if the kernel's is unknown."""
     try:
         return int(_PORT_RANGE.read_text().split()[0])
     except (OSError, ValueError, IndexError):
@@ -138,12 +137,12 @@ def _lowest_ephemeral_port() -> int:
 
 
 def probe_port(port: int) -> None:
-    """Raise OSError unless a store of torch.distributed could be served at this port of this host."""
+    """Raise OSError unless a store of torch.distributed can listen at this port of this host."""
     has_both = socket.has_dualstack_ipv6()
     with socket.socket(socket.AF_INET6 if has_both else socket.AF_INET) as probe:
         if has_both:
             probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignores closed connections
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # do not fail because of closed connections
         probe.bind(("", port))
 
 
@@ -151,7 +150,7 @@ def probe_port(port: int) -> None:
 def heeding_children() -> Iterator[None]:
     """Let this process read its children's exit codes, even if it was started with SIGCHLD ignored.
 
-    With SIGCHLD ignored the kernel drops their exit codes, and a rank that was killed looks like one that succeeded.
+    While SIGCHLD is ignored, the kernel drops the exit codes, and a killed rank looks like a successful one.
 
     Raises:
         RuntimeError: SIGCHLD is ignored and this is not the main thread, which alone may change that.
@@ -173,14 +172,14 @@ def heeding_children() -> Iterator[None]:
 
 @contextlib.contextmanager
 def signals_received(put: Callable[[int, bool], object]) -> Iterator[None]:
-    """Call ``put`` for each signal of :data:`PASSED_ON_SIGNALS` that this process receives while the context lasts.
+    """Call ``put`` for each signal of :data:`PASSED_ON_SIGNALS` that arrives in the body of the ``with`` statement.
 
-    Signals that are ignored at the beginning, as SIGHUP under ``nohup``, stay ignored. On Linux they are blocked in
-    this thread and its later children: what starts a child resets the child's mask.
+    Signals that are already ignored, such as SIGHUP under ``nohup``, stay ignored. On Linux, this thread blocks the
+    signals, and so do processes that it starts until they reset their signal mask.
 
     Args:
-        put: Called in another thread, or by a signal handler where the system has no ``sigwaitinfo``, with the signal's
-            number and whether the kernel has sent it to the foreground processes of the terminal too.
+        put: Called with the signal's number, and with whether the kernel has also sent it to the foreground processes
+            of the terminal. Called in another thread, or in a signal handler if the system has no ``sigwaitinfo``.
     """
     numbers = {number for number in PASSED_ON_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN}
     if not hasattr(signal, "sigwaitinfo"):
@@ -216,15 +215,15 @@ def signals_received(put: Callable[[int, bool], object]) -> Iterator[None]:
 def has_reached_foreground(came: signal.struct_siginfo) -> bool:
     """Return whether a signal that this process has received went to all foreground processes of its terminal.
 
-    The keys of a terminal send such signals. The kernel reports the end of the terminal to the leader of the session
-    alone. That is this process if no shell has started it, as with ``ssh -t HOST asyncdist run``.
+    Keys of a terminal send such signals. When the terminal closes, the kernel signals only the session's leader, which
+    is this process if no shell started it, as with ``ssh -t HOST asyncdist run``.
     """
     is_from_kernel = came.si_code > 0
     return is_from_kernel and not (came.si_signo == signal.SIGHUP and os.getsid(0) == os.getpid())
 
 
 def stop_with_ranks(number: int) -> None:
-    """Stop this process, as its ranks were asked to, if the signal is SIGTSTP: its shell then notices."""
+    """Stop this process too if the signal is SIGTSTP, which has stopped the ranks, so that its shell notices."""
     if number == signal.SIGTSTP:
         os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -238,12 +237,12 @@ def signal_name(number: int) -> str:
 
 
 def open_standard_files() -> None:
-    """Open /dev/null for each closed standard file, since files opened later would take its number."""
+    """Open /dev/null for each closed standard file; otherwise the next opened file would replace it."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest free number
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # open returns the lowest free descriptor
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
 
@@ -269,9 +268,9 @@ def is_loopback(address: str) -> bool:
 
 
 def listen_at(address: str, port: int) -> socket.socket | None:
-    """Return a socket that listens only at this address; None if it is a name or not an address of this host.
+    """Return a socket that listens only at this address, or None if it is a name or belongs to another host.
 
-    On other hosts of the job, a name may resolve to another address of this host, so one interface is not enough.
+    Other hosts of the job may resolve a name to a different address of this host, so listening at one is not enough.
     """
     host = "127.0.0.1" if address == "localhost" else address
     try:
@@ -283,7 +282,7 @@ def listen_at(address: str, port: int) -> socket.socket | None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
         listener.listen(_BACKLOG)
-    except OSError:  # another process is there; or the address is one that a gateway translates
+    except OSError:  # the port is in use, or a gateway translates this address
         listener.close()
         return None
     return listener
@@ -297,5 +296,5 @@ def available_cores() -> int:
 
 
 def new_run_id() -> str:
-    """Return a new name for a job, for TORCHELASTIC_RUN_ID."""
+    """Return a new job name for TORCHELASTIC_RUN_ID."""
     return f"asyncdist-{secrets.token_hex(8)}"

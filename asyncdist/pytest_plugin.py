@@ -7,19 +7,15 @@
         numbers = await ad.all_gather(torch.tensor(world.rank))
         assert [int(number) for number in numbers] == list(range(world.size))
 
-``ranks`` is a number or a list of numbers, each of which makes a separate test; ``seeds`` is a count (default 20) or
-the seeds themselves. Further options are those of :func:`asyncdist.simulate`: ``network``, ``compute``, ``faults``,
-``strict`` (default true) and ``until_s``. The options of a test's mark override those of its class and module. A test
-may take ``world``, the rank's :class:`asyncdist.World`, and ``sim_seed``. A failure prints its seed, the end of the
-trace and the command that repeats it: ``pytest --sim-seed N`` runs only that seed, and ``--sim-seeds N`` runs the seeds
-0 to N-1.
+``ranks`` is a number, or a list with a number for each separate test. ``seeds`` is a count (default 20) or a list of
+seeds. The other options are those of :func:`asyncdist.simulate`: ``network``, ``compute``, ``faults``, ``strict``
+(default true) and ``until_s``. Options of a test's mark override those of its class and module. A test may have the
+parameters ``world``, the rank's :class:`asyncdist.World`, and ``sim_seed``. A failure prints its seed, the end of the
+trace and a command that repeats it. ``pytest --sim-seed N`` runs only seed N; ``--sim-seeds N`` runs seeds 0 to N-1.
 
-pytest loads this plugin in every session, even in projects without simulations. Torch and the runtime are therefore
-imported only when the first simulated test runs.
-
-pytest sees a marked test as a plain function, so that plugins for coroutine tests ignore it; its coroutine runs on the
-simulator's loops. ``world`` and ``sim_seed`` are not fixtures, since they differ between runs: they are removed from
-the signature that pytest sees. Fixtures are made once per test, for all of its seeds.
+pytest loads this plugin in every session, so the plugin imports torch and the runtime only when the first simulated
+test runs. pytest sees a marked test as a plain function, so that plugins for coroutine tests ignore it. ``world`` and
+``sim_seed`` differ between runs, so they are not fixtures. Fixtures are created once per test, for all of its seeds.
 """
 
 from __future__ import annotations
@@ -49,13 +45,13 @@ if TYPE_CHECKING:
 _OPTIONS: Final = ("ranks", "seeds", "network", "compute", "faults", "strict", "until_s")
 _MARKER: Final = (
     "sim(ranks, seeds=20, network=None, compute=None, faults=(), strict=True, until_s=None): run the coroutine test on "
-    "every rank of a simulation, once per seed. ranks is a number, or several, each of them a test; seeds is a count, "
-    "or the seeds. The rest is as for asyncdist.simulate."
+    "every rank of a simulation, once per seed. ranks is a number, or a list with a number for each separate test; "
+    "seeds is a count or a list of seeds. The other options are those of asyncdist.simulate."
 )
 _SEED_COUNT: Final = 20
-#: Arguments of a marked test that the simulation provides.
+#: Parameters of a marked test whose arguments the simulation provides, so that they are not fixtures.
 _INJECTED: Final = ("world", "sim_seed")
-#: Name of the parameter that holds the number of ranks if the mark lists several.
+#: Name under which pytest parametrizes a test whose mark lists several numbers of ranks.
 _RANKS: Final = "sim_ranks"
 _EVENT_COUNT: Final = 30
 _LINE_COUNT: Final = 40
@@ -66,19 +62,19 @@ _LINE_LENGTH: Final = 160
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--sim-seed`` and ``--sim-seeds``."""
+    """Add the options ``--sim-seed`` and ``--sim-seeds``."""
     group = parser.getgroup("asyncdist", "simulated tests (asyncdist)")
-    group.addoption("--sim-seed", type=int, metavar="N", help="run simulated tests with this seed alone")
+    group.addoption("--sim-seed", type=int, metavar="N", help="run simulated tests with only this seed")
     group.addoption(
         "--sim-seeds",
         type=int,
         metavar="N",
-        help="run simulated tests that ask for some number of seeds with the seeds 0 to N-1 instead",
+        help="run simulated tests with seeds 0 to N-1, unless their mark lists its seeds",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the mark, and refuse options that make no sense."""
+    """Register the mark ``sim`` and check the options."""
     config.addinivalue_line("markers", _MARKER)
     count = config.getoption("sim_seeds")
     if count is not None and count < 1:
@@ -89,12 +85,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Holds the options of a test's marks.
+    """The options of ``@pytest.mark.sim`` for one test, after all its marks are merged.
 
     Attributes:
         ranks: Numbers of ranks to run the test with.
-        is_parametrized: Whether each number of ranks is a separate item.
-        seeds: Seeds to run in turn.
+        is_parametrized: Whether each number of ranks is a separate pytest item.
         settings: Arguments passed unchanged to ``simulate``, which checks them.
     """
 
@@ -105,7 +100,7 @@ class _Plan:
 
 
 def _plan(item: pytest.Item) -> _Plan | None:
-    """Return the options of an item's marks, where inner marks override outer ones; None if it has no mark."""
+    """Return the merged options of an item's ``sim`` marks, or None without marks. Inner marks override outer ones."""
     given: dict[str, Any] = {}
     marks = list(item.iter_markers("sim"))
     if not marks:
@@ -127,7 +122,7 @@ def _plan(item: pytest.Item) -> _Plan | None:
 
 
 def _seeds(item: pytest.Item, asked: Any) -> Sequence[int]:
-    """Return the seeds to run: the mark's, unless the command line names another or another count."""
+    """Return the seeds to run: those of the mark, unless an option of the command line replaces them."""
     if _is_list(asked):
         seeds: Sequence[int] = asked if isinstance(asked, range) else validation.whole_numbers(asked)
     else:
@@ -140,7 +135,7 @@ def _seeds(item: pytest.Item, asked: Any) -> Sequence[int]:
 
 
 def _is_list(value: Any) -> bool:
-    """Return whether a value can be iterated repeatedly, since a mark is read for every item."""
+    """Return whether a value can be iterated more than once. A mark is read again for every item."""
     return isinstance(value, Iterable) and not isinstance(value, Iterator)
 
 
@@ -152,18 +147,20 @@ def _refuse(item: pytest.Item, problem: str) -> NoReturn:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make one item per number of ranks if the mark lists several."""
+    """Create one item per number of ranks if the mark lists several."""
     plan = _plan(metafunc.definition)
     if plan is not None and plan.is_parametrized:
         metafunc.fixturenames.append(_RANKS)
         metafunc.parametrize(_RANKS, plan.ranks, ids=[f"ranks{count}" for count in plan.ranks])
 
 
-@pytest.hookimpl(wrapper=True, trylast=True)  # the innermost: plugins for coroutine tests see what it has made
+@pytest.hookimpl(
+    wrapper=True, trylast=True
+)  # innermost hook, so that plugins for coroutine tests see its plain functions
 def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> Generator[None, Any, Any]:
-    """Hide from pytest the arguments that the simulation provides, and make the items plain functions."""
+    """Hide from pytest the arguments that the simulation provides, and turn marked tests into plain functions."""
     function: Any = obj
-    if type(obj) in (staticmethod, classmethod):  # isinstance would ask __class__ of every object in the module
+    if type(obj) in (staticmethod, classmethod):  # isinstance would call __class__ of every object in the module
         function = function.__func__
     if type(function) is not FunctionType or not _is_marked(collector, function):
         return (yield)
@@ -213,36 +210,32 @@ def _make_plain(item: pytest.Function, injected: Sequence[str]) -> None:
 
     item.obj = simulate_all
     item.stash[_RECORD] = None
-    # The module may have the mark of pytest-asyncio, which warns of tests that are not coroutines; this one is not now.
+    # Under a module's mark of pytest-asyncio, that plugin would warn that this test is no longer a coroutine.
     if item.get_closest_marker("asyncio") is not None:
         item.add_marker(pytest.mark.filterwarnings("ignore:The test .* is marked with '@pytest.mark.asyncio'"))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Fail an item that has the mark but would run without a simulation."""
+    """Fail an item whose ``sim`` mark would have no effect."""
     if isinstance(item, pytest.Function) and _RECORD not in item.stash and item.get_closest_marker("sim") is not None:
         _refuse(item, "is for coroutine functions, in a module or in a class that is no unittest.TestCase")
 
 
-# -- a run ------------------------------------------------------------------------------------------------------------
+# -- running ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class _Record:
-    """Records the last simulation of a test.
+    """Records how the last simulation of a test ended, for the failure report.
 
     Attributes:
-        ranks: Number of ranks.
-        seed: Seed of the simulation.
         is_seed_chosen: Whether ``--sim-seed`` can choose the seed.
-        faults: Fault plan.
-        trace: Events of the simulation.
         report: Report of the simulation, even if it ended in a deadlock.
-        waiting: Waits of each task after a deadlock or a time limit.
+        waiting: Description of each task's wait after a deadlock or a time limit.
         earlier_seeds: Seeds that the test ran before with the same fixtures.
         returned: Ranks whose main returned.
-        raised: Exception of each rank's main and its virtual time, in order of time.
+        raised: For each rank whose main raised, the exception and its virtual time, in order of time.
     """
 
     ranks: int
@@ -257,11 +250,15 @@ class _Record:
     raised: dict[int, tuple[BaseException, float]] = field(default_factory=dict)
 
     def begin(self, faults: Sequence[Fault], trace: Trace, _: object) -> None:
-        """Keep the plan and the trace of a simulation that begins, whose arguments are valid."""
+        """Store the faults and the trace of a simulation when it starts, after its arguments were checked."""
         self.faults, self.trace = faults, trace
 
     def errors(self) -> dict[int, BaseException]:
-        """Return the error that ended each rank, in order of time: its main's exception, or the cause of that."""
+        """Return the error that ended each rank, in order of time.
+
+        If a rank's main only reports the loss of another rank, the simulation's result for that rank replaces the
+        error.
+        """
         results = self.report.results if self.report is not None else ()
         errors = {}
         for rank in dict.fromkeys([*self.raised, *range(len(results))]):
@@ -274,9 +271,9 @@ class _Record:
     def failures(self) -> dict[int, BaseException]:
         """Return the errors that fail the test, with losses of other ranks last.
 
-        When a rank is killed, the others cannot end normally: the last barrier lacks that rank, and the first to notice
-        ends the job. So the loss of a killed rank is a failure only of ranks whose main raised it. A rank that receives
-        a signal of the plan ends and ends the job: its exit and its loss are not failures.
+        After a killed rank, the others cannot end normally, since the last barrier lacks that rank and the first rank
+        to notice ends the job. The loss of a killed rank is therefore a failure only on ranks whose main raised it. A
+        rank that exits because of a simulated signal, and its loss on the others, are not failures.
         """
         from asyncdist.simulation import Kill
 
@@ -304,21 +301,21 @@ _RECORD: Final = pytest.StashKey[_Record | None]()
 
 
 def _simulate(record: _Record, main: Any, args: tuple[Any, ...], settings: dict[str, Any]) -> SimReport[Any]:
-    """Run ``asyncdist.simulate``, and record the result."""
+    """Run ``asyncdist.simulate`` and record the result."""
     __tracebackhide__ = True
     from asyncdist.simulation.simulate import STOPPED, observer, simulate
 
-    watched = _watch(main, record) if inspect.iscoroutinefunction(main) else main  # which simulate refuses
+    watched = _watch(main, record) if inspect.iscoroutinefunction(main) else main  # simulate refuses plain functions
     token = observer.set(record.begin)
     try:
         record.report = simulate(watched, *args, ranks=record.ranks, seed=record.seed, **settings)
     except STOPPED as error:
         record.report = error.report
         record.waiting = [line.strip() for line in error.message.splitlines()[1:]]
-        error.__traceback__ = None  # the simulator's own frames do not help
+        error.__traceback__ = None  # hides the simulator's own frames
         raise
     except (TypeError, ValueError, LocalProtocolError) as error:
-        if record.trace is None:  # an argument
+        if record.trace is None:  # an argument was invalid
             error.__traceback__ = None
         raise
     finally:
@@ -327,7 +324,7 @@ def _simulate(record: _Record, main: Any, args: tuple[Any, ...], settings: dict[
 
 
 def _watch(main: Callable[..., Coroutine[Any, Any, Any]], record: _Record) -> Callable[..., Coroutine[Any, Any, Any]]:
-    """Wrap ``main`` to record how it ended, since the report and the trace describe the whole rank."""
+    """Wrap ``main`` to record how it ended. The simulation's report only shows how the whole rank ended."""
 
     @functools.wraps(main)
     async def watched(world: World, *args: Any) -> Any:
@@ -344,7 +341,7 @@ def _watch(main: Callable[..., Coroutine[Any, Any, Any]], record: _Record) -> Ca
 
 
 def _check(record: _Record, report: SimReport[Any], code: CodeType) -> None:
-    """Raise the failures of ranks, and an error for a fault that did not fire; drop frames if none is the test's."""
+    """Raise if a rank failed or a fault did not fire. Hide the traceback unless it contains the test's own code."""
     __tracebackhide__ = True
     try:
         for error in record.failures().values():
@@ -367,7 +364,7 @@ def _codes(trace: TracebackType | None) -> Iterator[CodeType]:
 
 @pytest.fixture
 def sim_seed(request: pytest.FixtureRequest) -> int:
-    """Return the seed of ``--sim-seed``, else 0. A test with ``@pytest.mark.sim`` gets the seed of each of its runs."""
+    """Return the seed from ``--sim-seed``, or 0. A test with ``@pytest.mark.sim`` gets the seed of each of its runs."""
     item = request.node
     if item.get_closest_marker("sim") is not None:
         _refuse(item, "runs many seeds on the same fixtures: take sim_seed in the test, not in a fixture of it")
@@ -377,9 +374,9 @@ def sim_seed(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def simulate(request: pytest.FixtureRequest, sim_seed: int) -> Callable[..., SimReport[Any]]:
-    """Return ``asyncdist.simulate`` for a test; if the test fails, it shows how its last simulation ended.
+    """Return ``asyncdist.simulate`` for a test. If the test fails, its report shows how the last simulation ended.
 
-    ``seed`` is ``sim_seed`` unless it is given.
+    The argument ``seed`` defaults to ``sim_seed``.
     """
     item = request.node
     item.stash[_RECORD] = None
@@ -398,14 +395,14 @@ def simulate(request: pytest.FixtureRequest, sim_seed: int) -> Callable[..., Sim
     return simulate
 
 
-# -- a package that is hidden -----------------------------------------------------------------------------------------
+# -- hidden packages -------------------------------------------------------------------------------------------------
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Report the module that hides the package ``protocols`` if a test module cannot import from it."""
+    """If a test module cannot import from ``protocols``, report the other module that hides this package."""
     report = yield
     if report.failed and isinstance(collector, pytest.Module) and "protocols" in str(report.longrepr):
         note = rank_program.find_shadowing()
@@ -416,7 +413,7 @@ def pytest_make_collect_report(
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
-    """Report the module that hides the package ``protocols`` if a test cannot import from it."""
+    """If a test cannot import from ``protocols``, report the other module that hides this package."""
     del item
     try:
         yield
@@ -425,14 +422,14 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
         raise
 
 
-# -- the report of a failure ------------------------------------------------------------------------------------------
+# -- failure reports --------------------------------------------------------------------------------------------------
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Add the section ``simulation`` to a failure."""
+    """Add the section ``simulation`` to the report of a failed test."""
     report = yield
     record = item.stash.get(_RECORD, None)
     if record is None or call.when != "call":
@@ -440,11 +437,11 @@ def pytest_runtest_makereport(
     if report.failed:
         text = "\n".join(_lines(item, record))
         add = getattr(report.longrepr, "addsection", None)
-        if add is not None:  # shown with any --show-capture
+        if add is not None:  # the section is then shown for any --show-capture
             add("simulation", text)
         else:
             report.sections.append(("simulation", text))
-    item.stash[_RECORD] = None  # a trace is megabytes, and items live as long as the session
+    item.stash[_RECORD] = None  # frees megabytes of trace, since items live as long as the session
     return report
 
 
@@ -472,7 +469,7 @@ def _lines(item: pytest.Item, record: _Record) -> Iterator[str]:
 
 
 def _ends(errors: dict[int, BaseException]) -> list[str]:
-    """Return a line for each rank that failed on its own, and one for the ranks that lost another."""
+    """Return a line for each rank that failed on its own, and one line for all ranks that lost another rank."""
     lines = []
     bereft = sorted(rank for rank, error in errors.items() if isinstance(error, RankLostError))
     for rank, error in sorted(errors.items()):
@@ -491,7 +488,7 @@ def _limited(lines: Sequence[str]) -> list[str]:
 
 
 def _story(record: _Record, events: tuple[TraceEvent, ...]) -> tuple[str, tuple[TraceEvent, ...]]:
-    """Return a title and the events up to the shown failure; all events if no main has raised."""
+    """Return a title and the trace's events up to the reported failure, or all events if no main has raised."""
     rank = next(iter(record.failures()), None)
     if rank is None or rank not in record.raised:
         return "trace", events
@@ -506,23 +503,23 @@ def _story(record: _Record, events: tuple[TraceEvent, ...]) -> tuple[str, tuple[
 
 
 def _repeat_lines(item: pytest.Item, record: _Record) -> Iterator[str]:
-    """Yield the command that repeats the failure; earlier seeds are run too if they shared the test's fixtures."""
+    """Yield the command that repeats the failure. It includes earlier seeds that used the same fixtures."""
     scopes = _fixture_scopes(item)
     shared = [f"{name} (scope: {scope})" for name, scope in scopes.items() if scope != "function"]
     if shared:
-        yield f"other tests may have changed {', '.join(shared)} before; the line below does not run them"
+        yield f"other tests may have changed {', '.join(shared)} before; the command below does not run those tests"
     seeds = item.config.getoption("sim_seeds")
     if scopes and record.earlier_seeds:
         count = len(record.earlier_seeds)
         before = f"{count} seed{'s' * (count > 1)} before this one had the same {', '.join(scopes)}"
-        yield f"{before}, so the line below runs them, too; alone: {_command(item, f' --sim-seed {record.seed}')}"
+        yield f"{before}, so the line below runs them too; alone: {_command(item, f' --sim-seed {record.seed}')}"
         yield f"repeat: {_command(item, '' if seeds is None else f' --sim-seeds {seeds}')}"
     else:
         yield f"repeat: {_command(item, f' --sim-seed {record.seed}' if record.is_seed_chosen else '')}"
 
 
 def _fixture_scopes(item: pytest.Item) -> dict[str, str]:
-    """Return the fixtures that the test asks for by name, each with its scope."""
+    """Return the scope of each fixture that the test uses by name."""
     asked = list(inspect.signature(getattr(item, "obj")).parameters)  # noqa: B009 - only some items have one
     asked += [name for mark in item.iter_markers("usefixtures") for name in mark.args]
     definitions: dict[str, Any] = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009
@@ -533,7 +530,7 @@ def _fixture_scopes(item: pytest.Item) -> dict[str, str]:
 
 
 def _command(item: pytest.Item, options: str) -> str:
-    """Return the command that runs this test, from where pytest was started."""
+    """Return the command that runs this test, relative to the folder in which pytest was started."""
     path = os.path.relpath(item.path, item.config.invocation_params.dir)
     name = shlex.quote(f"{path}::{item.nodeid.partition('::')[2]}")
     from asyncdist.simulation.exploration.repro_command import hash_seed_prefix

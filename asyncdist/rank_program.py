@@ -1,8 +1,7 @@
-"""Runs the user's script: every rank of ``asyncdist run`` runs this file.
+"""Runs the user's script in a rank of ``asyncdist run``: every rank is a process that runs this file.
 
-:mod:`asyncdist.launch.mpirun` and :mod:`asyncdist.launch.local_ranks` start it. It imports only the standard library,
-and nothing of asyncdist, since a file that is run as a program belongs to no package. For the same reason it reads
-PMI_FD, and the variables of a job that continues when ranks die, directly from the environment.
+The file runs as a program, outside any package, so it imports only the standard library. It therefore reads PMI_FD, and
+the variables of jobs that continue when ranks die, directly from the environment.
 """
 
 from __future__ import annotations
@@ -26,67 +25,70 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, TextIO
 
-#: This file: run as a program, it runs the script that is its first argument.
+#: Path of this file. Run as a program, it runs the script named by its first argument.
 PROGRAM: Final = os.path.abspath(__file__)
-#: The package ``protocols`` of this distribution.
+#: Path of the package ``protocols`` of this distribution.
 PROTOCOLS: Final = Path(__file__).resolve().parents[1] / "protocols" / "__init__.py"
-#: Descriptor on which a rank reports its state to its guardian, in jobs that continue when ranks die.
+#: Variable with the descriptor on which a rank reports its state to its guardian, if the job continues after deaths.
 STARTED_VARIABLE: Final = "ASYNCDIST_STARTED_FD"
-#: The states: it opens a world, whose other ranks would wait for it; it is in that world, and they notice its death;
-#: it has left the world, as the others know; its end must end the job.
+# States that a rank reports to its guardian:
+#: The rank is opening a world, and the other ranks wait for it.
 OPENS_WORLD: Final = b"0"
+#: The rank is in a world, and the other ranks would notice its death.
 IN_WORLD: Final = b"1"
+#: The rank has left the world, and the other ranks know it.
 LEFT_WORLD: Final = b"2"
+#: The end of this rank must end the job.
 ENDS_JOB: Final = b"3"
-#: Name of the script's module, if ranks run a module (``-m``).
+#: Variable with the name of the module that ranks run (``-m``) instead of a script.
 MODULE_VARIABLE: Final = "ASYNCDIST_MODULE"
-#: 1 if each line that a rank prints must begin with its rank.
+#: Variable that is 1 if each line that a rank prints must begin with its rank.
 PREFIX_VARIABLE: Final = "ASYNCDIST_PREFIX"
-#: Process whose output is the job's, if its mpirun passes no output on while it stops the ranks.
+#: Variable with the launcher's pid, for ranks whose mpirun passes no output on while it stops them.
 LAUNCHER_VARIABLE: Final = "ASYNCDIST_LAUNCHER"
-#: Standard input of rank 0: the path of its launcher's, or :data:`INHERITED` if rank 0 has inherited it.
+#: Variable with the path of rank 0's standard input, or :data:`INHERITED` if rank 0 inherits the launcher's.
 STDIN_VARIABLE: Final = "ASYNCDIST_STDIN"
 INHERITED: Final = "inherited"
-#: The path of the session's terminal; digits after a blank are descriptors of rank 0 that must be the terminal too.
+#: Path of the terminal as standard input. Digits after a blank are further descriptors to connect to the terminal.
 TERMINAL: Final = "/dev/tty"
 _RANK_VARIABLES: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
-#: File in which ranks of this host record the errors that they have reported: the launcher's pid and a descriptor.
+#: Variable with the launcher's pid and its descriptor of the file in which ranks record errors they have printed.
 TOLD_VARIABLE: Final = "ASYNCDIST_TOLD"
-#: Message that a rank without input adds when a debugger ends.
+#: Note on the error of a debugger in a rank without input.
 _NO_INPUT: Final = (
-    "This rank has an empty standard input, which a debugger cannot read. asyncdist run gives its own to rank 0 of a "
-    "job on this host: if world.rank == 0: breakpoint(). For any rank of a recorded job there is asyncdist replay DIR "
-    "--rank RANK --pdb"
+    "This rank has an empty standard input, so a debugger cannot be used. In a job on one host, rank 0 shares the "
+    "standard input of asyncdist run: if world.rank == 0: breakpoint(). To debug any rank of a recorded job, use "
+    "asyncdist replay DIR --rank RANK --pdb"
 )
 _guardian: int | None = None
-#: 1 in the ranks of a job that continues when ranks die: Open MPI's ``mpirun --with-ft ulfm`` sets it.
+#: Variable that is 1 if the job continues when ranks die; Open MPI's ``mpirun --with-ft ulfm`` sets it.
 SURVIVAL_VARIABLE: Final = "OMPI_MCA_mpi_ft_enable"
-#: Seconds that a rank waits before an abort, since MPICH's mpirun aborts a job without reading its last output.
+#: Seconds that a rank waits before it aborts a job, since MPICH's mpirun then stops reading output.
 _LAST_WORDS_S: Final = 0.2
-#: Seconds that a rank that ends the job waits for the launcher to read its output.
+#: Maximum seconds to wait for the launcher to read this rank's output before the job is ended.
 _READERS_S: Final = 2.0
 
 
 def rank_command(script: str, arguments: Sequence[str]) -> list[str]:
-    """Return the command line of a rank: this file becomes the script.
+    """Return the command line of a rank that runs ``script`` through this file.
 
-    Every mpirun takes an argument ``:`` as the start of another program's command line. So an argument that consists of
-    colons is passed with one more colon.
+    Every mpirun takes an argument ``:`` as the start of another program's command line, so arguments that consist of
+    colons get one more colon. The rank removes it again.
     """
     escaped = [word + ":" if set(word) == {":"} else word for word in (script, *arguments)]
     return [sys.executable, PROGRAM, *escaped]
 
 
 def find_syntax_error(script: str) -> str | None:
-    """Return why no rank could compile a script, for a launcher; None if the script is valid."""
+    """Return the syntax error or other reason why Python cannot compile a script, or None."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # ranks warn
+        warnings.simplefilter("ignore")  # the ranks show warnings
         try:
             compile(Path(script).read_bytes(), script, "exec", dont_inherit=True)
         except SyntaxError as error:
             line = f"line {error.lineno}: " if error.lineno else ""
             return f"{line}{error.msg}{f': {error.text.strip()}' if error.text else ''}"
-        except ValueError as error:  # null bytes, before Python 3.12
+        except ValueError as error:  # Python before 3.12 raises it for null bytes
             return str(error)
     return None
 
@@ -96,14 +98,13 @@ def _unescape(words: Sequence[str]) -> list[str]:
 
 
 def run_script(script: str, arguments: Sequence[str]) -> None:
-    """Run this process as ``python script arguments``, with what a rank needs besides.
+    """Run this process like ``python script arguments``, with a rank's standard files and error handling.
 
-    - Standard input is that of the launcher on rank 0, where both are on one host, and empty on the others. It does not
-      come through mpirun: Open MPI never closes the one it forwards, MPICH leaves it open on all ranks but the first,
-      and a read there hangs.
-    - Output leaves line by line: mpirun hands Python a pipe, which would hold it back; unbuffered output would mix the
-      words of several ranks in a line.
-    - A failure ends the job (see ``_end_job``). Of ranks that fail alike, one prints the traceback (see ``_ToldOnce``).
+    - Standard input is the launcher's on rank 0 of a job on one host, and empty on other ranks. It does not pass
+      through mpirun, because some mpiruns never close the input they forward, and a read would hang.
+    - Output is line-buffered. Output to mpirun's pipe would otherwise be delayed, and unbuffered output would mix words
+      of several ranks in a line.
+    - A failure ends the job. If several ranks fail in the same way, one prints the traceback.
     """
     _open_input()
     if hasattr(sys.stdout, "reconfigure"):
@@ -128,17 +129,17 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
         exec(compile(Path(script).read_bytes(), script, "exec", dont_inherit=True), main.__dict__)
     except SystemExit as error:
         code = error.code
-        if code is not None and not isinstance(code, int):  # sys.exit("what went wrong")
+        if code is not None and not isinstance(code, int):  # sys.exit was called with a message
             print(code, file=sys.stderr)
         code = ending.code = exit_code(code)
-        if code and os.getpid() == process_id:  # a child that the script has forked ends nothing but itself
+        if code and os.getpid() == process_id:  # a forked child of the script must not end the job
             _leave_world(error)
             _end_job(code)
         sys.exit(code)
     except BaseException as error:
-        error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # without this frame
+        error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # drops the frame of run_script
         told = _leave_world(error) if os.getpid() == process_id else error
-        with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C has ended a peer first, and this rank reports that
+        with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C may interrupt the report, if it ended a peer first
             _tell_error(told)
         code = ending.code = 130 if isinstance(error, KeyboardInterrupt) else 1
         if os.getpid() == process_id:
@@ -147,17 +148,17 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
 
 
 def _open_input() -> None:
-    """Open the standard input of this rank; if that is a terminal, open the output there too.
+    """Open the standard input of this rank, and also its output if the input is a terminal.
 
-    Output that comes through mpirun would show a prompt, which ends without a newline, too late.
+    Through mpirun, a prompt would appear too late, because it does not end with a newline.
     """
-    source = os.environ.pop(STDIN_VARIABLE, "")  # it is not for programs that this rank starts
+    source = os.environ.pop(STDIN_VARIABLE, "")  # child processes must not inherit this variable
     if source == INHERITED:
         return
     is_first = next((os.environ[name] for name in _RANK_VARIABLES if os.environ.get(name)), "") == "0"
     source, _, others = (source if is_first else os.devnull).partition(" ")
     for path in (source or os.devnull, os.devnull):
-        with contextlib.suppress(OSError):  # a socket, which has no path, or the launcher has ended
+        with contextlib.suppress(OSError):  # standard input is a socket without a path, or the launcher has ended
             opened = os.open(path, (os.O_RDWR if others else os.O_RDONLY) | os.O_NOCTTY)
             for number in (0, *map(int, others)):
                 os.dup2(opened, number)
@@ -166,14 +167,14 @@ def _open_input() -> None:
 
 
 class _ToldOnce:
-    """Prints the traceback of an error that ends a script, once for all ranks of this host; a hook of :mod:`sys`.
+    """Hook for :data:`sys.excepthook` that prints the same traceback once for all ranks of this host.
 
-    The error of a rank that has opened a world is known to the other ranks, and does not come here. This is for errors
-    before that, such as a failed import, which the ranks make alike. A rank that fails like an earlier one prints a
-    line. The lock on the file keeps that line below the traceback.
+    Ranks often fail in the same way before they open a world, for example in an import. The first prints the traceback,
+    and each other rank prints one line. They record printed tracebacks in a shared file, whose lock also keeps these
+    lines below the traceback. After a world is open, the ranks report their errors to each other instead.
 
     Args:
-        told: The value of ``TOLD_VARIABLE``; "" if the rank is to print the error as Python does.
+        told: Value of ``TOLD_VARIABLE``, which names the shared file; "" to print every traceback.
     """
 
     def __init__(self, told: str) -> None:
@@ -185,7 +186,7 @@ class _ToldOnce:
         explain_import(error)
         explain_input(error)
         with contextlib.suppress(OSError):  # the launcher has just ended
-            if self._path and os.getpid() == self._process_id:  # no child that the rank has forked
+            if self._path and os.getpid() == self._process_id:  # forked children print their own tracebacks
                 with open(self._path, "r+b", buffering=0) as file:
                     fcntl.flock(file, fcntl.LOCK_EX)
                     self._tell(file, kind, error, trace)
@@ -214,7 +215,7 @@ class _ToldOnce:
 
 
 def _tell_error(error: BaseException) -> None:
-    """Let Python print an error; of a Ctrl-C that met an import, which every rank would print, print one line."""
+    """Print an error; for Ctrl-C during an import, print only one line, since every rank would print a traceback."""
     trace, line, is_import = error.__traceback__, "", False
     while trace is not None and isinstance(error, KeyboardInterrupt):
         code = trace.tb_frame.f_code
@@ -224,7 +225,7 @@ def _tell_error(error: BaseException) -> None:
             line = f"{code.co_filename}:{trace.tb_lineno}"
         trace = trace.tb_next
     if is_import:
-        sys.stderr.write(f"asyncdist: {_own_name()} was interrupted in an import, in {line}\n")
+        sys.stderr.write(f"asyncdist: {_own_name()} was interrupted during an import, at {line}\n")
     else:
         sys.excepthook(type(error), error, error.__traceback__)
 
@@ -234,16 +235,16 @@ def _own_name() -> str:
 
 
 def _leave_world(error: BaseException) -> BaseException:
-    """Report the error to the other ranks if the process has an open world; return the error to print."""
+    """Report the error to the other ranks if this process has an open world. Return the error to print."""
     module = sys.modules.get("asyncdist.blocking.process_world")
     return error if module is None else module.leave_with(error)
 
 
 def heed_story_requests() -> None:
-    """Let SIGUSR1, which asks a rank what it does, be no end of one that still imports or has no world any more.
+    """Handle SIGUSR1, which requests a report, so that it does not end a rank that is importing or has left its world.
 
-    Not in a job of Slurm, where Lightning saves and requeues at that signal if nobody else has a handler for it. What
-    starts a rank blocks the signal, so one that comes earlier is heeded here.
+    In a Slurm job the signal stays unhandled, because Lightning uses it to save and requeue unless another handler is
+    set. The launcher starts ranks with the signal blocked, so an early request stays pending until this call.
     """
     if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL and "SLURM_JOB_ID" not in os.environ:
         signal.signal(signal.SIGUSR1, tell_no_world)
@@ -252,19 +253,19 @@ def heed_story_requests() -> None:
 
 
 def _heed_no_more() -> None:
-    """Ignore SIGUSR1 if it is handled, since the exiting interpreter restores the default action, which ends it."""
+    """Ignore SIGUSR1 from now on, since the exiting interpreter restores its default action, which ends the process."""
     if callable(signal.getsignal(signal.SIGUSR1)):
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def tell_no_world(_number: int, frame: types.FrameType | None) -> None:
-    """Print the current line of this process, as a handler of SIGUSR1."""
+    """Print that this rank has no open world, and the current line of its program. A handler of SIGUSR1."""
     while frame is not None and frame.f_back is not None and _is_passed_over(frame):
         frame = frame.f_back
     has_begun = frame is not None and frame.f_code.co_filename != __file__
-    where = f"; it stands in {frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None and has_begun else ""
+    where = f"; it is at {frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None and has_begun else ""
     with contextlib.suppress(Exception):  # a request for a report must not raise
-        sys.stderr.write(f"asyncdist: {_own_name()} has no open world yet, or none any more{where}\n")
+        sys.stderr.write(f"asyncdist: {_own_name()} has not opened a world, or has closed it{where}\n")
         sys.stderr.flush()
 
 
@@ -280,12 +281,7 @@ def _prefix_output() -> None:
 
 
 class _Prefixed(io.TextIOBase):
-    """Writes to a stream, with a prefix before each line.
-
-    Args:
-        stream: Stream to write to.
-        prefix: String before each line.
-    """
+    """A text stream that writes to another stream, with a prefix before each line."""
 
     def __init__(self, stream: TextIO, prefix: str) -> None:
         self._stream = stream
@@ -293,7 +289,7 @@ class _Prefixed(io.TextIOBase):
         self._is_in_line = False
 
     def write(self, text: str) -> int:
-        """Write text, which may be part of a line."""
+        """Write text, which may be a part of a line."""
         for line in text.splitlines(keepends=True):
             self._stream.write(line if self._is_in_line else self._prefix + line)
             self._is_in_line = not line.endswith(("\n", "\r"))
@@ -303,28 +299,28 @@ class _Prefixed(io.TextIOBase):
         return getattr(self._stream, name)
 
     def flush(self) -> None:
-        """Flush the stream."""
+        """Flush the underlying stream."""
         self._stream.flush()
 
     def fileno(self) -> int:
-        """Return the stream's descriptor."""
+        """Return the descriptor of the underlying stream."""
         return self._stream.fileno()
 
     def isatty(self) -> bool:
-        """Return whether the stream is a terminal."""
+        """Return whether the underlying stream is a terminal."""
         return self._stream.isatty()
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """The stream's encoding."""
+        """Encoding of the underlying stream."""
         return self._stream.encoding
 
 
 class _Ending:
-    """Ends the process without MPI_Finalize in a job that goes on when ranks die: after a death that may hang.
+    """Ends the process without MPI_Finalize, which may hang after a rank's death, in jobs that continue after deaths.
 
-    A program that has imported mpi4py by itself has asked for it. What is registered first is called last: when the
-    threads have ended, and all other functions of :mod:`atexit` have been called.
+    It is registered with :mod:`atexit` before the script runs. It is therefore called last, after all threads have
+    ended. A program that imports mpi4py itself may still call MPI_Finalize earlier.
 
     Attributes:
         code: Exit code of the process.
@@ -337,21 +333,22 @@ class _Ending:
 
     def _end(self) -> None:
         for file in filter(None, (sys.stdout, sys.stderr)):
-            with contextlib.suppress(OSError, ValueError):  # its reader is gone
+            with contextlib.suppress(OSError, ValueError):  # no process reads the output any longer
                 file.flush()
         os._exit(self.code)
 
 
 def write_past_mpirun() -> None:
-    """Let what this rank prints from now on go straight to the files of its launcher, where it lives on this host.
+    """Redirect this rank's output to the launcher's standard files, if the launcher is on this host.
 
-    Open MPI's mpirun reads nothing more of its ranks once it stops them. What the program has sent elsewhere stays so.
+    Open MPI's mpirun stops reading its ranks' output once it stops them. Output that the program has redirected itself
+    stays unchanged.
     """
     launcher = os.environ.get(LAUNCHER_VARIABLE, "")
     if not launcher.isdecimal() or int(launcher) not in ancestors():
         return
     for number in (1, 2):
-        with contextlib.suppress(OSError):  # it is closed, or a socket, or nobody reads there any more
+        with contextlib.suppress(OSError):  # the file is closed, is a socket, or has no reader
             if os.path.samestat(os.fstat(number), os.stat(f"/proc/{os.getppid()}/fd/{number}")):
                 flags = os.O_WRONLY | os.O_APPEND | os.O_NOCTTY | os.O_NONBLOCK
                 opened = os.open(f"/proc/{launcher}/fd/{number}", flags)
@@ -361,47 +358,49 @@ def write_past_mpirun() -> None:
 
 
 def ancestors() -> list[int]:
-    """Return the pids of this process's parent, of the parent's parent, and so on."""
+    """Return the pids of this process's parent, grandparent and so on."""
     found = [os.getppid()]
     with contextlib.suppress(OSError, ValueError):
         while found[-1] > 1:
-            _, _, behind_name = Path(f"/proc/{found[-1]}/stat").read_bytes().rpartition(b")")  # which may hold anything
+            _, _, behind_name = (
+                Path(f"/proc/{found[-1]}/stat").read_bytes().rpartition(b")")
+            )  # a program's name may contain ")"
             found.append(int(behind_name.split()[1]))
     return found
 
 
 def tell_guardian(news: bytes) -> bool:
-    """Tell the guardian of this rank one of the words above; return whether one listens."""
+    """Report a state, such as :data:`IN_WORLD`, to this rank's guardian. Return whether the rank has one."""
     global _guardian
-    descriptor = os.environ.pop(STARTED_VARIABLE, "")  # it is not for programs that this rank starts
+    descriptor = os.environ.pop(STARTED_VARIABLE, "")  # child processes must not inherit this variable
     if descriptor.isdecimal():
         _guardian = int(descriptor)
     if _guardian is not None:
-        with contextlib.suppress(OSError):  # the guardian has been killed, and this rank is about to be
+        with contextlib.suppress(OSError):  # the guardian was killed, and this rank will be too
             os.set_inheritable(_guardian, False)
             os.write(_guardian, news)
     return _guardian is not None
 
 
 def exit_code(code: object) -> int:
-    """Return the exit code of ``sys.exit(code)``, but 1 where the system, which keeps 8 bits, takes for success."""
+    """Return the exit code for ``sys.exit(code)``. Codes other than 0 whose low 8 bits are 0 become 1."""
     if not isinstance(code, int):
         return 0 if code is None else 1
     return code & 0xFF or int(code != 0)
 
 
 def _end_job(code: int) -> None:
-    """End the whole job when a rank fails, where nothing else does that; return where something does.
+    """End the whole job after this rank has failed, unless mpirun or ``asyncdist.run`` does so.
 
-    A bare script that fails while MPI is up sits in MPI_Finalize, and the others wait for it for ever: abort. Under
-    ``asyncdist.run`` the supervisor has already done what is right. Before MPI is up, Open MPI's mpirun ends a job by
-    the first non-zero exit code, but MPICH's does so only when it is told over its own wire (PMI-1, command abort).
+    A bare script that fails after MPI_Init would wait in MPI_Finalize for the other ranks forever, so it aborts. Under
+    ``asyncdist.run`` the supervisor has already acted. Before MPI_Init, Open MPI's mpirun ends the job at the first
+    non-zero exit code, but MPICH's needs a request over PMI-1 (command abort).
     """
     mpi = sys.modules.get("mpi4py.MPI")
     is_mpi_up = mpi is not None and mpi.Is_initialized()
     is_supervised = "asyncdist.transports.mpi" in sys.modules
     if mpi is not None and is_mpi_up and not mpi.Is_finalized() and not is_supervised:
-        if mpi.COMM_WORLD.Get_size() == 1:  # a library has asked whether there is MPI, and nobody would hear
+        if mpi.COMM_WORLD.Get_size() == 1:  # MPI was started only by a library's check, and no rank waits
             return
         _await_readers()
         mpi.COMM_WORLD.Abort(code)
@@ -410,24 +409,24 @@ def _end_job(code: int) -> None:
 
 
 def abort_over_pmi(code: int) -> None:
-    """Ask MPICH's mpirun to end the job, where it has started this rank; do nothing under other launchers.
+    """Ask MPICH's mpirun to end the job. Does nothing under other launchers.
 
-    It may miss the end of a rank that leaves without MPI_Finalize (2 of 430 such ends), and waits then for the others.
+    Without this request, mpirun sometimes (2 of 430 times) misses the end of a rank that exits without MPI_Finalize.
     """
     descriptor = os.environ.get("PMI_FD", "")
     if descriptor.isdecimal():
         _await_readers()
         time.sleep(_LAST_WORDS_S)
-        with contextlib.suppress(OSError):  # mpirun has closed it: it ends the job already
+        with contextlib.suppress(OSError):  # mpirun has closed the descriptor, since it is already ending the job
             os.write(int(descriptor), b"cmd=abort exitcode=%d\n" % code)
 
 
 def _await_readers() -> None:
-    """Wait, at most for a while, until the launcher has read this rank's output, which an abort may discard."""
+    """Wait briefly until the launcher has read this rank's output, which an abort may discard."""
     sys.stdout.flush()
     deadline = time.monotonic() + _READERS_S
     for descriptor in (1, 2):
-        with contextlib.suppress(OSError):  # it is closed
+        with contextlib.suppress(OSError):  # the descriptor is closed
             if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
                 unread = array.array("i", [1])
                 while unread[0] and time.monotonic() < deadline:
@@ -436,9 +435,9 @@ def _await_readers() -> None:
 
 
 def explain_shadowing() -> None:
-    """Make an ImportError of ``protocols`` report the module that hides the package, or has overwritten it.
+    """Make an ImportError of ``protocols`` report the module that hides or has overwritten this package.
 
-    Nothing is checked before an import fails, since a user who needs no policy may want to hide the package.
+    Nothing is checked before an import fails, since a user who needs no policy may hide the package on purpose.
     """
     if find_shadowing() is None:
         return
@@ -452,7 +451,7 @@ def explain_shadowing() -> None:
 
 
 def explain_import(error: BaseException) -> None:
-    """Add to an ImportError of ``protocols`` the module that hides the package, or has overwritten it."""
+    """Add a note to an ImportError of ``protocols`` that names the module that hides or has overwritten it."""
     if isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "protocols":
         note = find_shadowing()
         if note is not None and note not in _notes_of(error):
@@ -460,9 +459,9 @@ def explain_import(error: BaseException) -> None:
 
 
 def explain_input(error: BaseException) -> None:
-    """Add to the error of a debugger or a read why there is no input, if this rank has none."""
+    """Add a note to an end-of-input error, such as a debugger's, if this rank has an empty standard input."""
     is_end = isinstance(error, EOFError) or (type(error).__module__, type(error).__name__) == ("bdb", "BdbQuit")
-    with contextlib.suppress(OSError):  # it is closed
+    with contextlib.suppress(OSError):  # standard input is closed
         if is_end and os.path.samestat(os.fstat(0), os.stat(os.devnull)) and _NO_INPUT not in _notes_of(error):
             error.add_note(_NO_INPUT)
 
@@ -472,13 +471,13 @@ def _notes_of(error: BaseException) -> list[str]:
 
 
 def find_shadowing() -> str | None:
-    """Return a message on how the package ``protocols`` is hidden or overwritten, with the remedy; otherwise None."""
+    """Return a message on how the package ``protocols`` is hidden or overwritten, with the remedy, or None."""
     found = sys.modules.get("protocols")
     if found is not None and found is sys.modules.get("asyncdist.protocols"):
         return None
     try:
         spec = importlib.util.find_spec("protocols")
-    except ValueError:  # a module without a spec, made by hand
+    except ValueError:  # a program has created a module ``protocols`` without a spec
         return None
     if spec is None or spec.origin is None or Path(spec.origin).resolve() == PROTOCOLS:
         return find_overwriting()
@@ -489,11 +488,11 @@ def find_shadowing() -> str | None:
 
 
 def find_overwriting() -> str | None:
-    """Return a message on the distribution that has overwritten ``protocols``, with the remedy; otherwise None."""
+    """Return a message that names the distribution that has overwritten ``protocols``, with the remedy, or None."""
     is_there = PROTOCOLS.is_file()
     if is_there and b"asyncdist.protocols" in PROTOCOLS.read_bytes():
         return None
-    from importlib.metadata import distributions  # it takes 19 ms
+    from importlib.metadata import distributions  # the import takes 19 ms
 
     others = [
         f"{each.metadata['Name']} {each.version}"

@@ -1,9 +1,11 @@
 """Checks options; all errors have the form ``NAME must be ALLOWED, got VALUE``.
 
-:func:`printable` makes foreign strings safe to print. :func:`optional_imports` names the extra of a missing library.
+Numbers of numpy, and of other types registered as numbers, are accepted and converted to Python's own. A bool is not
+accepted as a number, since it is probably a misplaced flag. The error for a misspelled name suggests the nearest
+allowed name.
 
-Numbers of numpy, and of any other type registered as a number, are accepted and returned as Python's own. A bool is
-refused as a number, since it is probably a misplaced flag. The error for a misspelled name suggests the nearest name.
+:func:`printable` makes foreign strings safe to print. :func:`optional_imports` reports how to install a missing
+library.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from typing import Any, Final, NoReturn, ParamSpec
 
 P = ParamSpec("P")
 
-#: Oldest supported torch: earlier stores of torch.distributed cannot be cloned, which ranks that join later require.
+#: Oldest supported torch. Earlier stores of torch.distributed cannot be cloned, as ranks that join later require.
 TORCH_MIN: Final = (2, 8)
-#: Smallest and largest finite float above zero.
+#: Smallest float above zero; the next constant is the largest finite float.
 SMALLEST: Final = math.ulp(0.0)
 LARGEST: Final = math.nextafter(math.inf, 0.0)
 
@@ -48,14 +50,14 @@ def one_of(values: Iterable[Any]) -> str:
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    r"""Return a foreign string as one line for a terminal or a log: control characters become escapes like ``\x1b``.
+    r"""Return a foreign string as one line for a terminal or a log, with escapes like ``\x1b`` for control characters.
 
-    A terminal obeys control characters, and those of Unicode reorder what is read (Boucher and Anderson, Trojan Source,
-    USENIX Security 2023). Use this for every name that a file, a peer or another process has given.
+    Control characters can steer a terminal, and those of Unicode can reorder text (Boucher and Anderson, Trojan Source,
+    USENIX Security 2023). Use this for every name received from a file, a peer or another process.
 
     Args:
         text: Any string.
-        keep: Characters that stay unchanged, for example the newline.
+        keep: Characters to leave unchanged, for example the newline.
     """
     if text.isprintable():
         return text
@@ -65,9 +67,9 @@ def printable(text: str, *, keep: str = "") -> str:
 
 
 def meant(name: str, allowed: Collection[str], otherwise: str | None = None) -> str:
-    """Return a question for the allowed name that is nearest to a misspelled one.
+    """Return the question ``did you mean NAME?`` with the allowed name nearest to a misspelled one.
 
-    Without such a name it is ``otherwise``, by default a list of the allowed names.
+    If no name is near, return ``otherwise``, or by default a list of the allowed names.
     """
     near = difflib.get_close_matches(name, allowed, n=1)
     if near:
@@ -76,13 +78,13 @@ def meant(name: str, allowed: Collection[str], otherwise: str | None = None) -> 
 
 
 def names_options(*, refused: Mapping[str, str] | None = None) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Decorate a constructor, so that the error for an unknown option suggests the nearest known one.
+    """Decorate a constructor so that its error for an unknown option suggests the nearest known option.
 
-    Python's own error for a misspelled keyword does not name that option before Python 3.13. The options are the
-    constructor's parameters, and the keys of the TypedDict with which its ``**options`` are annotated.
+    Before Python 3.13, Python's own error for a misspelled keyword has no suggestion. The known options are the
+    constructor's parameters and the keys of the TypedDict that annotates its ``**options``.
 
     Args:
-        refused: Reasons, keyed by option, why this constructor lacks options that similar constructors have.
+        refused: For options that similar constructors have but this one lacks, the reason, keyed by option.
     """
 
     def decorate(init: Callable[P, None]) -> Callable[P, None]:
@@ -123,7 +125,7 @@ def option_names(init: Callable[..., None]) -> tuple[str, ...]:
 
 
 def count(name: str, value: Any, *, least: int = 1, besides: str = "") -> int:
-    """Return a whole number of at least ``least``; other types that may index a list are converted.
+    """Return ``value`` as an int of at least ``least``. Integers of other types, such as numpy's, are converted.
 
     Args:
         name: Name of the option.
@@ -132,7 +134,7 @@ def count(name: str, value: Any, *, least: int = 1, besides: str = "") -> int:
         besides: Other allowed values, for the error, such as ``" or None"``.
 
     Raises:
-        ValueError: ``value`` is not such a number.
+        ValueError: ``value`` is not an integer, or less than ``least``.
     """
     try:
         number = operator.index(value)
@@ -144,7 +146,7 @@ def count(name: str, value: Any, *, least: int = 1, besides: str = "") -> int:
 
 
 def whole(name: str, value: Any) -> int:
-    """Return a whole number; other types that may index a list are converted. Raise TypeError for anything else."""
+    """Return ``value`` as an int. Integers of other types are converted. Raise TypeError for any other value."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -155,7 +157,7 @@ def whole(name: str, value: Any) -> int:
 
 
 def whole_numbers(values: Iterable[Any]) -> tuple[int, ...]:
-    """Return the values as Python's ints, numpy's included; an empty tuple if any value is not a whole number."""
+    """Return the values as ints, or an empty tuple if any value is not an integer."""
     try:
         return () if any(isinstance(value, bool) for value in values) else tuple(map(operator.index, values))
     except TypeError:
@@ -174,7 +176,7 @@ def ranks(name: str, values: Any) -> tuple[int, ...]:
 
 
 def real(name: str, value: Any, allowed: str, *, low: float, high: float = LARGEST) -> float:
-    """Return a number from ``low`` to ``high``, a range that ``allowed`` describes. Raise ValueError otherwise."""
+    """Return ``value`` as a float from ``low`` to ``high``. Raise ValueError, with ``allowed``, otherwise."""
     is_real = isinstance(value, Real) and not isinstance(value, bool)
     if not is_real or not low <= value <= high:
         refuse(name, value, allowed)
@@ -185,34 +187,34 @@ def real(name: str, value: Any, allowed: str, *, low: float, high: float = LARGE
 
 
 def fraction(name: str, value: Any) -> float:
-    """Return a number from 0 to 1. Raise ValueError otherwise."""
+    """Return ``value`` as a float from 0 to 1. Raise ValueError otherwise."""
     return real(name, value, "a number from 0 to 1", low=0.0, high=1.0)
 
 
 def seconds(name: str, value: Any, *, finite: bool = True) -> float:
-    """Return a duration above 0 in seconds. Raise ValueError otherwise."""
+    """Return ``value`` as a positive number of seconds. Raise ValueError otherwise."""
     if not finite:
         return real(name, value, "> 0 seconds", low=SMALLEST, high=math.inf)
     return real(name, value, "> 0 seconds and finite", low=SMALLEST)
 
 
 def missing_library(what: str, library: str, extra: str) -> str:
-    """Return the sentence that says which extra of asyncdist installs a missing library."""
+    """Return an error message that names the extra of asyncdist which installs a missing library."""
     return f"{what} needs {library}: pip install 'asyncdist[{extra}]'"
 
 
 @contextlib.contextmanager
 def optional_imports(what: str, libraries: Collection[str], extra: str) -> Iterator[None]:
-    """Import optional libraries in this block.
+    """Report how to install a library whose import fails in the body of the ``with`` statement.
 
     Args:
-        what: What needs the libraries.
-        libraries: The names of the libraries.
-        extra: The extra of asyncdist that installs them.
+        what: Feature that needs the libraries.
+        libraries: Names of the libraries.
+        extra: Extra of asyncdist that installs the libraries.
 
     Raises:
-        ModuleNotFoundError: One of them is missing; the error says how to install it. The error for any other missing
-            module is raised unchanged.
+        ModuleNotFoundError: A library is missing; the message says how to install it. If another module is missing,
+            Python's own error is raised unchanged.
     """
     try:
         yield
@@ -224,19 +226,16 @@ def optional_imports(what: str, libraries: Collection[str], extra: str) -> Itera
 
 
 def main_function(main: Any, args: Sequence[Any]) -> None:
-    """Raise if ``main`` cannot be called with a world and ``args``.
+    """Raise TypeError if ``main`` is not a coroutine function that accepts a world and ``args``.
 
     The error names main's line and no memory address, so that it is equal on all ranks and is reported once.
-
-    Raises:
-        TypeError: ``main`` is not a coroutine function, takes no world, or takes other arguments.
     """
     what = _place_of(main)
     if not inspect.iscoroutinefunction(main):
         raise TypeError(f"main must be a coroutine function (async def), got {what}")
     try:
         signature = inspect.signature(main)
-    except ValueError:  # main has no readable signature; the call will raise
+    except ValueError:  # main has no readable signature: the call itself will raise
         return
     try:
         signature.bind(None, *args)
@@ -257,14 +256,14 @@ def _place_of(function: Any) -> str:
     function = inspect.unwrap(function) if callable(function) else function
     code = getattr(function, "__code__", None)
     if code is None:
-        if isinstance(function, (str, bytes, int, float, type(None))):  # which have no address
+        if isinstance(function, (str, bytes, int, float, type(None))):  # their repr contains no memory address
             return f"{function!r:.200}"
         return getattr(function, "__qualname__", None) or f"an object of type {type(function).__name__}"
     return f"{function.__qualname__} ({code.co_filename}:{code.co_firstlineno})"
 
 
 def torch_problem(version: str) -> str | None:
-    """Return an error and its remedy if a version of torch is too old, otherwise None."""
+    """Return an error and its remedy if this version of torch is too old, otherwise None."""
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None or (int(found[1]), int(found[2])) >= TORCH_MIN:
         return None

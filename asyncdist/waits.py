@@ -1,8 +1,8 @@
-"""Identifies the waits of a rank, and holds all messages that describe them.
+"""Identifies everything that a task of a rank can wait for, and contains the messages that describe waits.
 
-A :class:`WaitId` is the key by which recordings and replays find timers, deadlines and measured numbers. Its
-description is made from the template of its :class:`WaitKind`. Templates may change without affecting replays; the
-value of a kind and the fields used with it must not change.
+Recordings and replays find timers, deadlines and measured numbers by their :class:`WaitId`. Its description is made
+from the template of its :class:`WaitKind`. Templates may change without affecting replays, but the value of a kind and
+the fields used with it must not change.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, Self
 
 @enum.unique
 class WaitKind(enum.StrEnum):
-    """Lists the kinds of waits: for each, the key in recordings and the template of the description.
+    """Lists the kinds of waits. Each has a key for recordings, its value, and a template for its description.
 
     Attributes:
         template: Format string that may contain the other fields of :class:`WaitId`.
@@ -23,7 +23,7 @@ class WaitKind(enum.StrEnum):
     template: str
 
     def __new__(cls, value: str, template: str) -> Self:
-        """Make a member from a value and a template."""
+        """Create a member from its value and its template."""
         kind = str.__new__(cls, value)
         kind._value_ = value
         kind.template = template
@@ -44,7 +44,7 @@ class WaitKind(enum.StrEnum):
     STREAM_SEND = "stream_send", "stream to rank {peer}, tag {tag}"
     STREAM_RECEIVE = "stream_receive", "stream from rank {peer}, tag {tag}"
     STREAM_RECEIVER = "stream_receiver", "rank {peer} to receive a stream"
-    # For recordings and replays only. The number counts the sends of a task to a rank on a tag.
+    # Stories do not show these kinds; recordings need them. Number counts a task's sends to one rank on one tag.
     MESSAGE_LEFT = "message_left", "send {number} to {peer}, tag {tag}"
     STREAM_LEFT = "stream_left", "stream {number} to {peer}, tag {tag}"
     WRITTEN_NBYTES = "written_nbytes", "written to {peer}, slot {number}"
@@ -94,7 +94,7 @@ class WaitKind(enum.StrEnum):
     FINALIZE_MESSAGES = "finalize_messages", "the finalize messages of the other ranks"
     MAIN_END = "main_end", "the end of main"
     PEER_FAILURE = "peer_failure", "the failure of a peer"
-    STOPPED_MAIN = "stopped_main", "{name}"  # described by a story: the simulation ended while main waited
+    STOPPED_MAIN = "stopped_main", "{name}"  # used in a story if the simulation ended while main waited
 
     # -- asyncdist.functional, asyncdist.integrations ---------------------------------------------------------------
     EARLIER_WORK = "earlier_work", "the end of an earlier {name}"
@@ -122,14 +122,14 @@ class WaitKind(enum.StrEnum):
 class WaitId(NamedTuple):
     """Identifies a wait, a timer or a measured number of one rank.
 
-    A replay does not distinguish waits with equal fields. Recordings hold the fields as an array.
+    A replay does not distinguish waits with equal fields. A recording stores the fields as an array.
 
     Attributes:
-        kind: Member of :class:`WaitKind`, or another string from a recording of another version.
-        tag: Tag of the awaited message, if there is one.
-        peer: Only rank that can end the wait, if it is known.
-        number: Number that distinguishes waits of one kind: a round, a slot, a count.
-        name: Name of a channel, a policy or an agreement, given by the user or a protocol.
+        kind: Member of :class:`WaitKind`, or an unknown string if another version has made the recording.
+        tag: Tag of the awaited message, if any.
+        peer: The only rank that can end the wait, if known.
+        number: Number that distinguishes waits of one kind: a round, a slot or a count.
+        name: Name of a channel, a policy or an agreement, chosen by the user or a protocol.
     """
 
     kind: WaitKind | str
@@ -139,9 +139,8 @@ class WaitId(NamedTuple):
     name: str = ""
 
     def __str__(self) -> str:
-        """Return the description of the wait."""
         template = _TEMPLATES.get(self.kind)
-        if template is None:  # a kind of another version
+        if template is None:  # another version of asyncdist has recorded this kind
             named = zip(self._fields, self, strict=True)
             facts = (f"{field} {value}" for field, value in named if value not in (None, ""))
             return ", ".join(facts)

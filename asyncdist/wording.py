@@ -1,4 +1,4 @@
-"""Formats ranks, times, sizes, counts and tables for people: for reports, errors, log lines and tables."""
+"""Formats ranks, durations, sizes, counts and tables for reports, errors and log lines."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Collection, Sequence
 
 
 def ranks_in_words(ranks: Collection[int], *, span_count_max: int | None = None) -> str:
-    """Return ``"rank 3"``, or ``"ranks 0, 1, 5-9"``.
+    """Return a text like ``"rank 3"`` or ``"ranks 0, 1, 5-9"``.
 
     Args:
-        ranks: The ranks, in any order.
-        span_count_max: The number of spans to name; the rest is counted, as in ``"ranks 0-9, 12 and 3 more"``.
+        ranks: Ranks in any order.
+        span_count_max: Largest number of spans to list. Further ranks are only counted, as in ``"ranks 0-9, 12 and 3
+            more"``.
     """
     spans: list[list[int]] = []
     for rank in sorted(ranks):
@@ -25,18 +26,18 @@ def ranks_in_words(ranks: Collection[int], *, span_count_max: int | None = None)
 
 
 def plural(count: int, noun: str) -> str:
-    """Return ``"1 rank"``, or ``"2,000 ranks"``."""
+    """Return a count with its noun, like ``"1 rank"`` or ``"2,000 ranks"``."""
     return f"{count:,} {noun}{'s'[: count != 1]}"
 
 
 def ordinal(number: int) -> str:
-    """Return ``"1st"``, ``"2nd"``, ``"3rd"``, ``"11th"``."""
+    """Return a number like ``"1st"``, ``"2nd"``, ``"3rd"`` or ``"11th"``."""
     ending = "th" if 10 <= number % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{ending}"
 
 
 def seconds_in_words(seconds: float) -> str:
-    """Return a duration in the unit that fits it, such as ``"12 min"``, ``"61 s"``, ``"1.2 s"`` or ``"12.5 ms"``."""
+    """Return a duration in a suitable unit, like ``"12 min"``, ``"61 s"``, ``"1.2 s"`` or ``"12.5 ms"``."""
     if seconds >= 600:
         return f"{seconds / 60:.0f} min"
     if seconds >= 10:
@@ -47,7 +48,7 @@ def seconds_in_words(seconds: float) -> str:
 
 
 def size_in_words(nbytes: float) -> str:
-    """Return a number of bytes in the largest unit of which there is one, such as ``"2.5 MiB"``."""
+    """Return a number of bytes in the largest unit that does not exceed it, like ``"2.5 MiB"``."""
     size, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1024 and len(units) > 1:
         size /= 1024
@@ -56,11 +57,11 @@ def size_in_words(nbytes: float) -> str:
 
 
 def aligned(rows: Sequence[Sequence[object]], *, right: Collection[int] = ()) -> str:
-    """Return rows as lines whose columns are aligned, with two spaces between them.
+    """Return the lines of a table whose columns are aligned and separated by two spaces.
 
     Args:
-        rows: The cells of each row, equally many in each.
-        right: The numbers of the columns that are aligned to the right.
+        rows: Cells of each row; all rows have the same length.
+        right: Indices of the columns that are aligned to the right.
     """
     lines = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

@@ -1,1 +1,1 @@
-"""Reads the environment variables with which launchers describe their ranks. Base modules."""
+"""Reads the environment variables with which launchers describe their ranks."""

@@ -1,11 +1,8 @@
 """Reads the variables that Slurm's srun sets for the tasks of a step, and translates them into torchrun's.
 
-With an MPI plugin (``--mpi=pmix``, ``--mpi=pmi2``), srun describes the ranks to MPI in variables of its own. Without
-one, the tasks are ranks of torch.distributed: SLURM_PROCID is the rank, and the first host of the step has the store.
-srun does not name a free port there, so the port is computed from the job and step numbers.
-
-This module imports only the standard library, like :mod:`asyncdist.environment`, and takes the environment as an
-argument.
+With an MPI plugin (``--mpi=pmix``, ``--mpi=pmi2``), srun describes the ranks to MPI in the plugin's own variables.
+Without a plugin, the tasks are ranks of torch.distributed: SLURM_PROCID is the rank, and the first host of the step has
+the store. Since srun assigns no free port, the port is computed from the job and step numbers.
 """
 
 from __future__ import annotations
@@ -17,13 +14,13 @@ from typing import Final
 
 from asyncdist.launchers.variables import Variables, number
 
-#: Variable with the number of tasks of a step.
+#: Variable with the number of tasks in a step.
 SIZE_VARIABLE: Final = "SLURM_STEP_NUM_TASKS"
-#: Variables by which ranks started by srun, with or without PMIx, are recognized.
+#: Variables that identify ranks started by srun, with or without PMIx.
 _SOURCES: Final = (SIZE_VARIABLE, "PMIX_RANK")
-# Slurm numbers its batch and interactive shells as steps, from this number upwards.
+# Slurm also runs batch and interactive shells as steps, with step numbers from this value upwards.
 _FIRST_SHELL_STEP: Final = 0xFFFFFFF0
-#: Lowest port. The highest one is below the kernel's ephemeral ports, which begin at 32768 on Linux.
+#: Lowest port. All ports are below Linux's ephemeral ports, which begin at 32768.
 _FIRST_PORT: Final = 15000
 _PORT_COUNT: Final = 16384
 _LIST_TIMEOUT_S: Final = 10.0
@@ -39,20 +36,19 @@ def find_step(variables: Variables) -> tuple[int, int] | None:
 
 
 def has_plugin(environ: Mapping[str, str]) -> bool:
-    """Return whether srun describes the ranks to MPI, by a plugin."""
+    """Return whether srun describes the ranks to MPI through an MPI plugin."""
     return environ.get("SLURM_MPI_TYPE", "none") != "none"
 
 
 def speaks_pmix(environ: Mapping[str, str]) -> bool:
-    """Return whether srun itself describes the step to this task by PMIx (``--mpi=pmix``)."""
+    """Return whether srun itself provides PMIx to this task (``--mpi=pmix``)."""
     return environ.get("PMIX_NAMESPACE", "").startswith("slurm.pmix")
 
 
 def is_sruns(source: str, environ: Mapping[str, str]) -> bool:
     """Return whether srun, and not mpirun, set the variable ``source``.
 
-    With pmi2, srun sets the same variables as MPICH's mpirun. That mpirun may itself use srun to start one proxy per
-    host.
+    With pmi2, srun sets the same variables as MPICH's mpirun, which may itself use srun to start one proxy per host.
     """
     if source != "PMI_SIZE" or any(name.startswith("HYDI_") for name in environ):
         return source in _SOURCES
@@ -66,7 +62,7 @@ def torch_variables(environ: Mapping[str, str]) -> dict[str, str]:
     MASTER_ADDR and MASTER_PORT are kept if the user has set them.
 
     Raises:
-        ValueError: MASTER_ADDR is not set, so that the ranks would meet on the first host, but rank 0 runs on another.
+        ValueError: MASTER_ADDR is not set, and rank 0 does not run on the first host, where the ranks would meet.
     """
     if not environ.get("MASTER_ADDR") and _is_rank_0_elsewhere(environ):
         raise ValueError(f"rank 0 does not run on the host on which the ranks meet. {why_no_rank_0(environ)}")
@@ -81,9 +77,9 @@ def torch_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_rank_0_elsewhere(environ: Mapping[str, str]) -> bool:
-    """Return whether this task knows that rank 0 is not on the first host.
+    """Return whether this task can tell from its variables that rank 0 is not on the first host.
 
-    Only tasks on the first host, and tasks on rank 0's host, can know it.
+    Only tasks on the first host or on rank 0's host can.
     """
     node, tasks = environ.get("SLURM_NODEID"), environ.get("SLURM_GTIDS")
     if not node or not tasks:
@@ -104,7 +100,7 @@ def why_no_rank_0(environ: Mapping[str, str]) -> str:
 
 
 def port(job: int, step: int) -> int:
-    """Return a port for a step. The next hundred jobs, with their first hundred steps each, get other ports."""
+    """Return a port for a step that differs from those of the next hundred jobs and of their first hundred steps."""
     return _FIRST_PORT + (job * 101 + step) % _PORT_COUNT
 
 
@@ -117,7 +113,7 @@ def first_host(nodelist: str) -> str:
 def local_size(environ: Mapping[str, str]) -> int | None:
     """Return the number of tasks of a step on this host; None outside of steps.
 
-    Slurm lists the numbers of all hosts: ``2(x3),1`` means three hosts with two tasks each, and one with one.
+    Slurm lists the numbers for all hosts: ``2(x3),1`` means three hosts with two tasks each, then a host with one.
     """
     counts: list[int] = []
     for text in filter(None, environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(",")):
@@ -130,12 +126,12 @@ def local_size(environ: Mapping[str, str]) -> int | None:
 
 
 def list_plugins() -> list[str]:
-    """Return the MPI plugins that ``srun --mpi=list`` offers; [] if it does not answer."""
+    """Return the MPI plugins listed by ``srun --mpi=list``; [] if srun does not answer."""
     try:
         ended = subprocess.run(
             ["srun", "--mpi=list"], capture_output=True, text=True, timeout=_LIST_TIMEOUT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return []
-    # The names are indented below a headline. Before Slurm 21, srun prints them on stderr.
+    # srun indents the names below a headline. Before Slurm 21, it prints them on stderr.
     return sorted(set(re.findall(r"^\s+(\w+)$", ended.stdout + ended.stderr, re.MULTILINE)))

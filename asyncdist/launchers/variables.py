@@ -1,7 +1,4 @@
-"""Reads numbers from the variables of launchers, and describes a launch and its rendezvous.
-
-This module imports only the standard library, like :mod:`asyncdist.environment`.
-"""
+"""Reads numbers from the variables of launchers, and describes a launch and its rendezvous."""
 
 from __future__ import annotations
 
@@ -12,14 +9,14 @@ from typing import Final, Literal
 
 from asyncdist.trust.job_secret import JobSecret
 
-#: Variables that torch.distributed needs, and torchrun sets.
+#: Variables that torchrun sets and torch.distributed requires.
 TORCH_NAMES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 #: Source of a :class:`Launch` if no launcher's variable is set.
 NO_LAUNCHER: Final = "no launcher"
 
 
 def number(environ: Mapping[str, str], name: str) -> int:
-    """Return a variable's value. Raises ValueError, with the variable's name, if it is not a number."""
+    """Return a variable's value. Raise ValueError, with the variable's name, if the value is not an integer >= 0."""
     text = environ[name]
     if not re.fullmatch(r"[0-9]{1,18}", text):
         raise ValueError(f"{name}={text!r} must be an integer >= 0")
@@ -27,14 +24,14 @@ def number(environ: Mapping[str, str], name: str) -> int:
 
 
 class Variables:
-    """Reads numbers from an environment, and collects all problems for a single error."""
+    """Reads numbers from environment variables, and collects all problems for a single error."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.values = environ
         self.problems: list[str] = []
 
     def has(self, name: str) -> bool:
-        """Return whether a variable is set, and not empty."""
+        """Return whether a variable is set and not empty."""
         return bool(self.values.get(name))
 
     def number(self, name: str) -> int | None:
@@ -49,7 +46,7 @@ class Variables:
             return None
 
     def require(self, names: Sequence[str], *, because: str) -> None:
-        """Note which of these variables are missing, given that ``because`` is set."""
+        """Record a problem if any of these variables is missing although the variable ``because`` is set."""
         missing = [name for name in names if not self.has(name)]
         if missing:
             verb = "are" if len(missing) > 1 else "is"
@@ -59,7 +56,10 @@ class Variables:
             )
 
     def place(self, size_name: str, rank_name: str, *, alone: bool = False) -> tuple[int | None, int | None]:
-        """Return a size and a rank, checked against each other; with ``alone`` either may be set without the other."""
+        """Return a launcher's size and rank, checked against each other; None for each that is missing.
+
+        If ``alone`` is true, one of the two variables may be missing.
+        """
         for present, missing in ((size_name, rank_name), (rank_name, size_name)):
             if self.has(present) and not self.has(missing) and not alone and present not in TORCH_NAMES:
                 self.problems.append(f"{present}={self.values[present]!r} is set but {missing} is not")
@@ -71,18 +71,18 @@ class Variables:
         return size, rank
 
     def check(self) -> None:
-        """Raise ValueError, with all problems, if there are any."""
+        """Raise ValueError with all recorded problems, if there are any."""
         if self.problems:
             raise ValueError("the launcher's variables are inconsistent: " + "; ".join(self.problems))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Launch:
-    """How this process was started.
+    """Describes how this process was started.
 
     Attributes:
         transport: Transport that belongs to the launcher.
-        expected_size: Number of ranks according to the launcher; None if it does not say.
+        expected_size: Number of ranks according to the launcher; None if unknown.
         rank: Rank of this process according to the launcher.
         source: Variable by which the launcher was recognized, ``GROUP_SOURCE``, or ``NO_LAUNCHER``.
     """
@@ -95,20 +95,16 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TorchRendezvous:
-    """Describes where the ranks of a torch.distributed job meet.
+    """Describes where and how the ranks of a torch.distributed job meet.
 
     Attributes:
-        rank: Rank of this process.
-        size: Number of ranks.
         address: Address of the host with the store.
-        port: Port of the store.
         is_store_served: Whether the launcher serves the store, like torchrun's agent; otherwise rank 0 does.
-        incarnation: Number of earlier processes of this rank.
+        incarnation: Number of earlier processes that had this rank.
         admits_restarted: Whether restarted or new ranks may join the world later.
         job: Launcher's name of the job.
-        empty_count: Number of places without a process when the world begins; these are the highest ranks.
+        empty_count: Number of ranks (the highest ones) that have no process when the world begins.
         why_missing: Possible reason why rank 0 is at another address, for errors; "" if none is known.
-        secret: Secret of the job.
         is_loopback: Whether all ranks are on this host, including ranks that join later.
     """
 

@@ -1,9 +1,9 @@
-"""Is the package ``protocols`` of this distribution, found by its folder, whatever else is called ``protocols``.
+"""Makes the package ``protocols`` of this distribution importable as ``asyncdist.protocols``.
 
-The files lie in the folder ``protocols`` beside the folder ``asyncdist``. Their modules have one name each,
-``asyncdist.protocols...``, which asyncdist itself uses, and which pickles have. Users write ``from protocols import
-...``: where that finds this distribution, ``protocols.x`` in ``sys.modules`` is the module ``asyncdist.protocols.x``.
-For type checkers the ``.pyi`` files here say the same; ``tools/stubs`` writes them.
+The files are in the folder ``protocols`` next to the folder ``asyncdist``, and are found even if another package named
+``protocols`` hides them. asyncdist and pickles use only the names ``asyncdist.protocols...``. If a user's ``from
+protocols import ...`` finds this distribution, ``protocols.x`` is the same module as ``asyncdist.protocols.x``. The
+``.pyi`` files, written by ``tools/stubs``, tell type checkers the same.
 """
 
 import importlib
@@ -18,7 +18,7 @@ from asyncdist import rank_program
 
 
 class _Aliases(MetaPathFinder, Loader):
-    """Finds each ``protocols.x`` as the module ``asyncdist.protocols.x``, if ``protocols`` is this package."""
+    """Import hook that resolves ``protocols.x`` to ``asyncdist.protocols.x`` if ``protocols`` is this package."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -33,7 +33,7 @@ class _Aliases(MetaPathFinder, Loader):
 
 
 def _become(module: ModuleType) -> None:
-    """Run the package's own ``__init__.py`` as this module."""
+    """Run the ``__init__.py`` of the folder ``protocols`` as this module."""
     source = rank_program.PROTOCOLS
     module.__path__ = [str(source.parent)]
     overwritten = rank_program.find_overwriting()

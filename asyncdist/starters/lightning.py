@@ -47,7 +47,7 @@ class TellReplacements(pl.Callback):
 
 
 def main() -> None:
-    torch.manual_seed(0)  # the same data and initial weights on all ranks; each shuffles differently
+    torch.manual_seed(0)  # all ranks have the same data and initial weights, but shuffle differently
     inputs = torch.randn(2048, 20)
     labels = (inputs[:, 0] * inputs[:, 1] > 0).long()
     loader = DataLoader(TensorDataset(inputs, labels), batch_size=32, shuffle=True)

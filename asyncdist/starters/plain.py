@@ -15,14 +15,14 @@ EPOCHS, BATCH = 20, 32
 
 def main() -> None:
     world = ad.blocking.process_world()  # this process is rank world.rank of world.size
-    torch.manual_seed(0)  # the same data and initial weights on all ranks
+    torch.manual_seed(0)  # gives all ranks the same data and initial weights
     inputs = torch.randn(2048, 20)
     labels = (inputs[:, 0] * inputs[:, 1] > 0).long()
     model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2)).to(world.device)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 
     # Every 100 steps each rank reports its mean loss. The worst quarter then adopts the average of the other ranks.
-    # From here on, each rank draws its own random numbers.
+    # The constructor seeds each rank differently, so that the batches below differ.
     averaging = SelectiveAveraging(model, optimizer, average_every=100, replacement_ratio=0.25)
     for epoch in range(EPOCHS):
         for batch in torch.randperm(len(inputs)).split(BATCH):
@@ -32,7 +32,7 @@ def main() -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            info = averaging.step(loss=loss)  # only here can an average replace the weights
+            info = averaging.step(loss=loss)  # an average can replace the weights only in this call
             if info:
                 print(f"rank {world.rank}, epoch {epoch}, {info}")
     correct = (model(inputs.to(world.device)).argmax(1).cpu() == labels).float().mean()

@@ -1,4 +1,4 @@
-"""A custom protocol: each rank holds a number, and by gossip all ranks approximate the mean.
+"""A custom protocol: each rank has a number, and by gossip all ranks approximate the mean.
 
 asyncdist sim gossip.py --ranks 8 --seed 1             one simulated run; the same seed gives the same run
 asyncdist sim gossip.py --ranks 8 --explore 200        200 simulated runs, until one fails
@@ -14,7 +14,7 @@ ROUNDS = 40
 
 @dataclass(frozen=True, slots=True)
 class Half:
-    """Carries half of the sender's number, and of its weight, to a neighbour."""
+    """Carries half of the sender's number, and half of its weight, to a neighbour."""
 
     number: float
     weight: float
@@ -22,14 +22,14 @@ class Half:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Tells every rank that the sender has finished. Its earlier messages have arrived, because order is preserved."""
+    """Announces that the sender has finished. Order is preserved, so its earlier messages have arrived."""
 
 
 async def main(world: ad.World) -> float:
-    """Run push-sum (Kempe, Dobra and Gehrke, 2003): a sent half is kept nowhere else, so the sums never change."""
+    """Run push-sum (Kempe, Dobra and Gehrke, 2003), in which numbers and weights move but their sums stay constant."""
     channel = world.channel(Half | Done, tag=40)
     others = [rank for rank in range(world.size) if rank != world.rank]
-    draw = world.generator("neighbours")  # in a simulation, determined by the seed
+    draw = world.generator("neighbours")  # in a simulation, the seed determines the neighbours
     number, weight, done_count = float(world.rank), 1.0, 0
 
     for step in range(ROUNDS):
