@@ -298,11 +298,8 @@ def _split(
         arguments: Words of the command line.
         valued: Options of the command that take a value.
         flags: Options of the command without a value.
-        names: Number of positional words, of which the script's name is the last.
-
-    Returns:
-        The command's words and the script's words. Positional words of the command are first, because argparse accepts
-            an optional positional word only directly after the previous one.
+        names: Number of positional words, of which the script's name is the last. In the result they are first, because
+            argparse accepts an optional positional word only directly after the previous one.
     """
     own: list[str] = []
     named: list[str] = []
@@ -324,11 +321,7 @@ def _split(
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line; never returns.
-
-    Args:
-        arguments: Words without the program's name; None for those of this process.
-    """
+    """Run the command line; never returns. ``arguments`` lacks the program's name; None means those of this process."""
     local_host.open_standard_files()
     words = list(sys.argv[1:] if arguments is None else arguments)
     own: list[str] = []

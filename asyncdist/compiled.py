@@ -64,11 +64,7 @@ def is_wanted() -> bool:
 
 
 def search_path(package: str = "") -> list[str]:
-    """Return the folder, if any, that a package searches before its own.
-
-    Args:
-        package: Name of the package relative to asyncdist; empty for asyncdist itself.
-    """
+    """Return the folder, if any, that ``package`` (relative to asyncdist, or "") searches before its own."""
     if not is_wanted() or reason_against() is not None:
         return []
     return [str(folder() / package)]

@@ -88,17 +88,9 @@ def check_transport(name: str, *, what: str = "transport", allowed: Sequence[str
 def choose_transport(named: str | None, environ: Mapping[str, str]) -> tuple[str, dict[str, str]]:
     """Return the transport for which ``asyncdist run`` starts ranks, and the ranks' environment.
 
-    The ranks' environment lacks ASYNCDIST_TRANSPORT, since ranks detect their launcher by its variables.
-
-    Args:
-        named: Value of the option ``--transport``, which overrides ASYNCDIST_TRANSPORT; or None.
-        environ: Environment of this process.
-
-    Returns:
-        ``"mpi"`` or ``"torch"``, and the environment.
-
-    Raises:
-        ValueError: The transport does not exist or does not connect processes.
+    ``named`` is the value of ``--transport`` or None. It overrides ASYNCDIST_TRANSPORT, which the ranks' environment
+    lacks: ranks detect their launcher by its variables. Raises ValueError unless the transport is ``"mpi"`` or
+    ``"torch"``.
     """
     what, name = "--transport", named
     if name is None:
@@ -119,7 +111,7 @@ def detect(
 
     Args:
         environ: Environment to read.
-        wanted: Transport that the caller requests, or ``"auto"`` to use ASYNCDIST_TRANSPORT if set. The variables of
+        wanted: Transport that the caller requests, or ``"auto"`` to use ASYNCDIST_TRANSPORT if set. Variables of
             launchers for other transports are ignored.
         group: Rank and size in the process group that the program itself has created, if any. Used if no launcher's
             variables are set.
@@ -363,8 +355,7 @@ def hide_secret() -> None:
 def given_secret(environ: Mapping[str, str] | None = None) -> str | None:
     """Return the secret that a user or a launcher has set for this job, or None, and remove it from the environment.
 
-    Raises:
-        ValueError: The secret is too short, or other users can read its file.
+    Raises ValueError if the secret is too short, or if other users can read its file.
     """
     known = environ
     if known is None:
@@ -388,10 +379,7 @@ def _secret_of_job(environ: Mapping[str, str], address: str, size: int) -> JobSe
 def secret_of_group(address: str, size: int, environ: Mapping[str, str] = os.environ) -> JobSecret:
     """Return the secret of a job whose program has created its own process group.
 
-    Args:
-        address: Address of the group's store; "" if the store has none.
-        size: Number of ranks.
-        environ: Environment of this process.
+    ``address`` is the address of the group's store; "" if the store has none.
     """
     return _secret_of_job(environ, address, size)
 
@@ -404,8 +392,7 @@ def is_slurm_job(environ: Mapping[str, str] = os.environ) -> bool:
 def stall_s(environ: Mapping[str, str] = os.environ) -> float | None:
     """Return the ``stall_s`` of :func:`asyncdist.run` that the user has set for this job by a variable, or None.
 
-    Raises:
-        ValueError: The variable is not a number of seconds above 0.
+    Raises ValueError if the variable is not a number of seconds above 0.
     """
     text = environ.get(STALL_VARIABLE)
     return seconds(text, STALL_VARIABLE) if text else None

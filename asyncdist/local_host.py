@@ -150,10 +150,8 @@ def probe_port(port: int) -> None:
 def heeding_children() -> Iterator[None]:
     """Let this process read its children's exit codes, even if it was started with SIGCHLD ignored.
 
-    While SIGCHLD is ignored, the kernel drops the exit codes, and a killed rank looks like a successful one.
-
-    Raises:
-        RuntimeError: SIGCHLD is ignored and this is not the main thread, which alone may change that.
+    While SIGCHLD is ignored, the kernel drops the exit codes, and a killed rank looks like a successful one. Raises
+    RuntimeError outside the main thread, which alone can change how SIGCHLD is handled.
     """
     if signal.getsignal(signal.SIGCHLD) is not signal.SIG_IGN:
         yield

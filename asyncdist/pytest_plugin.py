@@ -88,7 +88,6 @@ class _Plan:
     """The options of ``@pytest.mark.sim`` for one test, after all its marks are merged.
 
     Attributes:
-        ranks: Numbers of ranks to run the test with.
         is_parametrized: Whether each number of ranks is a separate pytest item.
         settings: Arguments passed unchanged to ``simulate``, which checks them.
     """

@@ -172,9 +172,6 @@ class _ToldOnce:
     Ranks often fail in the same way before they open a world, for example in an import. The first prints the traceback,
     and each other rank prints one line. They record printed tracebacks in a shared file, whose lock also keeps these
     lines below the traceback. After a world is open, the ranks report their errors to each other instead.
-
-    Args:
-        told: Value of ``TOLD_VARIABLE``, which names the shared file; "" to print every traceback.
     """
 
     def __init__(self, told: str) -> None:
@@ -321,9 +318,6 @@ class _Ending:
 
     It is registered with :mod:`atexit` before the script runs. It is therefore called last, after all threads have
     ended. A program that imports mpi4py itself may still call MPI_Finalize earlier.
-
-    Attributes:
-        code: Exit code of the process.
     """
 
     def __init__(self) -> None:

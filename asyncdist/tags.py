@@ -43,8 +43,7 @@ class TagRegistry:
     def claim(self, tag: int, owner: str) -> None:
         """Reserve ``tag`` for ``owner``. The same owner may claim it repeatedly.
 
-        Raises:
-            LocalProtocolError: The tag is out of range, reserved by the runtime, or in use by a different owner.
+        Raises LocalProtocolError if the tag is out of range, reserved by the runtime, or in use by a different owner.
         """
         check_tag(tag)
         for first, last, purpose in _RESERVED:

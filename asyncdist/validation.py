@@ -53,11 +53,8 @@ def printable(text: str, *, keep: str = "") -> str:
     r"""Return a foreign string as one line for a terminal or a log, with escapes like ``\x1b`` for control characters.
 
     Control characters can steer a terminal, and those of Unicode can reorder text (Boucher and Anderson, Trojan Source,
-    USENIX Security 2023). Use this for every name received from a file, a peer or another process.
-
-    Args:
-        text: Any string.
-        keep: Characters to leave unchanged, for example the newline.
+    USENIX Security 2023). Use this for every name received from a file, a peer or another process. The characters of
+    ``keep``, for example the newline, stay unchanged.
     """
     if text.isprintable():
         return text
@@ -81,10 +78,8 @@ def names_options(*, refused: Mapping[str, str] | None = None) -> Callable[[Call
     """Decorate a constructor so that its error for an unknown option suggests the nearest known option.
 
     Before Python 3.13, Python's own error for a misspelled keyword has no suggestion. The known options are the
-    constructor's parameters and the keys of the TypedDict that annotates its ``**options``.
-
-    Args:
-        refused: For options that similar constructors have but this one lacks, the reason, keyed by option.
+    constructor's parameters and the keys of the TypedDict that annotates its ``**options``. ``refused`` maps options
+    that similar constructors have, but this one lacks, to the reason.
     """
 
     def decorate(init: Callable[P, None]) -> Callable[P, None]:
@@ -125,7 +120,7 @@ def option_names(init: Callable[..., None]) -> tuple[str, ...]:
 
 
 def count(name: str, value: Any, *, least: int = 1, besides: str = "") -> int:
-    """Return ``value`` as an int of at least ``least``. Integers of other types, such as numpy's, are converted.
+    """Return ``value``, of any integer type, as an int. Raise ValueError unless it is an integer of at least ``least``.
 
     Args:
         name: Name of the option.
@@ -207,14 +202,8 @@ def missing_library(what: str, library: str, extra: str) -> str:
 def optional_imports(what: str, libraries: Collection[str], extra: str) -> Iterator[None]:
     """Report how to install a library whose import fails in the body of the ``with`` statement.
 
-    Args:
-        what: Feature that needs the libraries.
-        libraries: Names of the libraries.
-        extra: Extra of asyncdist that installs the libraries.
-
-    Raises:
-        ModuleNotFoundError: A library is missing; the message says how to install it. If another module is missing,
-            Python's own error is raised unchanged.
+    The error is a ModuleNotFoundError, which names the feature ``what`` and the extra of asyncdist that installs the
+    library. If any module other than ``libraries`` is missing, Python's own error is raised unchanged.
     """
     try:
         yield

@@ -14,10 +14,9 @@ from typing import Final, NamedTuple, Self
 
 @enum.unique
 class WaitKind(enum.StrEnum):
-    """Lists the kinds of waits. Each has a key for recordings, its value, and a template for its description.
+    """Lists the kinds of waits: for each, its key in recordings and the template of its description.
 
-    Attributes:
-        template: Format string that may contain the other fields of :class:`WaitId`.
+    A template is a format string that may contain the other fields of :class:`WaitId`.
     """
 
     template: str

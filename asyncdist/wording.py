@@ -8,10 +8,7 @@ from collections.abc import Collection, Sequence
 def ranks_in_words(ranks: Collection[int], *, span_count_max: int | None = None) -> str:
     """Return a text like ``"rank 3"`` or ``"ranks 0, 1, 5-9"``.
 
-    Args:
-        ranks: Ranks in any order.
-        span_count_max: Largest number of spans to list. Further ranks are only counted, as in ``"ranks 0-9, 12 and 3
-            more"``.
+    At most ``span_count_max`` spans are listed. Further ranks are only counted, as in ``"ranks 0-9, 12 and 3 more"``.
     """
     spans: list[list[int]] = []
     for rank in sorted(ranks):
@@ -59,9 +56,7 @@ def size_in_words(nbytes: float) -> str:
 def aligned(rows: Sequence[Sequence[object]], *, right: Collection[int] = ()) -> str:
     """Return the lines of a table whose columns are aligned and separated by two spaces.
 
-    Args:
-        rows: Cells of each row; all rows have the same length.
-        right: Indices of the columns that are aligned to the right.
+    All rows have the same length. The columns with the indices ``right`` are aligned to the right.
     """
     lines = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

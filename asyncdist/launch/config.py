@@ -28,12 +28,12 @@ class MultiprocessConfig:
         local_world_size: Number of ranks on this host.
         master_addr: Name or address of rank 0's host.
         master_port: Free TCP port on rank 0's host.
-        init_method: Rendezvous of process groups: ``"env://"`` for ``master_addr`` and ``master_port``, or
+        init_method: Rendezvous of process groups: ``"env://"`` for ``master_addr`` and ``master_port``,
             ``"tcp://address:port"``, or ``"file://path"``.
         model_parallelism: Number of ranks that share one stage of a model.
         pipeline_parallelism: Number of stages of a model. Its product with ``model_parallelism`` must divide
             ``world_size``.
-        backend: Backend of the default process group, one that torch has registered; None for
+        backend: Backend of the default process group, registered with torch; None for
             :func:`asyncdist.get_distributed_backend`.
         model_parallel_backend: Backend of the model parallel group; None for the default group's.
         pipeline_parallel_backend: Backend of the pipeline parallel group; None for the default group's.
@@ -102,7 +102,7 @@ class MultiprocessConfig:
         return {name: getattr(self, name) for name in names}
 
     def resolve(self) -> MultiprocessConfig:
-        """Return a config with missing fields filled in, as far as they are known before the ranks start.
+        """Return a config in which missing fields are filled in, as far as they are known before the ranks start.
 
         - ``local_world_size``: ``world_size`` if given, otherwise the number of GPUs, or 1 without a GPU.
         - ``master_port``: a free port of this host.

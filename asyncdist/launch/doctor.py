@@ -1,8 +1,8 @@
 """Runs ``asyncdist doctor``: prints what this process would run on and why, and problems with their cures.
 
-``gather`` collects the facts, which may take a few seconds and start MPI. ``find_problems`` uses only these facts.
-Under a launcher every rank examines itself. Rank 0 prints its facts and problems; the first rank of every other host
-prints only problems.
+:func:`gather` collects the facts, which may take a few seconds and start MPI. :func:`find_problems` uses only these
+facts. Under a launcher, every rank examines itself: rank 0 prints its facts and problems, and the first rank of every
+other host prints only problems.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _STARTERS: Final[Mapping[str, str]] = {
     "TORCHELASTIC_RUN_ID": "torchrun, or asyncdist run --transport torch",
     "WORLD_SIZE": "the program that set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
 }
-#: Programs of Open MPI and MPICH that start ranks.
+#: Names of programs by which Open MPI and MPICH start ranks.
 _LAUNCHERS: Final = re.compile(r"(mpirun|mpiexec|orterun|prterun|prte)(\..*)?")
 _PROBE: Final = "from asyncdist.launch import doctor; doctor.tell_of_mpi()"
 _PROBE_TIMEOUT_S: Final = 60.0
-#: Beginning of Open MPI's lines: ``[host:pid]``.
+#: Pattern of the prefix ``[host:pid]`` of Open MPI's lines.
 _ORIGIN: Final = re.compile(r"^\[[^\]\s]+:\d+\]")
 _WORDS_LENGTH_MAX: Final = 400
 _LEVELS: Final = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIALIZED", "MPI_THREAD_MULTIPLE")
@@ -54,7 +54,7 @@ _LEVELS: Final = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIAL
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Describes a problem and its cure."""
+    """A problem and its cure."""
 
     what: str
     cure: str
@@ -62,12 +62,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Mpi:
-    """Describes how the start of MPI ended.
-
-    Attributes:
-        level: Thread level that the library grants, in MPI's numbering from least to most; None if unknown.
-        error: Why MPI did not start, or what is wrong with its world; or None.
-    """
+    """Describes how the start of MPI ended: the granted thread level, if known, or the ``error``."""
 
     level: int | None = None
     error: str | None = None
@@ -75,32 +70,28 @@ class Mpi:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Holds all gathered facts.
+    """All facts that the command has gathered about this process and its host.
 
     Attributes:
         started: How this process was started; no launcher if ``detection_error`` is set.
         detection_error: Problem with the launcher's variables; or None.
         override: Value of ASYNCDIST_TRANSPORT; or None.
         versions: Versions of Python and of packages; None for a package that is not installed.
-        compiled: Whether the modules that carry messages are compiled, and if not, what to do.
+        compiled: Whether the modules that process messages are compiled, and if not, what to do.
         unwritable: Why ranks of this host cannot write to each other's memory; None if they can.
-        installation: The MPI library and the mpiruns found.
         is_unallowed_root: Whether this is root, without the variables by which Open MPI's mpirun accepts root.
-        starter: MPI program that has started this job, if it is not part of the ``installation``.
-        path_mpirun: The first ``mpirun`` in PATH, and its flavour.
-        mpi: How the start of MPI ended.
+        starter: MPI program that has started this job, if it does not belong to ``installation``.
+        path_mpirun: First ``mpirun`` in PATH, and its flavour.
         survives: Whether this is a rank of a job on MPI that continues when ranks die.
         restarts: Whether this is a rank of a job on torch that ranks may join later.
-        is_srun: Whether srun has started this process.
         has_home: Whether HOME is set, without which Open MPI does not start.
-        host_cores: Number of cores of this host.
         own_cores: Number of cores that this process may use.
-        local_size: Number of ranks on this host; None if the launcher does not say.
+        local_size: Number of ranks on this host; None if the launcher does not set it.
         omp_threads: Value of OMP_NUM_THREADS; or None.
         backends: Backends of torch.distributed. Messages use gloo.
         gpus: Names of the GPUs that torch sees.
-        gpu_error: Why torch sees no GPU although the host has some; or None.
-        torch_error: Why the torch transport cannot start with the variables that are set; or None.
+        gpu_error: Why torch sees no GPU although the host has GPUs; or None.
+        torch_error: Why the torch transport cannot start with the current variables; or None.
         secret_error: Why the user's secret cannot be used; or None.
         notes: Other problems, each as ``"problem: cure"``.
     """
@@ -175,7 +166,7 @@ def _mpi_problems(facts: Facts) -> list[Problem]:
     if facts.started.transport == "torch" or facts.override == "local":
         return []
     if facts.installation.library is None and facts.started.transport == "local" and "gloo" in facts.backends:
-        return []  # jobs on torch need no MPI
+        return []  # jobs on torch do not use MPI
     if facts.versions.get("mpi4py") is None:
         return [Problem("mpi4py is not installed", "pip install mpi4py, or start with torchrun")]
     problems = []
@@ -221,7 +212,7 @@ def _thread_problems(facts: Facts) -> list[Problem]:
     count, ranks = int(facts.omp_threads), facts.local_size or 1
     if count * ranks <= facts.host_cores and count <= facts.own_cores:
         return []
-    if count == 1:  # more ranks than cores may be intended, and one thread is the minimum
+    if count == 1:  # one thread is the minimum, and the user may want more ranks than cores
         return []
     place = f"{facts.host_cores} cores" if count * ranks > facts.host_cores else f"a rank bound to {facts.own_cores}"
     return [
@@ -233,7 +224,7 @@ def _thread_problems(facts: Facts) -> list[Problem]:
 
 
 def describe(facts: Facts) -> list[tuple[str, str]]:
-    """Return the facts, as names and descriptions."""
+    """Return the names and descriptions of the facts."""
     started = facts.started
     how = _STARTERS.get(started.source, "no launcher")
     if started.expected_size is not None and started.source in _STARTERS:
@@ -326,10 +317,10 @@ def format_problems(problems: Sequence[Problem]) -> list[str]:
 
 
 def run() -> int:
-    """Print facts and problems; return the exit code, 0 if there are no problems, else 1."""
+    """Print facts and problems. Return exit code 0 if there are no problems, otherwise 1."""
     try:
         os.getcwd()
-    except FileNotFoundError:  # torch's libraries would end the process
+    except FileNotFoundError:  # importing torch's libraries would end the process
         gone = Problem("the working directory has been deleted", "cd to an existing directory")
         print("\n".join(format_problems([gone])), flush=True)
         return 1
@@ -338,14 +329,14 @@ def run() -> int:
     problems = find_problems(facts)
     if facts.started.rank == 0:
         print(format_report(facts, problems), flush=True)
-    elif problems and not environment.local_rank(environ):  # or the launcher gives no local rank
+    elif problems and not environment.local_rank(environ):  # local rank 0, or the launcher sets no local rank
         head = f"rank {facts.started.rank} on {socket.gethostname()}: "
         print(head + "\n".join(format_problems(problems)), flush=True)
     return 1 if problems else 0
 
 
 def gather(environ: Mapping[str, str]) -> Facts:
-    """Return all facts. To test MPI, a child of this process starts it."""
+    """Return all facts. To test MPI, start it in a child process."""
     started, detection_error = Launch("local", 1, 0, "no launcher"), None
     try:
         started = environment.detect(environ)
@@ -360,7 +351,7 @@ def gather(environ: Mapping[str, str]) -> Facts:
         missing_bytecode(importlib.util.find_spec("torch")),
     )
     local_size = None
-    with contextlib.suppress(ValueError):  # reported as detection_error
+    with contextlib.suppress(ValueError):  # detection_error reports this error
         local_size = environment.local_size(environ)
     return Facts(
         started=started,
@@ -397,10 +388,10 @@ def gather(environ: Mapping[str, str]) -> Facts:
 
 
 def _find_starter(installation: mpirun.Installation) -> str | None:
-    """Return the MPI program that started this process, if it is in another folder than the found launchers."""
+    """Return the MPI program that started this process, unless it is in the folder of a found launcher."""
     folders = {os.path.dirname(os.path.realpath(path)) for path in installation.launchers.values()}
     for pid in reversed(rank_program.ancestors()):
-        with contextlib.suppress(OSError):  # another user's process, or one that has ended
+        with contextlib.suppress(OSError):  # the process belongs to another user, or has ended
             program = os.readlink(f"/proc/{pid}/exe")
             if _LAUNCHERS.fullmatch(os.path.basename(program)):
                 return None if os.path.dirname(program) in folders else program
@@ -436,7 +427,7 @@ def _ask_torch() -> tuple[list[str], list[str], str | None]:
 
 
 def missing_bytecode(spec: ModuleSpec | None) -> str | None:
-    """Return why an imported package has no saved bytecode, and the cure; None if it has."""
+    """Return why an imported package has no saved bytecode, and the cure, or None."""
     if spec is None or spec.cached is None or spec.origin is None or os.path.exists(spec.cached):
         return None
     folder = os.path.dirname(spec.origin)
@@ -448,7 +439,7 @@ def missing_bytecode(spec: ModuleSpec | None) -> str | None:
 
 
 def _start_mpi(started: Launch, installation: Installation, environ: Mapping[str, str]) -> Mpi:
-    """Start MPI in a child, which the launcher takes for this process; return how the start ended.
+    """Start MPI in a child that the launcher mistakes for this process. Return how the start ended.
 
     A child is needed because a failing MPI_Init ends its process.
     """
@@ -466,7 +457,7 @@ def _start_mpi(started: Launch, installation: Installation, environ: Mapping[str
             errors="replace",
             check=False,
             timeout=_PROBE_TIMEOUT_S,
-            close_fds=False,  # one of them is the connection to MPICH's launcher
+            close_fds=False,  # the child needs the connection to MPICH's launcher
         )
     except subprocess.TimeoutExpired:
         return Mpi(error=f"MPI did not start {place} within {_PROBE_TIMEOUT_S:g} s")
@@ -489,7 +480,7 @@ def _first_words(text: str) -> str:
 
 
 def tell_of_mpi() -> None:
-    """Start MPI for the :class:`Launch` in ``argv``, and print how that ended. Main function of a child."""
+    """Start MPI for the :class:`Launch` in ``argv``, and print the result. Main function of a child process."""
     started = Launch(**json.loads(sys.argv[1]))
     try:
         found = _start_mpi_here(started)
@@ -505,7 +496,7 @@ def _start_mpi_here(started: Launch) -> Mpi:
     from mpi4py import MPI
 
     library = MPI.Get_library_version()
-    mpi_launchers.check_library(started, library)  # with a wrong library, MPI_Init would end this process
+    mpi_launchers.check_library(started, library)  # MPI_Init of a wrong library would end this process
     MPI.Init_thread(MPI.THREAD_FUNNELED)
     name = library.split(",")[0].splitlines()[0]
     mpi_launchers.check_world_size(started.expected_size, MPI.COMM_WORLD.size, name, source=started.source)
@@ -526,7 +517,7 @@ def _explain_no_gpu() -> str | None:
 
 
 def _check_torch(environ: Mapping[str, str]) -> str | None:
-    """Return why a run on torch would be refused; None if it would be accepted."""
+    """Return why asyncdist would refuse to run on the torch transport, or None."""
     try:
         environment.torch_rendezvous(environ)
     except ValueError as error:
@@ -535,7 +526,7 @@ def _check_torch(environ: Mapping[str, str]) -> str | None:
 
 
 def _check_secret(environ: Mapping[str, str]) -> str | None:
-    """Return why the user's secret cannot be used; None if it can, or there is none."""
+    """Return why the user's secret cannot be used, or None."""
     try:
         environment.given_secret(environ)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Runs a rank so that its child processes do not outlive it, and it does not outlive its launcher. Linux only.
+"""Runs a rank so that its child processes end with the rank, and the rank ends with its launcher. Linux only.
 
     python guardians.py PARENT STARTED COMMAND ARGUMENTS...
 
@@ -6,31 +6,28 @@ Each rank of ``asyncdist run`` has two guardians above it, small processes that 
 
     launcher (or mpirun) -> outer guardian -> inner guardian -> rank -> the rank's child processes
 
-- A guardian is a *subreaper* (prctl(2), PR_SET_CHILD_SUBREAPER): every orphan below it becomes its child, even one in
-  its own session. When the rank has ended, the processes that it has left get SIGTERM, and SIGKILL after ``GRACE_S``.
+- A guardian is a *subreaper* (prctl(2), PR_SET_CHILD_SUBREAPER): every orphan below it becomes its child, even in a
+  separate session. When the rank has ended, its remaining child processes get SIGTERM, and SIGKILL after ``GRACE_S``.
   Then the guardian ends with the rank's exit code or signal.
-- When the parent of a guardian has ended, the guardian kills the rank at once, and then the rank's processes.
-- Both guardians do all of this, so that either may be killed. mpirun kills the process group of the outer one; the
-  inner one is in its own group. Processes are left behind only if both are killed at the same moment.
-- A guardian passes signals on to the rank. The rank is in the outer guardian's process group, to which mpirun sends
-  all signals: signals from mpirun, or from a terminal, reach the rank directly. PARENT is the launcher's pid if the
-  launcher sends signals only to the outer guardian, and 0 under mpirun.
-- SIGUSR1 is blocked when the rank begins, and stays pending until :mod:`asyncdist.rank_program` has a handler for it.
-  A starting guardian ignores it. mpirun passes all signals on to its children, with their default actions, so a shell,
-  which starts in one or two milliseconds, ignores SIGUSR1 until Python has started.
-- In jobs that continue when ranks die, a rank writes to the descriptor STARTED (0 in other jobs) when it has joined the
-  world, and when it has left the world in a way that the others know of. mpirun does not react to a rank that fails
-  before it has joined, and the others would wait for that rank forever. The outer guardian therefore asks mpirun to end
-  the job, once for all ranks of the host; likewise for a rank that aborts the job. mpirun does not report a rank that
-  exits while it is in the world either: the outer guardian then ends by SIGKILL, which mpirun does report.
+- When the parent of a guardian has ended, the guardian kills the rank at once, and then the rank's child processes.
+- Both guardians do all of this, and the inner one is in its own process group, since mpirun may kill the group of the
+  outer one. Processes survive only if both guardians are killed at the same moment.
+- A guardian passes signals on to the rank. The rank is in the outer guardian's process group, so signals from mpirun or
+  a terminal reach the rank directly. PARENT is the launcher's pid if the launcher sends signals only to the outer
+  guardian, and 0 under mpirun.
+- SIGUSR1 is ignored until the guardians have started, by a shell under mpirun, which may pass it on at once. It is
+  blocked in the rank until :mod:`asyncdist.rank_program` has a handler for it.
+- In jobs that continue when ranks die, a rank reports to the descriptor STARTED (0 in other jobs) when it joins or
+  leaves its world. If the rank fails before it has joined, or aborts the job, mpirun does not react and the other ranks
+  would wait forever, so the outer guardian asks mpirun to end the job, once per host. If the rank exits while it is in
+  the world, the outer guardian ends by SIGKILL, because mpirun reports only that to the other ranks.
 - Under ``asyncdist run``, the outer guardian of a rank on MPI reports to the launcher when it guards the rank, when the
-  rank has joined the world, and how the rank has ended. The last report arrives before mpirun's message, which names
-  the rank that ended first instead of the cause. From another host, an agent of the launcher forwards the reports
-  (:mod:`asyncdist.launch.supervision.guardian_reports`).
-- Rank 0 joins the launcher's process group (``GROUP_VARIABLE``) if that has a terminal, so that rank 0 may read it.
+  rank has joined the world, and how the rank has ended, before mpirun does. From another host, an agent of the launcher
+  forwards the reports (:mod:`asyncdist.launch.supervision.guardian_reports`).
+- Rank 0 joins the launcher's process group (``GROUP_VARIABLE``) if the launcher has a terminal, to be able to read it.
 
-This program reads its rank, the launcher's place and the folder of mpirun's job from the environment itself. It imports
-little, and only from the standard library: the guardians delay the start of a rank by 20 ms.
+The program reads environment variables itself and imports only a few modules of the standard library, so that the
+guardians delay the start of a rank by only 20 ms.
 """
 
 from __future__ import annotations
@@ -49,62 +46,59 @@ if TYPE_CHECKING:
 
 #: Path of this file, to run it as a program.
 PROGRAM: Final = os.path.abspath(__file__)
-#: Whether guardians exist on this system. Others have no subreapers, and do not notify a process of its parent's end.
+#: Whether this system has guardians. They need subreapers and a signal for a parent's death, which only Linux has.
 ARE_HERE: Final = sys.platform.startswith("linux")
-#: Command by which a guardian ignores SIGUSR1 from its start under mpirun, which may pass it on at once.
+#: Shell command that starts a guardian with SIGUSR1 ignored, since mpirun may pass that signal on at once.
 _IGNORING_SIGUSR1: Final = ("/bin/sh", "-c", "trap '' USR1; exec \"$@\"", "sh")
-#: Variable with the process group in the foreground of the launcher's terminal, which rank 0 joins.
+#: Variable with the launcher's process group, which rank 0 joins to be able to read the terminal.
 GROUP_VARIABLE: Final = "ASYNCDIST_TERMINAL_GROUP"
-#: Variable with the launcher's pid, the number of its descriptor for reports, and the token that marks a report on
-#: standard error.
+#: Variable with the launcher's pid, its descriptor for reports, and the token that marks reports on standard error.
 REPORTS_VARIABLE: Final = "ASYNCDIST_REPORTS"
 _RANK_VARIABLES: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
-#: Seconds that a guardian waits for the launcher to read how its rank has ended.
+#: Maximum seconds to wait until the launcher has read how a rank has ended.
 _READ_S: Final = 1.0
-#: Seconds that the processes of an ended rank may take to end after SIGTERM.
+#: Maximum seconds for a rank's remaining child processes to end after SIGTERM.
 GRACE_S: Final = 0.5
-#: Seconds that killed processes may take to be gone. Only the kernel can delay them.
+#: Maximum seconds for killed processes to vanish. Only the kernel can delay this.
 _GONE_S: Final = 5.0
 _PERIOD_S: Final = 0.01
-#: As in :mod:`asyncdist.rank_program`.
+# States that a rank reports, with the same values as in :mod:`asyncdist.rank_program`.
 _OPENS_WORLD: Final = b"0"
 _IN_WORLD: Final = b"1"
 _ENDS_JOB: Final = b"3"
-# prctl(2)
+# Options of prctl(2).
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_DUMPABLE: Final = 4
 _PR_SET_CHILD_SUBREAPER: Final = 36
 
 
 def guarded(command: list[str], *, parent: int = 0, started: int = 0) -> list[str]:
-    """Return the command line that runs ``command`` under guardians; ``command`` itself if the system has none.
+    """Return the command line that runs ``command`` under guardians, or ``command`` itself if the system has none.
 
-    Args:
-        command: Absolute path of a program, and its arguments.
-        parent, started: PARENT and STARTED of the module's docstring.
+    ``command`` begins with an absolute path. The module's docstring describes PARENT and STARTED.
     """
-    # Python starts in 10 ms if it is isolated and without site-packages.
+    # These options let Python start in 10 ms: it is isolated and does not load site-packages.
     guardian = [sys.executable, "-I", "-S", PROGRAM, str(parent), str(started), *command]
     return ([] if parent else [*_IGNORING_SIGUSR1]) + guardian if ARE_HERE else command
 
 
 def end_signal() -> int:
-    """Return the signal that makes a guardian kill the rank and the rank's processes, and end."""
+    """Return the signal that makes a guardian kill the rank and its child processes, and end."""
     return int(signal.SIGRTMIN)
 
 
 def foreground_variables() -> dict[str, str]:
-    """Return the variables that put rank 0 into the foreground of this process's terminal, from which it may read."""
+    """Return the variables that put rank 0 into the foreground of this process's terminal, which it may then read."""
     return {GROUP_VARIABLE: str(os.getpgrp())} if os.isatty(0) else {}
 
 
 def report_mark(token: str) -> bytes:
-    """Return the mark at the beginning of a report that is sent between the output lines of ranks."""
+    """Return the mark at the beginning of a guardian's report, which distinguishes it from ranks' output lines."""
     return f"\x1easyncdist {token} ".encode()
 
 
 def reports_path(token: str) -> str:
-    """Return the path of the FIFO for reports on another host than the launcher's. It exists if an agent reads it.
+    """Return the path of the FIFO for reports on a host other than the launcher's. It exists while an agent reads it.
 
     The path contains the host's name, because containers may share /tmp.
     """
@@ -120,19 +114,19 @@ def die_with_parent(parent: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every orphan below this process, so that all descendants stay below it."""
+    """Make this process the parent of every orphan among its descendants."""
     if ARE_HERE:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_children() -> None:
-    """End all descendants of this process, including orphans that it adopts meanwhile.
+    """End all descendants of this process, including orphans that it adopts in the meantime.
 
-    For a process that adopts orphans and has finished its other work. Does nothing on systems other than Linux.
+    The process must adopt orphans and have finished its other work. Does nothing on systems other than Linux.
     """
     told: set[int] = set()
     deadline = time.monotonic() + GRACE_S
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error if a worker is killed
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise an error for a killed worker
     while ARE_HERE and (late_s := time.monotonic() - deadline) < _GONE_S:
         while _reap() is not None:
             pass
@@ -142,7 +136,9 @@ def end_children() -> None:
         for pid in children:
             if late_s >= 0 or pid not in told:
                 told.add(pid)
-                os.kill(pid, signal.SIGKILL if late_s >= 0 else signal.SIGTERM)  # valid: only this process reaps it
+                os.kill(
+                    pid, signal.SIGKILL if late_s >= 0 else signal.SIGTERM
+                )  # the pid is valid, since only this process reaps it
         time.sleep(_PERIOD_S)
 
 
@@ -169,7 +165,7 @@ def kill_all(pidfds: list[int]) -> None:
 
 
 def main(parent: int, started: int, command: list[str]) -> NoReturn:
-    """Become the outer guardian of ``command``; see the module's docstring."""
+    """Become the outer guardian of ``command``, with an inner guardian between it and the rank."""
     heard = _Heard(started) if started else None
     reports = _Reports()
     group = os.getpgrp()
@@ -178,13 +174,13 @@ def main(parent: int, started: int, command: list[str]) -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     if parent == 0:
-        signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # ignored until now
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # the shell has set it to be ignored
     signals_group = parent == 0 and not is_at_terminal
     outer = _stand_guard(parent or os.getppid(), signals_group=signals_group, heard=heard, reports=reports)
     os.setpgid(0, 0)
     inner = _stand_guard(outer, signals_group=False)
     reports.close()
-    with contextlib.suppress(OSError):  # the outer guardian has been killed, so the inner one will kill this process
+    with contextlib.suppress(OSError):  # the outer guardian was killed, and the inner one will kill this process
         os.setpgid(0, int(terminal_group) if is_at_terminal else group)
     die_with_parent(inner)
     signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGUSR1})
@@ -192,13 +188,9 @@ def main(parent: int, started: int, command: list[str]) -> NoReturn:
 
 
 class _Reports:
-    """Sends reports to the launcher, by its pipe on the launcher's host, or by the FIFO of its agent on another host.
+    """Sends reports about a rank to the launcher's pipe or, on another host, to the FIFO of its agent.
 
-    Without either, only the end of the rank is reported, by a marked line on standard error. The line may be lost,
-    because mpirun stops reading its ranks' output once it stops them.
-
-    Attributes:
-        rank: Number of the rank in the launcher's variables.
+    Without either, only the end of the rank is reported, by a marked line on standard error, which may be lost.
     """
 
     def __init__(self) -> None:
@@ -210,7 +202,7 @@ class _Reports:
                 self._pipe = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_WRONLY | os.O_CLOEXEC)
 
     def write(self, what: str, number: int) -> None:
-        """Write one report. If it is the end of a failed rank, wait briefly until the launcher has read it."""
+        """Write one report. If it reports that the rank has failed, wait briefly until the launcher has read it."""
         report = f"{self.rank} {what} {number}\n".encode()
         with contextlib.suppress(OSError):  # no process reads the pipe any longer
             if self._pipe is not None:
@@ -227,7 +219,7 @@ class _Reports:
 
 
 def _open_fifo(path: str) -> int | None:
-    """Open a FIFO for writing; return None if it does not exist or no process reads it."""
+    """Open a FIFO for writing. Return None if it does not exist or no process reads it."""
     try:
         return os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -235,8 +227,8 @@ def _open_fifo(path: str) -> int | None:
 
 
 def _await_reader(pipe: int) -> None:
-    """Wait until the content of the pipe has been read, for at most ``_READ_S``."""
-    import array  # here, because the import takes time, and is needed only after a failure
+    """Wait until the content of the pipe has been read, for at most ``_READ_S`` seconds."""
+    import array  # imported here to save time, since it is needed only after a failure
     import fcntl
     import termios
 
@@ -248,7 +240,7 @@ def _await_reader(pipe: int) -> None:
 
 
 def _ancestors() -> list[int]:
-    """Return the parent of this process, the parent's parent, and so on."""
+    """Return the pids of this process's parent, grandparent and so on."""
     found = [os.getppid()]
     with contextlib.suppress(OSError, ValueError):
         while found[-1] > 1:
@@ -258,18 +250,14 @@ def _ancestors() -> list[int]:
 
 def _parent_of(pid: int) -> int:
     with open(f"/proc/{pid}/stat", "rb") as file:
-        return int(file.read().rpartition(b")")[2].split()[1])  # the program's name before ")" may contain anything
+        return int(file.read().rpartition(b")")[2].split()[1])  # the program's name may contain ")"
 
 
 class _Heard:
-    """Reads the bytes that a rank writes to ``started``. This process gets SIGIO when there is something to read.
-
-    Args:
-        started: Descriptor for the rank.
-    """
+    """Reads the states that a rank writes to the descriptor ``started``. SIGIO notifies this process of new bytes."""
 
     def __init__(self, started: int) -> None:
-        import fcntl  # here, because the import takes time, and only jobs that survive losses need it
+        import fcntl  # imported here to save time, since only jobs that survive losses need it
 
         self._pipe, write = os.pipe()
         os.dup2(write, started)
@@ -280,8 +268,8 @@ class _Heard:
         self._last = b""
 
     def last(self) -> bytes:
-        """Return the last byte that the rank has written; b"" if it has written nothing."""
-        with contextlib.suppress(BlockingIOError):  # nothing new
+        """Return the last state that the rank has reported; b"" if it has reported none."""
+        with contextlib.suppress(BlockingIOError):  # the rank has written nothing new
             self._last = os.read(self._pipe, 1024)[-1:] or self._last
         return self._last
 
@@ -289,17 +277,17 @@ class _Heard:
 def _stand_guard(
     parent: int, *, signals_group: bool, heard: _Heard | None = None, reports: _Reports | None = None
 ) -> int:
-    """Fork. This process becomes a guardian and never returns; the child gets the guardian's pid.
+    """Fork. The parent becomes a guardian and never returns; the child returns the guardian's pid.
 
     Args:
         parent: Parent of this process. When it ends, the guardian kills the rank.
         signals_group: Whether the parent sends its signals to the process group of guardian and rank.
-        heard: Reads the rank's notices about its world, in jobs that survive losses.
+        heard: Reads the states that the rank reports, in jobs that survive losses.
         reports: Sends reports about the rank to the launcher.
     """
     own = os.getpid()
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGCHLD)  # wakes the guardian, which then checks its parent
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGCHLD)  # wakes the guardian to check its parent
     child = os.fork()
     if child != 0:
         _guard(child, parent, signals_group=signals_group, heard=heard, reports=reports)
@@ -317,7 +305,7 @@ def _guard(child: int, parent: int, *, signals_group: bool, heard: _Heard | None
     if status is None:
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
-    elif reports is not None:  # a rank that its guardian has killed is not a cause
+    elif reports is not None:  # a rank that the guardian has killed is not reported as a cause
         reports.write("ended", os.waitstatus_to_exitcode(status))
     end_children()
     code = os.waitstatus_to_exitcode(status)
@@ -327,7 +315,11 @@ def _guard(child: int, parent: int, *, signals_group: bool, heard: _Heard | None
 
 
 def _tell_of_failure(code: int, parent: int, heard: _Heard) -> int:
-    """End the job, or notify the others, if they would wait for this failed rank; return the guardian's exit code."""
+    """Handle a failed rank for which the other ranks would wait. Return the guardian's exit code.
+
+    If the rank has not joined the world, or aborts the job, ask mpirun to end the job. If it exits while it is in the
+    world, return the code by which mpirun notices its death.
+    """
     news = heard.last()
     if news in (b"", _OPENS_WORLD):
         how = f"exit code {code}" if code > 0 else f"signal {-code}"
@@ -342,23 +334,22 @@ def _tell_of_failure(code: int, parent: int, heard: _Heard) -> int:
 
 
 def _is_first_to_ask() -> bool:
-    """Return whether no other guardian has asked mpirun to end the job. At a second signal, mpirun ends too early."""
-    folder = os.environ.get("PMIX_SERVER_TMPDIR", "")  # mpirun makes and removes it
+    """Return whether no other guardian has asked mpirun to end the job. A second request would end mpirun too early."""
+    folder = os.environ.get("PMIX_SERVER_TMPDIR", "")  # mpirun creates and removes this folder
     try:
         os.close(os.open(os.path.join(folder, "asyncdist-ends"), os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
     except FileExistsError:
         return False
-    except OSError:  # the other guardians are unknown
+    except OSError:  # without the folder, guardians cannot coordinate
         return True
     return True
 
 
 def _wait(child: int, parent: int, on_word: Callable[[], None], *, signals_group: bool) -> int | None:
-    """Wait for the child; return its wait status, or None if the guardian has to kill it.
+    """Wait for the child. Return its wait status, or None if the guardian has to kill it.
 
-    Args:
-        child, parent, signals_group: See :func:`_stand_guard`.
-        on_word: Called when the rank may have written a notice.
+    ``on_word`` is called when the rank may have reported a state. The other arguments are those of
+    :func:`_stand_guard`.
     """
     while os.getppid() == parent:
         came = signal.sigwaitinfo(signal.valid_signals())
@@ -368,15 +359,15 @@ def _wait(child: int, parent: int, on_word: Callable[[], None], *, signals_group
             ended = dict(iter(_reap, None))
             if child in ended:
                 return ended[child]
-        elif came.si_signo == signal.SIGIO and came.si_code > 0:  # from the kernel
+        elif came.si_signo == signal.SIGIO and came.si_code > 0:  # a code above 0 means the kernel
             on_word()
-        elif not (signals_group and (came.si_pid == parent or came.si_code > 0)):  # above 0: from the kernel
+        elif not (signals_group and (came.si_pid == parent or came.si_code > 0)):  # not from the parent or kernel
             os.kill(child, came.si_signo)
     return None
 
 
 def _reap() -> tuple[int, int] | None:
-    """Return pid and wait status of a child that has ended; None if none has."""
+    """Return the pid and wait status of a child that has ended, or None."""
     try:
         pid, status = os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:
@@ -385,7 +376,7 @@ def _reap() -> tuple[int, int] | None:
 
 
 def _parents() -> dict[int, int]:
-    """Return the parent of every visible process, by pid. With hidepid=1 (proc(5)), those are only this user's."""
+    """Return the parent's pid of every visible process. With hidepid=1 (proc(5)), only this user's are visible."""
     found = {}
     for entry in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):
@@ -394,9 +385,9 @@ def _parents() -> dict[int, int]:
 
 
 def _end_as(code: int) -> NoReturn:
-    """End with this exit code, or by a signal if it is negative."""
+    """End with this exit code, or by the signal -``code`` if it is negative."""
     if code < 0:
-        _prctl(_PR_SET_DUMPABLE, 0)  # the rank has written a core file already
+        _prctl(_PR_SET_DUMPABLE, 0)  # the rank has already written a core file
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)

@@ -1,6 +1,6 @@
-"""Starts ranks on its host for a launcher on another host, which runs ``python host_agent.py TOKEN`` by ssh.
+"""Starts ranks on this host for a launcher on another host, which runs ``python host_agent.py TOKEN`` by ssh.
 
-Both sides send lines of JSON. The launcher writes these to the agent's standard input, in this order:
+Both sides send lines of JSON. The launcher writes commands to the agent's standard input, in this order:
 
     {"script": PATH, "count": RANKS, "needs": [PATH, ...], "reports": TOKEN}
                                                               checks the host; answered by ``hello`` or ``problem``
@@ -10,11 +10,10 @@ Both sides send lines of JSON. The launcher writes these to the agent's standard
     {"guardian": RANK, "number": N}                           sends a signal to the guardian of a rank of an mpirun
     {"probe": true}                                           answered by ``alive`` at once
 
-The agent writes its answers to standard output, between the output lines of ranks. Each begins with a mark that
-contains the launcher's TOKEN, so that no rank writes one by accident. When standard input ends, because the launcher,
-the ssh or the network has failed, the agent kills all ranks. If the agent itself is killed, the guardians of the ranks
-do so, on Linux. If an mpirun starts the ranks, the TOKEN of ``reports`` is not empty, and the agent forwards each
-report of their guardians as ``report``.
+The agent writes its answers to standard output, between the output lines of ranks. Each answer begins with a mark that
+contains the launcher's TOKEN. When standard input ends, because the launcher, the ssh or the network has failed, the
+agent kills all ranks. If the agent itself is killed, the guardians kill the ranks, on Linux. If an mpirun starts the
+ranks, the TOKEN of ``reports`` is not empty, and the agent forwards each report of their guardians as ``report``.
 """
 
 from __future__ import annotations
@@ -50,11 +49,7 @@ def versions() -> dict[str, str]:
 
 
 class _Agent:
-    """Carries out the launcher's commands.
-
-    Args:
-        token: Token of the launcher.
-    """
+    """Executes the launcher's commands on this host."""
 
     def __init__(self, token: str) -> None:
         self._mark = mark(token)
@@ -64,7 +59,7 @@ class _Agent:
         self._reports: GuardianReports | None = None
 
     def run(self) -> None:
-        """Carry out commands until standard input ends."""
+        """Execute commands until standard input ends."""
         threading.Thread(target=self._read, name="launcher", daemon=True).start()
         with local_host.told_variables() as self._told:
             self._carry_out()
@@ -77,7 +72,7 @@ class _Agent:
                     return
                 if what == "ended":
                     process = self._ranks.pop(news)
-                    process.end()  # and the processes that it has left
+                    process.end()  # also ends the rank's remaining child processes
                     self._tell(ended=news, code=process.returncode)
                 else:
                     self._obey(news)
@@ -92,7 +87,7 @@ class _Agent:
     def _read(self) -> None:
         try:
             for line in sys.stdin.buffer:
-                if line.endswith(b"\n"):  # otherwise the launcher, or the ssh, has ended within the line
+                if line.endswith(b"\n"):  # an incomplete line means that the launcher or ssh has ended
                     self._events.put(("told", json.loads(line)))
         finally:
             self._events.put(("over", None))
@@ -107,7 +102,9 @@ class _Agent:
         elif "guardian" in told:
             if self._reports is not None:
                 self._reports.send_signal(told["guardian"], told["number"])
-        elif (rank := told["signal" if "signal" in told else "end"]) in self._ranks:  # else it has just ended
+        elif (
+            rank := told["signal" if "signal" in told else "end"]
+        ) in self._ranks:  # ignored if the rank has just ended
             process = self._ranks[rank]
             process.send_signal(told["number"]) if "signal" in told else process.end()
 
@@ -140,7 +137,7 @@ class _Agent:
             self._tell(ended=rank, code=127)
 
     def _tell(self, **news: Any) -> None:
-        os.write(1, self._mark + json.dumps(news).encode() + b"\n")  # short enough for a single write
+        os.write(1, self._mark + json.dumps(news).encode() + b"\n")  # a single write is enough for a short line
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Starts ranks of a script that join a running job: ``asyncdist run --join HOST:PORT``.
 
 The job was started by ``asyncdist run --places``, and its store is at that address.
-:mod:`asyncdist.launch.place_claims` takes free places there, and reports their changes to the job. This module uses
-the supervision of :mod:`asyncdist.launch.local_ranks`, with its rules, except:
+:mod:`asyncdist.launch.place_claims` reserves free places (rank numbers without a process) in the store, and
+:mod:`asyncdist.launch.local_ranks` supervises the ranks, with two exceptions:
 
 - A rank that fails or is killed ends no other rank.
-- At a signal the ranks are killed. The job's other ranks continue, and regard them as lost.
+- When the launcher receives a signal, it kills its ranks. The job's other ranks treat them as lost and continue.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from asyncdist._version import __version__
 from asyncdist.launch import local_ranks, place_claims
 from asyncdist.trust import secret_files
 
-#: Seconds for connecting to the address.
+#: Timeout in seconds for connecting to the address.
 _LISTENER_S: Final = 5.0
-#: Seconds for taking places, including the import of torch on a busy host.
+#: Timeout in seconds for reserving places, including the import of torch on a busy host.
 _ANSWER_S: Final = 60.0
-#: Seconds for giving the places back.
+#: Timeout in seconds for freeing the places.
 _GIVE_BACK_S: Final = 5.0
 
 
@@ -46,20 +46,17 @@ def run(
     """Run ranks of a script in free places of a job, and return an exit code when the last one has ended.
 
     Args:
-        script: Path of a Python script.
-        arguments: Arguments of the script.
-        address: Address of the job that its launcher has printed.
-        ranks: Number of places to take.
+        address: Address of the job, printed by its launcher.
+        ranks: Number of ranks to start.
         threads: OMP_NUM_THREADS of each rank. None keeps the user's value, or gives each rank its share of the cores.
         restarts: Number of restarts of each rank after a signal has killed it.
-        environ: Environment of this process.
 
     Returns:
         0 if the last process of each rank ended with 0. Otherwise the code of the first rank that failed, or 128 plus
-        the number of the signal that killed it or that the launcher received.
+            the number of the signal that killed it or that the launcher received.
 
     Raises:
-        local_host.LaunchError: The script does not exist, there is no such job, or too few of its places are free.
+        LaunchError: The script does not exist, no job is at the address, or too few of its places are free.
     """
     local_host.check_script(script)
     local_host.check_ranks(ranks)
@@ -101,14 +98,10 @@ def build_environments(
     threads: int | None,
     secret: str = "",
 ) -> dict[int, dict[str, str]]:
-    """Return the environment of each rank.
+    """Return the environment of each rank, by rank.
 
-    Args:
-        environ: Environment of this process.
-        job: Description of the job from :func:`place_claims.claim`.
-        host, port: Address of the job's store.
-        threads: OMP_NUM_THREADS; None keeps the user's value.
-        secret: Secret of the job.
+    ``job`` is the description from :func:`place_claims.claim`, and ``host`` and ``port`` are the address of the job's
+    store. If ``threads`` is None, the user's OMP_NUM_THREADS is kept.
     """
     places: list[tuple[int, int]] = job["places"]
     share = str(max(1, local_host.available_cores() // len(places)))
@@ -135,10 +128,9 @@ def build_environments(
 
 
 def _kept_secret(address: str, port: int) -> str:
-    """Return the secret that the launcher of a job on this host keeps for this user.
+    """Return the secret of a job on this host, from the file that its launcher has written for this user.
 
-    Raises:
-        local_host.LaunchError: There is no secret, so that the address is not that of a job of this user on this host.
+    Raises LaunchError without such a file, since this user then has no job at that address on this host.
     """
     secret = secret_files.find(secret_files.name_of(port), environment.secret_directories())
     if secret is None:
@@ -165,7 +157,7 @@ def _check_listener(host: str, port: int) -> None:
 
 
 def _start_keeper(host: str, port: int, ranks: int, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start the process that takes the places. It ends shortly after this one, once it has given them back."""
+    """Start the process that reserves the places. It frees them and ends shortly after this process ends."""
     command = [sys.executable, place_claims.PROGRAM, host, str(port), str(ranks), __version__]
     quiet = {**environ, "TORCH_CPP_LOG_LEVEL": "FATAL"}
     try:
@@ -189,7 +181,7 @@ def _read_claim(keeper: subprocess.Popen[bytes], address: str) -> dict[str, Any]
 
 
 def _end(keeper: subprocess.Popen[bytes]) -> None:
-    """End the process that holds the places, which frees those whose ranks have not been reported as ended."""
+    """End the process that has reserved the places. It frees places whose ranks have not been reported as ended."""
     assert keeper.stdin is not None and keeper.stdout is not None
     with contextlib.suppress(BrokenPipeError):
         keeper.stdin.close()

@@ -1,25 +1,21 @@
-"""Starts N ranks of a script on this host, with the variables that torchrun sets: ``asyncdist run --transport torch``.
+"""Starts ranks of a script on this host with the variables that torchrun sets: ``asyncdist run --transport torch``.
 
-The launcher keeps to these rules:
-
-- Each rank is in its own process group. Ctrl-C in a terminal therefore reaches only the launcher, which passes it on
-  once. If the launcher has a terminal, rank 0 is in the launcher's group: only rank 0 may read from the terminal, and
-  its keys reach rank 0 without the launcher.
+- Each rank is in its own process group, so Ctrl-C in a terminal reaches only the launcher, which passes it on once. If
+  the launcher has a terminal, rank 0 is in the launcher's group, because only then may it read from the terminal.
 - All signals of :data:`asyncdist.local_host.PASSED_ON_SIGNALS` are passed on to the ranks.
-- Processes that a rank has started (the workers of a data loader) end when the rank does. On Linux this includes
-  processes in their own sessions (:mod:`asyncdist.launch.guardians`).
-- The first rank to fail decides the exit code, as with mpirun. Exit code 1, with which Python ends after any exception,
-  is an exception: ranks that stop because another one fails often end with it before the failing rank does. A rank that
-  ends in another way within ``SETTLE_S`` is therefore the cause.
-- The other ranks are asked to stop, and killed if they have not done so after ``STOP_S``. No process is left behind, on
-  Linux even if the launcher itself is killed.
-- With ``restarts``, a rank that is killed by a signal is restarted with the same variables, except for
-  ASYNCDIST_INCARNATION, which counts the restarts. The other ranks are not touched. A rank that exits is not restarted:
-  it has returned, or has notified the others of its failure. A separate process serves the store
-  (:mod:`asyncdist.launch.store_server`), so that any rank may die, and the launcher notes there which processes have
-  ended.
-- With ``places``, the world has more places than the launcher starts ranks, and ranks may join later
-  (:mod:`asyncdist.launch.joining_ranks`). A rank that is killed and not restarted frees its place.
+- Processes that a rank has started (such as a data loader's workers) end with the rank, on Linux even in their own
+  sessions (:mod:`asyncdist.launch.guardians`).
+- The first rank to fail decides the exit code, as with mpirun. The exception is exit code 1, with which Python ends
+  after any exception: ranks that stop because a different rank fails often end with 1 before that rank does. A rank
+  that ends in another way within ``SETTLE_S`` is therefore the cause.
+- The other ranks are asked to stop, and killed after ``STOP_S``. No process is left behind, on Linux even if the
+  launcher itself is killed.
+- With ``restarts``, a rank that was killed by a signal is restarted with the same variables, except for
+  ASYNCDIST_INCARNATION, which counts the restarts. A rank that exits is not restarted, since it has returned or has
+  notified the others of its failure. A separate process serves the store (:mod:`asyncdist.launch.store_server`), so
+  that any rank may die, and the launcher records there which processes have ended.
+- With ``places``, the world has more ranks than the launcher starts, and processes for the others may join later
+  (:mod:`asyncdist.launch.joining_ranks`). A rank that is killed and not restarted also becomes free for them.
 - This module does not import torch: the launcher starts in 0.1 s and uses no CPU while it waits.
 """
 
@@ -43,32 +39,27 @@ from asyncdist.launch.supervision import endings
 from asyncdist.trust import job_secret, secret_files
 from asyncdist.wording import ranks_in_words
 
-#: Seconds that ranks may take to stop when they are asked to.
+#: Maximum seconds for ranks to stop after they were asked to.
 STOP_S: Final = 10.0
-#: Seconds that the others may take to end after a rank has ended with 1, before they are asked to stop.
+#: Seconds between a rank's exit with code 1 and the request that the other ranks stop.
 SETTLE_S: Final = 2.0
-#: Seconds that the store stays up after all ranks have ended, so that ranks of other launchers are notified.
+#: Seconds for which the store runs after all ranks have ended, so that ranks of other launchers are notified.
 OVER_S: Final = 0.5
 
-#: An event and its number: a signal arrived; a signal arrived that the terminal's foreground processes got as well; a
-#: rank ended; or the deadline has passed (0).
+#: An event, and the number of the signal or rank. A "key" is a signal that also reached the terminal's foreground.
 Event: TypeAlias = tuple[Literal["signal", "key", "ended", "late"], int]
 
 
 class Process(Protocol):
-    """The process of a rank, on this host or on another one.
-
-    Attributes:
-        returncode: Exit code as in :mod:`subprocess`; None while the process runs.
-    """
+    """The process of a rank, on this host or another host. ``returncode`` is that of :mod:`subprocess`."""
 
     returncode: int | None
 
     def send_signal(self, number: int, /) -> None:
-        """Send the process a signal, if it runs."""
+        """Send a signal to the process if it is running."""
 
     def end(self) -> None:
-        """Kill the rank and all processes that it has started; this process ends once they are gone."""
+        """Kill the rank and all processes that it has started. This process ends after them."""
 
 
 P = TypeVar("P", bound=Process)
@@ -98,18 +89,14 @@ def run(
 ) -> int:
     """Run ``ranks`` ranks of a script on this host, and return the job's exit code when the last one has ended.
 
+    The result is 0 if the last process of each rank ended with 0; with ``places``, ranks that were killed while others
+    lived do not count. Otherwise it is the code of the first rank that failed (1 only if no rank ended with another
+    code soon after), or 128 plus the number of a signal that killed the rank or that the launcher received.
+
     Args:
         threads: OMP_NUM_THREADS of each rank. None keeps the user's value, or gives each rank its share of the cores.
         restarts: Number of restarts of each rank after a signal has killed it.
-        places: Size of a world that other ranks may join; None if no rank may join.
-
-    Returns:
-        0 if the last process of each rank ended with 0; with ``places``, killed ranks that others outlived do not
-        count. Otherwise the code of the first rank that failed: 1 only if no rank ended with another code soon after,
-        and 128 plus the signal's number for a killed rank or a signal to the launcher.
-
-    Raises:
-        local_host.LaunchError: The script does not exist, or a process cannot be started.
+        places: Size of a world that more ranks may join later; None if no rank may join.
     """
     local_host.check_script(script)
     local_host.check_ranks(ranks)
@@ -123,7 +110,9 @@ def run(
     )
     environments = dict(enumerate(of_ranks))
     kept: secret_files.RenewedSecret | None = None
-    events: queue.SimpleQueue[Event] = queue.SimpleQueue()  # the only queue whose put may interrupt its own get
+    events: queue.SimpleQueue[Event] = (
+        queue.SimpleQueue()
+    )  # of all queues, only its put may be called by a signal handler during get
     processes: dict[int, RankProcess] = {}
     server: RankProcess | None = None
     first = {rank_program.STDIN_VARIABLE: rank_program.INHERITED, **guardians.foreground_variables()}
@@ -157,14 +146,13 @@ def run(
 
 
 class Restarts(Generic[P]):
-    """Restarts ranks, and notes in the store how their processes have ended.
+    """Restarts killed ranks, and records in the store how their processes have ended.
 
     Args:
         start: Starts a rank, whose end will be an event.
-        environments: Environments of the ranks, by rank.
         count: Number of restarts allowed for each rank.
         notes: Process that sets keys of the store; None if no rank may join.
-        is_open: Whether other ranks may take the place of a rank that is not restarted.
+        is_open: Whether a new process may replace a killed rank that is not restarted.
         have_joined: Whether these ranks have joined the world of another launcher.
 
     Attributes:
@@ -192,11 +180,11 @@ class Restarts(Generic[P]):
         self.goes_on = count > 0 or is_open
 
     def start(self, rank: int, returncode: int, others: int) -> P | None:
-        """Restart a killed rank and return its process; None if it has no restarts left, or no other rank lives."""
+        """Restart a killed rank and return its process, or None if no restart is left or no other rank is alive."""
         why = endings.how_ended(returncode)
         number = self._newest[rank] - self._first[rank]
         has_others = others > 0 or self.have_joined
-        is_only_one = len(self._environments) == 1  # it begins the next world alone
+        is_only_one = len(self._environments) == 1  # a single rank begins the next world alone
         if not (has_others or is_only_one) or number == self._count:
             left = "the others continue without it" if has_others else "no other rank is left for it to join"
             again = f"; it is not restarted ({number} of {self._count})" if self._count else ""
@@ -212,11 +200,11 @@ class Restarts(Generic[P]):
         return self._start(rank, variables)
 
     def is_borne(self, others: int) -> bool:
-        """Return whether a killed rank without restart does not fail the job: others live, and new ranks may join."""
+        """Return whether the job survives a lost rank without restart: other ranks are alive and new ones may join."""
         return self._is_open and not self.have_joined and others > 0
 
     def note_exit(self, rank: int, returncode: int) -> None:
-        """Notify the ranks that the process of ``rank`` has ended, so that none keeps connecting to it."""
+        """Record in the store that the process of ``rank`` has ended, so that no rank keeps connecting to it."""
         self.note(f"exited/{rank}.{self._newest[rank]}")
         if self._is_open and returncode >= 0:
             self.note(f"place/{rank}", f"free {self._newest[rank] + 1}" if returncode and self.have_joined else "left")
@@ -247,7 +235,7 @@ def tell(process: subprocess.Popen[bytes], line: str) -> None:
 
 
 def given_secret(environ: Mapping[str, str]) -> str | None:
-    """Return the user's secret for this job; None if there is none. Raises LaunchError if it cannot be used."""
+    """Return the user's secret for this job, or None. Raise LaunchError if the secret cannot be used."""
     try:
         return environment.given_secret(environ)
     except ValueError as error:
@@ -255,7 +243,7 @@ def given_secret(environ: Mapping[str, str]) -> str | None:
 
 
 def _keep_secret(variables: Mapping[str, str]) -> secret_files.RenewedSecret:
-    """Keep the secret in a file in which this user's ``asyncdist run --join`` finds it on this host."""
+    """Store the secret in a file from which this user's ``asyncdist run --join`` reads it on this host."""
     port = int(variables["MASTER_PORT"])
     return secret_files.RenewedSecret(port, variables[environment.SECRET_VARIABLE], environment.secret_directories)
 
@@ -270,7 +258,7 @@ def _start_store(variables: Mapping[str, str], *, is_open: bool) -> RankProcess:
 def _announce_places(
     server: RankProcess, variables: Mapping[str, str], ranks: int, places: int, script: str, *, is_open: bool
 ) -> None:
-    """Describe the job and its free places in the store, and print how ranks join."""
+    """Describe the job and its free ranks in the store, and print the command with which ranks join."""
     for rank in range(places):
         tell(server, f"asyncdist/place/{rank} {'held' if rank < ranks else 'free 1'}")
     run_id = variables["TORCHELASTIC_RUN_ID"]
@@ -286,7 +274,7 @@ def _announce_places(
 
 
 def _say_over(server: RankProcess) -> None:
-    """Notify ranks that have joined, or are about to join, that the store closes."""
+    """Notify ranks of other launchers that the store is about to close."""
     tell(server, f"asyncdist/{place_claims.OVER} ")
     with contextlib.suppress(subprocess.TimeoutExpired):
         server.wait(OVER_S)
@@ -303,9 +291,9 @@ def build_environments(
     secret: str = "",
     is_open: bool = False,
 ) -> list[dict[str, str]]:
-    """Return the environment of each rank; ``threads`` None keeps the user's OMP_NUM_THREADS.
+    """Return the environment of each rank. If ``is_open`` is true, ranks on other hosts may join the job.
 
-    With ``is_open``, ranks of other hosts may join the job.
+    If ``threads`` is None, the user's OMP_NUM_THREADS is kept.
     """
     share = str(max(1, (cores or local_host.available_cores()) // ranks))
     chosen = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
@@ -333,7 +321,7 @@ def build_environments(
 
 
 def newcomer_variables(incarnation: int, empty_count: int) -> dict[str, str]:
-    """Return the additional variables of a rank whose world others may join later."""
+    """Return the additional variables of a rank whose world other ranks may join later."""
     return {
         environment.INCARNATION_VARIABLE: str(incarnation),
         environment.EMPTY_VARIABLE: str(empty_count),
@@ -344,7 +332,7 @@ def newcomer_variables(incarnation: int, empty_count: int) -> dict[str, str]:
 def start(
     command: Sequence[str], variables: Mapping[str, str], *, rank: int, ended: Callable[[], object]
 ) -> RankProcess:
-    """Start a rank under guardians; ``ended`` is called in a thread when it has ended."""
+    """Start a rank under guardians. Call ``ended`` in a thread when the rank has ended."""
     stdin = None if rank_program.STDIN_VARIABLE in variables else subprocess.DEVNULL
     process = _popen(command, variables, f"rank {rank}", stdin=stdin)
 
@@ -358,7 +346,7 @@ def start(
 
 def _popen(command: Sequence[str], variables: Mapping[str, str], what: str, *, stdin: int | None) -> RankProcess:
     guarded = guardians.guarded(list(command), parent=os.getpid())
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # the rank unblocks it once it has a handler
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # the rank unblocks it after setting a handler
     try:
         return RankProcess(guarded, env=variables, stdin=stdin, process_group=0)
     except OSError as error:
@@ -369,7 +357,7 @@ def _popen(command: Sequence[str], variables: Mapping[str, str], what: str, *, s
 
 @contextlib.contextmanager
 def signals_as_events(events: queue.SimpleQueue[Event]) -> Iterator[None]:
-    """Turn signals into events in the body."""
+    """Turn signals into events in the body of the ``with`` statement."""
     with local_host.signals_received(lambda number, is_key: events.put(("key" if is_key else "signal", number))):
         yield
 
@@ -377,13 +365,13 @@ def signals_as_events(events: queue.SimpleQueue[Event]) -> Iterator[None]:
 def supervise(
     processes: dict[int, P], events: queue.SimpleQueue[Event], again: Restarts[P], at_terminal: Collection[int] = ()
 ) -> int:
-    """Wait for all ranks, and stop the remaining ones if one fails or a signal asks for it.
+    """Wait for all ranks. Stop the remaining ranks if one fails or a signal asks for it.
 
     Args:
-        processes: Process of each rank. A restarted rank gets a new one.
-        events: Queue of signals and of ends of ranks.
-        again: Restarts ranks, and notes in the store how their processes have ended.
-        at_terminal: Ranks that are in the terminal's foreground together with this process.
+        processes: Process of each rank. Replaced when a rank is restarted.
+        events: Queue of signals and of ranks that have ended.
+        again: Restarts ranks, and records in the store how their processes have ended.
+        at_terminal: Ranks in the terminal's foreground, which get the signals of its keys directly.
 
     Returns:
         Exit code of the job.
@@ -392,10 +380,10 @@ def supervise(
 
 
 class _Supervision(Generic[P]):
-    """Carries out :func:`supervise`.
+    """Implements :func:`supervise`.
 
-    Ranks that have joined another launcher's world are killed at a signal. A rank that stops on its own would notify
-    that world of its failure, and so end the job.
+    Ranks that have joined another launcher's world are killed at a signal. If they stopped by themselves, they would
+    report a failure to that world, and so end it.
     """
 
     def __init__(
@@ -410,7 +398,7 @@ class _Supervision(Generic[P]):
         self._again = again
         self._at_terminal = at_terminal
         self._living = set(processes)
-        self._victims: list[int] = []  # ended with 1, as Python does after any exception; perhaps causes
+        self._victims: list[int] = []  # ranks that ended with 1 and may be the cause
         self._passed_on: set[int] = set()
         self._code = self._lost_code = 0
         self._deadline: float | None = None
@@ -427,11 +415,11 @@ class _Supervision(Generic[P]):
         return self._code or (_explain(self._victims, 1, others=False) if self._victims else self._lost_code)
 
     def _end_late(self) -> None:
-        if self._code:  # the ranks were asked to stop before
+        if self._code:  # the ranks have already been asked to stop
             self._deadline = None
             for rank in self._living:
                 self._processes[rank].end()
-        else:  # no rank ended in another way, so a rank with exit code 1 is the cause
+        else:  # no rank ended in another way, so exit code 1 is the cause
             self._stop_after(_explain(self._victims, 1, others=True))
 
     def _take_signal(self, number: int, *, is_key: bool) -> None:
@@ -441,7 +429,7 @@ class _Supervision(Generic[P]):
             local_host.stop_with_ranks(number)
             return
         if not self._code:
-            if self._victims:  # report the failure before the ranks are stopped
+            if self._victims:  # reports the failure before the ranks are stopped
                 _explain(self._victims, 1, others=True)
             self._code, self._deadline = 128 + number, None
         self._deadline = self._deadline or time.monotonic() + STOP_S
@@ -453,14 +441,14 @@ class _Supervision(Generic[P]):
 
     def _note_end(self, rank: int) -> None:
         self._living.discard(rank)
-        self._processes[rank].end()  # the processes that it has left
+        self._processes[rank].end()  # ends the rank's remaining child processes
         returncode = self._processes[rank].returncode
         assert returncode is not None, "it has ended"
         self._again.note_exit(rank, returncode)
         newcomer = self._again.newcomer(rank)
         if self._code or not returncode:
             return
-        if returncode > 0 and newcomer:  # the other ranks decide whether this fails the job
+        if returncode > 0 and newcomer:  # the ranks of the joined job decide whether the job fails
             self._lost_code = self._lost_code or returncode
             self._again.say(f"rank {rank}, {newcomer}, {endings.how_ended(returncode)}")
         elif self._again.goes_on and returncode < 0 and not self._victims and -returncode not in self._passed_on:
@@ -473,7 +461,6 @@ class _Supervision(Generic[P]):
             self._stop_after(_explain([rank], returncode, others=others, was_passed_on=was_passed_on))
 
     def _replace(self, rank: int, returncode: int) -> None:
-        """Restart a killed rank if that is allowed."""
         started = self._again.start(rank, returncode, len(self._living))
         if started is not None:
             self._processes[rank] = started
@@ -486,7 +473,7 @@ class _Supervision(Generic[P]):
         self._send(signal.SIGTERM)
 
     def _send(self, number: int, *, is_key: bool = False) -> None:
-        """Send a signal to the living ranks, except those that have got it from the terminal."""
+        """Send a signal to the running ranks, except those that have already received it from the terminal."""
         for rank in self._living:
             if not (is_key and rank in self._at_terminal):
                 self._processes[rank].send_signal(number)
@@ -500,7 +487,7 @@ def _next_event(events: queue.SimpleQueue[Event], deadline: float | None) -> Eve
 
 
 def _explain(ranks: Sequence[int], returncode: int, *, others: bool, was_passed_on: bool = False) -> int:
-    """Print which ranks failed, and how. Returns the job's exit code."""
+    """Print which ranks failed and how. Return the job's exit code."""
     stopping = "; stopping the others" if others else ""
     Restarts.say(f"{ranks_in_words(ranks)} {endings.how_ended(returncode, was_passed_on=was_passed_on)}{stopping}")
     return endings.exit_code(returncode)
@@ -509,7 +496,7 @@ def _explain(ranks: Sequence[int], returncode: int, *, others: bool, was_passed_
 def rank_variables(
     rank: int, size: int, *, local_rank: int, local_size: int, address: str, port: int, run_id: str
 ) -> dict[str, str]:
-    """Return the variables that torchrun would set for this rank; rank 0 itself hosts the store at ``address``."""
+    """Return the variables that torchrun would set for this rank. Rank 0 itself serves the store at ``address``."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),

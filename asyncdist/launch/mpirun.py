@@ -1,8 +1,8 @@
-"""Starts ranks of a script, here or on other hosts, with the mpirun of the MPI that mpi4py loads: ``asyncdist run``.
+"""Starts ranks of a script on MPI, here or on other hosts: finds the mpirun of mpi4py's library and runs it.
 
-This module finds library and mpirun, sets the variables that they need, and runs mpirun
-(:mod:`asyncdist.launch.supervision.mpirun_process`). It imports neither torch nor MPI: a child process finds out which
-library mpi4py loads.
+This module implements ``asyncdist run`` for MPI. It sets the variables that library and mpirun need, and runs mpirun
+through :mod:`asyncdist.launch.supervision.mpirun_process`. It imports neither torch nor MPI: a child process finds out
+which library mpi4py loads.
 """
 
 from __future__ import annotations
@@ -28,26 +28,23 @@ from asyncdist.launch.supervision.endings import JobEnds
 from asyncdist.transports import mpi_launchers
 
 TITLES: Final[Mapping[str, str]] = {"openmpi": "Open MPI", "mpich": "MPICH"}
-#: Open MPI's mpirun starts ranks for root only if both are 1. PRRTE's own names have no effect.
+#: Variables that must both be 1 for Open MPI's mpirun to run as root. PRRTE's own names have no effect.
 ROOT_VARIABLES: Final = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
-#: Settings for jobs of one host: without Open MPI's transfers over libfabric, whose search for devices takes a second.
+#: Settings for jobs on one host. They disable libfabric, whose search for devices takes a second.
 _ON_ONE_HOST: Final[Mapping[str, Mapping[str, str]]] = {"openmpi": {"OMPI_MCA_btl": "^ofi"}, "mpich": {}}
-#: Settings within a Slurm allocation, from which Open MPI would otherwise take hosts and slots, and start its daemons
-#: by srun, whatever hosts and ranks it is given. The first two are for version 5, the others for earlier versions.
+#: Settings that stop Open MPI from using a Slurm allocation's hosts and slots instead of the given ones.
 _BESIDE_SLURM: Final[Mapping[str, str]] = dict.fromkeys(
     ("PRTE_MCA_ras", "PRTE_MCA_plm", "OMPI_MCA_ras", "OMPI_MCA_plm"), "^slurm"
 )
-#: Settings with which mpirun 5 detects a silent host after 30 s: it probes a connection after 10 s of silence, four
-#: times, every 5 s. By default this takes 8 minutes. Jobs that survive losses keep the default, because mpirun would
-#: end them with their other ranks.
+#: Settings with which mpirun 5 detects a silent host after 30 s instead of 8 minutes, and then ends the job.
 _PROBED_HOSTS: Final[Mapping[str, str]] = {
     "PRTE_MCA_oob_tcp_keepalive_time": "10",
     "PRTE_MCA_oob_tcp_keepalive_intvl": "5",
     "PRTE_MCA_oob_tcp_keepalive_probes": "4",
 }
-#: Descriptor on which a rank of a job that survives losses reports that MPI has started.
+#: Descriptor on which a rank reports its state to its guardian, in jobs that survive losses.
 _STARTED: Final = 199
-# Debian installs both flavours under the longer names.
+# Debian installs both MPIs under names like mpirun.openmpi.
 _MPIRUN_NAMES: Final = ("mpirun", "mpiexec", "mpirun.openmpi", "mpirun.mpich", "mpiexec.hydra")
 _PROBE: Final = (
     "import mpi4py; mpi4py.rc.initialize = mpi4py.rc.finalize = False\n"
@@ -57,11 +54,11 @@ _PROBE: Final = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Installation:
-    """Describes the MPI of this machine: the library's flavour, and an mpirun per flavour.
+    """Describes the MPI installed on this machine: the library that mpi4py loads, and the mpiruns.
 
     Attributes:
         library: Flavour of the library that mpi4py loads; None if it loads none.
-        version: Version string of the library, or the reason why it does not load.
+        version: Version string of the library, or the reason why it cannot be loaded.
         wheels: Flavours that are installed as Python packages.
         launchers: First mpirun of each flavour, in this environment and then in PATH.
     """
@@ -87,24 +84,18 @@ def run(
     """Run ``ranks`` ranks of a script on this host, or on ``hosts``, and return the job's exit code.
 
     Args:
-        script: Path of a Python script.
-        arguments: The script's own arguments.
-        ranks: Number of ranks, if there are no ``hosts``.
-        hosts: Other hosts, with the number of ranks on each.
         ssh: Words of the command that reaches a host.
-        mpi: Flavour to use; None for the one that mpi4py loads.
+        mpi: Flavour to use; None for that of the library that mpi4py loads.
         threads: OMP_NUM_THREADS of each rank. None keeps the user's value, or gives each rank its share of the cores.
         survives: Whether the job continues when ranks die.
-        environ: Environment of this process. Variables of another launcher are not passed on to the ranks.
 
     Returns:
-        128 plus the number of a signal that this process received. Otherwise the exit code of the rank that ended the
-        job, or 128 plus the number of the signal that killed it. Otherwise the exit code of mpirun. Never 0 if no rank
-        has ended with 0.
+        The first of these that exists: 128 plus the number of a signal that this process received; the exit code of the
+            rank that ended the job, or 128 plus the number of the signal that killed it; the exit code of mpirun. The
+            result is 0 only if a rank has ended with 0.
 
     Raises:
-        local_host.LaunchError: The script does not exist, no MPI or more than one is usable, or this MPI cannot run the
-            job, here or on one of the hosts.
+        LaunchError: The script does not exist, no MPI or more than one is usable, or this MPI cannot run the job.
     """
     if ranks is not None and not hosts:
         local_host.check_script(script)
@@ -123,7 +114,7 @@ def run(
             environ = {**ssh_settings(flavour, ssh), **({} if survives else _PROBED_HOSTS), **environ}
         else:
             assert ranks is not None
-            if flavour == "openmpi" and len(socket.if_nameindex()) < 2:  # it uses any interface
+            if flavour == "openmpi" and len(socket.if_nameindex()) < 2:  # Open MPI uses any interface
                 local_host.check_loopback()
             on_one, cores = ranks, local_host.available_cores()
             environ = {**_ON_ONE_HOST[flavour], **environ}
@@ -156,10 +147,10 @@ def find_installation(environ: Mapping[str, str]) -> Installation:
 
 
 def _wheel_launcher_folder(name: str) -> str | None:
-    """Return the folder of the mpirun of the distribution ``name``; None if it is not installed, or has no mpirun.
+    """Return the folder of the mpirun in the Python distribution ``name``, or None if there is none.
 
-    The folder is not this environment's if the distribution is a package of the user, or of the Python from which the
-    environment was made (``--system-site-packages``).
+    The folder may be outside this environment, if the distribution is installed for the user or for the base Python
+    (``--system-site-packages``).
     """
     try:
         found = importlib.metadata.distribution(name)
@@ -170,7 +161,7 @@ def _wheel_launcher_folder(name: str) -> str | None:
 
 
 def find_launchers(directories: Sequence[str]) -> dict[environment.Flavour, str]:
-    """Return the first mpirun of each flavour in these directories. Each program is run to find its flavour."""
+    """Return the first mpirun of each flavour in these folders. Each program is run to find its flavour."""
     found: dict[environment.Flavour, str] = {}
     for directory in dict.fromkeys(filter(None, directories)):
         for name in _MPIRUN_NAMES:
@@ -182,7 +173,7 @@ def find_launchers(directories: Sequence[str]) -> dict[environment.Flavour, str]
 
 
 def launcher_flavour(path: str) -> environment.Flavour | None:
-    """Return the flavour of a launcher, from its own output; None if it is unknown."""
+    """Return the flavour that a launcher reports, or None if it is unknown."""
     try:
         answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -194,7 +185,7 @@ def launcher_flavour(path: str) -> environment.Flavour | None:
 
 
 def choose_flavour(installation: Installation, wanted: environment.Flavour | None) -> environment.Flavour:
-    """Return the flavour whose library mpi4py loads. Raises LaunchError if it is not ``wanted`` or has no mpirun."""
+    """Return the flavour of mpi4py's library. Raise LaunchError if ``wanted`` differs or the flavour has no mpirun."""
     library, launchers = installation.library, installation.launchers
     has_both = len(installation.wheels) > 1
     if library is None and "No module named 'mpi4py'" in installation.version:
@@ -229,13 +220,13 @@ def choose_flavour(installation: Installation, wanted: environment.Flavour | Non
 
 
 def can_survive(installation: Installation) -> bool:
-    """Return whether a job of this MPI can continue when ranks die: it needs Open MPI 5 or later."""
+    """Return whether a job on this MPI can continue when ranks die, which needs Open MPI 5 or later."""
     found = re.search(r"Open MPI v?(\d+)", installation.version)
     return found is not None and int(found[1]) >= 5
 
 
 def check_survival(installation: Installation) -> None:
-    """Raise LaunchError if jobs of this MPI end when a rank dies."""
+    """Raise LaunchError if jobs on this MPI end when a rank dies."""
     if not can_survive(installation):
         raise local_host.LaunchError(
             f"--survive: mpi4py loads {installation.version} here, whose jobs end when a rank dies: Open MPI 5 or "
@@ -254,22 +245,21 @@ def build_command(
     variables: Sequence[str] = (),
     survives: bool = False,
 ) -> list[str]:
-    """Return the command line of mpirun; ``variables`` names the variables that are passed on to other hosts.
+    """Return the command line of mpirun; ``variables`` names the variables to pass to other hosts.
 
-    Open MPI counts slots by physical cores and refuses more ranks. With `--oversubscribe`, every MPI call that finds
-    nothing yields the core: with 4 ranks on 2 cores, a test of a request took 8 ms, a time slice of the other ranks.
-    The host is therefore named with as many slots as ranks: a test then takes microseconds, and the engine sleeps when
-    there is nothing to do.
+    Open MPI counts one slot per physical core and refuses more ranks. With ``--oversubscribe``, every unsuccessful MPI
+    test yields the core, which made a test take 8 ms with 4 ranks on 2 cores. The host is therefore given as many slots
+    as ranks, and a test takes microseconds.
 
-    Open MPI also binds ranks to cores. A single rank with two threads then runs both on one core (62 ms instead of 43
-    for a 1200 x 1200 matmul on 2 cores), and two jobs at once share their first core while the others idle (88 ms).
-    Unbound ranks were as fast (72 ms for one rank on each of 2 cores). MPICH neither counts slots nor binds.
+    Open MPI also binds ranks to cores, so that two threads of a rank share a core (62 ms instead of 43 for a 1200 x
+    1200 matmul on 2 cores), and two jobs share their first core while the others idle. Unbound ranks were as fast, so
+    binding is disabled. MPICH neither counts slots nor binds.
     """
     names = ",".join(f"{host.name}:{host.slots}" for host in hosts)
     if flavour == "openmpi":
         options = ["--host", names or f"localhost:{ranks}", "--bind-to", "none"]
         if hosts:
-            own = ("OMPI_", "PMIX_", "PRTE_")  # mpirun passes these on itself
+            own = ("OMPI_", "PMIX_", "PRTE_")  # mpirun itself passes on variables with these prefixes
             named = [name for name in variables if not name.startswith(own)]
             options += ["--map-by", "slot", *(word for name in named for word in ("-x", name))]
     else:
@@ -281,11 +271,11 @@ def build_command(
 
 
 def ssh_settings(flavour: environment.Flavour, ssh: Sequence[str]) -> dict[str, str]:
-    """Return the variables that make mpirun reach every host directly, by this command."""
+    """Return the variables that make mpirun connect to every host directly with this command."""
     if flavour == "mpich":
         settings = {"HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": str(shutil.which(ssh[0]))}
         return settings | ({"HYDRA_LAUNCHER_EXTRA_ARGS": " ".join(ssh[1:])} if ssh[1:] else {})
-    # The first two are for version 5, the third for earlier versions.
+    # Open MPI 5 reads the first two variables, and earlier versions the third.
     return {
         "PRTE_MCA_plm_ssh_agent": " ".join(ssh),
         "PRTE_MCA_plm_ssh_no_tree_spawn": "1",
@@ -307,17 +297,17 @@ def build_environment(
     cores = cores or local_host.available_cores()
     settings = {
         "OMP_NUM_THREADS": str(max(1, cores // ranks)),
-        "UCX_DEBUG_SIGNO": "0",  # otherwise the wheels' UCX logs at SIGHUP instead of ending the rank
+        "UCX_DEBUG_SIGNO": "0",  # without it, UCX in wheels logs SIGHUP instead of ending the rank
     }
     if flavour == "openmpi":
         settings[rank_program.LAUNCHER_VARIABLE] = str(os.getpid())
-        settings["HOME"] = environment.home(environ)  # required; missing in systemd services, for example
-        settings["OMPI_MCA_osc"] = "^ucx"  # the wheel's ucx prints an error whenever a window is made
+        settings["HOME"] = environment.home(environ)  # Open MPI requires HOME, which systemd services lack
+        settings["OMPI_MCA_osc"] = "^ucx"  # the wheel's ucx prints an error for every new window
         if os.geteuid() == 0:
             settings |= dict.fromkeys(ROOT_VARIABLES, "1")
         if "SLURM_JOB_ID" in environ:
             settings |= _BESIDE_SLURM
-    elif ranks > cores:  # yield the core while polling
+    elif ranks > cores:  # ranks that share a core yield it while they poll
         settings |= {
             "MPIR_CVAR_POLLS_BEFORE_YIELD": "1",
             "MPIR_CVAR_CH4_PROGRESS_THROTTLE": "true",
@@ -326,5 +316,5 @@ def build_environment(
     chosen = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
     if survives and guardians.ARE_HERE:
         chosen[rank_program.STARTED_VARIABLE] = str(_STARTED)
-    around = {rank_program.LAUNCHER_VARIABLE}  # set by an outer job
+    around = {rank_program.LAUNCHER_VARIABLE}  # an outer job may have set it
     return {**settings, **{name: text for name, text in environ.items() if name not in around}, **chosen}

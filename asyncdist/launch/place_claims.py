@@ -1,15 +1,15 @@
-"""Takes free places in a job for ranks that join it: ``python place_claims.py HOST PORT COUNT VERSION``.
+"""Reserves free ranks in a running job for new processes: ``python place_claims.py HOST PORT COUNT VERSION``.
 
-The launcher of a job with places describes the job in the store, and the state of each place under ``place/RANK``:
+A launcher of joining ranks runs this program, because it does not import torch itself. A *place* is a rank number in a
+job started with ``--places``. The job's store has its state under ``place/RANK``:
 
-- ``held`` and a token of the holder: a rank has the place, or will have it.
-- ``free N``: no rank has the place; the next process there will have the incarnation N.
-- ``left``: its rank has ended on its own, and the others know it. No rank may take the place.
+- ``held`` and a token of the holder: a process has the rank, or will have it.
+- ``free N``: no process has the rank; the next one will have incarnation N.
+- ``left``: the rank has left the world in an orderly way, and no process may take its place.
 
-This program takes free places, the lowest first. It prints one line of JSON: the facts that a launcher needs to start
-ranks there, or an error. Then it reads ``KEY VALUE`` lines from its standard input, and sets these keys for its
-launcher, which does not import torch. When the input ends, the launcher has ended: places whose ranks have not been
-reported as ended become free again.
+The program reserves the lowest free places. It prints one line of JSON: the facts that a launcher needs to start ranks
+there, or an error. Then it sets a key for each ``KEY VALUE`` line of its standard input. When standard input ends, the
+launcher has ended, and places whose ranks have not been reported as ended become free again.
 """
 
 from __future__ import annotations
@@ -26,52 +26,47 @@ from typing import Any, Final
 
 #: Path of this file, to run it as a program.
 PROGRAM: Final = os.path.abspath(__file__)
-#: Keys of the job's description, and of the notice that the job is over.
+#: Key of the job's description; the next constant is the key of the notice that the job has ended.
 JOB: Final = "places"
 OVER: Final = "over"
-#: Timeout for torch in seconds. By default it waits much longer if the listening process is silent.
+#: Timeout in seconds for torch's client, which by default waits much longer for a silent process.
 _CONNECT_S: Final = 5.0
 _FREE: Final = "free "
 NOT_BELIEVED: Final = (
     "the job there has another secret than this command: give both the same ASYNCDIST_JOB_SECRET_FILE, a file with "
     "mode 0600. On the launcher's host, the launcher's user needs no such file"
 )
-#: Number of retries if too few places are free, and the longest pause between them in seconds: two claimants at the
-#: same moment may each have got some.
+#: Number of retries if too few places are free, since two claimants at the same time may each get only some.
 _PAUSE_COUNT: Final = 5
 _PAUSE_S: Final = 0.3
 
 
 class ClaimError(Exception):
-    """No places can be taken; the message says why."""
+    """Raised if no places can be reserved; the message says why."""
 
 
 def describe(job: str, size: int, empty_count: int, version: str, *, is_open: bool = False) -> str:
     """Return the description of a job, as JSON.
 
-    Args:
-        job: Name of the job.
-        size: Number of places of its world.
-        empty_count: Number of places without a process when the world begins; these are the highest ranks.
-        version: Version of asyncdist.
-        is_open: Whether ranks of other hosts may join.
+    ``empty_count`` of its ``size`` ranks, the highest ones, have no process when the world begins. ``is_open`` is
+    whether ranks on other hosts may join.
     """
     return json.dumps({"job": job, "size": size, "empty_count": empty_count, "version": version, "is_open": is_open})
 
 
 def claim(store: Any, count: int, version: str) -> dict[str, Any]:
-    """Take places.
+    """Reserve ``count`` places in the job of this store.
 
     Args:
         store: Part of the store that belongs to the job.
-        count: Number of places to take.
+        count: Number of places to reserve.
         version: Version of asyncdist in this process.
 
     Returns:
         The arguments of :func:`describe`, and ``places``: rank and incarnation for each place.
 
     Raises:
-        ClaimError: Too few places are free, or ranks of this version cannot join the job. No place is taken then.
+        ClaimError: Too few places are free, or ranks of this version cannot join the job. No place stays reserved.
     """
     if not store.check([JOB]):
         raise ClaimError("there is no job of asyncdist run --places")
@@ -87,14 +82,14 @@ def claim(store: Any, count: int, version: str) -> dict[str, Any]:
         if not places or pause_count == _PAUSE_COUNT:
             break
         pause_count += 1
-        time.sleep(_PAUSE_S * secrets.randbelow(100) / 100)  # another claimant may have done the same
+        time.sleep(_PAUSE_S * secrets.randbelow(100) / 100)  # a random pause, since two claimants may have collided
     else:
         return {**job, "places": places}
     raise ClaimError(f"{len(places)} of its {job['size']} places are free, and -n asks for {count}")
 
 
 def _take_lowest(store: Any, size: int, count: int) -> list[tuple[int, int]]:
-    """Take up to ``count`` free places, the lowest first; return rank and incarnation for each."""
+    """Reserve up to ``count`` free places, the lowest first. Return the rank and incarnation of each."""
     places: list[tuple[int, int]] = []
     for rank in range(size):
         number = _take(store, rank) if len(places) < count else None
@@ -104,9 +99,9 @@ def _take_lowest(store: Any, size: int, count: int) -> list[tuple[int, int]]:
 
 
 def _take(store: Any, rank: int) -> int | None:
-    """Take a place; return the incarnation for its next process, or None if the place is not free."""
+    """Reserve a place. Return the incarnation of its next process, or None if the place is not free."""
     key, mine = f"place/{rank}", f"held {secrets.token_hex(8)}"
-    if not store.check([key]):  # another program's store
+    if not store.check([key]):  # the store belongs to a different program
         return None
     found = bytes(store.get(key)).decode()
     if not found.startswith(_FREE) or bytes(store.compare_set(key, found, mine)).decode() != mine:
@@ -115,14 +110,11 @@ def _take(store: Any, rank: int) -> int | None:
 
 
 def keep(store: Any, places: Iterable[tuple[int, int]], lines: Iterable[str]) -> None:
-    """Set keys for the launcher until it ends; then free the places whose ranks it has not reported as ended.
+    """Set keys for the launcher until it ends. Then free the places whose ranks it has not reported as ended.
 
-    Args:
-        store: Part of the store that belongs to the job.
-        places: Rank and incarnation for each taken place.
-        lines: Lines of the launcher, each a key and its value.
+    ``places`` has the rank and incarnation of each reserved place. Each of the launcher's lines is a key and its value.
     """
-    newest = dict(places)  # by rank: the last incarnation that was started
+    newest = dict(places)  # the last started incarnation of each rank
     for line in lines:
         key, _, value = line.rstrip("\n").removeprefix("asyncdist/").partition(" ")
         store.set(key, value)
@@ -138,7 +130,7 @@ def keep(store: Any, places: Iterable[tuple[int, int]], lines: Iterable[str]) ->
 
 
 def main(host: str, port: int, count: int, version: str) -> None:
-    """Take places, and hold them until the launcher has ended."""
+    """Reserve places, and keep them until the launcher has ended."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     from asyncdist import environment
@@ -163,12 +155,12 @@ def main(host: str, port: int, count: int, version: str) -> None:
     print(json.dumps(found), flush=True)
     try:
         keep(store, found["places"], sys.stdin)
-    except RuntimeError:  # the store is closed
+    except RuntimeError:  # the store has been closed
         return
 
 
 def _listens(host: str, port: int) -> bool:
-    """Return whether a process still listens there; the launcher has found one just before."""
+    """Return whether a process still listens at this address."""
     try:
         socket.create_connection((host, port), timeout=_CONNECT_S).close()
     except OSError:

@@ -1,7 +1,7 @@
-"""Makes process groups of torch.distributed, for plain functions with their own collectives.
+"""Creates process groups of torch.distributed, for plain functions with their own collectives.
 
-Coroutines do not need them, because their world uses the torch transport. All functions here block, as those of
-torch.distributed do. Only this module and the torch transport import torch.distributed.
+Coroutines do not need process groups, because their world uses the torch transport. All functions here block, like
+those of torch.distributed. Only this module and the torch transport import torch.distributed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from asyncdist.errors import LocalProtocolError, TransportError
 from asyncdist.functional.parallel_groups import ParallelGroups, ParallelLayout, current_groups
 from asyncdist.transports.torch_distributed.meeting.rendezvous import await_listener
 
-#: Device types for which a backend may be named, as in ``"cpu:gloo,cuda:nccl"``.
+#: Device types that may have their own backend, as in ``"cpu:gloo,cuda:nccl"``.
 _FAKE_BACKENDS = ("undefined", "fake")
 
 
@@ -29,14 +29,14 @@ _FAKE_BACKENDS = ("undefined", "fake")
 
 
 def default_backend() -> str:
-    """Return ``"nccl"`` if torch sees a GPU and was built with NCCL, else ``"gloo"``."""
+    """Return ``"nccl"`` if torch sees a GPU and was built with NCCL, otherwise ``"gloo"``."""
     if torch.cuda.is_available() and dist.is_nccl_available():
         return "nccl"
     return "gloo"
 
 
 def get_distributed_backend() -> dist.Backend:
-    """Return the backend of new process groups: the one that was set, else :func:`default_backend`.
+    """Return the backend of new process groups: the one set by the user, otherwise :func:`default_backend`.
 
     Raises:
         ValueError: The backend that was set is not available.
@@ -51,23 +51,21 @@ def set_distributed_backend(backend: str) -> None:
         backend: Name of a backend that torch has registered, or ``"device:backend,..."``.
 
     Raises:
-        ValueError: torch has no such backend, or was built without it.
+        ValueError: torch has no backend of this name, or was built without it.
     """
     environment.set_backend_name(check_backend(backend))
 
 
 def available_backends() -> list[str]:
-    """Return the backends with which torch was built, and those that extensions have registered."""
+    """Return the backends with which torch was built or that extensions have registered."""
     names = [name for name in dist.Backend.backend_list if name not in _FAKE_BACKENDS]
     return [name for name in names if dist.is_backend_available(name)]
 
 
 def check_backend(backend: object, name: str = "backend") -> str:
-    """Return a backend's name in lower case. Raises ValueError, with the available ones, if it is unknown.
+    """Return a backend's name in lower case. Raise ValueError, with the available backends, if it is unknown.
 
-    Args:
-        backend: Name such as ``"gloo"``, or one for each type of device: ``"cpu:gloo,cuda:nccl"``.
-        name: Name of the option, for the error.
+    The name is like ``"gloo"``, or has one name per device type: ``"cpu:gloo,cuda:nccl"``.
     """
     available = available_backends()
     if isinstance(backend, str) and backend:
@@ -91,7 +89,7 @@ def init_process_group_from_backend(
     world_size: int | None = None,
     timeout_s: float | None = None,
 ) -> None:
-    """Make torch.distributed's default process group. Blocks until all ranks have joined.
+    """Create torch.distributed's default process group. Blocks until all ranks have joined.
 
     Args:
         backend: Backend of the group; None for :func:`get_distributed_backend`.
@@ -102,7 +100,7 @@ def init_process_group_from_backend(
 
     Raises:
         ValueError: The backend is not available.
-        RuntimeError: There is a default process group already, or the ranks cannot meet.
+        RuntimeError: A default process group already exists, or the ranks cannot meet.
     """
     chosen = get_distributed_backend() if backend is None else check_backend(str(backend))
     dist.init_process_group(
@@ -126,7 +124,7 @@ def init_dist(
     *,
     timeout_s: float | None = None,
 ) -> None:
-    """Make this process a rank of torch.distributed: its variables, its GPU and the default process group.
+    """Make this process a rank of torch.distributed: set its variables, its GPU and the default process group.
 
     Args:
         rank: Rank of this process in the job.
@@ -137,13 +135,13 @@ def init_dist(
         master_port: Free TCP port on rank 0's host.
         init_method: Rendezvous: ``"env://"``, ``"tcp://address:port"`` or ``"file://path"``.
         backend: Backend of the group; None for :func:`get_distributed_backend`.
-        timeout_s: Seconds that the ranks wait for each other at an address and port; None for torch's default of 1800
-            seconds. Collectives always have that default.
+        timeout_s: Timeout in seconds for the ranks to meet at an address and port; None for torch's default of 1800 s.
+            Collectives always use torch's default.
 
     Raises:
         ValueError: A number is out of range, the backend is not available, or ``init_method`` is not allowed.
-        TransportError: The ranks did not meet in time; the message names the place.
-        RuntimeError: There is a default process group already.
+        TransportError: The ranks did not meet in time; the message names the rendezvous.
+        RuntimeError: A default process group already exists.
     """
     check_init_method(init_method)
     if timeout_s is not None and not timeout_s > 0:
@@ -173,7 +171,7 @@ def init_dist(
 def _join_store(
     init_method: str, place: tuple[str | None, int | None], rank: int, world_size: int, timeout_s: float | None
 ) -> Any:
-    """Return the store when all ranks have joined it, as ``init_process_group`` does, but within ``timeout_s``."""
+    """Join the store within ``timeout_s`` seconds. Return the store when all ranks have joined it."""
     usual = dist.constants.default_pg_timeout
     limit_s = usual.total_seconds() if timeout_s is None else timeout_s
     deadline = time.monotonic() + limit_s
@@ -190,17 +188,17 @@ def _join_store(
             f"rank {rank} did not meet the other {world_size - 1} at {where} within {limit_s:g} s: {first}"
         ) from error
     store.set_timeout(usual)
-    return PrefixStore("default_pg", store)  # a separate part, because the store may have other users
+    return PrefixStore("default_pg", store)  # a prefix for torch's keys, because the store may have other users
 
 
 def end_dist() -> None:
-    """Destroy the default process group and all others, if there are any."""
+    """Destroy all process groups, if there are any."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def check_place(rank: int, local_rank: int, world_size: int, local_world_size: int, master_port: int) -> None:
-    """Raise TypeError or ValueError if a number does not fit the others."""
+    """Raise TypeError or ValueError if a rank, size or port is out of range."""
     validation.count("world_size", world_size)
     validation.count("local_world_size", local_world_size)
     if local_world_size > world_size:
@@ -223,7 +221,7 @@ def check_init_method(value: object) -> None:
             "tcp": bool(url.hostname and url.port),
             "file": bool(url.path.strip("/")),
         }.get(url.scheme, False)
-    except ValueError:  # the port is not a number
+    except ValueError:  # the URL's port is not a number
         is_allowed = False
     if not is_allowed:
         raise ValueError(f"init_method must be {allowed}, got {value!r}")
@@ -243,9 +241,9 @@ def init_parallel_groups(
     pipeline_backend: str | None = None,
     data_backend: str | None = None,
 ) -> ParallelGroups[dist.ProcessGroup]:
-    """Make the model, pipeline and data parallel process groups. Collective.
+    """Create the model, pipeline and data parallel process groups. Collective.
 
-    See :mod:`asyncdist.functional.parallel_groups`.
+    :mod:`asyncdist.functional.parallel_groups` describes the division into groups.
 
     Args:
         model_parallelism: Number of ranks that share one stage of a model.
@@ -256,7 +254,7 @@ def init_parallel_groups(
         data_backend: Backend of the data parallel group; None for the default group's.
 
     Returns:
-        This rank's groups, which :func:`asyncdist.parallel_groups` returns from now on.
+        This rank's groups. From now on, :func:`asyncdist.parallel_groups` returns them too.
 
     Raises:
         ValueError: The numbers do not divide the world, or a backend is not available.
@@ -306,14 +304,14 @@ def all_to_all(input: torch.Tensor, group: dist.ProcessGroup | None = None) -> t
     Args:
         input: Tensor of the same shape and dtype on all members, on a device that the group's backend supports. Its
             first dimension is split evenly among the members.
-        group: Process group; None for the default one.
+        group: Process group; None for the default group.
 
     Returns:
-        A tensor like ``input``, with the part from member i in i-th place. Gradients are sent back the same way.
+        A tensor like ``input``, whose i-th part was sent by member i. Gradients are sent back the same way.
 
     Raises:
         ValueError: The first dimension cannot be split evenly.
-        LocalProtocolError: There is no process group, or this rank is not in it.
+        LocalProtocolError: There is no process group, or this rank is not a member.
     """
     _check_initialized()
     size = dist.get_world_size(group)

@@ -1,6 +1,7 @@
-"""Runs a rank in its own process: it joins the others, runs its function, and reports the result to its launcher.
+"""Runs a function as a rank in this process: joins the other ranks, and reports the result to the launcher.
 
-:func:`init_and_run` can be called in any process. :mod:`asyncdist.launch.spawn` starts :func:`be_child`.
+:func:`init_and_run` can be called in any process. :mod:`asyncdist.launch.spawn` starts processes that run
+:func:`be_child`.
 """
 
 from __future__ import annotations
@@ -34,27 +35,27 @@ from asyncdist.runtime.world import World
 
 P = ParamSpec("P")
 
-#: Seconds until all ranks must run, including the imports of torch and of the script.
+#: Timeout in seconds for the start of all ranks, including the imports of torch and of the script.
 START_TIMEOUT_S: Final = 300.0
-#: Exit priority of the function that runs last at a child's end. multiprocessing's own are from -100 to 10.
+#: Exit priority of the function that runs last in a child. multiprocessing's own priorities are from -100 to 10.
 _LAST: Final = -1000
 
-# A child sends its launcher an empty message when it runs, and later a message whose first byte is one of these.
+# First byte of a child's result. Before the result, a child sends its launcher an empty message when it starts.
 
-#: The function has returned, or has called ``sys.exit(0)``.
+#: Result of a rank whose function has returned, or has called ``sys.exit(0)``.
 RETURNED: Final = b"."
-#: The rank is the cause of the failure. The time, packed by ``MOMENT``, and the traceback follow.
+#: Result of a rank that caused the failure. The time, packed by ``MOMENT``, and the traceback follow.
 CAUSE: Final = b"!"
-#: The rank is perhaps the cause: torch.distributed reports a dead peer by an ordinary RuntimeError.
+#: Result of a rank that may be the cause, since torch.distributed reports a dead peer by a mere RuntimeError.
 PERHAPS: Final = b"?"
-#: The rank has failed because it lost another rank.
+#: Result of a rank that failed because it lost another rank.
 CONSEQUENCE: Final = b"-"
-#: Time of a failure, on the monotonic clock that all processes of a host share.
+#: Format of a failure's time, on the monotonic clock that all processes of a host share.
 MOMENT: Final = struct.Struct("<d")
 
 
 def init_and_run(func: Callable[P, Any], cfg: MultiprocessConfig, *args: P.args, **kwargs: P.kwargs) -> None:
-    """Run this process as one rank: it joins the others, runs ``func(*args, **kwargs)``, and leaves.
+    """Run this process as one rank: join the other ranks, call ``func(*args, **kwargs)``, and leave.
 
     For a plain function there is a default process group, and :func:`asyncdist.parallel_groups` returns its parallel
     groups. A coroutine function runs under :func:`asyncdist.run` on the torch transport, and gets a world before its
@@ -68,7 +69,7 @@ def init_and_run(func: Callable[P, Any], cfg: MultiprocessConfig, *args: P.args,
 
     Raises:
         TypeError: ``func`` is not a function, or ``cfg`` is not a config.
-        ValueError: The config lacks a rank, or has options of a process group, which a coroutine function does not use.
+        ValueError: The config lacks a rank, or has process group options although ``func`` is a coroutine function.
         TransportError: The other ranks did not join within 300 s; the message names the rendezvous.
         Exception: An error that ``func`` raised.
     """
@@ -80,13 +81,15 @@ def init_and_run(func: Callable[P, Any], cfg: MultiprocessConfig, *args: P.args,
     if is_coroutine_function(func):
         _run_coroutine(func, cfg, args, kwargs)
     else:
-        contextvars.copy_context().run(_run_function, func, cfg, args, kwargs)  # its parallel groups end with it
+        contextvars.copy_context().run(
+            _run_function, func, cfg, args, kwargs
+        )  # the function's parallel groups are dropped with this context
 
 
 def _run_function(
     func: Callable[..., Any], cfg: MultiprocessConfig, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> None:
-    facts = cast("Any", cfg)  # resolved: no number is missing
+    facts = cast("Any", cfg)  # the config is resolved: no number is None
     process_groups.init_dist(
         facts.rank,
         facts.local_rank,
@@ -114,7 +117,7 @@ def _run_function(
 def _run_coroutine(
     func: Callable[..., Any], cfg: MultiprocessConfig, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> None:
-    facts = cast("Any", cfg)  # resolved: no number is missing
+    facts = cast("Any", cfg)  # the config is resolved: no number is None
     variables = local_ranks.rank_variables(
         facts.rank,
         facts.world_size,
@@ -122,7 +125,7 @@ def _run_coroutine(
         local_size=facts.local_world_size,
         address=cfg.master_addr,
         port=facts.master_port,
-        # Equal on all hosts without communication.
+        # This name is equal on all hosts without communication.
         run_id=f"asyncdist-{cfg.master_addr}-{cfg.master_port}",
     )
     environment.set_variables(variables)
@@ -138,7 +141,7 @@ async def _with_groups(
 
 
 def is_coroutine_function(func: Callable[..., Any]) -> bool:
-    """Return whether a call of ``func`` gives a coroutine. Objects with an async ``__call__`` and partials count."""
+    """Return whether calling ``func``, which may be a partial or have an async ``__call__``, gives a coroutine."""
     while isinstance(func, functools.partial):
         func = func.func
     return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(type(func).__call__)
@@ -153,7 +156,7 @@ def check_call(func: object, cfg: object) -> None:
 
 
 def check_process_group(func: Callable[..., Any], cfg: MultiprocessConfig) -> None:
-    """Raise ValueError if a coroutine function has options of a process group, which it would not use."""
+    """Raise ValueError if the config of a coroutine function has options for process groups."""
     named: dict[str, str | None] = {name: backend for name, backend in cfg._backends().items() if backend is not None}
     if cfg.init_method != "env://":
         named["init_method"] = cfg.init_method
@@ -173,17 +176,15 @@ def be_child(
     kwargs: dict[str, Any],
     environ: Mapping[str, str],
 ) -> None:
-    """Run a child of the launcher: report that it runs, run as a rank, and report why it failed.
+    """Run a child of the launcher: report the start, run as a rank, and report the result or why it failed.
 
-    Args:
-        pipe: Pipe for the reports.
-        func, cfg, args, kwargs: See :func:`asyncdist.launch_subprocesses`.
-        environ: Environment of the launcher. This process has the environment of the server that forked it.
+    This process has the environment of the server that forked it, so ``environ`` is the launcher's environment. The
+    other arguments are those of :func:`asyncdist.launch_subprocesses`.
     """
     environment.replace(environ)
     os.setpgid(0, 0)
     guardians.adopt_orphans()
-    # This runs after multiprocessing has waited for its own children.
+    # With this priority, children are ended after multiprocessing has waited for its own children.
     multiprocessing.util.Finalize(None, guardians.end_children, exitpriority=_LAST)
     _end_with_launcher()
     pipe.send_bytes(b"")
@@ -211,9 +212,8 @@ def be_child(
 def _end_with_launcher() -> None:
     """Let the kernel kill this process group when the launcher's end of a pipe closes. Works on Linux only.
 
-    The signal for a parent's death is not enough: the parent may be the fork server, which lives until its last child
-    has ended. A thread that watches the pipe is not enough either: it would not exist in forked children, such as the
-    workers of a data loader.
+    The signal for a parent's death is not enough, since the parent may be the fork server, which lives until its last
+    child has ended. A thread that watches the pipe would not exist in forked children, such as a data loader's workers.
     """
     parent = multiprocessing.parent_process()
     if not sys.platform.startswith("linux") or parent is None:
@@ -221,12 +221,12 @@ def _end_with_launcher() -> None:
     fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, -os.getpid())
     fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC)
-    if not parent.is_alive():  # it has ended before the kernel was told
+    if not parent.is_alive():  # the launcher ended before the call above
         os._exit(1)
 
 
 def _call(story: _Story, func: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Call ``func``; report a failure before the process group is destroyed, which the others would notice first."""
+    """Call ``func``. Report a failure before the process group is destroyed and the other ranks fail as a result."""
     try:
         func(*args, **kwargs)
     except BaseException as error:
@@ -235,7 +235,7 @@ def _call(story: _Story, func: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 
 class _Story:
-    """Reports to the launcher, once, why this rank failed."""
+    """Reports once to the launcher why this rank failed."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe

@@ -1,9 +1,9 @@
-"""Reaches other hosts by ssh, checks them, and starts ranks on them.
+"""Connects to other hosts by ssh, checks them, and starts ranks on them.
 
-On each host, ssh runs :mod:`asyncdist.launch.host_agent` with the interpreter and the working directory of this
-process: all hosts of a job need the same files in the same places. All hosts are checked before the first rank is
-started, so that one error reports all problems. When this process ends, each ssh ends, and with it all processes that
-the agent has started.
+On each host, ssh runs :mod:`asyncdist.launch.host_agent` with the interpreter and working directory of this process, so
+all hosts of a job need the same files in the same places. All hosts are checked before the first rank starts, so that
+one error reports all problems. When this process ends, each ssh ends, and with it all processes that the agent has
+started.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from asyncdist import local_host
 from asyncdist.launch import host_agent
 from asyncdist.wording import ranks_in_words
 
-#: Default command. A login that would ask a question, for a password or about an unknown host, fails instead.
+#: Default command to reach a host. A login fails instead of asking for a password or about an unknown host.
 SSH: Final = "ssh -o BatchMode=yes -o ConnectTimeout=10"
-#: Seconds that hosts may take to answer the check.
+#: Maximum seconds for hosts to answer the check.
 HELLO_S: Final = 30.0
-#: Seconds that an ssh may take to end when its agent has been told to end.
+#: Maximum seconds for an ssh to end after its agent was asked to end.
 _CLOSE_S: Final = 15.0
-#: Beginnings of variables that describe a host, a login or a terminal, and are not passed on.
+#: Prefixes of variables that describe a host, a login or a terminal, and are not passed to other hosts.
 _HOST_BOUND: Final = (
     "HOSTNAME",
     "SSH_",
@@ -48,7 +48,7 @@ _HOST_BOUND: Final = (
     "SHLVL",
     "_",
 )
-#: Exit codes by which the shell of a host reports a missing file, and their messages.
+#: Messages for the exit codes with which a host's shell reports a missing file.
 _MISSING: Final = {
     91: "there is no directory {folder}: start in a directory that exists on all hosts",
     92: "there is no interpreter {python}: install this environment in the same place on all hosts",
@@ -58,27 +58,21 @@ _MISSING: Final = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Host:
-    """A host and its number of ranks.
-
-    Attributes:
-        name: Name for ssh, including ``user@``.
-        slots: Number of ranks on the host.
-    """
+    """A host that has ``slots`` ranks. Its name for ssh may include ``user@``."""
 
     name: str
     slots: int
 
     @property
     def address(self) -> str:
-        """Name or address by which other hosts reach this one."""
+        """Name or address at which other hosts reach this host."""
         return self.name.rpartition("@")[2]
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """Return the hosts of ``--hosts a:4,b:4``; a name without a number has one slot.
+    """Return the hosts of ``--hosts a:4,b:4``. A name without a number means one rank.
 
-    Raises:
-        local_host.LaunchError: ``text`` is not such a list.
+    Raises LaunchError if ``text`` is not a list of hosts.
     """
     hosts: list[Host] = []
     for word in text.split(","):
@@ -95,10 +89,9 @@ def parse_hosts(text: str) -> list[Host]:
 
 
 def place_ranks(hosts: Sequence[Host], ranks: int | None) -> list[Host]:
-    """Return the hosts for ``ranks`` ranks, each with its number of ranks. Hosts are filled in their order.
+    """Distribute ``ranks`` ranks over the hosts in order, and return the used hosts with their numbers of ranks.
 
-    Raises:
-        local_host.LaunchError: The hosts have too few slots.
+    Raises LaunchError if the hosts have too few slots.
     """
     slots = sum(host.slots for host in hosts)
     left = slots if ranks is None else ranks
@@ -118,11 +111,7 @@ def place_ranks(hosts: Sequence[Host], ranks: int | None) -> list[Host]:
 
 
 def split_ssh(command: str) -> list[str]:
-    """Return the words of ``--ssh``.
-
-    Raises:
-        local_host.LaunchError: The command names no program, or one that does not exist.
-    """
+    """Return the words of ``--ssh``. Raise LaunchError if the command is empty, or its program does not exist."""
     try:
         words = shlex.split(command)
     except ValueError as error:
@@ -136,20 +125,14 @@ def split_ssh(command: str) -> list[str]:
 
 
 def travelling(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that ranks on other hosts get: all except those that describe this host, as with srun."""
+    """Return the variables to pass to ranks on other hosts: all except those that describe this host."""
     return {name: text for name, text in environ.items() if not name.startswith(_HOST_BOUND) and name.isidentifier()}
 
 
 class RemoteRank:
-    """Represents the process of a rank on another host.
+    """The process of a rank on another host, with a ``returncode`` like that of :mod:`subprocess`.
 
-    Args:
-        agent: Agent of the rank's host.
-        rank: Number of the rank.
-        ended: Called in a thread when the process has ended.
-
-    Attributes:
-        returncode: Exit code as in :mod:`subprocess`; None while the process runs.
+    ``ended`` is called in a thread when the process has ended.
     """
 
     def __init__(self, agent: Agent, rank: int, ended: Callable[[], object]) -> None:
@@ -159,7 +142,7 @@ class RemoteRank:
         self.returncode: int | None = None
 
     def send_signal(self, number: int, /) -> None:
-        """Send the rank a signal, if it runs."""
+        """Send a signal to the rank if it is running."""
         self._agent.say(signal=self._rank, number=int(number))
 
     def end(self) -> None:
@@ -168,27 +151,26 @@ class RemoteRank:
             self._agent.say(end=self._rank)
 
     def note_end(self, returncode: int) -> None:
-        """Note that the process has ended with ``returncode``."""
+        """Record that the process has ended with ``returncode``, and notify the launcher."""
         self.returncode = returncode
         self._ended()
 
 
 class Agent:
-    """Communicates with the agent of a host, and prints the output of the ranks there.
+    """A connection to the agent on a host, which starts ranks there. Prints the output of these ranks.
 
     Args:
-        host: The host.
+        host: Host to connect to.
         ssh: Words of the command that reaches the host.
-        script: Path of the script that its ranks will run.
-        needs: Paths of programs that the host must have.
-        reports: Token of a job whose guardians send reports; "" if they do not.
+        script: Path of the script that the ranks will run.
+        needs: Paths of programs that must exist on the host.
+        reports: Token of a job whose guardians send reports; "" if they send none.
 
     Attributes:
         on_report: Called in a thread with each report of a guardian.
-        host: The host.
-        cores: Number of cores that the ranks there may use; known when ``check`` has returned.
-        port: Free port of the host; known when ``check`` has returned.
-        heard_at: Time of the agent's last line, in seconds of :func:`time.monotonic`.
+        cores: Number of cores for the ranks; known after ``check``.
+        port: Free port of the host; known after ``check``.
+        heard_at: Time of the agent's last message, in seconds of :func:`time.monotonic`.
     """
 
     def __init__(self, host: Host, ssh: Sequence[str], script: str, needs: Sequence[str], reports: str = "") -> None:
@@ -208,7 +190,7 @@ class Agent:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                process_group=0,  # Ctrl-C in a terminal must reach only this process, which passes it on
+                process_group=0,  # Ctrl-C must reach ssh only through this process
             )
         except OSError as error:
             raise local_host.LaunchError(f"{command[0]} cannot be started: {error}") from error
@@ -226,7 +208,7 @@ class Agent:
         self.say(script=script, count=host.slots, needs=list(needs), reports=reports)
 
     def check(self, deadline: float) -> str | None:
-        """Wait for the host's answer; return its problem, or None."""
+        """Wait for the host's answer. Return its problem, or None."""
         try:
             answer = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
@@ -253,23 +235,22 @@ class Agent:
     def start(
         self, rank: int, command: Sequence[str], variables: Mapping[str, str], ended: Callable[[], object]
     ) -> RemoteRank:
-        """Start a rank on the host; ``ended`` is called in a thread when it has ended."""
+        """Start a rank on the host. Call ``ended`` in a thread when the rank has ended."""
         self._ranks[rank] = started = RemoteRank(self, rank, ended)
         self.say(start=rank, command=list(command), environ=dict(variables))
         return started
 
     def say(self, **news: Any) -> None:
-        """Send the agent a command. Does nothing if the agent has ended."""
+        """Send a command to the agent. Does nothing if the agent has ended."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError, ValueError):
             self._process.stdin.write(json.dumps(news).encode() + b"\n")
             self._process.stdin.flush()
 
     def close(self, patience_s: float = _CLOSE_S) -> None:
-        """End all ranks that still run on the host, and the connection. May be called again.
+        """End all ranks that still run on the host and close the connection. May be called repeatedly.
 
-        Args:
-            patience_s: Seconds that the agent may take to end.
+        Kills the connection if the agent has not ended after ``patience_s`` seconds.
         """
         assert self._process.stdin is not None
         if self._process.stdin.closed:
@@ -287,12 +268,12 @@ class Agent:
 
     @staticmethod
     def _reading(read: Callable[[IO[bytes]], None], pipe: IO[bytes]) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, local_host.PASSED_ON_SIGNALS)  # another thread waits for these signals
+        signal.pthread_sigmask(signal.SIG_BLOCK, local_host.PASSED_ON_SIGNALS)  # a different thread handles signals
         with pipe:
             read(pipe)
 
     def _read(self, stdout: IO[bytes]) -> None:
-        """Process the agent's lines, and print those of the ranks."""
+        """Process the agent's lines, and print the ranks' output."""
         mark, rest = host_agent.mark(self._token), b""
         while data := stdout.read1(1 << 16):  # type: ignore[attr-defined]
             rest += data
@@ -300,10 +281,10 @@ class Agent:
                 _write(1, rest[:place])
                 self._hear(json.loads(rest[place + len(mark) : end]))
                 rest = rest[end + 1 :]
-            kept = rest.rfind(mark[:1])  # perhaps the beginning of an agent's line
+            kept = rest.rfind(mark[:1])  # an agent's line may begin here
             if kept < 0 or (len(rest) - kept > len(mark) and not rest.startswith(mark, kept)):
                 kept = len(rest)
-            if self._is_ready:  # earlier lines are a greeting of the host
+            if self._is_ready:  # earlier lines are a login message of the host
                 _write(1, rest[:kept])
             rest = rest[kept:]
         self._lose()
@@ -318,7 +299,7 @@ class Agent:
             self._answers.put(news)
 
     def _lose(self) -> None:
-        """Notify all waiters for the host that its connection has ended."""
+        """Report the end of the connection to the user and to everything that waits for the host or its ranks."""
         self._answers.put({})
         if self._ranks:
             code = self._process.wait()
@@ -334,7 +315,7 @@ class Agent:
             self._ranks.pop(rank).note_end(255)
 
     def _warn(self, stderr: IO[bytes]) -> None:
-        """Print the host's standard error. Before the agent runs, keep the last line as a reason for a failure."""
+        """Print the host's standard error. Until the agent is ready, only keep the last line, to explain a failure."""
         for line in stderr:
             if self._is_ready:
                 _write(2, line)
@@ -342,13 +323,13 @@ class Agent:
 
 
 def _write(descriptor: int, data: bytes) -> None:
-    with contextlib.suppress(BrokenPipeError):  # the reader of this process's output has gone
+    with contextlib.suppress(BrokenPipeError):  # no process reads this process's output any longer
         while data:
             data = data[os.write(descriptor, data) :]
 
 
 def _remote_command(token: str) -> str:
-    """Return a command line that starts the agent, in any shell."""
+    """Return a command line that starts the agent from any shell."""
     folder, python, agent = map(shlex.quote, (os.getcwd(), sys.executable, host_agent.PROGRAM))
     steps = f"cd {folder} || exit 91; test -x {python} || exit 92; test -r {agent} || exit 93"
     return f"exec sh -c {shlex.quote(f'{steps}; exec {python} {agent} {token}')}"
@@ -358,13 +339,9 @@ def _remote_command(token: str) -> str:
 def connected(
     hosts: Sequence[Host], ssh: Sequence[str], script: str, *, needs: Sequence[str] = (), reports: str = ""
 ) -> Iterator[list[Agent]]:
-    """Connect to all hosts; the context value is their agents.
+    """Connect to all hosts, and yield their agents.
 
-    Args:
-        hosts, ssh, script, needs, reports: See :class:`Agent`.
-
-    Raises:
-        local_host.LaunchError: Some hosts cannot run the job; the message lists them with their problems.
+    Raises LaunchError if some hosts cannot run the job. The message lists them with their problems.
     """
     agents: list[Agent] = []
     try:

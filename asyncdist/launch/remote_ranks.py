@@ -1,6 +1,6 @@
-"""Starts ranks of a script on several hosts, with the variables that torchrun sets: ``asyncdist run --hosts``.
+"""Starts ranks of a script on several hosts with the variables that torchrun sets: ``asyncdist run --hosts``.
 
-The ranks are supervised by :mod:`asyncdist.launch.local_ranks`, under the same rules, but run on other hosts.
+:mod:`asyncdist.launch.local_ranks` supervises the ranks, under the same rules as local ranks.
 """
 
 from __future__ import annotations
@@ -25,19 +25,14 @@ def run(
 ) -> int:
     """Run ranks of a script on these hosts, and return the job's exit code when the last one has ended.
 
+    The result is 0 if the last process of each rank ended with 0. Otherwise it is the code of the first rank that
+    failed, or 128 plus the number of a signal that killed it or that the launcher received.
+
     Args:
-        script: Path of a Python script, on each host.
-        arguments: Arguments of the script.
         hosts: Hosts, with the number of ranks on each.
         ssh: Words of the command that reaches a host.
         threads: OMP_NUM_THREADS of each rank. None keeps the user's value, or gives each rank its share of the cores.
         environ: Environment of this process. The ranks get all variables that do not describe this host.
-
-    Returns:
-        As :func:`asyncdist.launch.local_ranks.run`.
-
-    Raises:
-        local_host.LaunchError: A host cannot run the job.
     """
     command = rank_program.rank_command(script, arguments)
     secret = local_ranks.given_secret(environ) or job_secret.draw()
@@ -59,7 +54,7 @@ def run(
 def build_environments(
     environ: Mapping[str, str], agents: Sequence[Agent], *, threads: int | None, secret: str = ""
 ) -> list[dict[str, str]]:
-    """Return the environment of each rank; ``threads`` None keeps the user's OMP_NUM_THREADS."""
+    """Return the environment of each rank; if ``threads`` is None, the user's OMP_NUM_THREADS is kept."""
     size, run_id = sum(agent.host.slots for agent in agents), local_host.new_run_id()
     chosen = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
     chosen[environment.SECRET_VARIABLE] = secret

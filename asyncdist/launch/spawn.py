@@ -1,17 +1,16 @@
-"""Starts ranks from Python: runs a function in several processes of this host, joined by torch.distributed.
+"""Runs a function on several ranks, each a new process of this host, joined by torch.distributed.
 
-A plain function gets a process group, a coroutine function a world. The launcher keeps to these rules:
+A plain function gets a process group, a coroutine function a world.
 
 - Mistakes in the config, and a function that cannot be pickled, are reported before a process is started.
 - The first failure decides: the caller sees its traceback, and the other ranks are stopped. A rank that failed only
-  because it lost another one does not count as the first, even if it reports first.
-- No rank outlives the call or, on Linux, the process that made the call. Processes that a rank has started end when the
-  rank does, on Linux even in their own sessions. The exception is a rank that another process has killed: its
-  processes in other sessions can then no longer be found.
+  because it lost another rank does not count as the first, even if it reports first.
+- No rank outlives the call or, on Linux, the calling process. Processes that a rank has started end with the rank, on
+  Linux even in their own sessions. Only if another process kills a rank may such processes survive.
 
-multiprocessing sends the function and its arguments to the children by pickling them: they come from this program and
-go to another copy of it. Threads and MPI do not survive a fork, so ranks are spawned, or forked by a server that has
-neither. A child runs the code of :mod:`asyncdist.launch.rank_process`.
+multiprocessing pickles the function and its arguments to send them to the children. Threads and MPI do not survive a
+fork, so ranks are spawned, or forked by a server process that has neither. A child runs the code of
+:mod:`asyncdist.launch.rank_process`.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from asyncdist.runtime.signals import interrupt_error
 
 P = ParamSpec("P")
 
-#: Seconds that children may take to stop when they are asked to.
+#: Maximum seconds for children to stop after they were asked to.
 STOP_S: Final = 5.0
 
 
@@ -73,9 +72,9 @@ def launch_subprocesses(
 
     Args:
         func: Function that can be imported by its name. A coroutine function gets a world before the arguments; a plain
-            one has a process group; see :func:`init_and_run`.
+            function has a process group; see :func:`init_and_run`.
         cfg: Config without ranks. :meth:`MultiprocessConfig.resolve` fills in its missing fields.
-        setup: Function that is called once in this process, before the first rank is started; or None.
+        setup: Function that is called once in this process, before the first rank starts; or None.
         rank_offset: First rank of this host, in a job of several hosts.
         args: Arguments of ``func``.
         kwargs: Keyword arguments of ``func``.
@@ -86,9 +85,9 @@ def launch_subprocesses(
         TypeError: ``func`` or an argument cannot be pickled, or has the wrong type. No rank was started.
         ValueError: A value is not allowed, or ``master_port`` is not free. No rank was started.
         KeyboardInterrupt: Ctrl-C was pressed. All ranks have been stopped.
-        SystemExit: The process got SIGTERM, SIGHUP or SIGQUIT, and its program has no handler for that signal. All
-            ranks have been stopped. The code is 128 plus the signal's number. Only in the main thread; other signals
-            without a handler are passed on to the ranks.
+        SystemExit: The main thread received SIGTERM, SIGHUP or SIGQUIT, and the program has no handler for it. All
+            ranks have been stopped. The code is 128 plus the signal's number. Other signals without a handler are
+            passed on to the ranks.
     """
     cfg = MultiprocessConfig() if cfg is None else cfg
     resolved = _checked_config(func, cfg, setup, rank_offset)
@@ -110,10 +109,9 @@ def launch_subprocesses(
 
 @contextlib.contextmanager
 def _passing_signals_on(ranks: Sequence[_Child]) -> Iterator[None]:
-    """Pass signals without a handler on to the ranks; those that end the job raise SystemExit.
+    """Pass signals without a handler on to the ranks. Raise SystemExit for signals that end the job.
 
-    Otherwise such a signal would end this process at once: the ranks could not save anything, and their processes in
-    other sessions would stay.
+    By default these would end this process at once, before ranks could save anything or be stopped completely.
     """
 
     def take(number: int, _: FrameType | None) -> None:
@@ -138,7 +136,7 @@ def _passing_signals_on(ranks: Sequence[_Child]) -> Iterator[None]:
 def _checked_config(
     func: Callable[..., Any], cfg: MultiprocessConfig, setup: object, rank_offset: int
 ) -> MultiprocessConfig:
-    """Return the resolved config. Raises for all mistakes that can be found before a process is started."""
+    """Return the resolved config. Raise for all mistakes that can be found before a process is started."""
     check_call(func, cfg)
     if setup is not None and not callable(setup):
         raise TypeError(
@@ -165,7 +163,7 @@ def _resolve_for(cfg: MultiprocessConfig, rank_offset: int) -> MultiprocessConfi
             f"local_world_size={local_size}, got {rank_offset!r}"
         )
     if cfg.backend is None and environment.backend_name() is not None:
-        # The fork server keeps the environment of its own start.
+        # The fork server keeps the environment with which it was started.
         return dataclasses.replace(cfg, backend=process_groups.get_distributed_backend())
     return cfg
 
@@ -180,9 +178,9 @@ def _check_port_is_free(port: int) -> None:
 
 
 def _check_reachable(func: Callable[..., Any]) -> None:
-    """Raise if a child could not import the function, which would otherwise show only after the child has started."""
+    """Raise if a child could not import the function; otherwise, the mistake would appear only in the started child."""
     main = sys.modules["__main__"]
-    file = getattr(main, "__file__", None)  # "<stdin>" for a piped script
+    file = getattr(main, "__file__", None)  # a piped script has the name "<stdin>"
     is_interactive = getattr(main, "__spec__", None) is None and not (file and os.path.exists(file))
     if is_interactive and getattr(func, "__module__", None) == "__main__":
         raise TypeError(
@@ -214,14 +212,12 @@ class _Child:
     """The launcher's state of one rank.
 
     Attributes:
-        rank: Number of the rank in the job.
-        process: Process of the rank.
-        pipe: Pipe from the rank: an empty message when it runs, and later its result.
+        pipe: Pipe from the rank, which sends an empty message when it runs, and its result at the end.
         started: Whether the rank has begun to run.
         returned: Whether its function has returned, or has called ``sys.exit(0)``.
-        failure: Traceback from the rank, or a description of how it ended without one; None if it has not failed.
+        failure: Traceback from the rank, or else a description of how it ended; None if it has not failed.
         kind: Whether the rank is the cause of the failure; see :mod:`asyncdist.launch.rank_process`.
-        failed_at_s: Time at which the failure happened or was detected, on the monotonic clock.
+        failed_at_s: Time of the failure or of its detection, on the monotonic clock.
         rest: Pidfds of the processes that the rank had started when it was asked to stop.
     """
 
@@ -251,8 +247,8 @@ class _Child:
             self.pipe.close()
 
     def reap(self) -> bool:
-        """Return whether the rank has ended; set ``failure`` if it failed without a report."""
-        code = self.process.exitcode  # the sentinel may still be held by a forked child of the rank
+        """Return whether the rank has ended. If it failed without a report, set ``failure``."""
+        code = self.process.exitcode  # a forked child of the rank may keep the sentinel open
         if code is None:
             return False
         self.end_rest()
@@ -270,13 +266,13 @@ class _Child:
         return True
 
     def stop(self) -> None:
-        """Ask the rank to stop. First list its processes, which can be found only while it lives."""
+        """Ask the rank to stop, after listing its child processes, which cannot be found once it has ended."""
         if self.process.pid is not None and self.process.exitcode is None:
             self.rest = guardians.open_descendants(self.process.pid)
             self.process.terminate()
 
     def send_signal(self, number: int) -> None:
-        """Send the rank a signal, if it runs."""
+        """Send a signal to the rank if it is running."""
         if self.process.pid is not None and self.process.exitcode is None:
             os.kill(self.process.pid, number)
 
@@ -288,9 +284,9 @@ class _Child:
         self.rest = []
 
 
-#: Seconds between checks of the ranks, because a forked child of a rank may keep the rank's pipe and sentinel open.
+#: Seconds between checks whether ranks have ended. A rank's forked child may keep its pipe and sentinel open.
 _PERIOD_S: Final = 0.5
-#: Seconds that the launcher waits after a failure of this kind for another rank to report the cause or to end.
+#: Seconds to wait after a failure, by its kind, for a different rank to report the cause or to end.
 _PATIENCE_S: Final = {CAUSE: 0.0, PERHAPS: 2.0, CONSEQUENCE: 5.0}
 
 
@@ -302,9 +298,8 @@ def _start_all(
     kwargs: dict[str, Any],
 ) -> None:
     context = multiprocessing.get_context(configs[0].launch_method)
-    # The server imports torch once for all ranks and launches: 4 ranks on 2 busy cores started in 4 s instead of 15,
-    # and in 0.3 s the next time. It does not import the script, which may start threads, and threads do not survive a
-    # fork.
+    # The server imports torch once for all ranks: 4 ranks on 2 busy cores start in 4 s instead of 15.
+    # The server does not import the script, which may start threads, since threads do not survive a fork.
     context.set_forkserver_preload([rank_process.__name__])
     environ = environment.environment()
     for cfg in configs:
@@ -313,13 +308,12 @@ def _start_all(
             target=be_child, args=(theirs, func, cfg, args, kwargs, environ), name=f"rank {cfg.rank}"
         )
         try:
-            # Otherwise the server, or a spawned rank, would import modules from the working directory, perhaps a shared
-            # folder, before it has the module path of this process.
+            # Before a new process has this process's module path, it must not import from the working directory.
             with environment.variable_set(environment.SAFE_PATH_VARIABLE, "1"):
                 process.start()
         except OSError as error:
             raise RuntimeError(f"rank {cfg.rank} cannot be started: {error}") from error
-        except Exception as error:  # pickling may raise any exception, already for the first rank
+        except Exception as error:  # pickling may raise any exception
             ours.close()
             raise TypeError(
                 f"{func!r} and its arguments cannot be sent to another process ({type(error).__name__}: {error}). "
@@ -331,7 +325,7 @@ def _start_all(
 
 
 def _wait_for_all(ranks: Sequence[_Child]) -> None:
-    """Wait until all ranks have returned. Raises RuntimeError at the first failure."""
+    """Wait until all ranks have returned. Raise RuntimeError at the first failure."""
     deadline = time.monotonic() + START_TIMEOUT_S
     living = list(ranks)
     while living:
@@ -354,7 +348,7 @@ def _wait_for_news(living: Sequence[_Child], timeout_s: float | None) -> None:
 
 
 def _find_cause(ranks: Sequence[_Child]) -> str:
-    """Return a description of the rank that caused the failure. Waits briefly if it may not have reported yet."""
+    """Return a description of the rank that caused the failure. Wait briefly if that rank may not have reported yet."""
     began_at = time.monotonic()
     while True:
         living = [child for child in ranks if not child.reap()]
@@ -364,7 +358,7 @@ def _find_cause(ranks: Sequence[_Child]) -> str:
         left_s = began_at + _PATIENCE_S[found.kind] - time.monotonic()
         ended = [child for child in ranks if child not in living]
         gone = [child.rank for child in ended if child.process.exitcode == 0 and not child.returned]
-        if gone and found.kind != CAUSE:  # for example by os._exit(0); a failure only if another rank has failed
+        if gone and found.kind != CAUSE:  # os._exit(0) is a failure only if another rank has failed
             text = f"rank {gone[0]} ended with exit code 0 before its function had returned"
             return text if found.kind == CONSEQUENCE else f"{text}; {_describe(found)}"
         if not living or left_s <= 0:
@@ -396,7 +390,7 @@ def _stop_all(ranks: Sequence[_Child]) -> None:
         deadline = time.monotonic() + STOP_S
         while (living := [child for child in ranks if not child.reap()]) and time.monotonic() < deadline:
             _wait_for_news(living, max(0.001, deadline - time.monotonic()))
-    finally:  # even at a second Ctrl-C
+    finally:  # runs even after a second Ctrl-C
         for child in ranks:
             if child.process.exitcode is None:
                 child.process.kill()

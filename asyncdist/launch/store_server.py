@@ -1,13 +1,11 @@
-"""Serves the store at which ranks meet, while its launcher lives: ``python store_server.py ADDRESS PORT [open]``.
+"""Serves the store at which ranks meet: ``python store_server.py ADDRESS PORT [open]``.
 
-It listens only at that address or, with ``open``, at all addresses of this host, for ranks of other hosts.
+The launcher starts this process and ends it by closing its standard input. Rank 0 cannot serve the store, because ranks
+that join later need it even if rank 0 has ended. The launcher cannot, because it does not import torch.
 
-It reads ``KEY VALUE`` lines from its standard input and sets these keys, by which the launcher notifies the ranks. The
-text of a ``!TEXT`` line is printed once the lines before it have been carried out. When the input ends, so does the
-store.
-
-Rank 0 cannot serve this store, because later ranks need it to find the others even if rank 0 has ended. The launcher
-cannot serve it either, because it does not import torch.
+The store listens only at the given address or, with ``open``, at all addresses of this host, for ranks on other hosts.
+For each ``KEY VALUE`` line of its standard input, it sets the key, so that the launcher can notify the ranks. It prints
+the text of a ``!TEXT`` line after it has processed the lines before.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ PROGRAM: Final = os.path.abspath(__file__)
 
 
 def main(address: str, port: int, *, is_open: bool) -> None:
-    """Serve the store until the launcher has ended."""
+    """Serve the store until standard input is closed."""
     from asyncdist import environment
     from asyncdist.transports.torch_distributed.meeting import serving
     from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
@@ -33,7 +31,7 @@ def main(address: str, port: int, *, is_open: bool) -> None:
 
 
 def carry_out(store: Any, lines: Iterable[str]) -> None:
-    """Carry out the launcher's lines: set a key for ``KEY VALUE``, print ``!TEXT``."""
+    """Process lines from the launcher: set a key for ``KEY VALUE``, print the text of ``!TEXT``."""
     for line in lines:
         if line.startswith("!"):
             print(line[1:].rstrip("\n"), file=sys.stderr, flush=True)

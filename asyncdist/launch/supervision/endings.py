@@ -1,4 +1,4 @@
-"""Describes how ranks have ended, and decides which rank has ended a job on MPI. Pure functions of exit codes."""
+"""Describes how ranks have ended, and decides which rank has ended a job on MPI. All functions are pure."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Final
 from asyncdist import local_host
 from asyncdist.wording import ranks_in_words
 
-#: Ends of ranks that another rank, or mpirun, has stopped. None of them is a cause.
+#: Return codes of ranks that were stopped by another rank or by mpirun, and so are not the cause.
 _STOPPED: Final = frozenset({-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGKILL})
-#: Exit code of a rank that Open MPI ends because a connection is lost: the number of MPI_ERR_UNKNOWN.
+#: Exit code of a rank that Open MPI ends after a lost connection: the number of MPI_ERR_UNKNOWN.
 _CONNECTION_LOST: Final = 14
 
 
@@ -21,11 +21,9 @@ def exit_code(returncode: int) -> int:
 
 
 def how_ended(returncode: int, *, was_passed_on: bool = False) -> str:
-    """Return a description of how a process has ended.
+    """Return a description of how a process with this return code has ended.
 
-    Args:
-        returncode: Exit code of the process, or the negative number of the signal that killed it.
-        was_passed_on: Whether the launcher had passed that signal on to the process.
+    ``was_passed_on`` is whether the launcher had passed the process the signal that killed it.
     """
     if returncode > 0:
         return f"ended with exit code {returncode}"
@@ -37,7 +35,7 @@ def how_ended(returncode: int, *, was_passed_on: bool = False) -> str:
 
 @dataclass(slots=True)
 class JobEnds:
-    """Collects the ends of a job's ranks under an mpirun, and decides what to report and the exit code.
+    """Collects how the ranks under an mpirun have ended, and decides which ends to report and the job's exit code.
 
     Attributes:
         ranks: Number of ranks of the job.
@@ -45,8 +43,8 @@ class JobEnds:
         survives: Whether the job continues when ranks die.
         is_across_hosts: Whether ranks communicate over a network, so that Open MPI ends those that lose a connection.
         passed_on: Signals that the launcher has passed on to the ranks.
-        codes: Exit codes of the ended ranks by rank, in the order of their ends; negative for signals.
-        cause: Rank that has ended the job, if its exit code or signal shows it; or None.
+        codes: Exit codes of the ended ranks, keyed by rank in the order in which they ended; negative for signals.
+        cause: Rank whose exit code or signal shows that it has ended the job; or None.
     """
 
     ranks: int
@@ -59,10 +57,10 @@ class JobEnds:
     asked_to_end: int | None = None
 
     def note(self, rank: int, code: int) -> str | None:
-        """Note how a rank has ended; return a line to print at once, or None.
+        """Record how a rank has ended. Return a line to print at once, or None.
 
-        A rank that ends with 1, as Python does after any exception, may have been stopped by another rank's failure. So
-        may a rank that Open MPI ends because it has lost its connection to a rank on another host.
+        A rank that ends with 1, as Python does after any exception, may only have reacted to another rank's failure. So
+        may a rank that Open MPI ends after it has lost its connection to another host.
         """
         is_first = not any(code and not self._is_of_connection(code) for code in self.codes.values())
         self.codes[rank] = code
@@ -77,11 +75,7 @@ class JobEnds:
         return f"rank {rank} {how_ended(code, was_passed_on=was_passed_on)}{stopping}{cure * bool(self.goes_on_by)}"
 
     def conclude(self, mpirun_code: int) -> tuple[int, list[str]]:
-        """Return the job's exit code and the lines to print, after mpirun has ended.
-
-        Args:
-            mpirun_code: Exit code of mpirun, or the negative number of the signal that has killed it.
-        """
+        """Return the job's exit code and the lines to print, after mpirun has ended with ``mpirun_code``."""
         code = exit_code(mpirun_code)
         if self.asked_to_end is not None:
             return 128 + self.asked_to_end, []
@@ -99,7 +93,7 @@ class JobEnds:
         return self.is_across_hosts and code == _CONNECTION_LOST
 
     def _conclude_survivors(self, code: int) -> tuple[int, list[str]]:
-        """Return the result of :meth:`conclude` for a job that survives losses: it fails if no rank has survived."""
+        """Return exit code and lines for a job that survives losses. Such a job fails only if no rank has survived."""
         last = list(self.codes.values())[-1] if len(self.codes) == self.ranks else 0
         if code or not last:
             return code, []

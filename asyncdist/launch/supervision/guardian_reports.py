@@ -1,7 +1,7 @@
-"""Receives the reports of guardians on another host than the launcher's, and passes signals on to the guardians.
+"""Receives reports from the guardians of ranks on this host, for a launcher on another host.
 
-The guardians of an mpirun's ranks write to a FIFO, which this process reads. A report in the output of a rank could be
-lost, because mpirun stops reading its ranks' output once it stops them.
+The guardians write to a FIFO, which this process reads. Reports in a rank's output could be lost, because mpirun stops
+reading its ranks' output once it stops them.
 """
 
 from __future__ import annotations
@@ -16,16 +16,14 @@ from typing import Final
 
 from asyncdist.launch import guardians
 
-#: Line that ends the reader.
+#: Line that makes the reading thread end.
 _OVER: Final = b"over\n"
 
 
 class GuardianReports:
-    """Reads the reports of one job on this host, in a thread.
+    """Reads the reports of one job on this host in a thread, and sends signals to the guardians.
 
-    Args:
-        token: Secret token of the job, which is part of the FIFO's path.
-        tell: Called in the thread with each report, without its newline.
+    ``tell`` is called in the thread with each report, without its newline.
     """
 
     def __init__(self, token: str, tell: Callable[[str], object]) -> None:
@@ -33,20 +31,22 @@ class GuardianReports:
         self._pidfds: dict[int, int] = {}
         self._path = guardians.reports_path(token)
         self._reader: threading.Thread | None = None
-        with contextlib.suppress(OSError):  # guardians then write reports to their ranks' output
+        with contextlib.suppress(OSError):  # without a FIFO, guardians write reports to their ranks' output
             os.mkdir(os.path.dirname(self._path), mode=0o700)
             os.mkfifo(self._path, mode=0o600)
-            self._fifo = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)  # so that it is always open for writers
+            self._fifo = os.open(
+                self._path, os.O_RDWR | os.O_CLOEXEC
+            )  # also opened for writing, so that the reader never sees its end
             self._reader = threading.Thread(target=self._read, name="reports", daemon=True)
             self._reader.start()
 
     def send_signal(self, rank: int, number: int) -> None:
-        """Send a signal to the guardian of a rank on this host, if it lives."""
+        """Send a signal to the guardian of a rank on this host, if the guardian is alive."""
         with contextlib.suppress(KeyError, ProcessLookupError):
             signal.pidfd_send_signal(self._pidfds[rank], number)
 
     def close(self) -> None:
-        """Deliver the reports that have been written by now, and remove the FIFO."""
+        """Deliver the reports that have been written so far, and remove the FIFO."""
         if self._reader is not None:
             os.write(self._fifo, _OVER)
             self._reader.join()

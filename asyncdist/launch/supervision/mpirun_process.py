@@ -3,10 +3,9 @@
 - mpirun and its ranks are in other process groups, so a terminal's keys reach only this process. This process sends
   signals directly to the guardians of ranks on this host, because an mpirun that is asked to end stops reading its
   ranks' output, and kills them after a quarter of a second. Until all ranks have guardians, mpirun gets the signals.
-- Guardians report through a pipe of this process how ranks have ended, before mpirun notices. The rank that is the
-  cause is therefore named before the output of the ranks that mpirun stops, and mpirun's own message is held back.
-- On other hosts, the agents of this process forward reports and signals, through the connections by which the hosts
-  were checked before the start.
+- Guardians report through a pipe how ranks have ended, before mpirun notices. This process can therefore name the
+  failed rank before the other ranks print errors, and suppresses mpirun's own message.
+- On other hosts, agents forward reports and signals.
 - In a job that survives losses, mpirun detects lost hosts only after minutes. Until the ranks have met, this process
   probes the agents, and ends the job if a host does not answer.
 - mpirun has no standard input. Rank 0 opens the standard input of this process (:mod:`asyncdist.rank_program`).
@@ -38,20 +37,19 @@ from asyncdist.launch.remote_hosts import Agent
 from asyncdist.launch.supervision.endings import JobEnds
 from asyncdist.launch.supervision.mpirun_words import MpirunWords
 
-#: Seconds that ranks may take to end when asked, before mpirun ends them; and then mpirun, before it is killed.
+#: Maximum seconds for ranks to end before mpirun ends them, and for mpirun to end before it is killed.
 STOP_S: Final = 10.0
 _MPIRUN_STOP_S: Final = 5.0
-#: Seconds to wait for the end of mpirun's standard error, which a process that it has left may keep open.
+#: Maximum seconds to read mpirun's standard error after its end, since a leftover process may keep it open.
 _LAST_WORDS_S: Final = 1.0
-#: Seconds that an agent may take to forward its last reports. Its host may be unplugged.
+#: Maximum seconds for an agent to forward its last reports. Its host may be unplugged.
 _AGENT_END_S: Final = 3.0
-#: Seconds between probes of hosts while the ranks of a job that survives losses meet, and seconds that an answer may
-#: take.
+#: Seconds between probes of hosts; the next constant is the maximum number of seconds without an answer.
 _PROBE_S: Final = 5.0
 _SILENCE_S: Final = 30.0
-#: Seconds that the beginning of a block of mpirun is held before it is printed without its end.
+#: Maximum seconds to hold the beginning of an mpirun message back before it is printed incomplete.
 _HOLD_S: Final = 0.2
-#: Signals that Open MPI's mpirun passes on; any other signal would end it.
+#: Signals that Open MPI's mpirun passes on to its ranks. All other signals would end it.
 _FOR_MPIRUN: Final = frozenset(
     {*local_host.ENDING_SIGNALS, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP, signal.SIGCONT, signal.SIGALRM}
 ) - {signal.SIGQUIT}
@@ -69,11 +67,10 @@ def run(
     """Run mpirun, and return the job's exit code when it has ended.
 
     Args:
-        mpirun: Path of the program.
         command: Command line of mpirun.
         environ: Environment of mpirun.
-        ends: Decides which ends are reported.
-        token: Token that marks the reports of guardians; "" to draw one.
+        ends: Decides which ends of ranks are reported.
+        token: Token that marks the reports of guardians; "" to choose one at random.
         agents: Agents on the hosts of the ranks; empty if all ranks run on this host.
     """
     with (
@@ -84,11 +81,7 @@ def run(
 
 
 class _Job:
-    """An mpirun and its ranks.
-
-    Args:
-        mpirun, command, environ, ends, token, agents: See :func:`run`.
-    """
+    """An mpirun and its ranks, with the arguments of :func:`run`."""
 
     def __init__(
         self,
@@ -105,9 +98,9 @@ class _Job:
         self._agents = agents
         is_on_this_host = not agents
         self._events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        self._guarded: dict[int, _Guardian | _RemoteGuardian] = {}  # the outer guardian of each living rank
+        self._guarded: dict[int, _Guardian | _RemoteGuardian] = {}  # the outer guardian of each running rank
         self._guarded_count = 0
-        self._missed: set[int] = set()  # signals for ranks that have no guardian yet
+        self._missed: set[int] = set()  # signals that arrived before all ranks had a guardian
         self._stop_at: float | None = None
         self._is_stopping = False
         self._have_met = threading.Event()
@@ -134,7 +127,7 @@ class _Job:
         return {rank_program.STDIN_VARIABLE: path, **guardians.foreground_variables()}
 
     def __enter__(self) -> _Job:
-        if signal.SIGUSR1 in signal.sigpending():  # blocked since the start of this process
+        if signal.SIGUSR1 in signal.sigpending():  # SIGUSR1 has been blocked since this process started
             signal.sigwait({signal.SIGUSR1})
             _say("no rank has begun yet")
         self._unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, ()) - {signal.SIGUSR1}
@@ -162,19 +155,19 @@ class _Job:
 
     def __exit__(self, *_: object) -> None:
         self._signals.__exit__(None, None, None)
-        self._have_met.set()  # ends the probes
+        self._have_met.set()  # ends the probing of hosts
         for guardian in self._guarded.values():
             guardian.close()
 
     def _begin(self) -> None:
-        """Prepare the child that becomes mpirun."""
+        """Prepare the child process that becomes mpirun."""
         guardians.die_with_parent(self._pid)
         _clear_remains()
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until mpirun passes it on
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # mpirun has no handler for it while it starts
         signal.pthread_sigmask(signal.SIG_SETMASK, self._unblocked)
 
     def supervise(self) -> int:
-        """Wait until mpirun has ended; return the job's exit code."""
+        """Wait until mpirun has ended. Return the job's exit code."""
         while True:
             match self._next_event():
                 case ("signal", (number, is_key)):
@@ -192,9 +185,9 @@ class _Job:
             thread.start()
         for thread in closing:
             thread.join()
-        self._copier.join(_LAST_WORDS_S)  # an ssh to an unplugged host may hold the other end
+        self._copier.join(_LAST_WORDS_S)  # an ssh to an unplugged host may keep the pipe open
         os.close(self._reported)
-        self._reader.join(_LAST_WORDS_S)  # guardians whose mpirun has been killed may hold it for a moment
+        self._reader.join(_LAST_WORDS_S)  # guardians may keep the pipe open briefly after mpirun was killed
         while not self._events.empty():
             what, words = self._events.get()
             if what == "report":
@@ -228,7 +221,7 @@ class _Job:
         if is_ending and self._ends.asked_to_end is None:
             self._ends.asked_to_end = number
             self._stop_at = time.monotonic() + STOP_S
-        if is_ending and self._guarded_count < self._ends.ranks:  # mpirun ends ranks that have not begun
+        if is_ending and self._guarded_count < self._ends.ranks:  # mpirun ends the ranks that have no guardian yet
             self._process.send_signal(number if number in _FOR_MPIRUN else signal.SIGTERM)
             return
         self._ends.passed_on.add(number)
@@ -263,7 +256,7 @@ class _Job:
             _say(line)
 
     def _end_late(self) -> None:
-        """End mpirun, and with it the ranks, because the ranks have not ended in time."""
+        """End mpirun, and with it all ranks that have not ended in time."""
         if self._is_stopping:
             self._process.kill()
             self._stop_at = None
@@ -273,7 +266,7 @@ class _Job:
             self._stop_at = time.monotonic() + _MPIRUN_STOP_S
 
     def _end_without(self, hosts: Sequence[str]) -> None:
-        """End a job whose ranks would wait for the ranks of silent hosts until mpirun detects the loss."""
+        """End a job because hosts are silent. Its other ranks would wait until mpirun detects the loss."""
         if self._have_met.is_set() or self._ends.asked_to_end is not None:
             return
         self._has_silent_hosts = True
@@ -291,7 +284,7 @@ class _Job:
         self._events.put(("ended", None))
 
     def _probe_hosts(self) -> None:
-        """Probe the hosts until a rank has met the others, or a host does not answer."""
+        """Probe the hosts until the ranks have met or a host does not answer."""
         while not self._have_met.wait(_PROBE_S):
             for agent in self._agents:
                 agent.say(probe=True)
@@ -314,7 +307,7 @@ class _Job:
         self._events.put(("report", (int(rank), what, int(number), agent)))
 
     def _copy(self, pipe: IO[bytes]) -> None:
-        """Copy mpirun's standard error to that of this process, except for reports and held-back blocks."""
+        """Copy mpirun's standard error to this process's standard error, without reports and suppressed messages."""
         while True:
             if self._words.is_holding and not select.select([pipe], [], [], _HOLD_S)[0]:
                 _write(self._words.flush())
@@ -329,7 +322,7 @@ class _Job:
 
 
 class _Guardian:
-    """The outer guardian of a rank on this host. Raises ProcessLookupError if it has ended.
+    """The outer guardian of a rank on this host. The constructor raises ProcessLookupError if the guardian has ended.
 
     Args:
         pid: Process of the guardian.
@@ -339,7 +332,7 @@ class _Guardian:
         self._pidfd = os.pidfd_open(pid)
 
     def send(self, number: int) -> None:
-        """Send the guardian a signal, if it lives."""
+        """Send a signal to the guardian, if it is alive."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, number)
 
@@ -349,12 +342,7 @@ class _Guardian:
 
 
 class _RemoteGuardian:
-    """The outer guardian of a rank on another host.
-
-    Args:
-        agent: Agent on that host.
-        rank: Number of the rank.
-    """
+    """The outer guardian of a rank on another host, reached through the agent on that host."""
 
     def __init__(self, agent: Agent, rank: int) -> None:
         self._agent = agent
@@ -365,27 +353,26 @@ class _RemoteGuardian:
         self._agent.say(guardian=self._rank, number=number)
 
     def close(self) -> None:
-        """Do nothing: the agent forgets the guardian."""
+        """Do nothing, since the agent owns the guardian's resources."""
 
 
 def _say(text: str) -> None:
-    """Print a line of the launcher."""
     print(f"asyncdist run: {text}", file=sys.stderr, flush=True)
 
 
 def _write(data: bytes) -> None:
-    with contextlib.suppress(OSError):  # the reader has gone
+    with contextlib.suppress(OSError):  # no process reads the output any longer
         while data:
             data = data[os.write(2, data) :]
 
 
 def _clear_remains() -> None:
-    """Remove the files of a killed mpirun that had the pid of this process, which becomes mpirun.
+    """Remove the files of an earlier, killed mpirun with the pid of this process, which is about to become mpirun.
 
-    Open MPI's mpirun keeps its files in a folder named by its pid, and does not start if the folder contains files:
+    Open MPI's mpirun keeps files in a folder named by its pid, and does not start if the folder contains old files:
     "The PMIx server's listener thread failed to start", exit code 213.
     """
-    with contextlib.suppress(OSError):  # no such folder, or no folder for temporary files
+    with contextlib.suppress(OSError):  # the folder, or any folder for temporary files, does not exist
         folder = Path(tempfile.gettempdir(), f"ompi.{os.getpid()}")
         if folder.lstat().st_uid == os.getuid():
             shutil.rmtree(folder)

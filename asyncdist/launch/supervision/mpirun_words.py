@@ -1,16 +1,13 @@
-"""Filters the standard error of an mpirun and its ranks. Pure: takes bytes, returns the bytes for the user.
+"""Filters the standard error of an mpirun and its ranks: takes bytes and returns the bytes for the user.
 
 All bytes are passed through unchanged, except for:
 
-- Blocks in which mpirun names the rank that has ended first. That rank has often stopped only because another one has
+- Messages in which mpirun blames the rank that ended first. This rank often stopped only because a different rank
   failed, so the launcher reports the failure instead.
 - Reports of guardians on other hosts, each in a line with a mark.
 
-The filter also detects:
-
-- That mpirun has lost a host, which its exit code does not show.
-- That a rank has no connection to another host. Open MPI then ends the job from its C code, so no rank can raise an
-  error.
+The filter also detects messages that mpirun has lost a host, which its exit code does not show, and that a rank has no
+connection to another host, after which Open MPI ends the job without an error in Python.
 """
 
 from __future__ import annotations
@@ -18,14 +15,14 @@ from __future__ import annotations
 import re
 from typing import Final
 
-#: Messages of mpirun 5 (PRRTE 3) before it ends a job because a host does not answer, or has never answered.
+#: Messages of mpirun 5 (PRRTE 3) when it ends a job because a host does not answer.
 _LOST_HOST: Final = (
     b"PRTE has lost communication with a remote daemon",
     b"A daemon failed to report back after being spawned",
 )
 _LOST_NODE: Final = re.compile(rb"Remote daemon: \[\S+\] on node (\S+)\n")
 _RULE: Final = b"-" * 74 + b"\n"
-#: Beginnings of blocks that blame a rank, in Open MPI 5 and in earlier versions.
+#: Beginnings of messages that blame a rank, in Open MPI 5 and in earlier versions.
 _BLAMES: Final = tuple(
     _RULE + who + what
     for who in (b"prterun ", b"mpirun ", b"mpiexec ")
@@ -35,35 +32,31 @@ _BLAMES: Final = tuple(
         b"has exited due to process rank ",
     )
 )
-#: Open MPI's message about a refused or unanswered connection, with a host or an address, and the reason.
+#: Open MPI's message about a refused or unanswered connection, with a host or address and the reason.
 _UNREACHED: Final = (
     re.compile(rb"peer: (\S+) Unable to connect to the peer (\S+ on port \d+: [^\n]*)\n"),
     re.compile(rb"Message: +connect\(\) to (\S+):\d+ failed\n +Error: +([^\n]*) \(\d+\)\n"),
 )
-#: Open MPI's message about a silent connection. For a connection that a killed rank has closed, it has another one.
+#: Open MPI's message about a silent connection. After a killed rank, it prints a different message.
 _SILENT: Final = re.compile(
     rb"peer: (\S+) mca_btl_tcp_frag_\w+: \w+ failed: (Connection timed out|[^\n]*unreachable) \("
 )
-#: Open MPI's message about the rank that ends the job because it has no connection to another one.
+#: Open MPI's message about the rank that ends the job because it has lost a connection.
 _ENDER: Final = re.compile(
     rb"An error occurred in Socket closed\s+\[([^]\s:]+):\d+\] \*\*\* reported by process \[\d+,(\d+)\]"
 )
-#: Number of bytes that are kept to recognise messages that arrive in pieces.
+#: Number of earlier bytes to keep, to recognize messages that arrive in pieces.
 _LONGEST: Final = 1024
 
 
 class MpirunWords:
-    """Filters bytes as they arrive.
-
-    Args:
-        mark: Beginning of a report.
+    """Filters an mpirun's standard error as its bytes arrive. Guardians' reports begin with ``mark``.
 
     Attributes:
-        blames: Blocks that were held back.
-        reports: Reports that were found, without their marks.
-        has_lost_host: Whether mpirun has lost a host.
-        lost_node: Name of that host, if mpirun says it.
-        silent: Host on a connection that has become silent, and the reason; or None.
+        blames: Suppressed messages that blame a rank.
+        reports: Guardians' reports, without their marks.
+        lost_node: Name of the host that mpirun has lost, if mpirun printed it.
+        silent: Host of a silent connection, and the reason; or None.
         unreached: Host that a rank could not reach, and the reason; or None.
         ender: Host and number of the rank that lost a connection, after which MPI ended the job; or None.
     """
@@ -83,11 +76,11 @@ class MpirunWords:
 
     @property
     def is_holding(self) -> bool:
-        """Whether bytes are held that may begin a message; :meth:`flush` returns them."""
+        """Whether bytes are held back because they may begin a message; :meth:`flush` returns them."""
         return bool(self._rest)
 
     def feed(self, data: bytes) -> bytes:
-        """Process the next bytes; return the bytes that can be printed for the user."""
+        """Process the next bytes. Return the bytes that can be printed for the user."""
         self._rest += data
         passed = b""
         while (part := self._next()) is not None:
@@ -103,12 +96,11 @@ class MpirunWords:
         return passed
 
     def explain_connection(self, goes_on_by: str = "") -> str | None:
-        """Return the line for the user about a failed connection that has ended the job; None if none has.
+        """Return a line for the user about a lost connection that has ended the job, or None.
 
-        Args:
-            goes_on_by: Option with which the others would have continued after a kill; "" if there is none.
+        The line suggests the option ``goes_on_by``, if not "", with which the other ranks would have continued.
         """
-        if self.ender is None:  # MPI has used another network, or a rank raises the error
+        if self.ender is None:  # MPI used another network, or a rank raises the error itself
             return None
         host, rank = self.ender
         reach = (
@@ -129,18 +121,18 @@ class MpirunWords:
         return f"rank {rank} on {host} could not connect to {peer} ({reason}), so MPI ended the job. {reach}"
 
     def explain_lost_host(self) -> str:
-        """Return the line for the user about a host that mpirun has lost."""
+        """Return a line for the user about a host that mpirun has lost."""
         where = f": see that {self.lost_node[0]} runs and that its network is up" if self.lost_node else ""
         return f"mpirun has lost a host, and ended the job early{where}"
 
     def flush(self) -> bytes:
-        """Return the held bytes, because no more have arrived for a while, or will arrive."""
+        """Return the bytes that were held back, because the message is not continued in time."""
         held, self._rest = self._rest, b""
         self._is_at_line_start = held.endswith(b"\n")
         return held
 
     def _next(self) -> bytes | None:
-        """Take the next line, or a part of it, from the held bytes; return None if more bytes are needed first."""
+        """Take the next line, or part of a line, from the held bytes. Return None if more bytes are needed first."""
         if self._is_at_line_start:
             if self._rest.startswith(_BLAMES):
                 end = self._rest.find(b"\n" + _RULE, len(_RULE)) + 1
@@ -150,7 +142,7 @@ class MpirunWords:
                 self.blames.append(self._rest[:end])
                 self._rest = self._rest[end:]
                 return b""
-            if any(blame.startswith(self._rest) for blame in _BLAMES):  # true if it is empty
+            if any(blame.startswith(self._rest) for blame in _BLAMES):  # also true for no bytes
                 return None
         return self._take_line()
 
