@@ -365,16 +365,13 @@ def signals_as_events(events: queue.SimpleQueue[Event]) -> Iterator[None]:
 def supervise(
     processes: dict[int, P], events: queue.SimpleQueue[Event], again: Restarts[P], at_terminal: Collection[int] = ()
 ) -> int:
-    """Wait for all ranks. Stop the remaining ranks if one fails or a signal asks for it.
+    """Wait for all ranks, and return the job's exit code. If one fails or a signal asks for it, stop the others.
 
     Args:
         processes: Process of each rank. Replaced when a rank is restarted.
         events: Queue of signals and of ranks that have ended.
         again: Restarts ranks, and records in the store how their processes have ended.
         at_terminal: Ranks in the terminal's foreground, which get the signals of its keys directly.
-
-    Returns:
-        Exit code of the job.
     """
     return _Supervision(processes, events, again, at_terminal).run()
 

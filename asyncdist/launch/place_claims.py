@@ -55,18 +55,10 @@ def describe(job: str, size: int, empty_count: int, version: str, *, is_open: bo
 
 
 def claim(store: Any, count: int, version: str) -> dict[str, Any]:
-    """Reserve ``count`` places in the job of this store.
+    """Reserve ``count`` places. Return the arguments of :func:`describe`, and ``places``: ranks with incarnations.
 
-    Args:
-        store: Part of the store that belongs to the job.
-        count: Number of places to reserve.
-        version: Version of asyncdist in this process.
-
-    Returns:
-        The arguments of :func:`describe`, and ``places``: rank and incarnation for each place.
-
-    Raises:
-        ClaimError: Too few places are free, or ranks of this version cannot join the job. No place stays reserved.
+    Raises ClaimError if too few places are free, or if ranks of this version cannot join the job. No place stays
+    reserved.
     """
     if not store.check([JOB]):
         raise ClaimError("there is no job of asyncdist run --places")

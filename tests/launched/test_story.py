@@ -166,7 +166,7 @@ def test_before_the_world_is_open(tmp_path: Any) -> None:
     """By default the signal would end the process."""
     result = torchrun.run_source(2, EARLY, tmp_path).check()
     said, _, after = result.stderr.partition("over\n")
-    assert re.search(r"asyncdist: rank 0 has no open world yet, or none any more; it stands in [^ ]+:\d+", said), said
+    assert re.search(r"asyncdist: rank 0 has not opened a world, or has closed it; it is at [^ ]+:\d+", said), said
     assert after == ""
 
 

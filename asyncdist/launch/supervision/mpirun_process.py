@@ -322,11 +322,7 @@ class _Job:
 
 
 class _Guardian:
-    """The outer guardian of a rank on this host. The constructor raises ProcessLookupError if the guardian has ended.
-
-    Args:
-        pid: Process of the guardian.
-    """
+    """The outer guardian of a rank on this host. Creating it raises ProcessLookupError if the guardian has ended."""
 
     def __init__(self, pid: int) -> None:
         self._pidfd = os.pidfd_open(pid)
