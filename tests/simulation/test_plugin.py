@@ -193,10 +193,11 @@ def test_the_line_repeats_what_fixtures_held(pytester: pytest.Pytester) -> None:
     store, shared, without = sections(run_tests(pytester, source))
     name = "test_it.py::test"
     assert store.endswith(f"\nrepeat: pytest {name}_store")
+    assert f"2 seeds before this one had the same store, so the line below runs them too; alone: pytest {name}" in store
     assert (
-        f"2 seeds before this one had the same store, so the line below runs them, too; alone: pytest {name}" in store
+        "\nother tests may have changed shared (scope: module) before; the command below does not run those tests\n"
+        in shared
     )
-    assert "\nother tests may have changed shared (scope: module) before; the command below does not run those tests\n" in shared
     assert shared.endswith(f"\nrepeat: pytest {name}_shared")
     assert "before" not in without
     assert without.endswith(f"\nrepeat: pytest '{name}_without[1]' --sim-seed 1")
