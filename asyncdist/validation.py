@@ -1,4 +1,4 @@
-"""Checks options; all errors have the form ``NAME must be ALLOWED, got VALUE``.
+"""Checks values of options; all errors have the form ``NAME must be ALLOWED, got VALUE``.
 
 Numbers of numpy, and of other types registered as numbers, are accepted and converted to Python's own. A bool is not
 accepted as a number, since it is probably a misplaced flag. The error for a misspelled name suggests the nearest
@@ -32,20 +32,16 @@ LARGEST: Final = math.nextafter(math.inf, 0.0)
 
 
 def refuse(name: str, value: Any, allowed: str, kind: type[Exception] = ValueError) -> NoReturn:
-    """Raise ``kind``: ``NAME must be ALLOWED, got VALUE``, with a very long value cut.
+    """Raise ``kind`` with the message ``NAME must be ALLOWED, got VALUE``; a very long value is shortened.
 
-    Args:
-        name: Name of the option.
-        value: Refused value.
-        allowed: Description of the allowed values, which reads well after "must be".
-        kind: Class of the error.
+    ``allowed`` describes the allowed values in words that read well after "must be".
     """
     text = repr(value)
     raise kind(f"{name} must be {allowed}, got {text if len(text) <= 200 else f'{text[:200]}...'}")
 
 
 def one_of(values: Iterable[Any]) -> str:
-    """Return the allowed values for an error, such as ``one of 'a', 'b'``."""
+    """Return a description of the allowed values for an error, such as ``one of 'a', 'b'``."""
     return f"one of {', '.join(map(repr, values))}"
 
 
@@ -108,7 +104,7 @@ def _check_name(init: Callable[..., None], made: object, name: str, refused: Map
 
 @functools.cache  # resolving the annotations takes 0.3 ms
 def option_names(init: Callable[..., None]) -> tuple[str, ...]:
-    """Return the names of a constructor's options, in their order: its parameters, and the keys of its TypedDict."""
+    """Return the names of a constructor's options in order: its parameters, then the keys of its TypedDict."""
     names: list[str] = []
     for parameter in inspect.signature(init).parameters.values():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
@@ -122,14 +118,7 @@ def option_names(init: Callable[..., None]) -> tuple[str, ...]:
 def count(name: str, value: Any, *, least: int = 1, besides: str = "") -> int:
     """Return ``value``, of any integer type, as an int. Raise ValueError unless it is an integer of at least ``least``.
 
-    Args:
-        name: Name of the option.
-        value: Value to check.
-        least: Smallest allowed number.
-        besides: Other allowed values, for the error, such as ``" or None"``.
-
-    Raises:
-        ValueError: ``value`` is not an integer, or less than ``least``.
+    ``besides`` describes other allowed values for the error message, such as ``" or None"``.
     """
     try:
         number = operator.index(value)

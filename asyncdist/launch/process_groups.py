@@ -210,7 +210,7 @@ def check_place(rank: int, local_rank: int, world_size: int, local_world_size: i
 
 
 def check_init_method(value: object) -> None:
-    """Raise TypeError or ValueError if ``value`` is not a rendezvous of process groups that torch knows."""
+    """Raise TypeError or ValueError if ``value`` is not an allowed rendezvous of process groups."""
     allowed = "'env://', 'tcp://address:port' or 'file://path'"
     if not isinstance(value, str):
         raise TypeError(f"init_method must be {allowed}, got {value!r}")
