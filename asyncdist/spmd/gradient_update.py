@@ -1,8 +1,7 @@
-"""Training steps as functions: loss, gradients averaged along a named axis, and an optimizer's update.
+"""Makes training steps that compute a loss, average its gradients along a mesh axis, and apply an optimizer.
 
-An optimizer is either functional, with ``init(params) -> state`` and ``update(grads, state, params=params) -> (updates,
-state)``, like those of torchopt, or a ``torch.optim.Optimizer``, which keeps its state and changes its parameters in
-place. Parameters are a tree of floating tensors.
+A functional optimizer, as in torchopt, has ``init(params) -> state`` and ``update(grads, state, params=params) ->
+(updates, state)``. A ``torch.optim.Optimizer`` has its own state and changes its parameters in place.
 """
 
 from __future__ import annotations
@@ -21,19 +20,18 @@ from asyncdist.spmd.mesh import Axis, find_axis
 from asyncdist.spmd.tree_collectives import pmean, telling_failure
 from asyncdist.tensors import pytrees
 
-#: A training step: takes the optimizer's state, the parameters and the loss function's other arguments; returns the
-#: loss, the parameters and the state.
+#: A training step: ``async (opt_state, params, *args, **kwargs) -> (loss, params, opt_state)``.
 Update: TypeAlias = Callable[..., Coroutine[Any, Any, tuple[Any, Any, Any]]]
 
 
 class FunctionalOptimizer(Protocol):
-    """Describes an optimizer that keeps no state."""
+    """Interface of optimizers without internal state: the caller passes the state to each update and gets a new one."""
 
     def init(self, params: Any, /) -> Any:
-        """Return the state before the first update."""
+        """Return the initial optimizer state for these parameters."""
 
     def update(self, updates: Any, state: Any, /, *, params: Any) -> tuple[Any, Any]:
-        """Return the values to add to the parameters, and the next state."""
+        """Return the values to add to the parameters, and the new optimizer state."""
 
 
 def gradient_update(
@@ -45,24 +43,21 @@ def gradient_update(
     """Make a training step from a loss function and an optimizer.
 
     Args:
-        loss_fn: ``(params, *args, **kwargs) -> loss``, a floating 0-d tensor, or ``(loss, aux)`` with ``has_aux``. A
-            plain function, not a coroutine function.
-        optimizer: An object with ``init`` and ``update`` like the optimizers of torchopt, or a
-            ``torch.optim.Optimizer``.
+        loss_fn: Plain function ``(params, *args, **kwargs) -> loss``, where the loss is a floating 0-d tensor. If
+            ``has_aux`` is true, it returns ``(loss, aux)``.
+        optimizer: An object with ``init`` and ``update``, as in torchopt, or a ``torch.optim.Optimizer``.
         dp_axis_name: Name of the axis of the open mesh along which gradients are averaged; None for no average.
         has_aux: Whether ``loss_fn`` also returns ``aux``, which may be any tree.
 
     Returns:
-        ``async (opt_state, params, *args, **kwargs) -> (value, params, opt_state)``. The value is the result of
-        ``loss_fn`` on this rank, detached from the graph. A functional optimizer returns new parameters and does not
-        change those given. A ``torch.optim.Optimizer`` changes the given parameters in place, and returns
-        ``opt_state`` unchanged (it may be None); the parameters must be exactly the optimizer's, and the loss may also
-        use them through their module. A parameter that the loss does not use gets a gradient of zeros.
+        ``async (opt_state, params, *args, **kwargs) -> (value, params, opt_state)``. ``params`` is a tree of floating
+        tensors. ``value`` is the result of ``loss_fn`` on this rank, detached from the graph. A functional optimizer
+        returns new parameters. A ``torch.optim.Optimizer`` changes its parameters in place, ignores ``opt_state``, and
+        requires that ``params`` are exactly its parameters; the loss may also use them through their module.
 
-        It raises TypeError if the parameters or the loss are not floating tensors (names the path), ValueError if the
-        loss depends on no parameter or the parameters are not the optimizer's, and the errors of
-        :func:`asyncdist.pmean`. If it raises on one rank before gradients are averaged, for example in ``loss_fn``,
-        the other ranks of the axis get a RemoteError.
+        The training step raises TypeError if a parameter or the loss is not a floating tensor, ValueError if the loss
+        depends on no parameter or ``params`` are not the optimizer's, and the errors of :func:`asyncdist.pmean`. If it
+        fails on one rank before gradients are averaged, the other ranks of the axis get a RemoteError.
 
     Raises:
         TypeError: ``optimizer`` is not an optimizer, or ``loss_fn`` is not callable.
@@ -128,12 +123,12 @@ def agent_gradient_update(
     """Make a training step that updates the parameters inside an agent's state.
 
     Args:
-        loss_fn: ``(agent_state, *args, **kwargs) -> loss``, or ``(loss, aux)`` with ``has_aux``.
-        optimizer: As for :func:`gradient_update`.
-        dp_axis_name: As for :func:`gradient_update`.
-        has_aux: As for :func:`gradient_update`.
-        attach_fn: ``(agent_state, params) -> agent_state``: returns a copy of the state with other parameters. By
-            default it replaces ``params`` of a dataclass, a named tuple or a mapping.
+        loss_fn: Plain function ``(agent_state, *args, **kwargs) -> loss``, or ``(loss, aux)`` if ``has_aux`` is true.
+        optimizer: An object with ``init`` and ``update``, as in torchopt, or a ``torch.optim.Optimizer``.
+        dp_axis_name: Name of the axis of the open mesh along which gradients are averaged; None for no average.
+        has_aux: Whether ``loss_fn`` also returns ``aux``, which may be any tree.
+        attach_fn: ``(agent_state, params) -> agent_state``: returns a copy of the state with new parameters. By
+            default it replaces ``params`` in a dataclass, a named tuple or a mapping.
         detach_fn: ``agent_state -> params``: returns the parameters to train; by default ``params`` of the state.
 
     Returns:
@@ -163,7 +158,7 @@ def agent_gradient_update(
 
 
 def _axes(dp_axis_name: str | None) -> list[Axis]:
-    """Return the axes along which the other ranks wait for this rank's gradients."""
+    """Return the axes whose other ranks wait for this rank's gradients: one axis, or none."""
     return [] if dp_axis_name is None else [find_axis(dp_axis_name, None)]
 
 
@@ -177,7 +172,7 @@ def _checked_params(params: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
 
 
 def _check_same(optimizer: torch.optim.Optimizer, leaves: Sequence[Tensor], spec: optree.PyTreeSpec) -> None:
-    """Raise ValueError unless the parameters are exactly the optimizer's own: its step changes all of them."""
+    """Raise ValueError unless the leaves are exactly the optimizer's parameters, all of which its step changes."""
     name = type(optimizer).__name__
     owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for index, leaf in enumerate(leaves):
@@ -223,7 +218,7 @@ def _added(param: Tensor, update: Tensor) -> Tensor:
 
 
 def _step(optimizer: torch.optim.Optimizer, leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Do one step with these gradients; the parameters' accumulated gradients are kept."""
+    """Apply one optimizer step with these gradients, then restore each parameter's own ``grad``."""
     kept = [leaf.grad for leaf in leaves]
     try:
         for leaf, gradient in zip(leaves, gradients, strict=True):

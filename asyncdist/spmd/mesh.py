@@ -1,11 +1,10 @@
-"""Meshes: the ranks of a group arranged as a grid with named axes, and a group for each line of the grid.
+"""Meshes: grids of ranks with named axes, along which collectives run.
 
 The axes ``{"POP": 2, "DP": 3}`` arrange six ranks in two rows of three; the last axis varies fastest, as in
 ``numpy.reshape``. An operation along ``"DP"`` is between the three ranks of a row, an operation along ``"POP"`` between
-the two ranks of a column. The groups are made once, with the mesh. If a rank of a mesh is lost, operations along all
-its axes raise RankLostError on all its ranks.
+the two ranks of a column. If a rank of the mesh is lost, operations along any axis raise RankLostError on all ranks.
 
-Inside ``with mesh:``, code that the task awaits, and tasks that it starts, can name the mesh's axes.
+Inside ``with mesh:``, a task and the tasks that it starts there can refer to the mesh's axes by name.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _open_meshes: ContextVar[tuple[Mesh, ...]] = ContextVar("asyncdist_open_meshes",
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """Counts one rank's operations along one axis, and lets only one run at a time."""
+    """Counts one rank's operations along one axis, and runs them one at a time."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     begun_count: int = 0
@@ -46,12 +45,12 @@ class _Turn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Axis:
-    """Describes one axis of a mesh, as seen by one rank.
+    """One axis of a mesh, as seen by one rank: runs collectives among the ranks along the axis.
 
     Attributes:
         name: Name of the axis in the mesh.
         world: This rank's world.
-        group: Group of the ranks along the axis that have the same index as this rank on all other axes.
+        group: Group of the ranks that differ from this rank only in their index along this axis.
     """
 
     name: str
@@ -61,33 +60,30 @@ class Axis:
 
     @property
     def begun_count(self) -> int:
-        """Return the number of operations that this rank has started along the axis."""
+        """Number of operations that this rank has started along the axis."""
         return self._turn.begun_count
 
     @property
     def subject(self) -> str:
-        """Return the subject of the agreements that the axis's ranks join before each operation."""
+        """Name under which the axis's ranks agree on each operation before they exchange tensors."""
         return f"axis {self.name!r} (group {self.group.number})"
 
     @property
     def size(self) -> int:
-        """Return the number of ranks along the axis."""
+        """Number of ranks along the axis."""
         return self.group.size
 
     @property
     def index(self) -> int:
-        """Return this rank's index along the axis."""
+        """This rank's index along the axis, from 0."""
         return self.group.index
 
     async def perform(self, work: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run an operation after the earlier ones along the axis, to its end even if the caller is cancelled.
-
-        The other members depend on this rank's part, and tasks that share an axis must not mix their messages.
-        """
+        """Run an operation along the axis after all earlier ones, to its end even if the caller is cancelled."""
         return await self.world.services.engine.shielded(self.begin(work, *args, **kwargs), self.group.tag)
 
     def begin(self, work: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> asyncio.Task[T]:
-        """Start the task that :meth:`perform` awaits."""
+        """Start an operation that runs after all earlier ones along the axis, and return its task."""
         name = f"operation along axis {self.name!r}"
         self._turn.begun_count += 1
         return self.world.services.spawn_service(self._in_turn(work, *args, **kwargs), name=name)
@@ -98,11 +94,11 @@ class Axis:
 
 
 class Mesh:
-    """Arranges the ranks of a group as a grid with named axes. Made by :func:`new_mesh`.
+    """Grid of ranks with named axes, made by :func:`new_mesh`.
 
     Attributes:
         axes: Size of each axis by name; the last axis varies fastest.
-        ranks: World ranks in the order of the grid.
+        ranks: World ranks in grid order.
         world: This rank's world.
     """
 
@@ -116,7 +112,7 @@ class Mesh:
         return f"<Mesh {_in_words(self.axes)}, ranks {list(self.ranks)}>"
 
     def __enter__(self) -> Mesh:
-        """Make the axes known by name in the block, and in tasks started there."""
+        """Open the mesh: collectives in the block, and in tasks started there, find its axes by name."""
         self.check_member()
         self._check_open()
         _open_meshes.set((*_open_meshes.get(), self))
@@ -128,10 +124,10 @@ class Mesh:
         _open_meshes.set(tuple(outer))
 
     async def free(self) -> None:
-        """Free the groups of the axes, as :meth:`Group.free` does. The mesh can no longer be used.
+        """Free the groups of all axes; the mesh can no longer be used.
 
         Raises:
-            LocalProtocolError: The calling task runs on another rank than the one for which this mesh was made.
+            LocalProtocolError: The calling task runs on a different rank than the mesh's.
         """
         self.check_member()
         for axis in self._axes.values():
@@ -145,11 +141,11 @@ class Mesh:
             raise ClosedError(words, ranks=self.ranks[:16])
 
     def axis(self, name: str) -> Axis:
-        """Return the axis of that name.
+        """Return the axis with this name.
 
         Raises:
             ClosedError: The mesh was freed.
-            LocalProtocolError: The mesh has no such axis, or the calling task runs on another rank than the mesh's.
+            LocalProtocolError: The mesh has no such axis, or the calling task runs on a different rank than the mesh's.
         """
         self.check_member()
         self._check_open()
@@ -163,11 +159,11 @@ class Mesh:
         return self.axis(name).size
 
     def axis_index(self, name: str) -> int:
-        """Return this rank's index along an axis, counted from 0."""
+        """Return this rank's index along an axis, from 0."""
         return self.axis(name).index
 
     def check_member(self) -> None:
-        """Raise LocalProtocolError if the calling task runs on another rank, in a process that ranks share."""
+        """Raise LocalProtocolError if the calling task runs on a different rank of this process than the mesh's."""
         world = _calling_world()
         if world is not None and world is not self.world:
             outside = "" if world.rank in self.ranks else f", which do not include rank {world.rank}"
@@ -209,12 +205,12 @@ async def new_mesh(
     world: World | None = None,
     timeout_s: float = _MESH_TIMEOUT_S,
 ) -> Mesh:
-    """Arrange ranks as a grid with named axes. Collective among them; they must pass the same axes.
+    """Arrange ranks as a grid with named axes. All ranks of the group must call this function with the same axes.
 
     Args:
         axes: Size of each axis by name; the last axis varies fastest. The sizes' product must be the number of ranks.
-        group: Group of the ranks, which fill the grid in the group's order; by default all ranks of the world.
-        world: The rank's world; by default that of the calling task.
+        group: Group whose ranks fill the grid in group order; by default all ranks of the world.
+        world: The rank's world; by default the calling task's world.
         timeout_s: Seconds to wait for the last rank.
 
     Raises:
@@ -222,11 +218,11 @@ async def new_mesh(
         ValueError: There are no axes, a name is empty, a size is below 1, the sizes' product is not the number of
             ranks, or the timeout is not a finite number above 0. The other ranks get a RemoteError.
         LocalProtocolError: This rank is not in the group.
-        DisagreementError: Ranks pass different axes; names the first difference.
-        StartTimeoutError: Some ranks did not join in time; names them.
+        DisagreementError: Ranks pass different axes.
+        StartTimeoutError: Some ranks did not join in time.
 
-    **Cancellation**: while ranks are missing, the others get RemoteError. Once all have joined, the mesh is made and
-    freed before the cancellation is raised.
+    **Cancellation**: while ranks are missing, the other ranks get a RemoteError. Once all ranks have joined, the mesh
+    is made and freed before CancelledError is raised.
     """
     world = world or current_world()
     world.check()
@@ -286,5 +282,5 @@ def _in_words(axes: Mapping[str, int]) -> str:
 
 
 def _strides(sizes: tuple[int, ...]) -> list[int]:
-    """Return, for each axis, the distance in the group between neighbours along it."""
+    """Return each axis's stride: the difference between the group indices of neighbours along the axis."""
     return list(itertools.accumulate(reversed(sizes[1:]), lambda one, two: one * two, initial=1))[::-1]

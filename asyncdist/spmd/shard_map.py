@@ -1,8 +1,8 @@
-"""Functions of one element, mapped over a batch that is split among the ranks of a named axis.
+"""Maps a function of one element over a batch that is split among the ranks of a named axis.
 
 ``shmap_vmap`` calls the function once, with ``torch.func.vmap``, for all elements of this rank's shard. ``shmap_map``
-calls it for each element in turn, and awaits it if it is a coroutine function, so it may use collectives. Every rank
-passes whole arguments, computes its own part, and gets whole outputs back.
+calls the function for each element in turn; it may be a coroutine function that uses collectives. Every rank passes
+the whole arguments, computes its own shard, and gets the whole outputs.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ def shmap_map(
 
     Args:
         fn: Function of one element. Its positional arguments are trees of tensors without the leading dimension. It
-            returns a tree of tensors, equal in structure, shapes and dtypes for all elements. It may be a coroutine
-            function that uses collectives: the mesh is open inside, and all ranks of an axis run equally many elements.
+            returns a tree of tensors, with equal structure, shapes and dtypes for all elements. A coroutine function
+            may use collectives along the mesh's axes by name, because all ranks of an axis run equally many elements.
         mesh: This rank's mesh.
-        in_specs: One spec for each argument, or one for all. A name splits the leading dimension of all leaves of the
-            argument over that axis, whose size must divide it; call i gets element i of every split argument. None
-            passes the whole argument to every call; it must be the same on all ranks, which is not checked.
+        in_specs: One spec for each argument, or one for all. An axis name splits the leading dimension of the
+            argument's leaves over that axis, whose size must divide the dimension; call i gets element i of every split
+            argument. None passes the whole argument to every call; the argument must then be equal on all ranks, which
+            is not checked.
         out_specs: One spec for each output if ``fn`` returns a tuple, or one for all. Each output's elements are
-            stacked along a new leading dimension. A name concatenates the outputs of that axis's ranks along it, in the
-            axis's order. With None, every rank keeps its own.
+            stacked along a new leading dimension, along which an axis name concatenates the outputs of that axis's
+            ranks, in the axis's order. With None, each rank returns only its own outputs.
 
     Returns:
-        ``async (*args) -> outputs``. It raises ValueError or TypeError if arguments do not fit their specs or outputs
-        are not tensors (names the path), and the errors of :func:`asyncdist.all_gather`. If it raises on one rank, the
-        ranks that wait for that rank's outputs, along the axes of ``out_specs``, get a RemoteError.
+        ``async (*args) -> outputs``. The function raises ValueError or TypeError if arguments do not fit their specs or
+        outputs are not tensors, and the errors of :func:`asyncdist.all_gather`. If it fails on one rank, the ranks that
+        wait for that rank's outputs get a RemoteError.
 
     Raises:
         TypeError: A spec is neither a name nor None.
@@ -90,15 +91,17 @@ def shmap_vmap(
     """Return a coroutine function that runs ``fn`` on all elements of this rank's shard at once, with vmap.
 
     Args:
-        fn: Function of one element, as for :func:`shmap_map`, of tensor operations that ``torch.func.vmap`` supports.
-            It cannot be a coroutine function or use collectives; reduce its outputs instead.
-        mesh: As for :func:`shmap_map`.
-        in_specs: As for :func:`shmap_map`.
-        out_specs: As for :func:`shmap_map`.
-        randomness: Behaviour of random operations in ``fn``, as for ``torch.func.vmap``.
+        fn: Function of one element, made of tensor operations that ``torch.func.vmap`` supports. It cannot be a
+            coroutine function or use collectives; reduce its outputs instead.
+        mesh: This rank's mesh.
+        in_specs: Axes over which the arguments are split, as for :func:`shmap_map`.
+        out_specs: Axes along which the outputs are gathered, as for :func:`shmap_map`.
+        randomness: Behaviour of random operations in ``fn``, passed to ``torch.func.vmap``.
         chunk_size: Number of elements computed at a time; all by default.
 
-    Returns and Raises: as :func:`shmap_map`; also LocalProtocolError if ``fn`` uses a collective.
+    Raises:
+        LocalProtocolError: ``fn`` is a coroutine function.
+        Exception: Any error that :func:`shmap_map` raises.
     """
     inputs, outputs = _Specs(mesh, in_specs, "in_specs"), _Specs(mesh, out_specs, "out_specs")
     inputs.check_some_split()
@@ -130,7 +133,7 @@ def shmap_vmap(
 
 
 class _Specs:
-    """Holds the specs of arguments or outputs: one for each, or one for all."""
+    """Specs that split arguments or gather outputs along axes: one spec for each value, or one for all."""
 
     def __init__(self, mesh: Mesh, specs: Spec | Sequence[Spec], name: str) -> None:
         self._one = specs is None or isinstance(specs, str)
@@ -161,15 +164,13 @@ class _Specs:
         return self._specs
 
     def axes(self) -> dict[str, Axis]:
-        """Return the axes along which outputs are gathered, by name."""
+        """Return the axes that the specs name, keyed by name."""
         return {spec: self._mesh.axis(spec) for spec in self._specs if spec is not None}
 
     async def gather(self, result: Any, waiting: dict[str, Axis]) -> Any:
-        """Concatenate the outputs of the ranks, with one operation along each axis.
+        """Concatenate all ranks' outputs, with one operation along each axis, and return the whole outputs.
 
-        Args:
-            result: Outputs of this rank.
-            waiting: Axes along which gathering has not begun; each axis is removed when it begins.
+        Each axis is removed from ``waiting`` when its operation begins.
         """
         values = (result,) if self._one or type(result) is not tuple else result
         specs = self.per_value(len(values))
@@ -184,7 +185,7 @@ class _Specs:
 
 
 class _Batch:
-    """Holds this rank's part of one call's arguments, as a flat list of leaves."""
+    """This rank's shard of the arguments of one call to a mapped function, as a flat list of leaves."""
 
     def __init__(self, specs: _Specs, args: Sequence[Any]) -> None:
         self.leaves: list[Tensor] = []
@@ -210,7 +211,7 @@ class _Batch:
         self.count = next(iter(counts.values()))
 
     def from_leaves(self, leaves: Sequence[Tensor]) -> list[Any]:
-        """Return the arguments of one call with these leaves."""
+        """Return the function's arguments, rebuilt from a flat list of leaves."""
         args, start = [], 0
         for count, tree in self._trees:
             args.append(optree.tree_unflatten(tree, leaves[start : start + count]))
@@ -218,7 +219,7 @@ class _Batch:
         return args
 
     def element(self, index: int) -> list[Any]:
-        """Return the arguments for one element."""
+        """Return the function's arguments for the element with this index."""
         pairs = zip(self.leaves, self.dimensions, strict=True)
         return self.from_leaves([leaf if dimension is None else leaf[index] for leaf, dimension in pairs])
 

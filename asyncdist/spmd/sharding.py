@@ -1,6 +1,6 @@
-"""Placement of trees on devices and ranks, random generators for each, and the rank of the calling task.
+"""Places trees on devices or splits them over ranks, makes random generators for devices, and returns rank numbers.
 
-Nothing here sends or waits.
+No function in this module communicates with other ranks.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from asyncdist.tensors import pytrees
 
 T = TypeVar("T")
 
-#: Name of the axis over which the leading dimension is split; None for a value that is whole on every rank.
+#: Name of the axis over which a value's leading dimension is split, or None for the whole value on every rank.
 Spec: TypeAlias = str | None
 
-_SEED_BITS: Final = 32  # torch's generator for CPUs ignores the higher bits of a seed
+_SEED_BITS: Final = 32  # torch's CPU generator ignores the higher bits of a seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Sharding:
     Attributes:
         mesh: Mesh that has the axis.
         spec: Name of the axis over which the leading dimension is split; None for the whole leaf on every rank.
-        device: Device of the shards; by default each leaf's own.
+        device: Device of the shards; by default each leaf's own device.
     """
 
     mesh: Mesh
@@ -42,15 +42,14 @@ class Sharding:
 
 
 def shard(leaf: Tensor, axis: Axis, path: str) -> Tensor:
-    """Return this rank's part of a leaf, as a view.
+    """Return a view of this rank's shard of a leaf, which is split over an axis along the leading dimension.
 
     Args:
-        leaf: The whole leaf, shape [n, ...], with n a positive multiple of the axis's size.
-        axis: Axis over which the leading dimension is split.
-        path: Path of the leaf in its tree, for the error.
+        leaf: The whole leaf, shape [n, ...].
+        path: Path of the leaf in its tree, for the error message.
 
     Raises:
-        ValueError: The leaf has no dimension, or its leading dimension cannot be divided by the axis's size.
+        ValueError: n is not a positive multiple of the axis's size, or the leaf has no dimension.
     """
     if leaf.dim() == 0 or len(leaf) == 0 or len(leaf) % axis.size:
         what = "a tensor without dimensions" if leaf.dim() == 0 else f"{len(leaf)}"
@@ -63,19 +62,20 @@ def shard(leaf: Tensor, axis: Axis, path: str) -> Tensor:
 
 
 def tree_device_put(tree: T, device_or_sharding: torch.device | str | Sharding) -> T:
-    """Put every leaf of a tree on a device, or this rank's shard of every leaf.
+    """Move every leaf of a tree to a device, or take this rank's shard of every leaf.
 
     Args:
         tree: A tree of dense tensors.
-        device_or_sharding: A device, or a :class:`Sharding`, which says how leading dimensions are split over ranks.
+        device_or_sharding: A device, or a :class:`Sharding`, which describes how leading dimensions are split over
+            ranks.
 
     Returns:
-        A tree of the same structure. Leaves that are already on the device are the same objects; shards are views.
+        A tree of the same structure. Leaves that are already on the device are not copied; their shards are views.
 
     Raises:
-        TypeError: A leaf is not a dense tensor; names its path.
-        ValueError: A leading dimension cannot be divided by the axis's size.
-        RuntimeError: torch's own error for a device that does not exist.
+        TypeError: A leaf is not a dense tensor.
+        ValueError: A leading dimension is not a positive multiple of the axis's size.
+        RuntimeError: The device does not exist (raised by torch).
     """
     leaves, spec = pytrees.flatten_tensors(tree, "tree")
     if not isinstance(device_or_sharding, Sharding):
@@ -91,16 +91,16 @@ def split_key_to_devices(key: int | torch.Generator, devices: Sequence[torch.dev
     """Return an independent, reproducible random generator for each device.
 
     Generator i depends only on the key and on i, and all seeds differ. Ranks that pass the same key get the same
-    generators, so each rank can take its own: ``split_key_to_devices(7, ["cpu"] * size)[rank]``.
+    generators, so each rank can select its own: ``split_key_to_devices(7, ["cpu"] * size)[rank]``.
 
     Args:
-        key: An int >= 0, or a generator from which the key is drawn, so that a second call returns other generators.
+        key: An int >= 0, or a generator from which each call draws a new key.
         devices: Device of each generator.
 
     Raises:
         TypeError: The key is neither an int nor a generator.
         ValueError: The key is negative.
-        RuntimeError: torch's own error for a device that does not exist or has no generator.
+        RuntimeError: A device does not exist or has no generator (raised by torch).
     """
     if isinstance(key, torch.Generator):
         key = int(torch.randint(2**63 - 1, (), generator=key, device=key.device))
@@ -108,7 +108,7 @@ def split_key_to_devices(key: int | torch.Generator, devices: Sequence[torch.dev
         raise TypeError(f"key must be an int >= 0 or a torch.Generator, got {key!r}")
     if key < 0:
         raise ValueError(f"key must be an int >= 0 or a torch.Generator, got {key}")
-    seeds: dict[int, int] = {}  # by the bits that torch uses: two seeds that agree in them would be the same generator
+    seeds: dict[int, int] = {}  # keyed by the bits that torch uses: equal bits would give equal generators
     child = 0
     while len(seeds) < len(devices):
         seed = int(np.random.SeedSequence(key, spawn_key=(child,)).generate_state(1, np.uint64)[0])
@@ -118,7 +118,7 @@ def split_key_to_devices(key: int | torch.Generator, devices: Sequence[torch.dev
 
 
 def get_global_ranks(*, world: World | None = None) -> Tensor:
-    """Return all ranks in order, int64 of shape [size]; split over an axis, it shows which ranks hold which shard."""
+    """Return all ranks in order, int64 of shape [size]; split over an axis, it shows which rank has which shard."""
     return torch.arange((world or current_world()).size, device="cpu")
 
 

@@ -1,29 +1,27 @@
-"""Collectives on trees of tensors along a named axis, with the results of ``jax.lax`` on the same inputs.
+"""Collectives on trees of tensors along a named mesh axis, with the results of ``jax.lax`` on the same inputs.
 
 Each collective takes a tree and the name of an axis of an open mesh (:mod:`asyncdist.spmd.mesh`). The name None returns
 the tree unchanged, so that one training function works with and without the axis. Results are new tensors on the
-leaves' devices, outside any autograd graph. :mod:`asyncdist.tensors.pytrees` describes trees.
+leaves' devices, outside any autograd graph.
 
-Before tensors are sent, the ranks of the axis compare their operations and trees. If they differ, every rank raises a
-DisagreementError that names the first path that differs, and no rank waits forever. Then there is one exchange per
-dtype, for any number of leaves.
+Before tensors are sent, the ranks of the axis compare their operations and trees. If these differ, every rank raises a
+DisagreementError that names the first difference. Otherwise the ranks exchange one flat tensor per dtype.
 
-Reductions run in rank order on every transport, so all ranks and all worlds get the same bits. These results follow
-``jax.lax`` (as XLA computes it on CPUs, with 64-bit types enabled) and are not obvious:
+Reductions run in rank order on every transport, so all ranks get the same bits. Some results, which follow ``jax.lax``
+as XLA computes it on CPUs with 64-bit types enabled, are not obvious:
 
 - Sums start from +0, so zeros of any sign add up to +0. Integers wrap. Booleans are counted, in int32.
 - Sums of float16 are rounded after each addition. Sums of bfloat16 are computed in float32 and rounded once.
-- A mean is the sum, rounded or wrapped, times the reciprocal of the number of ranks in the same dtype, as XLA rewrites
-  a division. The mean of equal numbers over three ranks may therefore differ from them in the last place. Sums of
-  bfloat16 are divided, in float32. Means of integers are float32, of int64 float64.
+- A mean is the sum times the reciprocal of the number of ranks, both in the sum's dtype, because XLA rewrites the
+  division. The mean of equal numbers over three ranks may therefore differ from them in the last bit. bfloat16 is an
+  exception: its sums are divided in float32. Means of int64 are float64, means of other integers float32.
 - Minima and maxima start from an infinity, which a smaller or larger element replaces. NaN is therefore ignored (the
-  infinity remains if all elements are NaN), and among zeros of both signs the first rank's zero is kept.
-- Along an axis of one rank, every leaf keeps its bits; only the dtype of a sum or mean may change.
+  infinity remains if all elements are NaN), and among zeros of both signs the first rank's zero remains.
+- Along an axis of one rank, values are unchanged; only the dtype of a sum or mean may change.
 
 **Ordering**: the ranks of an axis await the same operations in the same order.
-**Cancellation**: the operation continues in the background until it completes, because the other ranks take part in
-it; its result is lost. It ends with this rank's main: if main returns before the others have called the operation, they
-get ClosedError, as in any operation along an axis of a rank that has left.
+**Cancellation**: the operation continues in the background, because the other ranks take part in it; its result is
+lost. If this rank's main function returns before the other ranks have called the operation, they get a ClosedError.
 """
 
 from __future__ import annotations
@@ -44,7 +42,8 @@ from asyncdist.tensors import pytrees
 
 T = TypeVar("T")
 
-#: Attribute of an exception: maps each axis whose ranks all know of it to the number of the operation that raised it.
+#: Attribute of exceptions: maps each axis whose ranks all got the exception to the number of the operation that raised
+#: it there.
 _MET: Final = "_asyncdist_met"
 
 #: Maximum size in bytes for which each rank receives all ranks' tensors and reduces them: one exchange, not two.
@@ -60,7 +59,7 @@ _vectorising: ContextVar[str] = ContextVar("asyncdist_vectorising", default="")
 
 @contextlib.contextmanager
 def vectorising(what: str) -> Iterator[None]:
-    """Refuse collectives in the block: vmap runs ``what`` once for a whole batch, and its tensors have no values."""
+    """Make collectives in the block raise an error that names ``what``: vmap runs the block on valueless tensors."""
     token = _vectorising.set(what)
     try:
         yield
@@ -69,7 +68,7 @@ def vectorising(what: str) -> Iterator[None]:
 
 
 def refuse_inside_vmap(name: str) -> None:
-    """Raise LocalProtocolError if vmap is running the caller; names the collective ``name`` and the mapped function."""
+    """Raise LocalProtocolError, which mentions the collective ``name``, if vmap is running the caller."""
     what = _vectorising.get()
     if what:
         raise LocalProtocolError(
@@ -80,21 +79,21 @@ def refuse_inside_vmap(name: str) -> None:
 
 @contextlib.contextmanager
 def telling_failure(axes: Iterable[Axis]) -> Iterator[None]:
-    """Notify the other ranks along some axes of an exception in the block, since their next operation waits for it.
+    """Notify the other ranks along some axes if the block raises, so that their next operation fails and does not wait.
 
     Args:
-        axes: Axes along which this rank has yet to start an operation; read again when an exception is raised. Ranks
-            of an axis that already got the exception, in an operation in the block, are not notified again.
+        axes: Axes along which this rank has yet to start an operation. The iterable is read again when the block
+            raises. An axis whose ranks already got the exception, in an operation in the block, is skipped.
     """
     begun = {axis.subject: axis.begun_count for axis in axes}
     try:
         yield
-    except GeneratorExit:  # the caller is being dropped, perhaps with its loop
+    except GeneratorExit:  # The caller's coroutine is being closed, possibly after its event loop.
         raise
     except BaseException as error:
         met = _met_along(error)
         for axis in axes:
-            # After a failure of the job, all ranks are notified of it anyway.
+            # If the whole job has failed, all ranks are notified anyway.
             job_goes_on = axis.world.services.engine.failure is None
             if job_goes_on and axis.size > 1 and met.get(axis.subject, 0) <= begun[axis.subject]:
                 axis.begin(_object, axis, error)
@@ -103,17 +102,17 @@ def telling_failure(axes: Iterable[Axis]) -> Iterator[None]:
 
 
 async def _object(axis: Axis, error: BaseException) -> None:
-    """Notify the axis's ranks that ``error`` keeps this rank from the next operation."""
+    """Notify the axis's other ranks that ``error`` prevents this rank from joining their next operation."""
     axis.world.agreements.object(axis.group.ranks, axis.subject, error)
 
 
 def _note_met(error: BaseException, axis: Axis) -> None:
-    """Note that all ranks of the axis know of this exception, or are notified, by the newest operation along it."""
+    """Record in ``error`` that the newest operation along the axis reports the error to all ranks of the axis."""
     vars(error).setdefault(_MET, {})[axis.subject] = axis.begun_count
 
 
 def _met_along(error: BaseException) -> dict[str, int]:
-    """Return, for each axis, the newest operation that made ``error`` or a cause of it known to all its ranks."""
+    """Return, by axis subject, the number of the newest operation that reported ``error`` or a cause of it."""
     met: dict[str, int] = {}
     todo: list[BaseException | None] = [error]
     seen: set[int] = set()
@@ -129,20 +128,18 @@ def _met_along(error: BaseException) -> dict[str, int]:
 
 
 def psum(tree: T, axis_name: str | None = None, *, mesh: Mesh | None = None) -> Coroutine[Any, Any, T]:
-    """Sum each leaf over the ranks of an axis; awaitable.
+    """Sum each leaf over the ranks of an axis. Awaitable.
 
     Args:
-        tree: A tree of boolean, integer, floating or complex tensors; its structure, shapes and dtypes must be equal
+        tree: A tree of boolean, integer, floating or complex tensors. Its structure, shapes and dtypes must be equal
             on all ranks of the axis.
         axis_name: Name of an axis of the mesh; None to return the tree unchanged.
-        mesh: The mesh; by default the newest open one.
+        mesh: The mesh; by default the one opened last.
 
     Raises:
-        TypeError: A leaf is not a dense tensor, or its dtype has no sum; names its path.
-        LocalProtocolError: The axis is unknown (names the known ones), this rank is not in the mesh, or vmap is
-            running the caller.
-        DisagreementError: The ranks call different operations or pass different trees; every rank names the first
-            difference.
+        TypeError: A leaf is not a dense tensor, or its dtype is not supported.
+        LocalProtocolError: The mesh has no such axis, this rank is not in the mesh, or vmap is running the caller.
+        DisagreementError: The ranks call different operations or pass different trees.
         ClosedError: A rank of the axis has left.
         RankLostError: A rank of the mesh is lost.
     """
@@ -150,41 +147,35 @@ def psum(tree: T, axis_name: str | None = None, *, mesh: Mesh | None = None) -> 
 
 
 def pmean(tree: T, axis_name: str | None = None, *, mesh: Mesh | None = None) -> Coroutine[Any, Any, T]:
-    """Average each leaf over the ranks of an axis; awaitable. Args and Raises: as :func:`psum`."""
+    """Average each leaf over the ranks of an axis. Awaitable; used like :func:`psum`."""
     return _reduce("pmean", tree, axis_name, mesh, _mean, _SUMMED)
 
 
 def pmin(tree: T, axis_name: str | None = None, *, mesh: Mesh | None = None) -> Coroutine[Any, Any, T]:
-    """Take the elementwise minimum of each leaf over the ranks of an axis; awaitable.
-
-    Args and Raises: as :func:`psum`, but leaves cannot be complex.
-    """
+    """Take each leaf's elementwise minimum over an axis. Awaitable; like :func:`psum`, but leaves cannot be complex."""
     return _reduce("pmin", tree, axis_name, mesh, _min, _ORDERED)
 
 
 def pmax(tree: T, axis_name: str | None = None, *, mesh: Mesh | None = None) -> Coroutine[Any, Any, T]:
-    """Take the elementwise maximum of each leaf over the ranks of an axis; awaitable.
-
-    Args and Raises: as :func:`psum`, but leaves cannot be complex.
-    """
+    """Take each leaf's elementwise maximum over an axis. Awaitable; like :func:`psum`, but leaves cannot be complex."""
     return _reduce("pmax", tree, axis_name, mesh, _max, _ORDERED)
 
 
 def all_gather(
     tree: T, axis_name: str | None, *, axis: int = 0, tiled: bool = False, mesh: Mesh | None = None
 ) -> Coroutine[Any, Any, T]:
-    """Gather each leaf from all ranks of an axis, on every rank, in the order of the axis; awaitable.
+    """Gather each leaf from all ranks of an axis, in axis order, on every rank. Awaitable.
 
     Args:
-        tree: As for :func:`psum`, but of any dtype.
+        tree: A tree of tensors of any dtype. Its structure, shapes and dtypes must be equal on all ranks of the axis.
         axis_name: Name of an axis of the mesh; None to return the tree unchanged.
-        axis: Dimension of the results along which the ranks' leaves are arranged; a negative one counts from the end.
-        tiled: Whether to concatenate the leaves along that existing dimension instead of stacking them along a new one.
-        mesh: The mesh; by default the newest open one.
+        axis: Dimension of the results along which the ranks' leaves are arranged; negative values count from the end.
+        tiled: True to concatenate the leaves along this dimension, false to stack them along a new dimension.
+        mesh: The mesh; by default the one opened last.
 
     Raises:
-        ValueError: A leaf does not have the dimension ``axis``; names its path.
-        Exception: As :func:`psum`.
+        ValueError: A leaf does not have the dimension ``axis``.
+        Exception: Any error that :func:`psum` raises.
     """
     refuse_inside_vmap("all_gather")
     if axis_name is None:
@@ -237,16 +228,17 @@ async def _perform(
     exchange: Callable[..., Coroutine[Any, Any, list[Tensor]]],
     *args: Any,
 ) -> Any:
-    """Agree on the operation, exchange the leaves, and return the tree of the results.
+    """Agree on the operation with the axis's other ranks, exchange the leaves, and return the resulting tree.
 
     Args:
         what: The operation with its options, which must be equal on all ranks of the axis.
-        trouble: Error of this rank's arguments, raised after the comparison has started; None if they are valid.
-        exchange: Coroutine function that returns the resulting leaves, called with the axis and ``args``.
+        trouble: Error to raise for this rank's arguments; None if they are valid.
+        exchange: Coroutine function that takes the axis and ``args``, and returns the resulting leaves.
     """
     axis.world.check()
     if trouble is not None:
-        axis.begin(_agree, axis, what, outline)  # in the background: either all ranks have this error, or they disagree
+        # The other ranks wait for this rank's outline: they have the same invalid tree, or raise DisagreementError.
+        axis.begin(_agree, axis, what, outline)
         _note_met(trouble, axis)
         raise trouble
     try:
@@ -269,14 +261,10 @@ async def _agree_and_exchange(
 
 
 async def _agree(axis: Axis, what: str, outline: pytrees.Outline) -> None:
-    """Return when all ranks of the axis have called the same operation with trees of equal structure.
+    """Wait until all ranks of the axis have called the same operation with trees of equal structure.
 
-    Digests of the trees are compared first. If they differ, the outlines are exchanged, and each rank finds the same
-    first difference.
-
-    Raises:
-        DisagreementError: The operations or the trees differ.
-        ClosedError: A rank has left.
+    The ranks first compare digests of their trees. If these differ, the ranks exchange the trees' outlines (structure,
+    shapes and dtypes), and every rank raises a DisagreementError with the same first difference.
     """
     if axis.size == 1:
         return
@@ -316,7 +304,7 @@ async def _gather_leaves(axis: Axis, leaves: Sequence[Tensor], dim: int, tiled: 
 
 
 def _placed(stacked: Tensor, dim: int, tiled: bool) -> Tensor:
-    """Move the ranks' dimension, the first one, to ``dim``, or concatenate the ranks' parts along ``dim``."""
+    """Arrange the ranks' tensors, stacked along dimension 0, along ``dim``: concatenated if ``tiled``, else stacked."""
     if tiled:
         return torch.cat(list(stacked), dim=dim)
     return stacked.movedim(0, dim).contiguous()
@@ -330,7 +318,7 @@ async def _reduce_leaves(axis: Axis, leaves: Sequence[Tensor], fold: Reduction) 
 
 
 async def _reduce_flat(axis: Axis, flat: Tensor, fold: Reduction) -> Tensor:
-    """Reduce in rank order. Every rank reduces all of a small tensor, or one share of a large one."""
+    """Reduce a flat tensor in rank order. Every rank reduces the whole of a small tensor, or a share of a large one."""
     collectives, group = axis.world.collectives, axis.group
     if axis.size == 1:
         return fold([flat])
@@ -343,7 +331,7 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
     dtype = torch.int32 if parts[0].dtype == torch.bool else parts[0].dtype
     if len(parts) == 1:
         return parts[0].to(dtype)
-    if dtype.is_complex:  # torch multiplies complex addends by 1 + 0j, which makes NaN of infinities
+    if dtype.is_complex:  # torch multiplies complex addends by 1 + 0j, which turns infinities into NaN
         return torch.view_as_complex(_sum([torch.view_as_real(part) for part in parts]))
     total = torch.zeros_like(parts[0], dtype=torch.float32 if dtype == torch.bfloat16 else dtype)
     for part in parts:
