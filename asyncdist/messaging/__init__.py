@@ -1,4 +1,4 @@
-"""The progress engine, and point-to-point messages and streams on it."""
+"""Progress engine, point-to-point channels, and bulk streams of tensors."""
 
 from asyncdist import compiled
 

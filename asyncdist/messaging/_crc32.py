@@ -1,5 +1,5 @@
 # cython: boundscheck=False, wraparound=False
-"""Computes the CRC32 of frames. When compiled, a table of eight rows is faster than zlib for small frames."""
+"""Computes the CRC32 of frames: small ones with lookup tables, if this module is compiled, and others with zlib."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from array import array
 from typing import Any, Final
 
 _ONES: Final = 0xFFFFFFFF
-#: Largest size, in bytes, for which the compiled loop is faster than a call of zlib.
+#: Largest size, in bytes, for which the compiled loop is faster than zlib; 0 if the module is not compiled.
 _LOOP_NBYTES_MAX: Final = 0 if __file__.endswith(".py") or sys.byteorder != "little" else 256
 LOOP_NBYTES_MAX: Final = _LOOP_NBYTES_MAX
 
 
 def _remainders() -> array[int]:
-    """Return the CRC32 remainders of each byte followed by 0 to 7 zero bytes."""
+    """Return a table of CRC32 remainders: row n holds those of each byte followed by n zero bytes, n from 0 to 7."""
     first = [~zlib.crc32(bytes([byte]), 0xFFFFFFFF) & 0xFFFFFFFF for byte in range(256)]
     rows = [first]
     for _ in range(7):
-        rows.append([crc >> 8 ^ first[crc & 0xFF] for crc in rows[len(rows) - 1]])  # -1 would be out of bounds
+        rows.append([crc >> 8 ^ first[crc & 0xFF] for crc in rows[len(rows) - 1]])  # wraparound=False forbids index -1
     return array("I", itertools.chain(*rows))
 
 
@@ -28,7 +28,7 @@ _REMAINDERS: Final = _remainders()
 
 
 def _after_word(crc: int) -> int:
-    """Continue a CRC that already includes four bytes by XOR: four independent lookups."""
+    """Return the CRC after four more bytes, which the caller has combined with ``crc`` by XOR."""
     return (
         _REMAINDERS[768 + (crc & 0xFF)]
         ^ _REMAINDERS[512 + (crc >> 8 & 0xFF)]
@@ -38,7 +38,7 @@ def _after_word(crc: int) -> int:
 
 
 def _after_long(crc: int, value: int) -> int:
-    """Continue a CRC by eight bytes: eight independent lookups."""
+    """Return the CRC ``crc`` continued by the eight bytes of ``value``."""
     value ^= crc
     return (
         _REMAINDERS[1792 + (value & 0xFF)]
@@ -53,12 +53,11 @@ def _after_long(crc: int, value: int) -> int:
 
 
 def of_frame(longs: Any, octets: Any, nbytes: int) -> int:
-    """Compute the CRC of a frame without its first four bytes, which hold the CRC.
+    """Return the CRC of a frame, excluding its first four bytes, which hold the CRC.
 
     Args:
-        longs: The frame's buffer as words of eight bytes.
+        longs: The frame's buffer as eight-byte words.
         octets: The same buffer as bytes.
-        nbytes: Size of the frame in bytes.
     """
     if nbytes > _LOOP_NBYTES_MAX:
         return zlib.crc32(octets[4:nbytes])
@@ -71,12 +70,11 @@ def of_frame(longs: Any, octets: Any, nbytes: int) -> int:
 
 
 def of_header_and_payload(words: Any, after_crc: Any, payload: bytes) -> int:
-    """Compute the CRC of a frame in two parts, without its first four bytes.
+    """Return the CRC of a frame whose header and payload are separate, excluding the frame's first four bytes.
 
     Args:
-        words: The header as words of four bytes.
+        words: The header as four-byte words.
         after_crc: The header's bytes without the first four.
-        payload: The rest of the frame.
     """
     if len(payload) > _LOOP_NBYTES_MAX:
         return zlib.crc32(payload, zlib.crc32(after_crc))

@@ -1,13 +1,11 @@
-"""Typed, bounded channels, multiplexed by tag and scope.
+"""Channels: typed, bounded mailboxes for messages between ranks.
 
-:mod:`asyncdist.messaging.demultiplexer` receives the frames of a tag and passes them to the :class:`Channel` of their
-scope. The runtime's own channels have a *handler* instead of a mailbox: a function called with each arriving message.
+Channels that share a tag are distinguished by their *scope*, a hash of group, name and creation index. A channel of the
+runtime may have a *handler*, a function called with each arriving message, instead of a mailbox.
 
-A channel's mailbox is bounded. When it is full, a user's channel *stalls*: its tag receives no more messages until a
-task receives one. Too many frames for unopened channels of a user have the same effect. A protocol's channel fails
-with RemoteProtocolError instead (``"error"``), or keeps the newest message of each source (``"latest"``).
-
-A protocol whose coordinator may change has one *epoch* per coordinator (:meth:`Channel.enter_epoch`).
+When the mailbox of a user's channel is full, its tag *stalls*: it receives no more messages until a task takes one. A
+full mailbox of a protocol fails with RemoteProtocolError (``"error"``), or keeps only the newest message of each source
+(``"latest"``). A protocol whose coordinator may change has one *epoch* per coordinator (:meth:`Channel.enter_epoch`).
 """
 
 from __future__ import annotations
@@ -35,18 +33,18 @@ from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("asyncdist.messaging.channels")
 
-#: Number of tests of the tag in one ``receive`` before it yields to the loop. They catch a reply that is on its way.
+#: Number of tests for arrived messages before ``receive`` yields to the loop, in case a reply is about to arrive.
 HOT_TEST_COUNT: Final = 100
-#: Number of sends and receives without a wait after which the next one yields to the loop.
+#: After this number of sends or receives that did not wait, the next one yields to the loop.
 FAIRNESS_PERIOD: Final = 64
-#: Seconds after a sender's loss is known within which its last messages may still arrive.
+#: Seconds during which the last messages of a lost sender may still arrive.
 LAST_MESSAGES_S: Final = 1.0
 
 
 class Channel(Generic[MessageT]):
-    """Carries messages of one dataclass, or of a union of them, on a tag. Made by :meth:`asyncdist.World.channel`.
+    """Sends and receives messages, instances of given dataclasses, on a tag. Made by :meth:`asyncdist.World.channel`.
 
-    **Ordering**: messages from one rank arrive in the order in which it sent them.
+    **Ordering**: messages from one rank arrive in the order in which that rank sent them.
     """
 
     def __init__(
@@ -69,7 +67,7 @@ class Channel(Generic[MessageT]):
         self.demultiplexer = demultiplexer
         self._counts_contacts = counts_contacts
         self._admits_restarted = admits_restarted
-        #: Returns an error if all other ranks are gone and some of them are lost.
+        #: Returns an error if all other ranks have left or are lost, and at least one is lost.
         self.lost_senders: Callable[[], RankLostError | None] = lambda: None
         self._has_gone_senders = False
         self._is_forsaken: bool | None = (
@@ -100,13 +98,13 @@ class Channel(Generic[MessageT]):
             tag=demultiplexer.tag,
             size=demultiplexer.engine.transport.size,
             name=name,
-            # Peers of an earlier channel of this scope continue its sequence numbers.
+            # Peers expect the sequence numbers of an earlier channel with this scope to continue.
             sequence=demultiplexer.sent_count,
             contacts=demultiplexer.sent_to if counts_contacts else set(),
             left=left,
         )
         self._post = self._outbox.post
-        # With a doorbell, no message arrives while this rank keeps running.
+        # If the transport rings, no message arrives until this rank yields, so more tests would be useless.
         self._hot_test_count = 1 if demultiplexer.engine.transport.capabilities.wakes else HOT_TEST_COUNT
         self._tells_sends = demultiplexer.engine.tells_sends
         self._since_yield = 0
@@ -129,19 +127,19 @@ class Channel(Generic[MessageT]):
     # -- sending ----------------------------------------------------------------------------------------------------
 
     def send_nowait(self, message: MessageT, dest: int, *, round: int = 0) -> None:
-        """Start to send a message without waiting; the runtime keeps the message until it has left.
+        """Start to send a message, and return without waiting.
 
         Args:
             message: An instance of one of the channel's dataclasses.
             dest: Rank of the receiver, possibly this rank.
-            round: Round of the protocol, carried in the header.
+            round: Round number of the protocol, sent with the message.
 
         Raises:
             LocalProtocolError: ``message`` is not of the channel's types or too large, or ``dest`` is not a rank.
-            BusyError: As many sends as the channel's capacity are still in progress.
-            ClosedError: The channel is closed, or main has returned on ``dest``, which no longer receives. (Messages
-                sent before this rank learned of that are dropped and counted there.)
-            RankLostError: The peer is lost, or the job has failed.
+            BusyError: The number of sends in progress has reached the channel's capacity.
+            ClosedError: The channel is closed, or main has returned on ``dest``, which no longer receives. Messages
+                sent before this rank was notified of the return are dropped and counted on ``dest``.
+            RankLostError: ``dest`` is lost, or the job has failed.
         """
         if self._sending_count >= self._capacity:
             self._engine.poll()
@@ -156,23 +154,22 @@ class Channel(Generic[MessageT]):
             self._watch(request, dest, self._on_sent)
 
     async def send(self, message: MessageT, dest: int, *, round: int = 0) -> None:
-        """Send a message, and wait until it has left. A large message may leave only when ``dest`` receives it.
+        """Send a message, and wait until it has left this rank. A large message leaves only when ``dest`` receives it.
+
+        The arguments and the errors, except BusyError, are the same as for :meth:`send_nowait`.
 
         **Cancellation**: the message is sent anyway.
-
-        Raises:
-            LocalProtocolError, ClosedError, RankLostError: As ``send_nowait``.
         """
         request = self._post(message, dest, round)
         if (request is not None or self._tells_sends) and await self._has_waited_for(request, dest):
             return
         self._since_yield += 1
-        if self._since_yield >= FAIRNESS_PERIOD:  # only once it is posted: another task's later send would overtake it
+        if self._since_yield >= FAIRNESS_PERIOD:  # Yielding before the post would let another task's send overtake.
             self._since_yield = 0
             await yield_to_loop()
 
     async def _has_waited_for(self, request: Request | None, dest: int) -> bool:
-        """Wait until a message has left; return whether there was anything to wait for."""
+        """Wait until a message has left this rank; return False if it had already left."""
         engine, tag = self._engine, self.demultiplexer.tag
         name = engine.name_send(WaitKind.MESSAGE_LEFT, dest, tag)
         if request is None:
@@ -190,12 +187,12 @@ class Channel(Generic[MessageT]):
         try:
             await engine.park(waiter, self._sending(dest), is_of_request=True)
         finally:
-            if name and not has_left:  # something else has ended the wait
+            if name and not has_left:  # an error or a cancellation has ended the wait
                 engine.wake_by(name, bool)
         return True
 
     def _watch(self, request: Request, dest: int, on_done: Callable[[AsyncdistError | None], None]) -> None:
-        """Keep a message that did not leave at once until it has left."""
+        """Track a message that did not leave at once, and call ``on_done`` with the error or None when it has left."""
         demultiplexer = self.demultiplexer
 
         def on_left(error: AsyncdistError | None) -> None:
@@ -207,7 +204,7 @@ class Channel(Generic[MessageT]):
         self._engine.watch(request, self._sending(dest), on_left)
 
     def _sending(self, dest: int) -> WaitId:
-        """Identify the wait until a message to ``dest`` has left."""
+        """Return the identity of the wait until a message to ``dest`` has left."""
         return WaitId(WaitKind.MESSAGE_SEND, self.demultiplexer.tag, dest, name=self.name)
 
     def _on_sent(self, error: AsyncdistError | None) -> None:
@@ -221,16 +218,15 @@ class Channel(Generic[MessageT]):
         """Wait for the next message, and return it.
 
         Args:
-            timeout_s: Seconds after which to give up; None to wait without a limit. Messages that have arrived are
-                delivered before the timeout is judged, so a loop that was blocked by computing does not time out.
+            timeout_s: Seconds to wait; None to wait without a limit. Messages that have arrived are delivered before
+                TimeoutError is raised, even if the event loop was blocked during the timeout.
 
         **Cancellation**: no message is lost.
 
         Raises:
             TimeoutError: No message arrived in time.
             RemoteProtocolError: A peer overflowed this channel.
-            RankLostError: The job has failed, or all other ranks are gone and some of them are lost. As long as one of
-                them lives, ``receive`` waits for it, because a channel does not know which rank will send.
+            RankLostError: The job has failed, or all other ranks have left or are lost, and at least one is lost.
             ClosedError: The channel is closed.
         """
         self._since_yield += 1
@@ -246,11 +242,11 @@ class Channel(Generic[MessageT]):
         return envelope
 
     def receive_nowait(self) -> Envelope[MessageT] | None:
-        """Return the next message if one has arrived, else None. Raises as ``receive``."""
+        """Return the next message if one has arrived, else None, without waiting."""
         return self.inbox.take(0)
 
     def receive_all(self) -> list[Envelope[MessageT]]:
-        """Remove and return all messages that have arrived, in order, without waiting. Raises as ``receive``."""
+        """Remove and return all messages that have arrived, in order, without waiting."""
         return self.inbox.take_all()
 
     def __aiter__(self) -> AsyncIterator[Envelope[MessageT]]:
@@ -264,7 +260,7 @@ class Channel(Generic[MessageT]):
             raise StopAsyncIteration from None
 
     async def wait_mail(self, timeout_s: float | None = None) -> None:
-        """Wait until ``receive_nowait`` returns a message or raises. Raises TimeoutError as ``receive``."""
+        """Wait until ``receive_nowait`` would return a message or raise; raise TimeoutError after ``timeout_s``."""
         deadline = None if timeout_s is None else self._engine.loop.time() + timeout_s
         inbox = self.inbox
         while not inbox.is_ready:
@@ -294,7 +290,7 @@ class Channel(Generic[MessageT]):
     # -- called by the demultiplexer and the world ------------------------------------------------------------------
 
     def known_by(self) -> list[tuple[tuple[int, int], wire.Decode]]:
-        """Return, for each message type, the key and stamp of its frames, and their decoder."""
+        """Return the route (key and stamp) and the decoder of each message type."""
         return list(zip(map(wire.keys_of, self._routes_of(self.scope)), self._codec.decoders, strict=True))
 
     def _routes_of(self, scope: int) -> list[bytes]:
@@ -306,13 +302,10 @@ class Channel(Generic[MessageT]):
         return len(self._codec.decoders)
 
     def enter_epoch(self, epoch: int) -> None:
-        """Send and receive messages of ``epoch`` from now on.
+        """Send and receive only messages of ``epoch``, which must be later than the current epoch, from now on.
 
-        Messages of earlier epochs are dropped and counted, including those in the mailbox. Messages of later epochs
-        wait until this rank enters them.
-
-        Args:
-            epoch: Number of the epoch, larger than that of the current one.
+        Messages of earlier epochs, including those in the mailbox, are dropped and counted. Messages of later epochs
+        are kept until this rank enters their epoch.
         """
         assert self.has_epochs and epoch > self.epoch, f"{self.name}: epoch {epoch} after {self.epoch}"
         self.epoch = epoch
@@ -322,22 +315,22 @@ class Channel(Generic[MessageT]):
         self.demultiplexer.route_to(self)
 
     def deliver_earlier(self, kind: int, frame: wire.FrameReader, source: int) -> None:
-        """Pass a message of an earlier epoch to the channel's ``earlier_handler``, if it has one."""
+        """Decode a message of an earlier epoch, and call the channel's ``earlier_handler``, if set, with it."""
         if self._earlier_inbox is not None:
             self._earlier_inbox.deliver(self._codec.decoders[kind], frame, source)
 
     def name_senders(self, senders: Callable[[], Iterable[int]]) -> None:
-        """Set the function that returns, for reports, the ranks that may send on this channel."""
+        """Set the function that returns the ranks that may send on this channel, for reports of waiting tasks."""
         self._senders = senders
 
     def on_gone(self) -> None:
-        """Make waiting tasks check whether any rank is left that could send, after a departure or loss."""
+        """Make waiting tasks check whether any rank can still send, because a rank has left or is lost."""
         self._has_gone_senders = True
         if self.inbox.waiters and self.lost_senders() is not None:
             self._wake_all()
 
     def _check_senders(self) -> None:
-        """Raise RankLostError if no rank is left that could send and their last messages have had time to arrive."""
+        """Raise RankLostError if no rank can still send, and the senders' last messages have had time to arrive."""
         error = self.lost_senders()
         if error is None:
             self._is_forsaken = None
@@ -355,8 +348,8 @@ class Channel(Generic[MessageT]):
     def on_restarted(self, rank: int) -> None:
         """Expect new sequence numbers from a restarted ``rank``.
 
-        A protocol's state refers to the previous process. Unless the channel admits restarted ranks, sends to the new
-        process raise RankLostError until it has sent a message on this channel, or :meth:`admit` is called.
+        Unless the channel admits restarted ranks, sends to the new process raise RankLostError until it has sent a
+        message on this channel, or :meth:`admit` is called, because the protocol's state refers to the old process.
         """
         for inbox in (self.inbox, self._earlier_inbox):
             if inbox is not None:
@@ -367,12 +360,12 @@ class Channel(Generic[MessageT]):
         self._outbox.look_again()
 
     def admit(self, rank: int) -> None:
-        """Allow sends to the new process of a restarted ``rank``; otherwise do nothing."""
+        """Allow sends to the new process of ``rank``, if ``rank`` was restarted."""
         if rank in self._outbox.strangers:
             self._outbox.strangers = {other for other in self._outbox.strangers if other != rank}
 
     def on_left(self) -> None:
-        """Check the receiver of the next message again, because a rank has left."""
+        """Make the next send check its destination again, because a rank has left."""
         self._outbox.look_again()
 
     def fail(self, error: AsyncdistError) -> None:
@@ -384,10 +377,9 @@ class Channel(Generic[MessageT]):
         """Close the channel. Waiting tasks get ClosedError once the mailbox is empty.
 
         Args:
-            afterwards: Called with each unreceived message, and with each message that arrives later, since its sender
-                may wait for an answer. This ends when the scope is opened again, or when
-                :data:`asyncdist.messaging.demultiplexer.ANSWERING_COUNT_MAX` other channels of this tag have closed.
-                Without it, late messages are dropped and counted.
+            afterwards: Function that answers messages that no task received: it is called with each message in the
+                mailbox and each later one, until the scope is opened again or ``ANSWERING_COUNT_MAX`` other channels of
+                the tag have closed. None to drop and count later messages.
         """
         if not self.inbox.is_closed:
             self.inbox.is_closed = self._outbox.is_closed = True
@@ -410,12 +402,12 @@ class Channel(Generic[MessageT]):
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a task of the user waits for a message."""
+        """Whether a task of the user's program waits for a message."""
         return bool(self.inbox.waiters) and self.overflow == "stall"
 
     @property
     def is_ready(self) -> bool:
-        """Whether ``receive_nowait`` returns a message or raises."""
+        """Whether ``receive_nowait`` would return a message or raise."""
         return self.inbox.is_ready
 
     @property
@@ -425,11 +417,11 @@ class Channel(Generic[MessageT]):
 
     @property
     def unread_count(self) -> int:
-        """Number of unreceived messages, including those dropped after main had returned."""
+        """Number of messages that no task has received, including messages dropped after main had returned."""
         return len(self.inbox.mailbox) + self.dropped_count
 
     def statistics(self) -> ChannelStatistics:
-        """Return the counts since the channel was opened."""
+        """Return the numbers of messages sent, received, waiting and being sent since the channel was opened."""
         return ChannelStatistics(
             sent_count=self._outbox.sent_count,
             received_count=self.inbox.received_count,

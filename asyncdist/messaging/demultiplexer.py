@@ -1,14 +1,11 @@
-"""Receives the frames of one tag and passes each to the channel of its scope.
+"""Receives the frames of one tag and passes each frame to its channel.
 
-A :class:`TagDemultiplexer` has one persistent wildcard receive for its tag. It checks the frames and finds their
-channel by the route in the header. Frames for a scope that is not open yet, or for an epoch that its channel has not
-entered, wait within a bound (:mod:`asyncdist.messaging.early_frames`). Frames for a closed scope are dropped and
-counted; so are frames of an earlier epoch, unless the channel handles them. Frames that do not decode are counted and
-logged once per peer, and never raise on this rank. For each of the few reasons for drops, a count and the last example
-are kept.
+A :class:`TagDemultiplexer` has one persistent wildcard receive for its tag. The route in a frame's header selects the
+channel. A bounded number of frames for channels or epochs that are not open yet is kept
+(:mod:`asyncdist.messaging.early_frames`). Frames for closed channels, and invalid frames, are dropped and counted by
+reason, and logged once per peer. They never raise on this rank.
 
-After main has returned, a rank drops and counts messages on channels of the user, so that no sender waits for it. Sends
-by peers that know of its return raise ClosedError.
+After main has returned, a rank drops and counts messages on the user's channels, so that no sender waits for this rank.
 """
 
 from __future__ import annotations
@@ -32,16 +29,16 @@ from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("asyncdist.messaging.demultiplexer")
 
-#: Maximum number of closed channels per tag that still answer their peers; beyond it the oldest is forgotten. A job may
-#: open and close policies for weeks, and no peer still waits for an answer of the oldest.
+#: Maximum number of closed channels per tag that still answer their peers. Beyond this number the oldest one is
+#: removed, so that a long job's memory does not grow.
 ANSWERING_COUNT_MAX: Final = 64
-#: Maximum number of closed scopes that are remembered per tag.
+#: Maximum number of scopes per tag that are remembered as closed.
 CLOSED_SCOPE_COUNT_MAX: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelStatistics:
-    """Counts since the channel was opened."""
+    """Numbers of a channel's messages: sent and received since it was opened, in the mailbox, and being sent."""
 
     sent_count: int
     received_count: int
@@ -50,7 +47,7 @@ class ChannelStatistics:
 
 
 class ReceivingChannel(Protocol):
-    """The methods of :class:`asyncdist.messaging.channels.Channel` that a demultiplexer uses."""
+    """Interface of a channel as its demultiplexer uses it; :class:`asyncdist.messaging.channels.Channel` has it."""
 
     name: str
     scope: int
@@ -61,51 +58,49 @@ class ReceivingChannel(Protocol):
 
     @property
     def kind_count(self) -> int:
-        """Number of message types."""
+        """Number of message types that the channel carries."""
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a task of the user waits for a message."""
+        """Whether a task of the user's program waits for a message."""
 
     @property
     def unread_count(self) -> int:
-        """Number of unreceived messages."""
+        """Number of messages that no task has received."""
 
     def known_by(self) -> list[tuple[tuple[int, int], wire.Decode]]:
-        """Return, for each message type, the key and stamp of its frames, and their decoder."""
+        """Return the route (key and stamp) and the decoder of each message type."""
 
     def deliver_earlier(self, kind: int, frame: wire.FrameReader, source: int) -> None:
         """Handle a message of an earlier epoch."""
 
     def on_left(self) -> None:
-        """Note that a rank has left."""
+        """Make the next send check its destination again, because a rank has left."""
 
     def on_gone(self) -> None:
-        """Note that a rank has left or is lost; a task may wait only for this rank."""
+        """Make waiting tasks check whether any rank can still send, because a rank has left or is lost."""
 
     def on_restarted(self, rank: int) -> None:
-        """Note that a new process has the place of ``rank``."""
+        """Expect new sequence numbers from the new process of ``rank``."""
 
     def statistics(self) -> ChannelStatistics:
-        """Return the counts since the channel was opened."""
+        """Return the numbers of messages sent, received, waiting and being sent."""
 
 
 class TagDemultiplexer:
-    """Receives the frames of one tag on this rank, and passes each to its channel.
+    """Receives the frames of one tag on this rank, and passes each frame to its channel.
 
     Args:
-        nonce: Identifies the job; frames of another job are dropped.
-        is_users: Whether the channels belong to the user, who loses no message, or to protocols.
+        nonce: Identifies the job; frames of other jobs are dropped.
+        is_users: Whether the channels belong to the user's program, whose tag stalls instead of losing messages.
         sent_to: Set to which the receivers of messages are added.
         heard_from: Set to which the senders of received messages are added.
 
     Attributes:
-        early: Frames for scopes that are not open yet; or None.
-        dropped: Number of undelivered frames by reason.
-        drop_examples: Description of the last undelivered frame, by reason.
-        under_way_count: Number of messages that have not left yet.
-        receiver: Receives the frames.
-        slow_dests: Ranks to which some message did not leave at once.
+        dropped: Number of dropped frames by reason.
+        drop_examples: Description of the last dropped frame by reason.
+        under_way_count: Number of sent messages that have not left this rank yet.
+        slow_dests: Ranks to which a message did not leave at once.
     """
 
     def __init__(
@@ -123,13 +118,13 @@ class TagDemultiplexer:
         self._has_left = False
         self._never_opened_count = 0  # frames for unopened scopes that arrived after main had returned
         self._channels: dict[int, ReceivingChannel] = {}
-        # Both oldest first.
-        self._answering: dict[tuple[int, int], ReceivingChannel] = {}  # closed channels by scope and epoch
+        # Closed channels that still answer, by scope and epoch. This dict and the next one have the oldest entry first.
+        self._answering: dict[tuple[int, int], ReceivingChannel] = {}
         self._closed_scopes: dict[int, None] = {}
         self.early = EarlyFrames(tag, engine.loop, self._awaited_names)
         self._complained_about: set[int] = set()
         self._closed_sent_count = self._closed_received_count = 0
-        # Not zeroed, unlike a bytearray: most frames need only the first hundred bytes, and simulations have thousands.
+        # numpy.empty does not touch the buffer's pages. Most frames are small, and a simulation has thousands of ranks.
         buffer = numpy.empty(wire.FRAME_NBYTES_MAX, dtype=numpy.uint8).data
         request = engine.transport.persistent_receive(buffer, tag)
         self.receiver = FrameReceiver(
@@ -144,14 +139,14 @@ class TagDemultiplexer:
         engine.add_pollable(self.receiver)
 
     def _explain(self, frame: wire.FrameReader, source: int) -> bool:
-        """Drop or keep a frame without an open channel; return whether the tag must stall."""
+        """Handle a frame whose route no open channel has: drop it, or keep it. Return whether the tag must stall."""
         route = frame.route()
         channel = self._channels.get(route.scope)
         if route.version != wire.VERSION:
             self.drop(source, "another version", f"version {route.version}, not {wire.VERSION}")
         elif route.nonce != self.nonce:
             self.drop(source, "another job")
-        elif route.reserved:  # no channel would ever take the frame
+        elif route.reserved:
             self.drop(source, "reserved part of the route", f"reserved part {route.reserved} of the route, not 0")
         elif channel is not None and route.kind >= channel.kind_count:
             self.drop(source, "unknown kind", f"{channel.name}: kind {route.kind}, of {channel.kind_count} known")
@@ -187,7 +182,7 @@ class TagDemultiplexer:
             channel.dropped_count += 1
 
     def leave(self) -> None:
-        """Drop all further messages for channels of the user, because main has returned on this rank."""
+        """Drop all later messages for the user's channels, because main has returned on this rank."""
         if self.is_users:
             self._has_left = True
             for channel in self._channels.values():
@@ -196,18 +191,18 @@ class TagDemultiplexer:
             self.receiver.resume(self.receiver.stalled_on)
 
     def on_left(self, ranks: RankSet) -> list[int]:
-        """Note that main has returned on ``ranks``; return the ranks whose messages may still be on their way."""
+        """Handle the return of main on ``ranks``; return those of them to which messages may still be in transit."""
         for channel in self._channels.values():
             channel.on_left()
         return sorted(rank for rank in self.slow_dests if rank in ranks) if self.is_users else []
 
     def on_gone(self) -> None:
-        """Note that a rank has left, or is lost."""
+        """Notify the channels that a rank has left or is lost."""
         for channel in self._channels.values():
             channel.on_gone()
 
     def on_restarted(self, rank: int) -> None:
-        """Note that ``rank`` was restarted, so that its sequence numbers begin again."""
+        """Drop early frames of the old process of ``rank``, and notify the channels of its restart."""
         self.slow_dests.discard(rank)
         self._complained_about.discard(rank)
         if count := self.early.forget(rank):
@@ -220,12 +215,12 @@ class TagDemultiplexer:
         return [channel.name for channel in self._channels.values() if channel.is_awaited]
 
     def drop(self, source: int, reason: str, particulars: str = "") -> None:
-        """Count an undelivered frame; log the first one of each peer, unless its sender is lost.
+        """Count a dropped frame, and log the first one from each peer.
 
         Args:
             source: Rank of the sender.
-            reason: One of a few reasons, without numbers.
-            particulars: Description of this frame's fault.
+            reason: Reason under which the frame is counted.
+            particulars: Reason with this frame's numbers, for the log.
         """
         what = particulars or reason
         self.dropped[reason] += 1
@@ -236,14 +231,14 @@ class TagDemultiplexer:
             logger.warning(text, self.tag, source, what)
 
     def attach(self, channel: ReceivingChannel) -> None:
-        """Deliver the frames of the channel's scope to it from now on, beginning with the early frames."""
+        """Register a new channel, and deliver its frames from now on, beginning with the early frames."""
         if channel.scope in self._channels:
             raise LocalProtocolError(f"tag {self.tag}: {channel.name} is already open", tag=self.tag)
         self._channels[channel.scope] = channel
         self.route_to(channel)
 
     def route_to(self, channel: ReceivingChannel) -> None:
-        """Deliver the frames of the channel's scope and epoch to it, beginning with the early frames."""
+        """Deliver frames of the channel's scope and epoch to the channel, beginning with the early frames."""
         for (key, stamp), decode in channel.known_by():
             self.receiver.close(key)  # closes the route that detach left open for late messages
             self.receiver.routes[key] = stamp, channel.inbox, decode
@@ -253,7 +248,7 @@ class TagDemultiplexer:
             self.receiver.deliver(frame, frame.nbytes, source)
 
     def detach(self, channel: ReceivingChannel, *, answers: bool) -> None:
-        """Close the scope: later frames are dropped and counted, or passed to the channel's ``afterwards``."""
+        """Close the channel's scope. Later frames are dropped and counted, or delivered if ``answers`` is true."""
         if self._channels.pop(channel.scope, None) is not None:
             if answers:
                 self._forget_answering((channel.scope, channel.epoch))
@@ -266,7 +261,7 @@ class TagDemultiplexer:
         if len(self._closed_scopes) > CLOSED_SCOPE_COUNT_MAX:
             del self._closed_scopes[next(iter(self._closed_scopes))]
         self.receiver.resume(channel.inbox)
-        for source, frame in self.early.take_all() if self.early else ():  # frames of an epoch that it has not entered
+        for source, frame in self.early.take_all() if self.early else ():  # may hold frames of a later epoch
             self.receiver.deliver(frame, frame.nbytes, source)
 
     def _forget_answering(self, key: tuple[int, int]) -> None:
@@ -275,7 +270,7 @@ class TagDemultiplexer:
             self._forget(channel)
 
     def _forget(self, channel: ReceivingChannel) -> None:
-        """Forget a closed channel, except for its counts."""
+        """Remove a closed channel's routes, and add its message counts to the totals of closed channels."""
         counts = channel.statistics()
         self._closed_sent_count += counts.sent_count
         self._closed_received_count += counts.received_count
@@ -289,7 +284,7 @@ class TagDemultiplexer:
         return tuple(self._channels.values())
 
     def close(self) -> None:
-        """Cancel the receive. A message that arrives at this moment is dropped and counted."""
+        """Cancel the receive. A message that arrives before the cancellation takes effect is dropped and counted."""
         self.engine.remove_pollable(self.receiver)
         self.early.close()
         if self.receiver.is_posted:
@@ -312,10 +307,10 @@ class TagDemultiplexer:
         return of_closed + sum(channel.statistics().received_count for channel in self._all())
 
     def _all(self) -> Iterator[ReceivingChannel]:
-        """Return the channels that are open or still answer."""
+        """Return the open channels, and the closed channels that still answer messages."""
         return itertools.chain(self._channels.values(), self._answering.values())
 
     @property
     def early_count(self) -> int:
-        """Number of frames for unopened scopes: waiting ones, and ones dropped at the end."""
+        """Number of frames for unopened channels, including those dropped after main had returned."""
         return len(self.early) + self._never_opened_count

@@ -1,9 +1,9 @@
-"""Streams whose sender writes the tail of a tensor directly into the receiver's memory.
+"""Streams whose sender writes the tail of a tensor directly into the receiver's memory, for ranks on one host.
 
-Both ends use a plain stream (:mod:`asyncdist.messaging.streams`) on one slot. Its messages are the chunks of the first
-part, then the number of tail bytes that the sender has written (eight bytes; see
-:mod:`asyncdist.host_memory.cross_memory_attach`), then the rest of the tail in chunks. The sender decides how much it
-writes; the receiver posts the receives for the rest when it knows that number.
+Both ends use a plain stream (:mod:`asyncdist.messaging.streams`). The sender sends the first part of the tensor in
+chunks, and writes as much of the tail as it can (:mod:`asyncdist.host_memory.cross_memory_attach`). It then sends the
+number of written bytes as an eight-byte message, and the unwritten rest in chunks, for which the receiver posts its
+receives after the number has arrived.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("asyncdist.messaging.streams")
 
-#: If more seconds than this pass between two pieces, the sender is computing between safe points. It then sends the
-#: rest as messages, which move without its help.
+#: Maximum seconds between two written pieces. After a longer pause the sender is assumed to be computing. It then sends
+#: the rest as messages, which the transport moves on its own.
 ATTENTION_S: Final = 0.001
 _COUNT_NBYTES: Final = 8
 
@@ -34,14 +34,11 @@ class DirectWriteSender:
     """Writes the tail of one outbound stream piece by piece, and then sends the unwritten rest.
 
     Args:
-        slots: Stream slots of this rank.
-        chunks: Bytes to send first; see :class:`~asyncdist.messaging.outbound_streams.OutboundStream`.
-        dest: Rank that granted the stream.
-        slot: Granted slot.
+        chunks: Bytes to send before the tail.
         tail: Bytes to write.
 
     Attributes:
-        stream: The plain stream, which is open until :meth:`send_rest`.
+        stream: The stream that carries the messages; more chunks follow until :meth:`send_rest`.
     """
 
     def __init__(
@@ -53,14 +50,14 @@ class DirectWriteSender:
         self._written_at = time.perf_counter()
 
     def write_piece(self) -> bool:
-        """Write a piece of the tail; return whether to write more. After a long pause, return False."""
+        """Write a piece of the tail, or send the rest after a long pause. Return whether to write more pieces."""
         if self.stream.is_stopping:
             return False
         is_over = time.perf_counter() - self._written_at > ATTENTION_S
         if not is_over:
             try:
                 self.stream.count_sent(self.tail.write_piece())
-            except OSError as error:  # device memory, or the process has ended, which the transport will report
+            except OSError as error:  # device memory, or the receiver's process has ended
                 logger.debug("stream to rank %d: %s; sending instead", self.stream.dest, error)
                 is_over = True
             self._written_at = time.perf_counter()
@@ -70,7 +67,7 @@ class DirectWriteSender:
         return False
 
     def send_rest(self) -> None:
-        """Stop writing; send the number of written bytes, and then the rest."""
+        """Send the number of written bytes, and then the unwritten rest."""
         what = WaitId(WaitKind.WRITTEN_NBYTES, peer=self.stream.dest, number=self.stream.slot)
         nbytes = self._engine.measured(what, self.tail.written_nbytes)
         while (
@@ -83,10 +80,7 @@ class DirectWriteSender:
 
 
 class Writer(Pollable):
-    """Writes the tails of this rank's streams: one piece per pass, the streams in turn.
-
-    It is not a request: no deadline or safe point waits for it.
-    """
+    """Writes the tails of this rank's direct-write streams in turn, one piece per pass of the engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -95,11 +89,11 @@ class Writer(Pollable):
 
     @property
     def is_busy(self) -> bool:
-        """Whether any tail is unfinished."""
+        """Whether any stream has an unfinished tail."""
         return bool(self._senders)
 
     def add(self, sender: DirectWriteSender) -> None:
-        """Write the tail of ``sender`` from the next poll on."""
+        """Start to write the tail of ``sender`` at the next poll."""
         self._senders.append(sender)
         self._engine.ring()
 
@@ -110,19 +104,18 @@ class Writer(Pollable):
             if sender.write_piece():
                 self._senders.append(sender)
             if self._senders:
-                self._engine.ring()  # no peer rings for it
+                self._engine.ring()  # requests a pass for the next piece, since no arriving message will
         return 0
 
 
 class DirectWriteReceiver:
-    """Receives a stream whose sender writes to ``tail``; a context manager that finishes the stream.
+    """Context manager that receives a stream whose sender writes into ``tail``, and finishes the stream on exit.
 
     Args:
-        slots: Stream slots of this rank.
         source: Rank of the sender.
-        targets: Buffers for the chunks that are sent first.
-        tail: Memory that the sender writes to. It is kept until the sender has answered.
-        cancel: Sends a cancel for slot n; called only if the sender has not answered.
+        targets: Buffers for the chunks before the tail.
+        tail: Memory that the sender writes into. It stays referenced until the sender has sent everything or aborted.
+        cancel: Sends the cancel for a slot number. Called on exit if the sender has not yet finished or aborted.
     """
 
     def __init__(
@@ -135,7 +128,8 @@ class DirectWriteReceiver:
     ) -> None:
         self._tail = tail
         self._count = memoryview(bytearray(_COUNT_NBYTES))
-        self._uncounted_nbytes = 0  # written bytes minus the eight bytes of the count message
+        # Written bytes, which the stream does not count, minus the count message's eight bytes, which it does count.
+        self._uncounted_nbytes = 0
         self._cancel = cancel
         self._stream = streams.InboundStream(
             slots, source, [*targets, self._count], streams.WINDOW_COUNT, more=self._targets_of_rest, kept=tail

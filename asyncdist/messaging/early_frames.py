@@ -1,4 +1,4 @@
-"""Keeps a bounded number of frames for channels that this rank has not opened yet, and warns if they wait long."""
+"""Keeps a bounded number of frames for channels that this rank has not opened yet, and warns if none is opened."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from asyncdist.wording import ranks_in_words
 
 logger = logging.getLogger("asyncdist.messaging.early_frames")
 
-#: Maximum number of frames kept for unopened scopes, per tag.
+#: Maximum number of frames kept for unopened channels, per tag.
 EARLY_FRAME_COUNT_MAX: Final = 1024
-#: Seconds after which a warning is logged if a task awaits another channel of the same tag.
+#: Seconds after which a warning is logged if a task awaits a different channel of the same tag.
 EARLY_PATIENCE_S: Final = 5.0
 
 
 class EarlyFrames:
-    """Keeps one tag's frames for unopened scopes.
+    """Keeps the frames of one tag that arrive before their channel is opened on this rank.
 
     Args:
-        awaited: Returns the names of the channels of this tag that tasks of the user await.
+        awaited: Returns the names of the tag's channels on which tasks of the user's program wait.
     """
 
     def __init__(self, tag: int, loop: asyncio.AbstractEventLoop, awaited: Callable[[], list[str]]) -> None:
@@ -40,23 +40,23 @@ class EarlyFrames:
 
     @property
     def is_full(self) -> bool:
-        """Whether the maximum number of frames is reached."""
+        """Whether the number of frames has reached its maximum."""
         return len(self._frames) >= EARLY_FRAME_COUNT_MAX
 
     def keep(self, source: int, frame: wire.FrameReader) -> None:
-        """Keep a copy of the frame."""
+        """Store a copy of the frame."""
         self._frames.append((source, frame.copy()))
         self._sources.add(source)
         self.watch()
 
     def take_all(self) -> deque[tuple[int, wire.FrameReader]]:
-        """Remove and return the frames with their sources, in the order of their arrival."""
+        """Remove and return the frames with their source ranks, in order of arrival."""
         frames, self._frames = self._frames, deque()
         self._sources = set()
         return frames
 
     def forget(self, source: int) -> int:
-        """Drop the frames of ``source``; return their number."""
+        """Drop the frames from rank ``source``; return their number."""
         kept = deque((rank, frame) for rank, frame in self._frames if rank != source)
         count = len(self._frames) - len(kept)
         self._frames = kept
@@ -65,9 +65,9 @@ class EarlyFrames:
         return count
 
     def watch(self) -> None:
-        """Schedule a warning that frames wait, in case a task of the user awaits another channel then.
+        """Schedule a warning about unclaimed frames if a task awaits a different channel of this tag.
 
-        A rank that opens a channel with another type or name than its peers would otherwise wait silently.
+        Without the warning, a rank that opens a channel with a different type or name than its peers waits silently.
         """
         is_news = self._timer is None and not self._sources <= self._told_of
         if is_news and self._awaited():
@@ -81,7 +81,7 @@ class EarlyFrames:
             logger.warning("awaiting %s for %g s: %s", " and ".join(awaited), EARLY_PATIENCE_S, self.describe())
 
     def describe(self) -> str:
-        """Describe the frames that wait for unopened channels; empty if there are none."""
+        """Return a description of the frames that wait for unopened channels; empty if there are no frames."""
         count, ranks = len(self._frames), sorted(self._sources)
         if not count:
             return ""
@@ -93,6 +93,6 @@ class EarlyFrames:
         )
 
     def close(self) -> None:
-        """Cancel the warning."""
+        """Cancel the scheduled warning."""
         if self._timer is not None:
             self._timer.cancel()

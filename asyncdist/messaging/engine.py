@@ -1,14 +1,12 @@
-"""Polls the requests of one rank, and lets coroutines wait for them.
+"""Progress engine of one rank: completes the transport's requests while coroutines wait for them.
 
-The engine keeps every request and its buffer until the request has completed, even if no task waits for it. A request
-is tested once when it is posted, since most small ones are complete by then. Otherwise it joins the outstanding set,
-all of which each *pass* tests. :mod:`asyncdist.messaging.polling` runs the passes; this module has the methods that
-coroutines call. The engine knows nothing of frames, channels and protocols.
+The engine stores every request and its buffer until the request has completed, even if no task waits for it. Each
+*pass* tests all outstanding requests (:mod:`asyncdist.messaging.polling`); this module has the methods that coroutines
+call.
 
-:class:`Engine` serves a rank that is neither recorded nor replayed.
-:class:`asyncdist.runtime.recording.RecordedEngine` overrides the methods that a recording observes, and
-:class:`asyncdist.simulation.replay.engine.ReplayedEngine` those that a replay repeats at the recorded time. The class
-is chosen when the engine is created.
+:class:`Engine` is for a rank that is neither recorded nor replayed. Its subclasses for recordings
+(:mod:`asyncdist.runtime.recording`) and replays (:mod:`asyncdist.simulation.replay.engine`) override the hooks that
+record an event, or repeat it at the recorded time.
 """
 
 from __future__ import annotations
@@ -38,32 +36,32 @@ from asyncdist.waits import A_CONDITION, A_WAKE_UP, WaitId, WaitKind
 T = TypeVar("T")
 
 DRAIN_PASS_COUNT_MAX: Final = 1000
-#: Maximum number of passes of one safe point that deliver only messages.
+#: Maximum number of passes in one safe point that deliver only messages.
 TALK_PASS_COUNT_MAX: Final = 16
-#: Seconds after which one safe point stops completing requests.
+#: Seconds after which a safe point makes no further passes.
 PROGRESS_BUDGET_S: Final = 0.01
 _NO_WAIT: Final = WaitId(""), 0.0, None
 
 
 class Timer(Protocol):
-    """A scheduled call, like asyncio's handles."""
+    """Interface of a scheduled call, as returned by :meth:`Engine.call_later`."""
 
     def cancel(self) -> None:
-        """Cancel the call."""
+        """Cancel the scheduled call."""
 
 
 @types.coroutine
 def yield_to_loop() -> Generator[None, None, None]:
-    """Let every other ready task and callback run once."""
+    """Yield to the event loop, so that every other ready task and callback runs once."""
     yield
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:
-    """Counts since the engine was made.
+    """Numbers of passes and completions since the engine was created, and of outstanding requests.
 
     Attributes:
-        request_count: Number of completions that were not messages of a tag's receive.
+        request_count: Number of completions other than messages delivered to channels.
     """
 
     pass_count: int
@@ -73,18 +71,18 @@ class EngineStatistics:
 
 
 class Engine(Poller):
-    """Polls the requests of one rank, and lets coroutines wait for them.
+    """Progress engine of one rank: completes requests in passes, and lets coroutines wait for them.
 
     Attributes:
-        collective_waits: Futures that coroutines await in collectives, for reports.
-        on_waited: Called with the identity and the seconds of each wait; None if no observer counts waits.
-        is_loop_idle: Returns whether the calling task runs outside of the loop, which is stopped and has nothing to
-            do, so that the task need not yield. None if tasks run only in the loop.
-        before_safe_point: Awaited before each safe point if time is virtual: charges the computing time of user code.
-        turn: Number of passes and yields of the current safe point: odd while it yields.
-        woken_count: See :class:`asyncdist.runtime.recording.ObservedEngine`; 0 if the rank is not observed.
-        clock: Returns the time in seconds. Code whose decisions depend on the time calls it, so that recordings hold
-            the answer.
+        collective_waits: Futures on which coroutines in collectives wait, for reports.
+        on_waited: Called with the identity and the duration, in seconds, of each wait; None if waits are not measured.
+        is_loop_idle: Returns true if a task that runs outside of the stopped event loop need not yield, since the loop
+            has nothing to run. None if tasks run only in the loop.
+        before_safe_point: Awaited before each safe point of a simulated rank: charges the computing time of user code.
+        turn: Number of passes and yields made in the current safe point; odd during a yield.
+        woken_count: Number of wake-ups counted since the last safe point began; 0 if the rank is not recorded.
+        clock: Returns the time in seconds. Code whose decisions depend on the time calls this function, so that
+            recordings contain the returned times.
         tells_sends: Whether tasks must pass each send to :meth:`name_send` and :meth:`repeat_sent`, even if the message
             left at once.
     """
@@ -106,17 +104,16 @@ class Engine(Poller):
     # -- passes -----------------------------------------------------------------------------------------------------
 
     async def safe_point(self, budget_s: float = 0.0) -> None:
-        """Alternate passes and yields until a pass completes nothing or the budget is spent.
+        """Alternate passes and yields to other tasks until a pass completes nothing or the budget is spent.
 
-        A safe point yields at least once if other tasks have anything to do. The number of passes that deliver only
-        messages is bounded, so peers that never stop sending do not hold a rank.
+        The number of passes that deliver only messages is bounded, so constant senders cannot block this rank.
 
         Args:
-            budget_s: Budget in seconds, virtual ones in a simulation. A pass that has begun is finished first. With 0,
-                the safe point is one pass and one yield.
+            budget_s: Seconds after which no further pass begins, virtual in a simulation. With 0, the safe point makes
+                one pass and one yield.
 
         Raises:
-            BaseException: The error that ended the job, if one did.
+            BaseException: The error with which the job has failed, if any.
         """
         if self.before_safe_point is not None:
             await self.before_safe_point()
@@ -136,7 +133,7 @@ class Engine(Poller):
             raise self.failure
 
     async def _pass_on(self, budget_s: float) -> None:
-        """Make the remaining passes of a safe point whose first pass has completed something."""
+        """Make the remaining passes of a safe point, after a first pass that completed a request."""
         now = time.perf_counter if self.before_safe_point is None else self.loop.time
         deadline = now() + budget_s
         talk_pass_count = 0
@@ -153,9 +150,9 @@ class Engine(Poller):
         await yield_to_loop()
 
     async def drain(self) -> None:
-        """Deliver everything that has arrived, so that a deadline can be judged after a gap.
+        """Deliver everything that has arrived, before the caller decides that a deadline has passed.
 
-        The number of passes is bounded, so a peer that never stops sending cannot postpone a deadline forever.
+        The number of passes is bounded, so a peer that never stops sending cannot postpone the deadline forever.
         """
         for _ in range(DRAIN_PASS_COUNT_MAX):
             if not self.poll():
@@ -168,7 +165,7 @@ class Engine(Poller):
     async def wait(self, request: Request, what: WaitId) -> None:
         """Wait until ``request`` has completed.
 
-        **Cancellation**: the engine keeps the request and its buffer until the request has completed.
+        **Cancellation**: the engine stores the request and its buffer until the request has completed.
 
         Raises:
             RankLostError, TruncationError: The request has failed.
@@ -176,7 +173,7 @@ class Engine(Poller):
         await self._wait(PendingRequest(request, what, None))
 
     async def wait_or_disown(self, request: Request, what: WaitId) -> None:
-        """Wait for a request in a task that is cancelled only if the request can never complete."""
+        """Wait for a request; on cancellation, which means that it can never complete, disown the request."""
         try:
             await self.wait(request, what)
         except asyncio.CancelledError:
@@ -184,10 +181,10 @@ class Engine(Poller):
             raise
 
     def disown(self, request: Request) -> None:
-        """Stop testing ``request``, which cannot complete because a peer that it needs has left.
+        """Stop testing ``request``, which cannot complete because its peer has left.
 
-        The request and its buffer are kept, but no longer count as outstanding. A completion during a pass may disown
-        other requests of the same pass, even ones that the pass has already tested.
+        The request and its buffer stay stored, but no longer count as outstanding. A completion callback may disown
+        any other request of the current pass.
         """
         waited = [operation for operation in (*self._in_test, *self._operations) if operation.request is request]
         for operation in waited:
@@ -201,10 +198,9 @@ class Engine(Poller):
         await self.wait(self.transport.isend(buffer, dest, tag), WaitId(WaitKind.SEND, tag, dest))
 
     async def receive(self, buffer: Buffer, source: int, tag: int) -> tuple[int, int]:
-        """Receive one message into ``buffer``; return its source and its size in bytes.
+        """Receive one message into ``buffer``; return the message's source and its size in bytes.
 
-        **Cancellation**: no message is lost. A message that arrives later goes to the next ``receive`` of this source
-        and tag.
+        **Cancellation**: no message is lost. The next ``receive`` from this source on this tag returns the message.
         """
         abandoned = self._abandoned.setdefault((source, tag), deque())
         what = WaitId(WaitKind.RECEIVE, tag, source)
@@ -236,12 +232,12 @@ class Engine(Poller):
         await self.park(waiter, operation.what, is_of_request=True)
 
     def _abandon(self, operation: PendingRequest, buffer: Buffer, stash: deque[AbandonedReceive]) -> None:
-        """Keep the request of a cancelled receiver until the transport reports its end."""
+        """Store the request of a cancelled receiver, and the message it receives, for the next ``receive``."""
         entry = AbandonedReceive(operation.request, buffer)
 
         def resolve(error: AsyncdistError | None) -> None:
             entry.resolved = True
-            entry.error = error if isinstance(error, TruncationError) else None  # a message arrived, and is lost
+            entry.error = error if isinstance(error, TruncationError) else None  # reported by the next ``receive``
             if entry.error is None and (error is not None or operation.request.cancelled) and entry in stash:
                 stash.remove(entry)
             for waiter in entry.waiters:
@@ -268,19 +264,19 @@ class Engine(Poller):
         return asyncio.Future(loop=self.loop)  # loop.create_future may return a more expensive class
 
     def awaited(self, waiter: Any) -> WaitId | None:
-        """Return the identity of the wait of ``waiter``; None if it does not wait for this engine."""
+        """Return what the future ``waiter`` waits for; None if it does not wait for this engine."""
         found = self._waiters.get(waiter)
         return None if found is None else found[0]
 
     def awaited_peers(self, waiter: Any) -> Iterable[int]:
-        """Return the ranks of which each can end the wait of ``waiter``, as far as they are known."""
+        """Return the ranks that may end the wait of the future ``waiter``, as far as they are known."""
         what, _, peers = self._waiters.get(waiter, _NO_WAIT)
         if peers is not None:
             return peers()
         return () if what.peer is None else (what.peer,)
 
     def awaited_s(self, waiter: Any) -> float | None:
-        """Return for how many seconds ``waiter`` has waited; None if it does not wait for this engine."""
+        """Return the seconds that the future ``waiter`` has waited; None if it does not wait for this engine."""
         found = self._waiters.get(waiter)
         return None if found is None else self.loop.time() - found[1]
 
@@ -293,23 +289,22 @@ class Engine(Poller):
         is_of_request: bool = False,
         peers: Peers | None = None,
     ) -> bool:
-        """Wait until ``condition()`` is true. It is called after each pass that completed something, and on recheck.
+        """Wait until ``condition()`` is true. Return False if the deadline passes first.
 
         Args:
-            condition: A cheap function without side effects. Its exceptions are raised here.
+            condition: A cheap function without side effects, called after each pass that completes a request or
+                delivers a message, and by :meth:`recheck`. Its exceptions are raised here.
             what: The identity of the wait.
-            deadline: Time on the loop's clock, in seconds. Arrived messages are delivered before it is judged.
-            is_of_request: As for :meth:`park`.
-            peers: Returns the ranks of which each can end the wait, if there are several.
-
-        Returns:
-            Whether the condition is true; False if the deadline has passed.
+            deadline: Time on the loop's clock, in seconds. After it, arrived messages are delivered, and the condition
+                is evaluated once more.
+            is_of_request: Whether the wait is for the end of a request, for example a send.
+            peers: Returns the ranks that may end the wait, if there are several.
         """
         drained = has_waited = False
         try:
             while not condition():
                 if deadline is not None and not has_waited:
-                    self._note_wait_begun(not is_of_request)  # its end counts once, too
+                    self._note_wait_begun(not is_of_request)  # once, like the end below
                 has_waited = True
                 if deadline is not None and self.loop.time() >= deadline:
                     if drained:
@@ -329,7 +324,7 @@ class Engine(Poller):
                         alarm.cancel()
             return True
         finally:
-            # With a deadline the wait ends here; the messages delivered now decide its result.
+            # A wait with a deadline ends here, after the last delivery of messages, which decides its result.
             if has_waited and deadline is not None:
                 self._note_wait_ended(not is_of_request)
 
@@ -342,17 +337,15 @@ class Engine(Poller):
         *,
         peers: Peers | None = None,
     ) -> bool:
-        """Wait for ``waiter`` as :meth:`park` does, up to a deadline.
+        """Wait until a pass settles ``waiter``. Return False if the deadline passes first.
 
         Args:
             waiter: A future of this loop.
-            is_ready: Returns whether the awaited event has happened; called when the deadline has passed.
+            is_ready: Returns whether the awaited event has happened; called after the deadline, when the messages that
+                have arrived have been delivered.
             what: The identity of the wait.
-            deadline: Time on the loop's clock, in seconds. Arrived messages are delivered before it is judged.
-            peers: Returns the ranks of which each can end the wait, if there are several.
-
-        Returns:
-            False if the deadline has passed and the event has not happened.
+            deadline: Time on the loop's clock, in seconds.
+            peers: Returns the ranks that may end the wait, if there are several.
         """
         alarm = Alarm(self.loop, deadline, waiter)
         self._note_wait_begun(True)
@@ -367,7 +360,7 @@ class Engine(Poller):
             return False
         finally:
             alarm.cancel()
-            self._note_wait_ended(True)  # as in until
+            self._note_wait_ended(True)
 
     async def park(
         self,
@@ -377,13 +370,13 @@ class Engine(Poller):
         is_of_request: bool = False,
         peers: Peers | None = None,
     ) -> None:
-        """Wait for ``waiter``, which a pass will settle; meanwhile the driver polls as often as it can.
+        """Wait until a pass settles ``waiter``, with the driver polling at its highest rate.
 
         Args:
             waiter: A future of this loop.
             what: The identity of the wait.
-            is_of_request: Whether the wait is for the end of a request, for example of a send.
-            peers: Returns the ranks of which each can end the wait, if there are several.
+            is_of_request: Whether the wait is for the end of a request, for example a send.
+            peers: Returns the ranks that may end the wait, if there are several.
         """
         if self.failure is not None:
             raise self.failure
@@ -402,16 +395,10 @@ class Engine(Poller):
                 self.on_waited(what, self.loop.time() - began_at)
 
     def call_later(self, delay_s: float, what: WaitId, call: Callable[..., object], *args: Any) -> Timer:
-        """Schedule ``call(*args)`` after ``delay_s`` seconds. Messages that have arrived by then are delivered first.
+        """Schedule ``call(*args)``, which must not raise, after ``delay_s`` seconds.
 
-        Timed decisions and sends of a rank use this method instead of the loop's, so that recordings hold their time,
-        and replays repeat them at that time.
-
-        Args:
-            delay_s: The delay in seconds.
-            what: The identity of the timer.
-            call: A function that must not raise.
-            args: Its arguments.
+        The messages that have arrived are delivered before the call. Code whose timers affect messages or decisions
+        uses this method instead of the loop's, so that replays repeat the call at the recorded time.
         """
         return self.loop.call_later(delay_s, self._fire, what, call, args)
 
@@ -421,35 +408,34 @@ class Engine(Poller):
         call(*args)
 
     def wake_by(self, what: WaitId, wake: Callable[[], object]) -> None:
-        """Call ``wake()``, which resumes a task after the end of work in a thread, or after a timer of asyncio.
+        """Call ``wake()``, which resumes a task after an event outside of the engine, such as an asyncio timer.
 
-        A recording holds the time of the call, and a replay repeats it at that time.
+        A recording stores the time of the call, and a replay repeats the call at that time.
 
         Args:
-            what: The identity of the work or the timer.
-            wake: Makes the task's next step ready; has no other effect.
+            what: The identity of the event.
+            wake: Makes the task's next step ready, and has no other effect.
         """
         wake()
 
     async def let_begin(self) -> None:
-        """Let a new task take its first step; a replay first repeats what the task had seen by then."""
+        """Let a new task take its first step; a replay first repeats the events recorded before that step."""
         await yield_to_loop()
 
     # -- tasks that others count on ---------------------------------------------------------------------------------
 
     async def shielded(self, task: asyncio.Task[T], tag: int) -> T:
-        """Return the result of a task that other ranks count on; cancelling the caller does not cancel the task.
+        """Return the result of a task that runs a collective; cancelling the caller does not cancel the task.
 
         Args:
-            task: The task, which runs a collective.
-            tag: Tag of its group.
+            tag: Tag of the collective's group.
         """
         waiter = asyncio.shield(task)
         self.collective_waits.add(waiter)
         try:
             result = await self.settled_by(
                 task, waiter, WaitId(WaitKind.COLLECTIVE), counts=False
-            )  # the collective's end counts
+            )  # a recording counts the collective's end instead
         except AsyncdistError:
             await self.note_failed()
             raise
@@ -476,13 +462,12 @@ class Engine(Poller):
     async def settled_by(
         self, task: asyncio.Task[Any], future: asyncio.Future[T], what: WaitId | None = None, *, counts: bool = True
     ) -> T:
-        """Await ``future``, which ``task`` settles, visibly for reports.
+        """Return the result of ``future``, and let reports show that the caller waits for ``task``.
 
         Args:
             task: The task that settles the future.
-            future: The awaited future.
             what: The identity of the wait; by default a wait for ``task``.
-            counts: Whether the wait is one of those that a recording counts to locate events.
+            counts: Whether a recording counts this wait.
         """
         self._settlers[future] = task
         began_at = None if self.on_waited is None else self.loop.time()
@@ -495,32 +480,32 @@ class Engine(Poller):
                 self.on_waited(what or WaitId(WaitKind.TASK, name=task.get_name()), self.loop.time() - began_at)
 
     def settler(self, future: Any) -> asyncio.Task[Any] | None:
-        """Return the task that settles ``future``, if a coroutine awaits it through :meth:`settled_by`."""
+        """Return the task that settles ``future``, if a coroutine awaits the future through :meth:`settled_by`."""
         return self._settlers.get(future)
 
     # -- hooks of recordings and replays -----------------------------------------------------------------------------
-    # These do nothing here, since this rank is neither recorded nor replayed.
+    # The engines of recorded and replayed ranks override these methods.
 
     def measured(self, what: WaitId, value: int) -> int:
-        """Return a number that depends only on timing: ``value``, or in a replay the number recorded for ``what``."""
+        """Return ``value``, a number that depends on timing; in a replay, return the number recorded for ``what``."""
         del what
         return value
 
     def note_reduced(self, tag: int, result: memoryview) -> None:
-        """Record the result of a reduction whose order MPI chose; a replay writes the recorded result there.
+        """Record the result of a reduction whose order MPI chose; in a replay, overwrite it with the recorded result.
 
         Args:
-            tag: The tag of the group.
-            result: The bytes of the result, writable.
+            tag: Tag of the group.
+            result: Writable bytes of the result.
         """
 
     def name_send(self, kind: WaitKind, dest: int, tag: int) -> WaitId | None:
-        """Identify a send for which a task waits, for :meth:`wake_by` and :meth:`repeat_sent`; None if none is told."""
+        """Return an identity for a send that a task waits for; None if the rank is neither recorded nor replayed."""
         del kind, dest, tag
         return None
 
     async def repeat_sent(self, what: WaitId, dest: int) -> bool:
-        """Wait as long as the recorded send took, or fail if ``dest`` was lost; return whether it took time."""
+        """In a replay, wait as long as the recorded send, and fail if it failed; return whether the send waited."""
         del what, dest
         return False
 
@@ -528,51 +513,47 @@ class Engine(Poller):
         """Count the beginning of a collective."""
 
     async def note_collective(self, tag: int) -> None:
-        """Record the end of a collective that no message shows; a replay waits until it ended in the recording."""
+        """Record the end of a collective; in a replay, wait until the collective's recorded end."""
 
     async def note_failed(self) -> None:
-        """Record that a collective has failed; a replay waits until it failed in the recording.
-
-        A message need not be the cause. If the whole job has failed, nothing is recorded.
-        """
+        """Record that a collective has failed, unless the whole job has; in a replay, wait until that happened."""
 
     def _settled(self, future: asyncio.Future[T], counts: bool) -> Awaitable[T]:
-        """Return an awaitable for the result of ``future``; in a replay the wait ends when it did in the recording.
+        """Return an awaitable for the result of ``future``; in a replay, it ends at the recorded time.
 
         Args:
-            future: The awaited future.
-            counts: Whether the wait is one of those that a recording counts to locate events.
+            counts: Whether a recording counts this wait; recordings locate events by the number of counted waits.
         """
         del counts
         return future
 
     def _note_safe_point_begun(self) -> None:
-        """Note that a safe point begins."""
+        """Record that a safe point begins."""
 
     def _note_safe_point_ended(self) -> None:
-        """Note that a safe point has ended, after :attr:`turn` passes and yields."""
+        """Record that a safe point has ended, after :attr:`turn` passes and yields."""
 
     def _note_wait_begun(self, counts: bool) -> None:
-        """Note that a wait begins; for ``counts`` see :meth:`_settled`."""
+        """Record that a wait begins, if ``counts`` is true."""
 
     def _note_wait_ended(self, counts: bool) -> None:
-        """Note that a wait has ended."""
+        """Record that a wait has ended, if ``counts`` is true."""
 
     def _note_deadline(self, what: WaitId) -> None:
-        """Note that a deadline has passed."""
+        """Record that the deadline of the wait ``what`` has passed."""
 
     def _note_timer(self, what: WaitId) -> None:
-        """Note that a timer fires."""
+        """Record that the timer ``what`` fires."""
 
     # -- reports -----------------------------------------------------------------------------------------------------
 
     def outstanding(self, spoiled_tags: Collection[int] = ()) -> tuple[str, ...]:
-        """Describe the outstanding requests and abandoned receives, for reports and for the check at the end.
+        """Return descriptions of the outstanding requests and of the unreceived messages of cancelled receives.
 
-        A collective that failed through a loss leaves messages of other members behind; these are not listed.
+        Messages that failed collectives leave behind are omitted.
 
         Args:
-            spoiled_tags: Tags of groups in which a collective has failed, which also leaves messages behind.
+            spoiled_tags: Tags of groups in which a collective has failed.
         """
         has_losses = bool(self.transport.lost_ranks())
         stashed = (
@@ -586,7 +567,7 @@ class Engine(Poller):
         return (*(str(operation.what) for operation in self._operations), *stashed)
 
     def statistics(self) -> EngineStatistics:
-        """Return the counts since the engine was made."""
+        """Return the numbers of passes and completions so far, and of outstanding requests."""
         return EngineStatistics(
             pass_count=self._pass_count,
             completion_count=self._completion_count,

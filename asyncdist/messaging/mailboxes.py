@@ -1,12 +1,10 @@
-"""Turns a message into a frame that is sent, and a received frame into an envelope.
+"""Sends and receives single messages without waiting: packs, posts, checks, decodes and queues them.
 
-This module does all per-message work that never waits. An :class:`Outbox` checks, packs and posts a message. A
-:class:`FrameReceiver` takes arrived frames of a tag and checks them. An :class:`Inbox` checks their order, decodes them
-and keeps them until a task receives them. Waiting and the set of open scopes belong to
-:mod:`asyncdist.messaging.channels`.
+An :class:`Outbox` checks, packs and posts a channel's messages. A :class:`FrameReceiver` receives the frames of a tag,
+checks them, and selects the :class:`Inbox` of each frame's channel, which checks the order, decodes the message and
+queues it until a task receives it. :mod:`asyncdist.messaging.channels` adds the waiting.
 
-This module and :mod:`asyncdist.messaging.wire` are compiled if a C compiler is available (see
-:mod:`asyncdist.compiled`); their ``.pxd`` files hold the C types.
+The module is compiled if a C compiler is available (:mod:`asyncdist.compiled`); C types are in its ``.pxd`` file.
 """
 
 from __future__ import annotations
@@ -27,19 +25,19 @@ from asyncdist.transports.persistent_send import PersistentSend
 MessageT = TypeVar("MessageT")
 Overflow: TypeAlias = Literal["stall", "error", "latest"]
 
-#: Largest message, in bytes, that is sent from a prepared buffer.
+#: Largest payload, in bytes, that is sent from a prepared buffer.
 PREPARED_NBYTES_MAX: Final = 512
-#: Maximum number of messages that one poll of a tag delivers.
+#: Maximum number of messages that are delivered by one poll of a tag.
 DELIVERY_COUNT_MAX: Final = 64
 
 
 class Envelope(NamedTuple, Generic[MessageT]):
-    """Holds a received message, its sender and its round.
+    """A received message with its sender and its round.
 
     Attributes:
         message: The message, an instance of the channel's dataclass.
         source: Rank of the sender.
-        round: Round of the protocol; zero outside rounds.
+        round: Round number of the protocol; 0 if the protocol has no rounds.
     """
 
     message: MessageT
@@ -47,12 +45,12 @@ class Envelope(NamedTuple, Generic[MessageT]):
     round: int
 
 
-#: Takes half the time of Envelope(...), which is called once per message.
+#: Makes an envelope in half the time of ``Envelope(...)``; called once per message.
 _as_envelope: Final[Callable[[Any], Envelope[Any]]] = functools.partial(tuple.__new__, Envelope)
 
 
 class _Prepared:
-    """Holds the buffer for messages of one type and size to one rank, and the prepared send of that buffer."""
+    """A reusable buffer for messages of one type and size to one rank, with its persistent send."""
 
     def __init__(self, kind: int, dest: int, payload_nbytes: int, buffer: FrameBuffer, send: PersistentSend) -> None:
         self.kind = kind
@@ -66,18 +64,17 @@ class Outbox:
     """Checks, packs and posts the messages that a channel sends.
 
     Args:
-        routes: One route for each message type.
+        routes: Route of each message type.
         start_send, prepare_send: Methods of the transport.
         size: Number of ranks in the world.
         name: Name of the channel, for errors.
-        sequence: Number of the last message on the tag before this channel was opened; peers continue from it.
+        sequence: Sequence number of the last message on the tag, from which this channel continues.
         contacts: Set to which the receivers of messages are added.
         left: Ranks that no longer receive on this channel. :meth:`look_again` must be called after an addition.
 
     Attributes:
-        strangers: Restarted ranks that have not sent anything on this channel yet.
-        sequence: Number of the last posted message.
-        sent_count: Number of posted messages.
+        strangers: Restarted ranks to which nothing is sent until they have sent a message on this channel.
+        sequence: Sequence number of the last posted message.
     """
 
     def __init__(
@@ -103,9 +100,9 @@ class Outbox:
         self._contacts = contacts
         self._left = left
         self.strangers: Collection[int] = ()
-        self._dest: int | None = None  # receiver of the last message, which has not left
+        self._dest: int | None = None  # receiver of the last message; needs no further check
         self.routes = routes
-        # Created with the first message of a type: each takes a KiB, and most channels send few types.
+        # Writers are created on first use, since each takes a KiB and most channels send few message types.
         self._writers: list[FrameWriter | None] = [None] * len(routes)
         self._prepared: dict[tuple[int, int, int], _Prepared] = {}
         self._last: _Prepared | None = None
@@ -114,7 +111,7 @@ class Outbox:
         self.is_closed = False
 
     def post(self, message: Any, dest: int, round: int) -> Request | None:
-        """Start the send; return its request, or None if the message has left. Raises as :meth:`Channel.send`."""
+        """Check the message and start its send; return the request, or None if the message has already left."""
         if self.is_closed or dest is not self._dest or round:
             self._check(dest, round)
         kind, payload = self._codec.encode(message)
@@ -133,7 +130,7 @@ class Outbox:
         return self.start_send(writer.frame(round, self.sequence, payload), dest, self._tag)
 
     def _prepare(self, kind: int, dest: int, payload_nbytes: int) -> _Prepared | None:
-        """Return the prepared send for such messages, creating it if needed; None if the transport has none."""
+        """Return the prepared send for messages of this type, receiver and size; None if there cannot be one."""
         if self._prepare_send is None and not self._prepared:
             return None
         key = kind, dest, payload_nbytes
@@ -166,19 +163,19 @@ class Outbox:
         self._dest = dest
 
     def use_routes(self, routes: list[bytes]) -> None:
-        """Send messages with these routes from now on, and drop the prepared sends of the old ones."""
+        """Send messages with these routes from now on, and drop the prepared sends of the old routes."""
         self.routes = routes
         self._writers = [None] * len(routes)
         self._prepared = {}
         self._last = None
 
     def look_again(self) -> None:
-        """Check the receiver of the next message even if it is unchanged, because a rank has left."""
+        """Check the receiver of the next message even if the last message had the same one; a rank has left."""
         self._dest = None
 
 
 class _LatestMailbox(OrderedDict[int, "Envelope[Any]"]):
-    """Keeps the newest envelope of each source, ordered by the oldest message that was not taken."""
+    """Mailbox that keeps only the newest envelope of each source; the source that has waited longest is first."""
 
     def append(self, envelope: Envelope[Any]) -> None:
         self[envelope.source] = envelope
@@ -188,24 +185,23 @@ class _LatestMailbox(OrderedDict[int, "Envelope[Any]"]):
 
 
 class Inbox:
-    """Keeps the received messages of a channel, in order, until a task receives them.
+    """Queues the received messages of a channel, in order, until a task receives them.
 
     Args:
         receiver: Frame receiver of the tag.
         name: Name of the channel, for errors.
         capacity: Maximum number of messages in the mailbox.
-        overflow: Behaviour of a full mailbox; see :mod:`asyncdist.messaging.channels`.
-        handler: Called with each arriving message instead of keeping it; or None.
+        overflow: Effect of a full mailbox: ``"stall"`` stops the tag's receives, ``"error"`` fails the channel,
+            ``"latest"`` keeps only the newest message of each source.
+        handler: Called with each arriving message, which then does not enter the mailbox; or None.
         fail: Called with the error if a peer overflows the mailbox.
         counts_contacts: Whether the senders of messages are added to the receiver's contacts.
 
     Attributes:
-        on_first: Called with a rank when its first message arrives; set if ranks have been restarted.
-        mailbox: The messages.
-        waiters: Futures of waiting tasks; each message wakes one.
+        on_first: Called with a rank when its first message arrives; set only after a restart of a rank.
+        waiters: Futures of waiting tasks; each arriving message wakes one task.
         received_count: Number of messages that tasks have received.
-        failure: Error that every receive raises; or None.
-        is_closed: Whether the channel is closed.
+        failure: Error that every receive raises, or None.
     """
 
     def __init__(
@@ -237,11 +233,12 @@ class Inbox:
         self.failure: AsyncdistError | None = None
         self.is_closed = False
         self._last_sequence: dict[int, int] = {}
-        self._source = -1  # of the last frame; its sequence number is stored when a frame of another rank arrives
+        # Sender and number of the last frame, stored in _last_sequence when a frame from a different rank arrives.
+        self._source = -1
         self._sequence = 0
 
     def deliver(self, decode: wire.Decode, frame: FrameReader, source: int) -> bool:
-        """Deliver one frame of this scope; return whether its tag must stall."""
+        """Decode one frame and queue its message, or drop an invalid frame; return whether the tag must stall."""
         rank = source
         if rank != self._source:
             self._last_sequence[self._source] = self._sequence
@@ -259,7 +256,7 @@ class Inbox:
         self._sequence = frame.sequence
         try:
             message = decode(frame.payload)
-        except Exception as error:  # not a message, or its __post_init__ raises; a peer may send any bytes
+        except Exception as error:  # The bytes, which may be anything, are not a message, or __post_init__ raised.
             self._receiver.drop(source, "no message", f"{self._name}: {type(error).__name__} {error}".rstrip())
             return False
         envelope = _as_envelope((message, source, frame.round))
@@ -275,7 +272,7 @@ class Inbox:
         return self._fill(envelope)
 
     def _fill(self, envelope: Envelope[Any]) -> bool:
-        """Handle a message that fills or overflows the mailbox."""
+        """Queue a message that fills the mailbox, or handle its overflow; return whether the tag must stall."""
         if self._overflow == "error" and self.is_full:
             self._fail(
                 RemoteProtocolError(
@@ -289,7 +286,7 @@ class Inbox:
         return self._overflow == "stall" and self.is_full
 
     def take(self, test_count: int) -> Envelope[Any] | None:
-        """Return the next message; None if there is none after ``test_count`` tests of the tag.
+        """Return the next message; None if no message has arrived after ``test_count`` tests of the tag's receive.
 
         Raises:
             AsyncdistError: The channel has failed.
@@ -298,7 +295,7 @@ class Inbox:
         if not self.mailbox:
             while test_count:
                 if self._receiver.deliver_up_to(1):
-                    if self.mailbox:  # a further test would only delay the caller
+                    if self.mailbox:
                         break
                     self._receiver.recheck()
                 test_count -= 1
@@ -317,7 +314,7 @@ class Inbox:
         return envelope
 
     def take_all(self) -> list[Envelope[Any]]:
-        """Remove and return all messages. Raises as :meth:`take`."""
+        """Remove and return all messages in the mailbox. If it is empty, raise an error like :meth:`take`."""
         envelope = self.take(0)
         if envelope is None:
             return []
@@ -351,7 +348,7 @@ class Inbox:
                 return
 
     def wait_no_more(self, waiter: asyncio.Future[None]) -> None:
-        """Forget ``waiter``, which was woken or cancelled; if it was woken, pass the wake-up to another one."""
+        """Remove ``waiter``, which was woken or cancelled. If messages remain, wake the next waiting task."""
         if waiter in self.waiters:
             self.waiters.remove(waiter)
         elif self.mailbox:
@@ -359,7 +356,7 @@ class Inbox:
 
     @property
     def is_ready(self) -> bool:
-        """Whether :meth:`take` returns a message or raises an error."""
+        """Whether :meth:`take` would return a message or raise an error."""
         return bool(self.mailbox) or self.is_closed or self.failure is not None
 
     @property
@@ -369,24 +366,23 @@ class Inbox:
 
 
 class FrameReceiver(Pollable):
-    """Receives the frames of one tag, checks them, and passes each to the inbox of its route.
+    """Receives the frames of one tag, checks them, and passes each frame to the inbox of its route.
 
     Args:
-        request: A receive into ``buffer``, not posted yet.
-        buffer: Buffer of the size of the largest frame.
-        drop: Called with the source of an undelivered frame, one of a few reasons, and particulars.
-        explain: Called with a frame without an inbox, and its source; returns whether the tag must stall.
-        ring: Asks the engine for another pass.
-        recheck: Called after a task that tested the tag for its own inbox has delivered a message to another inbox,
-            because no pass then evaluates the conditions of waiting tasks.
+        request: A receive into ``buffer`` that has not been posted.
+        buffer: Buffer for the largest frame.
+        drop: Called with the source, the reason and a detailed reason when a frame is dropped.
+        explain: Called with a frame whose route has no inbox, and its source; returns whether the tag must stall.
+        ring: Requests another pass of the engine.
+        recheck: Makes the engine evaluate the conditions of waiting tasks. Called when a test outside of a pass has
+            delivered a message.
         contacts: Set to which the senders of messages are added.
 
     Attributes:
-        contacts: Senders of messages.
         routes: Maps the key of each route to its stamp, its inbox and its decoder.
-        stalled_on: The full inbox because of which the tag stalls; this object if ``explain`` stalled it; or None.
+        stalled_on: The full inbox that stalls the tag; this object if ``explain`` stalled the tag; otherwise None.
         is_posted: Whether the receive is posted.
-        received_late_count: Number of messages received from inboxes after these were closed.
+        received_late_count: Number of messages that tasks took from inboxes after these were closed.
     """
 
     def __init__(
@@ -409,7 +405,7 @@ class FrameReceiver(Pollable):
         self._explain = explain
         self._ring = ring
         self.routes: dict[int, tuple[int, Inbox, wire.Decode]] = {}
-        # The route of the last delivered frame: the next frame often has the same one.
+        # The route of the last delivered frame, since the next frame often has the same route.
         self._key = self._stamp = 0
         self._inbox: Inbox | None = None
         self._decode: wire.Decode
@@ -419,14 +415,13 @@ class FrameReceiver(Pollable):
         self.is_posted = True
 
     def poll(self) -> int:
-        """Deliver all arrived frames; return their number."""
+        """Deliver arrived frames, up to a maximum; return their number."""
         return self.deliver_up_to(DELIVERY_COUNT_MAX)
 
     def deliver_up_to(self, count_max: int) -> int:
-        """Deliver up to ``count_max`` arrived frames. Never raises because of a frame's contents.
+        """Deliver up to ``count_max`` arrived frames, and return their number. A bad frame is dropped, never raised.
 
-        The receive of the last frame is posted again by the next poll, so that the task that waits for the message
-        runs earlier.
+        The next poll posts the receive after the last frame, so that the task that waits for the message runs earlier.
         """
         if self.stalled_on is not None:
             return 0
@@ -444,16 +439,16 @@ class FrameReceiver(Pollable):
                 source, nbytes = arrival
                 if self.deliver(self._frame, nbytes, source):
                     break
-        except AsyncdistError as error:  # a frame larger than any of ours, or the receive itself failed
+        except AsyncdistError as error:  # The frame is too large, or the receive has failed.
             self.is_posted = False
             self.drop(getattr(self.request, "source", -1), type(error).__name__, str(error))
-            self._ring()  # messages that arrived meanwhile have already rung
+            self._ring()  # other messages may have arrived before this error
         if delivered == count_max > 1:
             self._ring()  # more messages may have arrived
         return delivered
 
     def deliver(self, frame: FrameReader, nbytes: int, source: int) -> bool:
-        """Pass the frame to the inbox of its route; return whether the tag must stall because that inbox is full."""
+        """Pass a frame to the inbox of its route; return whether the tag must stall because the inbox is full."""
         try:
             frame.open(nbytes)
         except wire.FrameError as error:
@@ -475,12 +470,12 @@ class FrameReceiver(Pollable):
         return False
 
     def close(self, key: int) -> None:
-        """Forget a route, if it is known."""
+        """Remove a route, if present."""
         self.routes.pop(key, None)
         self._inbox = None
 
     def resume(self, full: Inbox | FrameReceiver | None) -> None:
-        """Receive messages again if the tag is stalled on ``full``, which has space again or is gone."""
+        """Resume receiving if the tag is stalled on ``full``, which has space again or was closed."""
         if self.stalled_on is full and full is not None:
             self.stalled_on = None
             self._ring()

@@ -1,4 +1,4 @@
-"""The sending end of a bulk stream; see :mod:`asyncdist.messaging.streams`."""
+"""Sends the chunks of a bulk stream; the receiving end is in :mod:`asyncdist.messaging.streams`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from asyncdist.waits import WaitId, WaitKind
 
 
 class OutboundStream(StreamEnd):
-    """The sending end of one granted stream.
+    """Sends the chunks of one stream to the rank that granted it.
 
     Args:
         slots: Stream slots of this rank, which count the bytes.
-        chunks: Bytes to send, in order. They must not change until :attr:`under_way_count` is zero, which holds after
-            :meth:`run` has returned.
+        chunks: Bytes to send, in order. They must not change until :meth:`run` has returned.
         dest: Rank that granted the stream.
         slot: Granted slot.
-        is_open: Whether more chunks follow, through :meth:`send_more` or :meth:`send_last`.
+        is_open: Whether :meth:`send_more` or :meth:`send_last` will add more chunks.
     """
 
     _kind = WaitKind.STREAM_SEND
@@ -37,11 +36,11 @@ class OutboundStream(StreamEnd):
         self.is_stopping = self._aborted = False
         self.under_way_count = 0
         self.sent_nbytes = 0
-        self._told: WaitId | None = None  # the identity of the wait for its end
+        self._told: WaitId | None = None  # identity of the wait for the stream's end, if the rank is recorded
 
     @property
     def has_left(self) -> bool:
-        """Whether all chunks have been sent and their memory is free; :meth:`run` may still be running."""
+        """Whether all chunks have been sent and their memory may be reused; :meth:`run` may still be running."""
         return self._is_posted and self.under_way_count == 0
 
     @property
@@ -49,25 +48,19 @@ class OutboundStream(StreamEnd):
         return not self._is_open and self._next == len(self._chunks)
 
     def stop(self) -> None:
-        """Send no further chunks; only the abort."""
+        """Send no further chunks, only the abort."""
         self.is_stopping = True
         self._engine.recheck()
 
     def start(self) -> bool:
-        """Send the first window of chunks; :meth:`run` sends the rest, or :meth:`cut` aborts.
-
-        Returns:
-            Whether all chunks have already left, so that the stream needs no task of its own.
-        """
+        """Send the first window of chunks; return whether all chunks have left, so that :meth:`run` is not needed."""
         self._post_more()
         return self.has_left and self._error is None
 
     async def run(self) -> bool:
-        """Send all chunks; return whether the whole stream was sent.
+        """Send all chunks, and wait until they have left; return False if the stream was aborted.
 
-        Each time a chunk has left, the engine's pass sends the next one. This coroutine waits for the last one.
-
-        **Cancellation**: answers the grant with the abort; the engine keeps the sends in progress.
+        **Cancellation**: the abort is sent; the engine completes the sends in progress.
 
         Raises:
             RankLostError: The receiver is gone.
@@ -81,11 +74,11 @@ class OutboundStream(StreamEnd):
         return complete
 
     async def run_told(self, tag: int, *, aborts: bool = False) -> bool:
-        """Call :meth:`run` or :meth:`abort` so that recordings hold the time of its end.
+        """Send all chunks, or only the abort if ``aborts`` is true, and record the end; return whether all were sent.
 
         Args:
             tag: Tag of the channel on which the stream was granted.
-            aborts: Whether to answer only with the abort, and return False.
+            aborts: Whether to send only the abort.
         """
         name = self._told = self._engine.name_send(WaitKind.STREAM_LEFT, self.dest, tag)
         try:
@@ -101,7 +94,7 @@ class OutboundStream(StreamEnd):
         return complete
 
     def cut(self) -> bool:
-        """Stop sending chunks, and send the abort unless all chunks were posted; return whether they were."""
+        """Stop sending chunks. Return True if all chunks were posted; otherwise send the abort and return False."""
         self.is_stopping = True
         complete = self._is_posted
         if not complete and self._error is None and not self._aborted:
@@ -110,7 +103,7 @@ class OutboundStream(StreamEnd):
         return complete
 
     async def abort(self) -> None:
-        """Answer the grant only with the abort, instead of :meth:`run`.
+        """Answer the grant with only the abort. Called instead of :meth:`run`.
 
         Raises:
             RankLostError: The receiver is gone.
@@ -120,7 +113,7 @@ class OutboundStream(StreamEnd):
         await self._until(lambda: self.under_way_count == 0, is_of_request=True)
 
     def _post_more(self) -> None:
-        if self._posting:  # a chunk left at once: the loop below continues
+        if self._posting:  # called from the loop below, because a chunk left at once
             return
         self._posting = True
         try:
@@ -134,24 +127,24 @@ class OutboundStream(StreamEnd):
             self._posting = False
 
     def send_last(self, count: memoryview, chunks: Sequence[memoryview]) -> None:
-        """Send ``count``, which :attr:`sent_nbytes` does not include, and the last chunks of an open stream."""
+        """Send ``count``, a message that is not part of the tensor, and then the last chunks of an open stream."""
         self._count = count
         self.send_more([count, *chunks], is_last=True)
 
     def send_more(self, chunks: Sequence[memoryview], *, is_last: bool) -> None:
-        """Send further chunks of an open stream, and close it if they are the last ones."""
+        """Send further chunks of an open stream; ``is_last`` tells whether no more chunks follow."""
         self._chunks = [*self._chunks, *chunks]
         self._is_open = not is_last
         self._post_more()
         self._engine.recheck()
 
     def count_sent(self, nbytes: int) -> None:
-        """Count bytes that have been sent or written into the receiver's memory."""
+        """Add to the number of bytes that were sent, or written into the receiver's memory."""
         self.sent_nbytes += nbytes
         self._slots.sent_nbytes += nbytes
 
     def _post(self, chunk: memoryview) -> None:
-        """Send one chunk. If the send does not complete at once, the engine keeps it."""
+        """Start to send one chunk; the engine stores the request until it has completed."""
         if self._is_over():
             return
         try:

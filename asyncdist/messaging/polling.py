@@ -1,7 +1,6 @@
-"""Runs passes, each of which tests every outstanding request of one rank once.
+"""Tests all outstanding requests of one rank in *passes*, at safe points and, while tasks wait, in a loop callback.
 
-Training code runs passes at its safe points (:meth:`asyncdist.messaging.engine.Engine.safe_point`). A driver callback
-on the loop runs them while coroutines wait. Its state decides when the next pass happens:
+The loop callback is called the driver. Its state determines when it makes the next pass:
 
 ========  ============================  =======================================================================
 state     next pass                     then
@@ -17,11 +16,11 @@ ASLEEP    after 50 ms if the transport  HOT on a new wait, or a ring
           may fail to ring, else none
 ========  ============================  =======================================================================
 
-In the warm state the driver sleeps in ``time.sleep``, because an asyncio timer below 1 ms takes 1.07 ms, and uvloop
-turns it into a busy loop.
+A transport *rings* if it calls a function of this module when a message arrives. In the warm state the driver calls
+``time.sleep``, because an asyncio timer below 1 ms takes 1.07 ms, and uvloop turns it into a busy loop.
 
-Nothing here awaits; the coroutines are in :mod:`asyncdist.messaging.engine`. The module is compiled if a C compiler is
-available (see :mod:`asyncdist.compiled`), since each message rings, and each safe point makes a pass.
+The coroutines that wait are in :mod:`asyncdist.messaging.engine`. This module is compiled if a C compiler is available
+(:mod:`asyncdist.compiled`), because it runs for every message and safe point.
 """
 
 from __future__ import annotations
@@ -40,39 +39,39 @@ from asyncdist.transports.base import Buffer, Request, Transport
 from asyncdist.waits import WaitId
 
 HOT_PASS_COUNT: Final = 100
-#: During a transfer the driver stays hot for about the time of 16 MiB, and yields the core to other processes. A sleep
-#: of 20 us takes 50 to 100 us on common kernels, and as long again until the caches are warm.
+#: Seconds without a completion for which the driver stays hot during a transfer, about the time of 16 MiB. A sleep of
+#: 20 us takes 50 to 100 us on common kernels, and as long again until the caches are warm.
 TRANSFER_HOT_S: Final = 0.004
 WARM_SLEEP_S: Final = 20e-6
 WARM_PASS_COUNT: Final = 20
-#: If threads of the transport move the bytes: seconds after the last step of a transfer during which training code
-#: gives them the core and the GIL at its safe points. About the time of two chunks; an endless receive costs nothing.
+#: Seconds after the last step of a transfer, about the time of two chunks, during which safe points sleep briefly to
+#: let the transport's threads run. The limit keeps a receive that never completes from slowing training.
 TRANSFER_GIVES_S: Final = 0.01
 IDLE_PERIOD_S: Final = 0.001
-#: The period of passes if the transport rings: a ring may be missed (ucxx#30), and not all requests are messages.
+#: Seconds between passes if the transport may fail to ring for a message (ucxx#30).
 SAFETY_PERIOD_S: Final = 0.05
 #: Resolution of uvloop's clock and timers, in seconds.
 CLOCK_TICK_S: Final = 0.001
-#: Upper bound of the seconds between two ticks of the driver on an otherwise idle loop.
+#: Maximum seconds between two calls of the driver on an otherwise idle loop.
 ALONE_GAP_S: Final = 20e-6
 
 
-#: Returns the ranks of which each can currently end a wait.
+#: Function that returns the ranks that may currently end a wait.
 Peers: TypeAlias = Callable[[], Iterable[int]]
 
 
 class DriverState(enum.Enum):
-    """The state of the driver; see the table in the module's docstring."""
+    """State of the driver, which determines when it makes the next pass (see the table in the module's docstring)."""
 
     STOPPED = enum.auto()
-    PASSING = enum.auto()  #: inside a tick, until it has set the next state
+    PASSING = enum.auto()  #: the driver is running, and has not set the next state yet
     HOT = enum.auto()
     WARM = enum.auto()
     IDLE = enum.auto()
     ASLEEP = enum.auto()
 
 
-# Copies that are C variables in the compiled module.
+# Copies of the states that become C variables in the compiled module.
 _STOPPED: Final = DriverState.STOPPED
 _PASSING: Final = DriverState.PASSING
 _HOT: Final = DriverState.HOT
@@ -82,21 +81,20 @@ _ASLEEP: Final = DriverState.ASLEEP
 
 
 class Pollable:
-    """An object with receives of its own, which each pass polls; for example the receiver of one tag."""
+    """Base class of objects that each pass polls because they manage their own receives, such as a tag's receiver."""
 
     def poll(self) -> int:
-        """Deliver arrived messages; return their number."""
+        """Deliver the messages that have arrived; return their number."""
         raise NotImplementedError
 
 
 class PendingRequest:
-    """Keeps a request until it has completed, with its completion callback.
+    """A request of the transport that has not completed, with its completion callback.
 
     Attributes:
-        request: Request of the transport.
-        what: The identity of the wait for it.
+        what: Identity of the wait for the request.
         on_done: Called once with the error, or None.
-        disowned: Whether the request is no longer tested.
+        disowned: Whether the request is no longer tested, because it cannot complete.
     """
 
     __slots__ = ("disowned", "error", "on_done", "request", "what")
@@ -109,14 +107,14 @@ class PendingRequest:
         self.error: AsyncdistError | None = None
 
     def finish(self, error: AsyncdistError | None) -> None:
-        """Call ``on_done``."""
+        """Store the error, and call ``on_done`` with it."""
         self.error = error
         if self.on_done is not None:
             self.on_done(error)
 
 
 class AbandonedReceive:
-    """Keeps the receive of a cancelled caller until it ends, and its message until another receive takes it."""
+    """Stores the receive of a cancelled caller until it ends, and its message until a later receive returns it."""
 
     __slots__ = ("_buffer", "_request", "error", "resolved", "waiters")
 
@@ -128,7 +126,7 @@ class AbandonedReceive:
         self.waiters: list[asyncio.Future[None]] = []
 
     def hand_over(self, buffer: Buffer) -> tuple[int, int]:
-        """Copy the message into ``buffer``; return its source and its size in bytes."""
+        """Copy the message into ``buffer``; return the message's source and its size in bytes."""
         if self.error is not None:
             raise self.error
         nbytes = self._request.nbytes
@@ -144,7 +142,7 @@ class Poller:
     """Tests the outstanding requests of one rank, and wakes the tasks that wait for them.
 
     Attributes:
-        failure: Error that every wait raises; or None.
+        failure: Error that every wait raises, or None.
     """
 
     def __init__(self, transport: Transport, loop: asyncio.AbstractEventLoop) -> None:
@@ -154,8 +152,8 @@ class Poller:
         self._pollables: tuple[Pollable, ...] = ()
         self._operations: list[PendingRequest] = []
         self._in_test: list[PendingRequest] = []  # requests of the current pass
-        self._has_disowned = False  # whether some of them were disowned
-        # For each waiter: the identity of its wait, its beginning, and the ranks that can end it.
+        self._has_disowned = False  # whether the current pass has disowned any request
+        # For each waiting task's future: the wait's identity, its begin time, and the ranks that may end it.
         self._waiters: dict[asyncio.Future[None], tuple[WaitId, float, Peers | None]] = {}
         self._conditions: dict[asyncio.Future[None], Callable[[], bool]] = {}
         self._in_pass = False
@@ -163,7 +161,7 @@ class Poller:
         self._completion_count = 0
         self._request_count = 0  # completions that were not messages of a tag's receive
         self._transferred_at = 0.0
-        # The driver.
+        # State of the driver.
         self._handle: asyncio.Handle | None = None
         self._take_tick = self._tick  # one bound method for all ticks
         self._quiet_tick_count = 0
@@ -180,7 +178,7 @@ class Poller:
     # -- passes -----------------------------------------------------------------------------------------------------
 
     def poll(self) -> int:
-        """Make one pass: test every request once, without blocking or yielding. Return the number of completions."""
+        """Make one pass: test every request once, without waiting. Return the number of completions."""
         if self._in_pass:  # called from a completion callback of this pass
             return 0
         self._in_pass = True
@@ -216,7 +214,7 @@ class Poller:
                     error = None
                 except AsyncdistError as caught:
                     error = caught
-                except BaseException:  # an interrupt
+                except BaseException:  # for example KeyboardInterrupt
                     pending.append(operation)
                     raise
                 completed += 1
@@ -234,16 +232,16 @@ class Poller:
         return completed
 
     def give_core(self) -> None:
-        """Let the transport's threads run during a transfer, since a loop of safe points would starve them."""
+        """Sleep briefly during a transfer, so that a loop of safe points does not starve the transport's threads."""
         if self._has_threads and self._operations and time.perf_counter() - self._transferred_at < TRANSFER_GIVES_S:
             time.sleep(WARM_SLEEP_S)
 
     def watch(
         self, request: Request, what: WaitId, on_done: Callable[[AsyncdistError | None], None] | None = None
     ) -> None:
-        """Keep ``request`` until it has completed, then call ``on_done`` with the error or None.
+        """Store ``request`` until it has completed, then call ``on_done`` with the error or None.
 
-        The request is tested immediately, so ``on_done`` may be called before this returns.
+        The request is tested immediately, so ``on_done`` may be called before this method returns.
         """
         error: AsyncdistError | None = None
         try:
@@ -260,29 +258,29 @@ class Poller:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is outstanding; a message may still wait in a mailbox."""
+        """Whether no request is outstanding. Messages may still wait in mailboxes."""
         return not self._operations
 
     @property
     def spared_tick(self) -> asyncio.Handle | None:
-        """The driver's scheduled callback, if a pass has been made elsewhere since it last ran; else None."""
+        """The driver's scheduled callback, if a safe point has made a pass since the driver last ran; else None."""
         return self._handle if self._passed_since_tick else None
 
     # -- pollables ---------------------------------------------------------------------------------------------------
 
     def add_pollable(self, pollable: Pollable) -> None:
-        """Poll ``pollable`` in every pass, and soon, since earlier messages for it have already rung."""
+        """Poll ``pollable`` in every pass from now on, and request a pass for messages that have already arrived."""
         self._pollables = (*self._pollables, pollable)
         self.ring()
 
     def remove_pollable(self, pollable: Pollable) -> None:
-        """Stop polling ``pollable``."""
+        """Remove ``pollable`` from the objects that each pass polls."""
         self._pollables = tuple([other for other in self._pollables if other is not pollable])
 
     # -- waiting tasks ----------------------------------------------------------------------------------------------
 
     def recheck(self) -> None:
-        """Evaluate all conditions, because something that they depend on has changed outside of a pass."""
+        """Evaluate the conditions of all waiting tasks, because of a change outside of a pass."""
         for waiter, condition in self._conditions.items():
             try:
                 if condition():
@@ -291,47 +289,47 @@ class Poller:
                 resolve_waiter(waiter, error)
 
     def fail(self, error: BaseException) -> None:
-        """Make every wait raise ``error`` from now on. The engine keeps the requests."""
+        """Make every wait raise ``error`` from now on. Outstanding requests stay stored."""
         self.failure = error
         for waiter in list(self._waiters):
             resolve_waiter(waiter, error)
 
     def abandon(self, error: BaseException) -> None:
-        """Stop all passes, and make every wait raise ``error``, because this process is a forked copy of the rank's."""
+        """Stop all passes and make every wait raise ``error``, because this process was forked from the rank's."""
         self.stop()
         self.failure = error
-        self._in_pass = True  # as if a pass never ended
+        self._in_pass = True  # prevents any further pass
 
     # -- the driver -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the driver in the caller's context, so that callbacks of messages run in their rank's context."""
+        """Start the driver. Message callbacks will run in a copy of the caller's context, which identifies the rank."""
         self._context = contextvars.copy_context()
         if self._state is _STOPPED:
             self._state = _ASLEEP
         self.wake()
 
     def stop(self) -> None:
-        """Stop the driver."""
+        """Stop the driver and cancel its scheduled callback."""
         self._state = _STOPPED
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
 
     def ring(self) -> None:
-        """Request a pass, because something has arrived, or may have arrived without a ring."""
-        if not self._misses_wakes:  # otherwise the driver makes one more pass on its own
+        """Request a pass, because a message has arrived or may have arrived."""
+        if not self._misses_wakes:  # A transport that may miss rings gets one more pass anyway.
             self._passed_since_tick = False
             if self._state is _PASSING:
                 self._state = _HOT
         self.wake()
 
     def _ring_from_a_thread(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits any more
+        with contextlib.suppress(RuntimeError):  # raised if the loop is closed, when no task waits
             self.loop.call_soon_threadsafe(self._on_ring_of_thread, context=self._context)
 
     def _on_ring_of_thread(self) -> None:
-        """Make a pass at once, unlike :meth:`ring`, because an iteration of the loop is a system call."""
+        """Make a pass at once, without the additional loop iteration (a system call) that :meth:`ring` causes."""
         if self._state is not _ASLEEP and self._state is not _IDLE:
             self.ring()
             return
@@ -342,7 +340,7 @@ class Poller:
         self._tick()
 
     def wake(self) -> None:
-        """Make the driver hot, because a task waits or something has arrived."""
+        """Make the driver hot, because a task waits or a message has arrived."""
         self._quiet_tick_count = 0
         if self._state is _ASLEEP or self._state is _IDLE:
             if self._handle is not None:
@@ -351,7 +349,7 @@ class Poller:
             self._handle = self.loop.call_soon(self._take_tick, context=self._context)
 
     def _tick(self) -> None:
-        """Run the driver once: make a pass, unless training code has just made one, and set the next state."""
+        """Run the driver once: make a pass, unless a safe point has just made one, and set the next state."""
         self._state = _PASSING
         began_at = 0.0 if self._wakes else time.perf_counter()
         alone = not self._wakes and began_at - self._tick_ended_at < ALONE_GAP_S
@@ -368,7 +366,7 @@ class Poller:
             self._tick_ended_at = time.perf_counter()
 
     def _poll_for_waiters(self) -> int:
-        """Make a pass. If it fails, every wait raises its error, since no task awaits the driver."""
+        """Make a pass. If it raises, make every wait raise its error, since no task awaits the driver."""
         try:
             return self.poll()
         except Exception as error:
@@ -376,22 +374,22 @@ class Poller:
             return 0
 
     def _next_tick(self, alone: bool) -> asyncio.Handle | None:
-        """Set the next state and schedule its pass; ``alone`` tells whether nothing else runs on the loop."""
+        """Set the next state and schedule the next pass; ``alone`` means that nothing else runs on the loop."""
         quiet = self._quiet_tick_count
         if self._wakes:
-            if self._state is _HOT or (quiet <= 1 and self._misses_wakes):  # rung meanwhile
+            if self._state is _HOT or (quiet <= 1 and self._misses_wakes):  # HOT: a message arrived during the pass
                 self._state = _HOT
                 return self.loop.call_soon(self._take_tick)
             self._state = _ASLEEP
             for operation in self._operations:
-                if not getattr(operation.request, "rings", True):  # a device event, for which no transport rings
+                if not getattr(operation.request, "rings", True):  # for example a device event
                     return self.loop.call_later(IDLE_PERIOD_S, self._take_tick)
             return self.loop.call_later(SAFETY_PERIOD_S, self._take_tick) if self._misses_wakes else None
         self._state = _HOT
         if quiet <= HOT_PASS_COUNT:
             return self.loop.call_soon(self._take_tick)
         if self._operations and time.perf_counter() - self._quiet_since < TRANSFER_HOT_S:
-            self._quiet_tick_count = HOT_PASS_COUNT  # warm passes are counted from here
+            self._quiet_tick_count = HOT_PASS_COUNT  # so that counting warm passes starts after the transfer
             if alone:
                 os.sched_yield()
             return self.loop.call_soon(self._take_tick)
@@ -404,12 +402,12 @@ class Poller:
 
 
 def clock_of(loop: asyncio.AbstractEventLoop) -> Callable[[], float]:
-    """Return the loop's clock; for uvloop, whose clock has millisecond steps, the underlying clock."""
+    """Return the loop's clock; for uvloop, whose clock has millisecond steps, return ``time.monotonic``."""
     return time.monotonic if type(loop).__module__ == "uvloop" else loop.time
 
 
 def resolve_waiter(waiter: asyncio.Future[None], error: BaseException | None) -> None:
-    """Settle ``waiter``, unless it is already cancelled or settled."""
+    """Set the result None, or the exception ``error``, of ``waiter`` unless it is done."""
     if waiter.done():
         return
     if error is None:
@@ -419,15 +417,10 @@ def resolve_waiter(waiter: asyncio.Future[None], error: BaseException | None) ->
 
 
 class Alarm:
-    """Settles a waiter once a deadline has passed.
+    """Timer that settles a future after a deadline, in seconds on the loop's clock, and never before it.
 
-    uvloop's timers and clock have millisecond steps, so a timer may fire half a millisecond early. A task that is woken
-    then, and waits again, would do so some hundred times until the clock advances. An alarm fires only after the
-    deadline.
-
-    Args:
-        deadline: Time on the loop's clock, in seconds.
-        waiter: A future of the loop.
+    uvloop's timers may fire half a millisecond early, because its clock has millisecond steps. A task woken early would
+    wait and wake again some hundred times until the clock advances.
     """
 
     __slots__ = ("_deadline", "_loop", "_timer", "_waiter")
@@ -445,5 +438,5 @@ class Alarm:
             resolve_waiter(self._waiter, None)
 
     def cancel(self) -> None:
-        """Cancel the alarm."""
+        """Cancel the timer."""
         self._timer.cancel()

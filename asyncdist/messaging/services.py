@@ -1,8 +1,7 @@
-"""The services that a rank offers to protocols: the engine, channels, stream slots, tasks, and notices about peers.
+"""Services that a rank offers to protocols: engine, channels, stream slots, background tasks, and notices about peers.
 
-Protocols, streams and versioned windows use :class:`Services` instead of :class:`asyncdist.World`, so they depend only
-on messaging, and not on the start and the end of a rank. A world holds them as ``world.services``. The last part of the
-class is for the runtime, which starts and ends the rank.
+Protocols use :class:`Services`, which every world has as ``world.services``, instead of :class:`asyncdist.World`. They
+therefore depend only on messaging, and not on the start and end of a rank.
 """
 
 from __future__ import annotations
@@ -31,19 +30,17 @@ logger = logging.getLogger("asyncdist.messaging.services")
 
 T = TypeVar("T")
 
-#: Default capacity of a protocol's channel: messages in the mailbox, and sends in progress.
+#: Default maximum number of messages in the mailbox of a protocol's channel, and of sends in progress on it.
 PROTOCOL_CAPACITY: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelStatistics:
-    """Counts over all channels of a rank.
+    """Numbers of messages sent, received and dropped on all channels of a rank.
 
     Attributes:
-        sent_count: Number of messages sent.
-        received_count: Number of messages received.
-        dropped: Number of undelivered frames by reason.
-        drop_examples: Description of the last undelivered frame by reason, if there is one.
+        dropped: Number of dropped frames by reason.
+        drop_examples: Description of the last dropped frame by reason.
     """
 
     sent_count: int
@@ -53,12 +50,7 @@ class ChannelStatistics:
 
 
 class _WatchedContacts(set[int]):
-    """A set of ranks that calls a listener with each added rank.
-
-    Args:
-        contacts: Initial members.
-        listener: Called with each added rank.
-    """
+    """A set of ranks that calls ``listener`` with each added rank."""
 
     def __init__(self, contacts: Iterable[int], listener: Callable[[int], None]) -> None:
         super().__init__(contacts)
@@ -71,39 +63,36 @@ class _WatchedContacts(set[int]):
 
 
 class Services:
-    """The services of one rank.
+    """What one rank offers to protocols: messaging, background tasks, and notices about other ranks.
 
     Attributes:
-        rank: This rank, from 0.
-        size: Number of ranks.
-        incarnation: How often this rank has been restarted.
+        incarnation: Number of restarts of this rank.
         may_return: Whether lost ranks are restarted.
         survives_loss: Whether the other ranks continue when a rank is lost.
-        is_admitted: Whether the other ranks count on this rank, so that its failure ends the job. A restarted rank is
-            admitted by the first policy or group that takes it.
-        nonce: Identifies the job; frames of another job are dropped.
-        hosts: For each rank the first rank on its host. None if that is unknown, or if all ranks share one host. It is
-            equal on all ranks, unless a rank was lost while they met.
-        time: Returns seconds on the loop's clock, from an arbitrary start.
-        engine: Engine of this rank.
+        is_admitted: Whether the failure of this rank ends the job. False on a restarted rank until a policy or a group
+            admits it.
+        nonce: Identifies the job; frames of other jobs are dropped.
+        hosts: For each rank, the first rank on its host. None if the hosts are unknown, or all ranks share one host.
+            Equal on all ranks, unless a rank was lost while the ranks connected.
+        time: Returns the time in seconds on the loop's clock.
         slots: Slots of the streams that this rank receives, and byte counts of all its streams.
         gone: Ranks that have left or are lost.
-        restarted: Maps each rank whose process is not the first one that this rank has met to its incarnation.
-            Protocols that admit no restarted rank regard it as gone.
-        left: Ranks that have stopped: main has returned there, or they have answered a failure of another rank.
+        restarted: Incarnation of each rank that was restarted after this rank was connected to it. Protocols that
+            admit no restarted ranks treat these ranks as gone.
+        left: Ranks that have stopped, because main has returned or after the failure of a rank.
         sent_to: Ranks to which this rank has sent messages on channels with ``counts_contacts``.
-        heard_from: Ranks from which such messages have arrived.
+        heard_from: Ranks from which messages on these channels have arrived.
         progress_probes: Functions that return the progress of a policy as a
-            :class:`~asyncdist.live.counters.PolicyCounters`. They only read, since another thread may call them.
+            :class:`~asyncdist.live.counters.PolicyCounters`. They must be safe to call from a different thread.
         last_progress: Progress of the policy that was closed last.
         events: Recent events on this rank.
-        read_nbytes: Bytes read from the memory of other ranks.
-        waited_s: Total seconds that the user's tasks have waited since :meth:`count_waits`.
-        end_recording: Ends this rank's recording, as the death of its process would. It takes a text and the seconds of
-            main's wait, for a rank that is to report them.
-        reports_in_turn: Whether this rank replays a rank with a process of its own, which delays its failure report
+        read_nbytes: Number of bytes read from the memory of other ranks.
+        waited_s: Total seconds that the user's tasks have waited since :meth:`count_waits` was called.
+        end_recording: Ends this rank's recording as if its process had died. Takes the wait of main, or None, and the
+            wait's seconds, if the rank has to report them.
+        reports_in_turn: Whether this rank replays a rank that had its own process, which delays its failure report
             because a lower rank may report the same failure.
-        leftover_probes: Functions that describe what a protocol has not cleaned up; called at the end.
+        leftover_probes: Functions that describe resources that a protocol has not released; called at the end.
     """
 
     def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop, nonce: int) -> None:
@@ -119,7 +108,7 @@ class Services:
         self.engine = engine
         self.gone = RankSet()
         self.restarted: dict[int, int] = {}
-        self._met: set[int] = set()  # ranks that this restarted process is connected to
+        self._met: set[int] = set()  # ranks to which this restarted process is connected
         self.slots = streams.Slots(engine, self.restarted)
         self.left = RankSet()
         self.sent_to: set[int] = set()
@@ -147,7 +136,7 @@ class Services:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether ranks are processes, which may use each other's memory if they are on one host."""
+        """Whether ranks are separate processes that can access each other's memory if they are on one host."""
         return self.engine.transport.capabilities.shares_memory
 
     # -- channels ---------------------------------------------------------------------------------------------------
@@ -168,21 +157,21 @@ class Services:
         admits_restarted: bool = False,
         counts_contacts: bool = True,
     ) -> Channel[Any]:
-        """Open a protocol's channel, on any tag.
+        """Open a protocol's channel.
 
         Args:
-            message_types: A frozen dataclass, or a union of them.
-            tag: Any tag, including reserved ones.
+            message_types: A frozen dataclass, or a union of frozen dataclasses.
+            tag: Any tag, including reserved tags.
             scope: Scope that only this protocol's ranks use.
             name: Name for reports.
             capacity: Maximum number of messages in the mailbox, and of sends in progress.
-            overflow: Behaviour of a full mailbox; see :mod:`asyncdist.messaging.channels`.
-            peer_scope: Scope of the sent messages, if two roles talk to each other; by default ``scope``.
-            handler: Called with each arriving message, inside a pass, instead of a mailbox.
-            epoch: First epoch, if the protocol has epochs; see :meth:`Channel.enter_epoch`.
-            earlier_handler: Called with each message of an earlier epoch; without it these are only counted.
-            admits_restarted: Whether messages may be sent to a restarted rank that has not sent any; see
-                :meth:`Channel.on_restarted`.
+            overflow: Effect of a full mailbox: ``"error"`` fails the channel, ``"latest"`` keeps only the newest
+                message of each source, ``"stall"`` stops the tag's receives.
+            peer_scope: Scope of the sent messages, if the peers have a different role; by default ``scope``.
+            handler: Called with each arriving message during a pass. None to queue messages in the mailbox.
+            epoch: First epoch, if the protocol has epochs.
+            earlier_handler: Called with each message of an earlier epoch. None to drop and count these messages.
+            admits_restarted: Whether messages may be sent to a restarted rank that has not sent a message yet.
             counts_contacts: Whether peers of this channel are added to :attr:`sent_to` and :attr:`heard_from`.
         """
         codec = wire.Codec(message_types)
@@ -206,7 +195,7 @@ class Services:
     def open_user_channel(
         self, message_type: type[T], *, tag: int, name: str, ranks: Sequence[int], capacity: int
     ) -> Channel[T]:
-        """Open a channel of a user's program; see :meth:`asyncdist.World.channel`.
+        """Open a channel for the user's program. Implements :meth:`asyncdist.World.channel`.
 
         Raises:
             LocalProtocolError: The tag is not free.
@@ -225,7 +214,7 @@ class Services:
         return channel
 
     def _lost_senders(self, name: str, ranks: Sequence[int]) -> RankLostError | None:
-        """Return an error if all others of ``ranks`` are gone for good, and some of them lost."""
+        """Return an error if all other ranks of ``ranks`` are gone forever, and at least one of them is lost."""
         if len(self.gone) < len(ranks) - 1 or self.may_return:
             return None
         lost = self.lost_ranks().intersection(ranks)
@@ -234,7 +223,7 @@ class Services:
         return RankLostError(f"{name}: no rank is left that could send: rank {min(lost)} is lost", rank=min(lost))
 
     def next_scope(self, ranks: Sequence[int], name: str) -> int:
-        """Return a scope for the next use of ``name`` on ``ranks``; equal on all ranks with the same number of uses."""
+        """Return the scope for the next use of ``name`` by the group ``ranks``; the nth scope is equal on all ranks."""
         key = (tuple(ranks), name)
         self._scope_counts[key] += 1
         return wire.scope_of(key[0], name, self._scope_counts[key])
@@ -248,7 +237,7 @@ class Services:
         return found
 
     def shared(self, make: Callable[[Services], T]) -> T:
-        """Return the result of the first call of ``make(self)``: an object that exists once per rank."""
+        """Return the object that ``make(self)`` returned when it was first called; one object per rank and ``make``."""
         if make not in self._shared:
             self._shared[make] = make(self)
         found: T = self._shared[make]
@@ -257,7 +246,7 @@ class Services:
     # -- tasks ------------------------------------------------------------------------------------------------------
 
     def spawn_service(self, coroutine: Coroutine[Any, Any, T], *, name: str | None = None) -> asyncio.Task[T]:
-        """Start a task of a protocol, which the rank awaits after main has returned, and cancels on failure."""
+        """Start a background task, which the rank awaits after main has returned, and cancels after a failure."""
         task = self._loop.create_task(coroutine, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._on_task_done)
@@ -281,7 +270,7 @@ class Services:
         """Measure the waits of the user's tasks from now on, at the cost of a microsecond per wait.
 
         Args:
-            on_waited: Called with the identity of each such wait, and its seconds.
+            on_waited: Called with the identity and the duration, in seconds, of each wait.
         """
         self._on_waited = on_waited or self._on_waited
         self.engine.on_waited = self._note_wait
@@ -309,7 +298,7 @@ class Services:
     # -- peers ------------------------------------------------------------------------------------------------------
 
     def check_peer(self, rank: int) -> None:
-        """Raise unless ``rank`` is a valid rank and the job is alive.
+        """Check that ``rank`` is a valid rank and the job has not failed.
 
         Raises:
             LocalProtocolError: There is no such rank.
@@ -321,25 +310,25 @@ class Services:
             raise self.engine.failure
 
     def lost_ranks(self) -> frozenset[int]:
-        """Return the ranks that ended without leaving."""
+        """Return the ranks whose processes ended without leaving the world."""
         return self.engine.transport.lost_ranks()
 
     def left_world(self) -> frozenset[int]:
-        """Return the ranks that have left, including those that left before this restarted rank was connected."""
+        """Return the ranks that have left the world, even if they left before this restarted rank was connected."""
         return self.engine.transport.missed_ranks().union(self.left)
 
     def is_unmet(self, rank: int) -> bool:
-        """Return whether ``rank`` counts as lost only because this restarted rank is not connected to it yet."""
+        """Return whether ``rank`` counts as lost only because this restarted rank has not yet connected to it."""
         if not self.incarnation or rank == self.rank or rank in self._met:
             return False
         return rank not in self.engine.transport.vacant_ranks()
 
     def on_gone(self, listener: Callable[[int], None], *, among: Iterable[int] | None = None) -> None:
-        """Call ``listener(rank)`` for each rank that leaves or is lost from now on; only ranks ``among``, if given."""
+        """Call ``listener(rank)`` for each rank, or each rank in ``among``, that leaves or is lost from now on."""
         self._gone_listeners.append((listener, None if among is None else RankSet(among)))
 
     def off_gone(self, listener: Callable[[int], None]) -> None:
-        """Stop calling ``listener``."""
+        """Stop notifying ``listener`` of departures and losses."""
         self._gone_listeners = [each for each in self._gone_listeners if each[0] != listener]
 
     def on_returned(self, listener: Callable[[int], None]) -> None:
@@ -347,27 +336,26 @@ class Services:
         self._returned_listeners.append(listener)
 
     def off_returned(self, listener: Callable[[int], None]) -> None:
-        """Stop calling ``listener``."""
+        """Stop notifying ``listener`` of restarts."""
         if listener in self._returned_listeners:
             self._returned_listeners.remove(listener)
 
     # -- for the runtime --------------------------------------------------------------------------------------------
 
     def tell_gone(self, ranks: RankSet) -> None:
-        """Call the listeners of :meth:`on_gone`; ``ranks`` have been added to :attr:`gone`."""
+        """Notify listeners, channels and waiting tasks that ``ranks``, already added to :attr:`gone`, are gone."""
         for listener, among in list(self._gone_listeners):
             for rank in ranks if among is None else ranks & among:
                 listener(rank)
         for demultiplexer in self._demultiplexers.values():
             if demultiplexer.is_users:
                 demultiplexer.on_gone()
-        self.engine.recheck()  # now, since tasks wait for the changes made by the listeners
+        self.engine.recheck()  # because tasks may wait for changes that the listeners have made
 
     def note_restarted(self, rank: int, incarnation: int) -> None:
-        """Note a restart of ``rank``: drop and count the undelivered frames of its previous process.
+        """Record a restart of ``rank``, and drop the undelivered frames of its previous process.
 
-        A restarted process connects to its peers after it has opened channels. Frames of a peer whose earlier process
-        it has never met are kept.
+        If this process was itself restarted and never connected to that previous process, all frames are kept.
         """
         is_replaced = not self.incarnation or rank in self._met
         self._met.add(rank)
@@ -378,18 +366,17 @@ class Services:
                 demultiplexer.on_restarted(rank)
 
     def tell_returned(self, rank: int) -> None:
-        """Call the listeners of :meth:`on_returned`."""
+        """Notify the listeners of :meth:`on_returned` that ``rank`` was restarted."""
         self.events.add("returned", rank, self.restarted.get(rank, 0))
         for listener in list(self._returned_listeners):
             listener(rank)
         self.engine.recheck()
 
     def note_returned(self, ranks: RankSet) -> list[tuple[int, int]]:
-        """Note that main has returned on ``ranks``, which no longer receive the user's messages.
+        """Record that main has returned on ``ranks``, which no longer receive the user's messages.
 
         Returns:
-            Pairs (tag, rank) for which messages may be on their way that the rank has to drop; empty for ranks that
-            were noted before.
+            Pairs (tag, rank) for which messages to the rank may be in transit; none for ranks recorded earlier.
         """
         new = ranks - self._returned
         self._returned |= new
@@ -397,15 +384,15 @@ class Services:
 
     @property
     def contacts(self) -> set[int]:
-        """Ranks with which this rank has exchanged messages."""
+        """Ranks to which this rank has sent messages, or from which messages have arrived."""
         return self.sent_to | self.heard_from
 
     def forget_returned(self, rank: int) -> None:
-        """Forget that main has returned on ``rank``, because the rank is lost."""
+        """Remove ``rank`` from the ranks on which main has returned, because the rank is lost."""
         self._returned.discard(rank)
 
     def watch_contacts(self, listener: Callable[[int], None]) -> None:
-        """Call ``listener(rank)`` when the first message of a rank arrives."""
+        """Call ``listener(rank)`` when the first message from a rank arrives."""
         self.heard_from = _WatchedContacts(self.heard_from, listener)
         for demultiplexer in self._demultiplexers.values():
             demultiplexer.receiver.contacts = self.heard_from
@@ -416,17 +403,21 @@ class Services:
             demultiplexer.leave()
 
     def drop_messages(self, tag: int) -> None:
-        """Drop the user's messages on ``tag``, even if no channel was opened on it; main has returned here."""
+        """Drop the user's messages on ``tag``, even if it has no channel, because main has returned on this rank."""
         if tags.is_for_users(tag):
             self._demultiplexer(tag, is_users=True).leave()
 
     @property
     def is_sending(self) -> bool:
-        """Whether messages on channels of the user have not left yet."""
+        """Whether sent messages on the user's channels have not left this rank yet."""
         return any(each.under_way_count for each in self._demultiplexers.values() if each.is_users)
 
     def leftovers(self, spoiled_tags: Collection[int] = ()) -> list[str]:
-        """Describe leftovers that a clean end does not have; for ``spoiled_tags`` see :meth:`Engine.outstanding`."""
+        """Describe unfinished requests, unread messages, streams and tasks, none of which a clean end has.
+
+        Args:
+            spoiled_tags: Tags of groups in which a collective has failed; their messages are omitted.
+        """
         requests = Counter(self.engine.outstanding(spoiled_tags))
         found = [f"request: {what}" if n == 1 else f"{n} requests: {what}" for what, n in requests.items()]
         for demultiplexer in self._demultiplexers.values():
@@ -451,7 +442,7 @@ class Services:
         return [(each.tag, channel) for each in users for channel in each.channels()]
 
     def last_sequences(self) -> Counter[int]:
-        """Return, for each sender, a number that changes with each of its messages."""
+        """Return, for each sender, a number that grows with each message that arrives from this sender."""
         found: Counter[int] = Counter()
         for each in list(self._demultiplexers.values()):
             for channel in each.channels():
@@ -459,7 +450,7 @@ class Services:
         return found
 
     def early_frames(self) -> list[str]:
-        """Describe, for each tag, the frames that wait for unopened channels."""
+        """Return, for each tag that has them, a description of the frames that wait for unopened channels."""
         return [each.early.describe() for each in self._demultiplexers.values() if each.early_count]
 
     def close(self) -> None:
@@ -468,7 +459,7 @@ class Services:
             demultiplexer.close()
 
     def channel_statistics(self) -> ChannelStatistics:
-        """Return the counts over all channels since the start of the rank."""
+        """Return the numbers of messages sent, received and dropped on all channels since the start of the rank."""
         dropped: Counter[str] = Counter()
         drop_examples: dict[str, str] = {}
         sent_count = received_count = 0

@@ -1,15 +1,13 @@
-"""Bulk streams: tensors as raw bytes on a granted slot, received directly into the receiver's buffers.
+"""Bulk streams: send tensors as raw bytes, received directly into the receiver's buffers.
 
-A stream has no header. The receiver takes a *slot* of the sender, posts its receives on the slot's tag, and only then
-sends a grant, over a channel of the caller. Every grant is answered by the whole stream or by one *abort*, a message of
-zero bytes on that tag. Until then the slot stays taken, so a late chunk can never land in another stream's buffer. A
-receiver that gives up sends a cancel, and discards chunks until that answer.
+The receiver takes a *slot*, one of the tags reserved for streams from this sender, and posts receives on it. It then
+sends a *grant* over a channel of the caller. The sender answers every grant with the whole stream, or with an *abort*,
+a message of zero bytes on the slot's tag. Until the answer is complete the slot stays taken, so that a late chunk never
+arrives in the buffer of a different stream. A receiver that gives up sends a *cancel*, and discards the remaining
+chunks. The slots of a lost sender are retired: they are never reused.
 
-Slots are counted per sender and shared by all users on this rank. A slot granted to a lost peer is retired.
-
-This module has the receiving end and the slots; the sending end is in :mod:`asyncdist.messaging.outbound_streams`. The
-meaning of the bytes, and the exchange of grants, belong to the caller. Streams whose sender writes a part directly into
-the receiver's memory are in :mod:`asyncdist.messaging.direct_write_streams`.
+This module has the receiving end and the slots. The sending end is in :mod:`asyncdist.messaging.outbound_streams`, and
+direct writes into the receiver's memory are in :mod:`asyncdist.messaging.direct_write_streams`.
 """
 
 from __future__ import annotations
@@ -29,20 +27,19 @@ from asyncdist.transports.base import Request
 from asyncdist.waits import WaitId, WaitKind
 
 CHUNK_NBYTES: Final = 4 << 20
-#: Chunk size of a user's stream, in bytes. All its targets exist, so smaller chunks save no memory.
+#: Chunk size in bytes for ``send_stream``. The whole target tensor exists, so smaller chunks would save no memory.
 USER_CHUNK_NBYTES: Final = 16 << 20
-#: Number of chunks in progress at a time, at either end.
+#: Maximum number of chunks in progress at each end of a stream.
 WINDOW_COUNT: Final = 4
 _CHUNK_COUNT_MAX: Final = 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Receiver to sender: the receives for ``nbytes`` in chunks of ``chunk_nbytes`` are posted on ``slot``.
+    """Message with which a receiver permits a sender to send ``nbytes`` on ``slot``, in chunks of ``chunk_nbytes``.
 
-    The last ``written_nbytes`` bytes are not sent with the others. The sender, a process of the same host, writes as
-    many of them as it likes to ``address``, sends their number in eight bytes, and then sends the rest in chunks
-    (:mod:`asyncdist.messaging.direct_write_streams`). Zero for a plain stream.
+    If ``written_nbytes`` is not 0, the sender may write up to this number of the last bytes directly to ``address`` in
+    the receiver's memory (:mod:`asyncdist.messaging.direct_write_streams`).
     """
 
     slot: int
@@ -52,7 +49,7 @@ class Grant:
     address: int = 0
 
     def __post_init__(self) -> None:
-        """Raise for sizes that no receiver grants, since the sender allocates an object per chunk."""
+        """Raise ValueError if a size is invalid or the chunks, for each of which the sender has an object, too many."""
         _check_slot(self.slot)
         if not 0 <= self.written_nbytes <= self.nbytes or self.address < 0:
             raise ValueError(f"{self} is not a valid grant: a size is negative or inconsistent")
@@ -62,12 +59,12 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Receiver to sender: stop the stream on ``slot`` with an abort."""
+    """Message with which a receiver asks the sender to end the stream on ``slot`` with an abort."""
 
     slot: int
 
     def __post_init__(self) -> None:
-        """Raise for an invalid slot."""
+        """Raise ValueError if the slot's number is out of range."""
         _check_slot(self.slot)
 
 
@@ -77,11 +74,11 @@ def _check_slot(slot: int) -> None:
 
 
 class StreamAborted(RemoteProtocolError):
-    """The sender aborted the stream. Carries ``rank`` and ``received_nbytes``."""
+    """Raised by the receiver of a stream that its sender aborted. Has ``rank`` and ``received_nbytes``."""
 
 
 class StreamEnd:
-    """The common part of both ends of a stream."""
+    """Base class of the two ends of a stream: identifies the peer, and detects its restart."""
 
     _kind: ClassVar[WaitKind]
 
@@ -95,7 +92,7 @@ class StreamEnd:
         self._error: AsyncdistError | None = None
 
     def _is_over(self) -> bool:
-        """Return whether the stream has ended; a restart of the peer ends it with RankLostError."""
+        """Return whether the stream has failed; a restart of the peer fails the stream with RankLostError."""
         if self._slots.incarnation_of(self._peer) != self._incarnation:
             self._error = self._error or RankLostError(f"rank {self._peer} is gone", rank=self._peer)
         return self._error is not None
@@ -113,32 +110,31 @@ class StreamEnd:
 
 
 class _State(enum.Enum):
-    """The state of an inbound stream."""
+    """State of an inbound stream: who posts its receives."""
 
-    STEPPED = enum.auto()  #: the caller posts receives through ``chunks``, or ``arrival`` and ``post_up_to``
-    CONTINUOUS = enum.auto()  #: each arrival posts the next receive, in ``whole``
-    DISCARDING = enum.auto()  #: given up; each arrival posts the next receive, until the sender has answered
-    ENDED = enum.auto()  #: the slot has been given back or retired
+    STEPPED = enum.auto()  #: the caller posts receives, with ``chunks``, or with ``arrival`` and ``post_up_to``
+    CONTINUOUS = enum.auto()  #: each arriving chunk posts the next receive
+    DISCARDING = enum.auto()  #: the receiver has given up, and discards chunks until the sender has answered
+    ENDED = enum.auto()  #: the slot has been freed or retired
 
 
 class InboundStream(StreamEnd):
-    """The receiving end: a window of posted receives on one slot.
+    """Receives the chunks of one stream into given buffers, with a window of posted receives.
 
     Args:
         slots: Stream slots of this rank.
         source: Rank of the sender.
-        targets: Buffers; chunk i is received into ``targets[i]``. A buffer may repeat at a distance of ``window``
-            chunks: it is posted again after the caller has asked for the chunk that follows its previous one.
-        window: Number of posted receives. 0 for a caller that posts them through :meth:`post_up_to`; its targets may be
-            shared by several streams in turn.
-        more: Called once, when a message for the last target has arrived; returns the targets of further chunks.
-        kept: Memory that the sender may write to. It is kept forever if the slot is retired.
+        targets: Buffers; chunk i is received into ``targets[i]``. Chunks i and i + ``window`` may share a buffer if the
+            caller iterates over :meth:`chunks`.
+        window: Number of posted receives. 0 if the caller posts them with :meth:`post_up_to`; several streams may then
+            share the targets in turn.
+        more: Called once, when the chunk for the last target has arrived; returns targets for further chunks.
+        kept: Memory that the sender may write to. It stays referenced forever if the slot is retired.
 
     Attributes:
-        source: Rank of the sender.
         slot: Number of the taken slot.
-        received_nbytes: Size of the chunks that the caller has taken, in bytes.
-        taken_count: Number of these chunks.
+        received_nbytes: Number of bytes that the caller has received.
+        taken_count: Number of chunks that the caller has received.
     """
 
     _kind = WaitKind.STREAM_RECEIVE
@@ -174,14 +170,11 @@ class InboundStream(StreamEnd):
 
     @property
     def _answered(self) -> bool:
-        """Whether the whole stream or the abort has arrived, and no receive has failed.
-
-        An abort may complete before the preceding chunk, whose target is in use until then.
-        """
+        """Whether the whole stream has arrived, or the abort and all chunks before the abort."""
         return self._arrived_count == self._message_count
 
     async def chunks(self, *, deadline: float | None = None) -> AsyncIterator[int]:
-        """Yield the index of each chunk after its arrival, in order. The caller must have sent the grant.
+        """Yield the index of each chunk after the chunk's arrival, in order. The caller must have sent the grant.
 
         Args:
             deadline: Time on the loop's clock, in seconds, for the whole stream.
@@ -198,28 +191,26 @@ class InboundStream(StreamEnd):
             self.post_up_to(index + 1 + self._window)
 
     async def arrival(self, index: int, *, deadline: float | None = None) -> None:
-        """Wait for chunk ``index``, which has been posted; to be called once for each chunk, in order.
+        """Wait for chunk ``index``, whose receive has been posted. The caller must wait for all chunks, in order.
 
-        Raises:
-            TimeoutError, StreamAborted, RemoteProtocolError, RankLostError: As :meth:`chunks`.
+        The errors are the same as for :meth:`chunks`.
         """
         if index not in self._arrived or self._error is not None:
             await self._until(functools.partial(self._arrived.__contains__, index), deadline)
         self._take(index)
 
     def flow(self) -> None:
-        """Make each arrival post the next receive from now on. The targets must not repeat."""
+        """Make each arriving chunk post the next receive from now on. All targets must be different buffers."""
         self._state = _State.CONTINUOUS
-        self.post_up_to(self._arrived_count + self._window)  # some chunks may have arrived at once
+        self.post_up_to(self._arrived_count + self._window)  # for the chunks that have already arrived
 
     async def whole(self, *, deadline: float | None = None) -> None:
-        """Wait until all chunks are in the targets, which must not repeat. Each arrival posts the next receive.
+        """Wait until all chunks have arrived in the targets, which must be different buffers.
+
+        The errors are the same as for :meth:`chunks`.
 
         Args:
             deadline: Time on the loop's clock, in seconds.
-
-        Raises:
-            TimeoutError, StreamAborted, RemoteProtocolError, RankLostError: As :meth:`chunks`.
         """
         self.flow()
         await self._until(lambda: self._answered, deadline)
@@ -243,10 +234,10 @@ class InboundStream(StreamEnd):
         self.taken_count += 1
 
     def post_up_to(self, count: int) -> None:
-        """Post the receives of the first ``count`` chunks, except those already posted."""
+        """Post the receives of the first ``count`` chunks, except those that are already posted."""
         if count > self._post_limit:
             self._post_limit = count
-        if self._posting or self._is_over():  # posting: a chunk completed at once, and the loop below continues
+        if self._posting or self._is_over():  # posting: called from the loop below, because a chunk completed at once
             return
         self._posting = True
         try:
@@ -281,7 +272,7 @@ class InboundStream(StreamEnd):
             self.post_up_to(self._arrived_count + self._window)
 
     def finish(self, cancel: Callable[[InboundStream], None]) -> None:
-        """End the stream. If the sender has not answered yet, send it a cancel, and discard the rest."""
+        """End the stream. If the sender has not finished or aborted, send a cancel and discard the remaining chunks."""
         if self._is_over() or (not self._answered and self._peer in self._engine.transport.lost_ranks()):
             self._retire()
         elif self._answered:
@@ -293,15 +284,14 @@ class InboundStream(StreamEnd):
             self._slots.discarding_count += 1
             try:
                 cancel(self)
-            except RankLostError as error:  # the sender was restarted, and the grant has not left either
+            except RankLostError as error:  # the sender was restarted, so the grant was not sent either
                 self._error = self._error or error
             self._discard_more()
 
     def _discard_more(self) -> None:
-        """Receive the rest or the abort in the background. The targets stay in use until then.
+        """Receive and discard the remaining chunks, or the abort, in the background.
 
-        Shared targets that are not posted yet may already belong to another stream. A buffer of this stream's own
-        replaces them, one message at a time.
+        Targets that other streams share are replaced by a new buffer, because a different stream may now use them.
         """
         if self._answered or self._error is not None:
             self._slots.discarding_count -= 1
@@ -316,13 +306,13 @@ class InboundStream(StreamEnd):
             self.post_up_to(self._arrived_count + max(1, self._window))
 
     def _give_back(self) -> None:
-        """Free the slot, which has been answered."""
+        """Free the slot, because the sender's answer is complete."""
         self._state = _State.ENDED
         self._withdraw()
         self._slots.give_back(self._peer, self.slot)
 
     def _retire(self) -> None:
-        """Leave the slot taken forever, since no answer will arrive. A live sender may still write a piece."""
+        """Leave the slot taken forever, because the sender is lost and may still write to its memory."""
         self._slots.retired_counts[self._peer] += 1
         self._state = _State.ENDED
         self._withdraw()
@@ -330,7 +320,7 @@ class InboundStream(StreamEnd):
             self._slots.kept.append(self._kept)
 
     def _withdraw(self) -> None:
-        """Cancel receives for which no message will arrive."""
+        """Cancel the posted receives, for which no message will arrive."""
         if self._posted:
             for request in list(self._posted.values()):
                 request.cancel()
@@ -338,15 +328,14 @@ class InboundStream(StreamEnd):
 
 
 class Slots:
-    """Counts the slots of every sender, as this rank grants them, and the bytes of all streams of this rank.
+    """Allocates stream slots for each sender on this rank, and counts the bytes of all streams.
 
     Attributes:
-        engine: Engine of this rank.
-        sent_nbytes: Bytes sent in streams, including aborted ones.
-        received_nbytes: Bytes of streams that were received whole.
-        discarding_count: Number of abandoned streams whose sender has not answered yet.
+        sent_nbytes: Number of bytes sent in streams, including aborted streams.
+        received_nbytes: Number of bytes of completely received streams.
+        discarding_count: Number of cancelled streams whose sender has not finished or aborted yet.
         retired_counts: Number of slots that stay taken forever, by sender.
-        kept: Memory that a sender which is assumed to be lost may still write to.
+        kept: Memory to which lost senders may still write.
     """
 
     def __init__(self, engine: Engine, incarnations: Mapping[int, int] | None = None) -> None:
@@ -355,17 +344,17 @@ class Slots:
         self.kept: list[memoryview] = []
         self.discarding_count = 0
         self.sent_nbytes = self.received_nbytes = 0
-        # For each sender: the number of slots ever taken, lowest first, and a heap of those given back since.
+        # For each sender: the number of different slots taken so far, and a heap of those that are free again.
         self._used_counts: Counter[int] = Counter()
         self.retired_counts: Counter[int] = Counter()
         self._given_back: defaultdict[int, list[int]] = defaultdict(list)
 
     def incarnation_of(self, rank: int) -> int:
-        """Return the incarnation of the current process of ``rank``."""
+        """Return the number of restarts of ``rank``, which identifies its current process."""
         return self._incarnations.get(rank, 0) if self._incarnations else 0
 
     def take(self, source: int) -> int:
-        """Take the lowest free slot of ``source``.
+        """Allocate and return the lowest free slot for streams from ``source``.
 
         Raises:
             BusyError: All slots are taken.
@@ -379,12 +368,12 @@ class Slots:
         return slot
 
     def give_back(self, source: int, slot: int) -> None:
-        """Free an answered slot."""
+        """Free a slot after the sender's complete answer."""
         heapq.heappush(self._given_back[source], slot)
 
     @property
     def unanswered_count(self) -> int:
-        """Number of taken slots that a peer can still answer; slots granted to lost ranks are retired."""
+        """Number of taken slots whose sender is neither lost nor finished."""
         lost = self.engine.transport.lost_ranks()
         return sum(
             self._taken_count(source) - self.retired_counts[source]
@@ -408,19 +397,19 @@ class Slots:
         *,
         window: int = WINDOW_COUNT,
     ) -> _Inbound:
-        """Open a stream from ``source`` as a context manager, which finishes it in any case.
+        """Return a context manager that opens a stream from ``source``, and finishes the stream on exit.
 
         Args:
             source: Rank of the sender.
-            targets: See :class:`InboundStream`.
-            cancel: Sends a cancel for slot n; called only if the sender has not answered.
-            window: See :class:`InboundStream`.
+            targets: Buffers for the chunks.
+            cancel: Sends the cancel for a slot number. Called on exit if the sender has not finished or aborted.
+            window: Number of posted receives.
         """
         return _Inbound(InboundStream(self, source, targets, window), cancel)
 
 
 class _Inbound:
-    """The context manager of :meth:`Slots.inbound`; contextlib's would cost 10 us more with cold caches."""
+    """Context manager that :meth:`Slots.inbound` returns; one made with contextlib takes 10 us longer."""
 
     __slots__ = ("_cancel", "_stream")
 

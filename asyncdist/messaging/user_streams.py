@@ -1,11 +1,11 @@
-"""Moves tensors of any size between two ranks, for user code: ``send_stream`` and ``receive_stream``.
+"""Implements ``send_stream`` and ``receive_stream``, which move tensors of any size between two ranks.
 
-The receiver sends a grant over a channel of the runtime; the sender answers with the bytes. Sends and receives are
-matched by order: the n-th tensor sent to a rank goes to its n-th receive.
+The receiver sends a grant over a channel of the runtime, and the sender answers with the bytes. The nth tensor sent to
+a rank goes to that rank's nth receive.
 
-If both ranks share a host, the sender of a large tensor writes a part of it, or all, directly into the receiver's
-memory (:mod:`asyncdist.host_memory.cross_memory_attach`). Before the first such tensor, the receiver offers access to
-its process, and the sender confirms it; until then all bytes are sent.
+If both ranks share a host, the sender writes a large tensor, or a part of it, directly into the receiver's memory
+(:mod:`asyncdist.host_memory.cross_memory_attach`). All bytes are sent as messages until the receiver has offered access
+to its memory, and the sender has confirmed that this works.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("asyncdist.messaging.streams")
 
-#: Smallest size, in bytes, for which direct writes are used: they need an additional message.
+#: Smallest size, in bytes, for which direct writes, which need an additional message, are used.
 WRITTEN_NBYTES_MIN: Final = 512 << 10
 _PAGE_NBYTES: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class AttachOffer:
-    """Receiver to sender: the address of the token that allows writing to this process."""
+    """Message with which a receiver offers a sender access to its memory: its process and the address of a token."""
 
     pid: int
     address: int
@@ -46,17 +46,15 @@ class AttachOffer:
 
 @dataclass(frozen=True, slots=True)
 class AttachAccept:
-    """Sender to receiver: this rank can write to the receiver's process."""
+    """Message with which a sender confirms that it can write to the receiver's memory."""
 
 
 class _Outgoing:
     """A tensor that is being sent.
 
     Attributes:
-        view: Bytes of the tensor.
-        address: Address of these bytes.
-        stream: Stream that carries it, once it was granted.
-        refused: Grant for another size that it was matched with.
+        stream: Stream that sends the tensor; None before the receiver's grant has arrived.
+        refused: Grant with a different size than the tensor's, which makes the send fail; otherwise None.
     """
 
     __slots__ = ("address", "refused", "stream", "view")
@@ -70,11 +68,11 @@ class _Outgoing:
 
     @property
     def is_answered(self) -> bool:
-        """Whether ``dest`` has sent a grant."""
+        """Whether the receiver's grant has arrived."""
         return self.stream is not None or self.refused is not None
 
     async def run(self, dest: int) -> bool:
-        """Send the rest; return whether ``dest`` received all. Raises as :meth:`asyncdist.World.send_stream`."""
+        """Send the rest of the tensor; return whether ``dest`` received all of the tensor."""
         if self.stream is not None:
             return await self.stream.run_told(tags.PARAM)
         assert self.refused is not None, f"rank {dest} has not answered"
@@ -85,27 +83,26 @@ class _Outgoing:
 
 
 class UserStreams:
-    """Implements ``send_stream`` and ``receive_stream`` of one rank.
+    """Sends and receives the tensors of one rank's ``send_stream`` and ``receive_stream`` calls.
 
     Args:
-        services: Services of this rank.
-        scope: Scope of the grants; equal on all ranks.
+        scope: Scope of the channel for grants; equal on all ranks.
     """
 
     def __init__(self, services: Services, scope: int) -> None:
         self._services = services
         self._engine = services.slots.engine
         self._refusing = False
-        # For each peer: either grants without a tensor, or tensors that wait for a grant.
+        # For each peer, either grants that wait for a tensor, or tensors that wait for a grant.
         self._grants: dict[int, deque[streams.Grant]] = {}
         self._waiting: dict[int, deque[_Outgoing]] = {}
         self._under_way: dict[tuple[int, int], OutboundStream] = {}
         self._written_share = self._engine.transport.capabilities.written_share
         self._tokens: dict[int, AttachToken] = {}
-        self._finders: set[int] = set()  # ranks that can write to this one
-        self._processes: dict[int, PeerProcess] = {}  # ranks that this rank can write to
+        self._finders: set[int] = set()  # ranks that can write to this rank's memory
+        self._processes: dict[int, PeerProcess] = {}  # ranks to whose memory this rank can write
         self._writer: Writer | None = None
-        # Earlier messages are handled while the channel is being created, and cannot use it yet.
+        # Offers that arrive while open_channel runs are stored, because the replies need the channel.
         early_offers: dict[int, AttachOffer] = {}
         self._early_offers: dict[int, AttachOffer] | None = early_offers
         self._channel: Channel[Any] = services.open_channel(
@@ -140,14 +137,14 @@ class UserStreams:
         elif isinstance(message, AttachAccept):
             self._finders |= self._tokens.keys() & {source}
         elif pending := [grant for grant in grants if grant.slot == message.slot]:
-            # Cancelled before this rank sent. (An older stream on this slot has arrived, even if it still runs here.)
+            # The receive was cancelled before this rank sent. Any older stream on this slot has arrived completely.
             grants.remove(pending[0])
             self._abort(source, message.slot)
         elif (source, message.slot) in self._under_way:
             self._under_way[source, message.slot].stop()
 
     def refuse_all(self) -> None:
-        """Answer every grant, now and later, with an abort, because this rank no longer sends."""
+        """Abort all streams that peers have granted or will grant, because this rank no longer sends."""
         self._refusing = True
         for source in self._grants:
             self._refuse(source)
@@ -156,7 +153,7 @@ class UserStreams:
         grants = self._grants[source]
         while grants:
             grant = grants.popleft()
-            if grant.nbytes:  # an empty stream needs no answer
+            if grant.nbytes:  # an empty stream has no chunk and needs no abort
                 self._abort(source, grant.slot)
 
     def _abort(self, source: int, slot: int) -> None:
@@ -164,14 +161,14 @@ class UserStreams:
         self._services.spawn_service(stream.abort(), name=f"abort to rank {source}")
 
     def _start_next(self, dest: int) -> None:
-        """Start the next waiting tensor for ``dest``, in the pass that delivered the grant."""
+        """Start to send the next tensor to ``dest``, if there are both a waiting tensor and a grant."""
         grants, waiting = self._grants.get(dest), self._waiting.get(dest)
         if not grants or not waiting:
             return
         grant, outgoing = grants.popleft(), waiting.popleft()
         if grant.nbytes != len(outgoing.view):
             outgoing.refused = grant
-            if grant.nbytes:  # an empty grant must not be answered: the next stream would receive the answer
+            if grant.nbytes:  # The next stream on the slot would receive an abort of an empty stream.
                 self._abort(dest, grant.slot)
             return
         sent_nbytes = grant.nbytes - grant.written_nbytes
@@ -190,7 +187,7 @@ class UserStreams:
             self._write(sender)
 
     async def send(self, tensor: torch.Tensor, dest: int) -> None:
-        """Implement :meth:`asyncdist.World.send_stream`."""
+        """Send a tensor to ``dest``, which must receive it. Implements :meth:`asyncdist.World.send_stream`."""
         services = self._services
         outgoing = _Outgoing(tensor)
         services.check_peer(dest)
@@ -214,12 +211,12 @@ class UserStreams:
 
     def _end(self, stream: OutboundStream) -> None:
         stream.cut()
-        # The receiver may have received all, and granted the slot again, before this end noticed.
+        # The receiver may already have granted the slot again, so the entry may belong to a newer stream.
         if self._under_way.get((stream.dest, stream.slot)) is stream:
             del self._under_way[stream.dest, stream.slot]
 
     async def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """Implement :meth:`asyncdist.World.receive_stream`."""
+        """Receive from ``source`` into ``tensor``, and return it. Implements :meth:`asyncdist.World.receive_stream`."""
         check_dense(tensor)
         view = byte_view(tensor)
         services = self._services
@@ -247,31 +244,31 @@ class UserStreams:
     # -- direct writes ----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Revoke the permission of other ranks to write to this one."""
+        """Revoke the permission of all other ranks to write to this rank's memory."""
         for token in self._tokens.values():
             token.revoke()
 
     def _on_gone(self, rank: int) -> None:
-        """Revoke the permission of a lost rank to write to this one."""
+        """Revoke the permission of a lost rank to write to this rank's memory."""
         if rank in self._tokens:
             self._tokens[rank].revoke()
 
     def _on_returned(self, rank: int) -> None:
-        """Forget the grants of a restarted rank's previous process, tensors for it, and the access to its memory."""
+        """Drop the grants, tensors and memory access of a restarted rank's previous process."""
         self._on_gone(rank)
         for of_ranks in (self._grants, self._waiting, self._tokens, self._processes):
             of_ranks.pop(rank, None)
         self._finders.discard(rank)
 
     def _write(self, sender: DirectWriteSender) -> None:
-        """Write the tail of a stream; one stream at a time if receivers copy a share on cores of their own."""
+        """Start to write a stream's tail. If receivers copy a share themselves and the writer is busy, send it."""
         if self._writer is None or (self._writer.is_busy and self._written_share < 1.0):
             sender.send_rest()
         else:
             self._writer.add(sender)
 
     def _written_nbytes(self, nbytes: int, source: int) -> int:
-        """Return the number of bytes that ``source`` is to write directly; send it an offer the first time."""
+        """Return the number of bytes that ``source`` may write directly; the first time, send an offer and return 0."""
         if nbytes < WRITTEN_NBYTES_MIN or not self._written_share:
             return 0
         if source in self._finders:
@@ -287,7 +284,7 @@ class UserStreams:
         if self._written_share:
             try:
                 self._processes[source] = PeerProcess(offer.pid, offer.address, offer.token)
-            except OSError as error:  # on another host, or not permitted
+            except OSError as error:  # The receiver is on a different host, or access is not permitted.
                 logger.debug("rank %d cannot be written to: %s", source, error)
             else:
                 self._writer = self._writer or Writer(self._engine)

@@ -1,11 +1,9 @@
-"""The frame format: a header of fixed size, then one msgpack map with the fields of a frozen dataclass.
+"""Frame format of messages: a header of fixed size, then one msgpack map with the fields of a frozen dataclass.
 
-A receiver checks a frame before it uses it: first the CRC32, then the *route*, which identifies the job, the format's
-version, the channel and the message type, then the type of every field. For any bytes, a failed check raises only
-:class:`FrameError`, with the reason. Nothing is pickled, and no frame can make this rank allocate more than the frame's
-own length.
-
-msgspec packs, unpacks and checks directly into the dataclass, in a fifth of the time of msgpack with checks in Python.
+A receiver checks the CRC32 of a frame, then the *route*, which identifies the job, the format's version, the channel
+and the message type, and then the type of every field, for which msgspec takes a fifth of the time of checks in Python.
+A failed check raises :class:`FrameError`. Nothing is pickled, and no frame can make this rank allocate more than the
+frame's length.
 """
 
 from __future__ import annotations
@@ -29,13 +27,13 @@ ROUND_MAX: Final = 0xFFFFFFFF
 EPOCH_MAX: Final = 0xFFFFFFFF
 FRAME_NBYTES_MAX: Final = 65536
 
-#: Four bytes of CRC32 of all following bytes, 16 of the route, four of the round and eight of the sequence. The byte
-#: order is that of the hosts, which must be of one kind: tensors are not converted, either.
+#: Size of the header: 4 bytes for the CRC32 of all following bytes, 16 for the route, 4 for the round, and 8 for the
+#: sequence number. The byte order is the hosts' own, which must be equal on all hosts.
 HEADER_NBYTES: Final = 32
 _ROUTE: Final = struct.Struct("=BBHIII")
 PAYLOAD_NBYTES_MAX: Final = FRAME_NBYTES_MAX - HEADER_NBYTES
 
-# Copies that are C numbers in the compiled module.
+# Copies of the constants that become C integers in the compiled module.
 _HEADER_NBYTES: Final = HEADER_NBYTES
 _PAYLOAD_NBYTES_MAX: Final = PAYLOAD_NBYTES_MAX
 #: Largest payload, in bytes, for which a compiled loop is faster than a slice assignment.
@@ -47,15 +45,15 @@ _encode: Final = msgspec.msgpack.Encoder().encode
 
 
 def _rounded_up(nbytes: int) -> int:
-    """Round up to whole words of eight bytes."""
+    """Round a size up to a multiple of eight bytes."""
     return -(-nbytes // 8) * 8
 
 
 class FrameError(ValueError):
-    """A frame has failed a check; the message says which.
+    """Raised if a received frame fails a check.
 
     Attributes:
-        reason: The message without the numbers of this frame.
+        reason: The failed check, without this frame's numbers.
     """
 
     def __init__(self, reason: str, particulars: str = "") -> None:
@@ -64,15 +62,15 @@ class FrameError(ValueError):
 
 
 class Route(NamedTuple):
-    """The part of the header that is equal in all frames of one sender, channel and message type.
+    """Part of a frame's header that identifies the job, the channel and the message type.
 
     Attributes:
         version: Version of the frame format.
         kind: Index of the message type in its channel.
         reserved: Zero.
-        nonce: Number drawn once per job, so that frames of another job are refused.
-        epoch: Epoch of the protocol, which grows with each change of the coordinator, so that frames of earlier epochs
-            are refused. Zero if coordinators are not replaced.
+        nonce: Random number of the job, so that frames of other jobs are dropped.
+        epoch: Epoch of the protocol, increased when the coordinator changes, so that frames of earlier epochs are
+            dropped. Zero for protocols without epochs.
         scope: Scope of the channel: a hash of group, name and creation index.
     """
 
@@ -85,27 +83,23 @@ class Route(NamedTuple):
 
 
 def pack_route(kind: int, nonce: int, epoch: int, scope: int) -> bytes:
-    """Pack a route into the 16 bytes of the header."""
+    """Pack a route of the current version into 16 bytes."""
     return _ROUTE.pack(VERSION, kind, 0, nonce, epoch, scope)
 
 
 def unpack_route(route: bytes) -> Route:
-    """Unpack a route from its 16 bytes."""
+    """Unpack a route from 16 bytes."""
     return Route._make(_ROUTE.unpack(route))
 
 
 def keys_of(route: bytes) -> tuple[int, int]:
-    """Return a route as two numbers: a key (scope and kind), and a stamp (nonce and epoch)."""
+    """Return a packed route as two integers: its key (scope and kind), and its stamp (nonce and epoch)."""
     words = memoryview(route).cast("I")
     return words[3] << 32 | words[0], words[2] << 32 | words[1]
 
 
 class FrameWriter:
-    """Makes frames of one route, each in a new buffer.
-
-    Args:
-        route: Result of :func:`pack_route`.
-    """
+    """Makes frames with a fixed packed route, each in a new buffer."""
 
     def __init__(self, route: bytes) -> None:
         self._header = bytearray(4) + route + bytes(12)
@@ -115,13 +109,7 @@ class FrameWriter:
         self._longs = view.cast("Q")
 
     def frame(self, round: int, sequence: int, payload: bytes) -> bytearray:
-        """Make one frame.
-
-        Args:
-            round: Round of the protocol; zero outside rounds.
-            sequence: Number of the message in the channel, by which a frame out of order is detected.
-            payload: Result of :meth:`Codec.encode`.
-        """
+        """Return a frame with this round, sequence number and encoded message."""
         self._words[5] = round
         self._longs[3] = sequence
         self._words[0] = _crc32.of_header_and_payload(self._words, self._after_crc, payload)
@@ -129,12 +117,10 @@ class FrameWriter:
 
 
 class FrameBuffer:
-    """Writes frames of one route and one size into a buffer, in turn.
+    """Writes frames with a fixed packed route and payload size into one buffer, each over the previous frame.
 
     Args:
-        route: Result of :func:`pack_route`.
-        buffer: Whole words of eight bytes. Other objects may write into it, too.
-        payload_nbytes: Size of each payload in bytes.
+        buffer: Buffer whose length is a multiple of eight bytes. Several objects may write to it.
     """
 
     def __init__(self, route: bytes, buffer: bytearray, payload_nbytes: int) -> None:
@@ -147,7 +133,7 @@ class FrameBuffer:
         self._route = memoryview(bytearray(route)).cast("I")
 
     def write(self, round: int, sequence: int, payload: bytes) -> None:
-        """Write the bytes that :meth:`FrameWriter.frame` would return into the buffer."""
+        """Write a frame with this round, sequence number and encoded message into the buffer."""
         for position in range(4):
             self._words[1 + position] = self._route[position]
         self._words[5] = round
@@ -161,16 +147,16 @@ class FrameBuffer:
 
 
 class FrameReader:
-    """Reads the frames that are received into one buffer, in turn.
+    """Checks the frames that are received into one buffer, and has the last opened frame's fields as attributes.
 
     Args:
         buffer: Buffer whose length is a multiple of eight bytes.
 
     Attributes:
-        nbytes: Size of the frame that was opened last, to which all other attributes belong.
-        key, stamp: Key and stamp of its route, as returned by :func:`keys_of`.
-        round, sequence: Fields of its header.
-        payload: Payload; valid until the next frame is received into the buffer.
+        nbytes: Size of the frame.
+        key, stamp: Two integers that identify the frame's route (see :func:`keys_of`).
+        round, sequence: Round and sequence number of the message.
+        payload: Encoded message; valid until the next frame is received into the buffer.
     """
 
     def __init__(self, buffer: bytearray | memoryview) -> None:
@@ -183,12 +169,12 @@ class FrameReader:
         self.key = self.stamp = self.round = self.sequence = 0
 
     def open(self, nbytes: int) -> None:
-        """Check length and CRC of the frame of ``nbytes`` bytes in the buffer.
+        """Check the length and the CRC of a frame of ``nbytes`` bytes in the buffer, and read its header.
 
         Raises:
             FrameError: The length or the CRC is wrong.
         """
-        if nbytes != self.nbytes:  # frames of equal length are common
+        if nbytes != self.nbytes:  # Consecutive frames often have the same length.
             if nbytes < _HEADER_NBYTES:
                 raise FrameError("too short", f"{nbytes} bytes, shorter than a header of {HEADER_NBYTES}")
             self.payload = self._view[HEADER_NBYTES:nbytes]
@@ -202,7 +188,7 @@ class FrameReader:
         self.sequence = self._longs[3]
 
     def route(self) -> Route:
-        """Return the route of the frame that was opened last."""
+        """Return the route of the last opened frame."""
         return unpack_route(bytes(self._view[4:20]))
 
     def copy(self) -> FrameReader:
@@ -215,18 +201,18 @@ class FrameReader:
 
 
 _SCALARS: Final = frozenset((bool, int, float, str, bytes))
-#: Stands for no message. None would not do, because a caller may pass None as a message, which must be refused.
+#: Marks that there is no last message. None cannot, because a caller may pass None, which must be refused.
 _NOTHING: Final = object()
 
 
 class Codec:
-    """Encodes and decodes the message types of one channel, which are identified by their index on the wire.
+    """Encodes the messages of one channel to bytes, and decodes them. The frame has the message type as an index.
 
-    Fields are ``bool int float str bytes None``, unions of them, ``tuple[X, ...]``, ``tuple[X, Y]`` and further frozen
-    dataclasses. An int in a field declared as float arrives as a float, and a list in a tuple field as a tuple.
+    The type of a field is ``bool``, ``int``, ``float``, ``str``, ``bytes``, ``None``, a union or tuple of these, or a
+    frozen dataclass. An int in a float field arrives as a float, and a list in a tuple field as a tuple.
 
     Args:
-        message_types: A frozen dataclass, or a union of them.
+        message_types: A frozen dataclass, or a union of frozen dataclasses.
 
     Raises:
         TypeError: A type is not a frozen dataclass, or the type of a field cannot be sent.
@@ -242,13 +228,13 @@ class Codec:
         self._kind = -1
         self._plain_fields: tuple[tuple[str, type[Any]], ...] | None = None
         self._checked: Any = None
-        # Remembers the last message, since a broadcast sends the same message to many ranks in turn.
+        # The last message is cached, since a broadcast sends the same message to many ranks in turn.
         self._last: Any = _NOTHING
         self._last_encoded = (-1, b"")
         self._last_is_fixed = False
 
     def encode(self, message: Any) -> tuple[int, bytes]:
-        """Return the kind and the payload of ``message``.
+        """Return the index of the message's type, and the encoded message.
 
         Raises:
             LocalProtocolError: The message is not of the channel's types, a field holds a value of the wrong type, or
@@ -260,7 +246,7 @@ class Codec:
             self._last_is_fixed = _is_fixed(message)
         else:
             self._last_is_fixed = False
-        if type(message) is not self._last_type:  # messages of the same type in a row are common
+        if type(message) is not self._last_type:  # Consecutive messages often have the same type.
             entry = self._by_type.get(type(message))
             if entry is None:
                 raise self._no_type_of_ours(message)
@@ -269,11 +255,11 @@ class Codec:
         try:
             payload = _encode(message)
             if not self._is_plain(message) and not self._is_like_checked(message):
-                decoded = self.decoders[self._kind](payload)  # decode as the receiver will: a complete check
+                decoded = self.decoders[self._kind](payload)  # a complete check, since the receiver does the same
                 self._checked = (
                     message if decoded == message else None
-                )  # a list, which may change later, never equals a tuple
-        except Exception as error:  # a wrong type, an int beyond 64 bits, a lone surrogate, a __post_init__
+                )  # unequal if a tuple field holds a list, which may change later
+        except Exception as error:  # for example a wrong type, an int over 64 bits, or an error of __post_init__
             raise LocalProtocolError(f"cannot send {message!r:.200}: {error}") from error
         if len(payload) > _PAYLOAD_NBYTES_MAX:
             raise LocalProtocolError(
@@ -290,15 +276,16 @@ class Codec:
         """Return whether each field has exactly its declared type, so that the receiver will accept the message."""
         if self._plain_fields is None:
             return False
-        for name, cls in self._plain_fields:  # noqa: SIM110 -- a generator for each message takes longer
+        for name, cls in self._plain_fields:  # noqa: SIM110 -- a generator expression takes longer
             if type(getattr(message, name)) is not cls:
                 return False
         return True
 
     def _is_like_checked(self, message: Any) -> bool:
-        """Return whether each field is a plain value of the last checked message's type there, or the same tuple.
+        """Return whether ``message`` needs no check because each field is like that of the last checked message.
 
-        Many messages carry the same tuple of ranks, and decoding a thousand ranks takes 60 us.
+        A field is alike if it is the same object, or a scalar of the same type. This saves decoding the tuple of ranks
+        that many messages share, which takes 60 us for a thousand ranks.
         """
         checked = self._checked
         if type(checked) is not type(message):
@@ -315,7 +302,7 @@ class Codec:
 
 
 def _is_fixed(value: Any) -> bool:
-    """Return whether a message, or a value in it, is immutable; a tuple field may hold a list."""
+    """Return whether a message, or a value in it, is immutable. A list in a tuple field, for example, is mutable."""
     if type(value) in _SCALARS or value is None:
         return True
     if type(value) is tuple:
@@ -334,14 +321,14 @@ def _decoder(cls: Any) -> Decode:
 
 @functools.cache
 def _checked_decoder(cls: type[Any]) -> Decode:
-    """Make the decoder of a class, once: many channels use the same classes, and reading type hints takes 100 us."""
+    """Return the decoder of a class, cached because many channels use the same classes and making one takes 100 us."""
     _check_fields(cls)
     return msgspec.msgpack.Decoder(cls).decode
 
 
 @functools.cache
 def _plain_fields(cls: type[Any]) -> tuple[tuple[str, type[Any]], ...] | None:
-    """Return the fields' names and types, if checking these is enough to know that a message can be decoded."""
+    """Return the fields' names and types if these types are all that a receiver checks; otherwise None."""
     hints = typing.get_type_hints(cls)
     fields = tuple((field.name, hints[field.name]) for field in dataclasses.fields(cls))
     is_plain = all(kind in (bool, int, float, str, bytes) for _, kind in fields) and not hasattr(cls, "__post_init__")
@@ -349,8 +336,8 @@ def _plain_fields(cls: type[Any]) -> tuple[tuple[str, type[Any]], ...] | None:
 
 
 def _check_fields(cls: type[Any], holders: tuple[type[Any], ...] = ()) -> None:
-    """Raise TypeError for a field whose type cannot be sent; ``holders`` are the classes that contain ``cls``."""
-    if cls in holders:  # compiled code would not stop at Python's recursion limit
+    """Raise TypeError if a field's type cannot be sent; ``holders`` are the classes that contain ``cls``."""
+    if cls in holders:  # Compiled code would recurse without Python's recursion limit.
         raise TypeError(f"{cls.__name__} contains itself; a message type must have bounded depth")
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
@@ -377,10 +364,10 @@ def _check_type(annotation: Any, where: str, holders: tuple[type[Any], ...]) -> 
 
 
 def scope_of(group: Sequence[int], name: str, index: int) -> int:
-    """Return the 32-bit scope of use number ``index`` of ``name`` on ``group``; equal on all ranks."""
+    """Return the 32-bit scope, equal on all ranks, for use number ``index`` of ``name`` by the ranks ``group``."""
     return _scope_of(tuple(group), name, index)
 
 
-@functools.lru_cache(1024)  # formatting a group of thousands takes a millisecond
+@functools.lru_cache(1024)  # Formatting a group of thousands of ranks takes a millisecond.
 def _scope_of(group: tuple[int, ...], name: str, index: int) -> int:
     return zlib.crc32(repr((group, name, index)).encode())
