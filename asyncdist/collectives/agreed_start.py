@@ -1,19 +1,15 @@
-"""Runs collective starts to their end, even if their caller is cancelled or times out.
+"""Runs collective operations that a group starts together, even if the caller is cancelled or times out.
 
-The members of a start agree first (:mod:`asyncdist.collectives.agreement.agreements`). After the leader's verdict "go"
-they count on each other. A member that stopped then would leave the rest in a collective that cannot complete, for
-example in MPI_Comm_create_group, where not even a signal is handled. A member that gives up earlier cannot know whether
-the leader has decided meanwhile.
+The members first agree on the start (:mod:`asyncdist.collectives.agreement.agreements`): a leader sends its decision,
+"go" or a refusal, to all of them. After "go", a member that stopped would leave the others in a collective that never
+completes. A separate task therefore does the work, and only a failure of the job cancels this task. If the caller is
+cancelled, the effect depends on the progress of the start:
 
-Therefore a separate task does the work, and only a failure of the job cancels it. The effect of a caller's cancellation
-depends on the progress of the start:
-
-- Before this rank has joined: the caller and the work are cancelled at once, and the other members are notified that
-  this rank stays away.
-- Before the verdict is known: this rank asks the leader to continue without it. The caller is cancelled at once, or,
-  with ``is_held``, after the leader's answer. If the verdict is "go" nevertheless, the work is done, and its result is
-  given back.
-- After "go": the caller is cancelled when the work is done and its result has been given back.
+- Before this rank has joined, the caller and the work are cancelled, and the other members are notified.
+- Before the decision has arrived, this rank asks the leader to continue without it, and the caller is cancelled at once
+  or, if ``is_held`` is true, after the leader's answer. If the decision is "go", the work is still done, and its result
+  is released.
+- After "go", the caller is cancelled when the work is done and its result has been released.
 """
 
 from __future__ import annotations
@@ -31,19 +27,17 @@ from asyncdist.messaging.services import Services
 
 T = TypeVar("T")
 
-#: Seconds for which a rank that is about to block does not yield to its loop: an idle leader answers within 1 ms.
+#: Seconds for which a rank that is about to block polls without yielding to its loop. An idle leader answers in 1 ms.
 _HOLD_S: Final = 0.005
 
 
 class Start(Generic[T]):
-    """One start of this rank.
+    """One collective operation that this rank starts together with the other members of a group.
 
     Args:
-        engine: Engine of this rank.
-        agreements: Agreements of this rank.
         meeting: Agreement with which the start begins.
-        give_back: Called with the result if the caller has given up.
-        part_of: Start whose work includes this start; or None.
+        give_back: Releases the result. Called if the caller has given up.
+        part_of: Outer start whose work includes this start, or None.
     """
 
     def __init__(
@@ -66,28 +60,28 @@ class Start(Generic[T]):
 
     @property
     def name(self) -> str:
-        """A name that is unique among the starts of this rank, and equal on all members."""
+        """Name of the start: unique on this rank, and equal on all members."""
         key = self.meeting.key
         return f"{key.subject} {wire.scope_of(self.meeting.ranks, key.subject, key.occurrence):x}"
 
     async def agree(self, values: Mapping[str, str], **options: Any) -> Agreed:
-        """Agree as :meth:`Agreements.meet` does; the first step of the work. After "go" the work is always done."""
+        """Wait until all members agree on the start. The work must call this first, and always ends after that."""
         agreed = await self._agreements.meet(self.meeting, values, caller=self, **options)
         self._is_on = True
         return agreed
 
     def left_s(self, timeout_s: float) -> float:
-        """Return the remaining seconds of the caller's timeout after "go", but at least 5: all members are present."""
+        """Return the remaining seconds of the caller's timeout, but at least 5, because all members have joined."""
         return max(round(self.meeting.began_at + timeout_s - self._loop.time(), 3), MEMBER_PATIENCE_S)
 
     def on_asked(self) -> None:
-        """Note that this rank joins the agreement now."""
+        """Record that this rank joins the agreement."""
         self._has_come = True
 
     def on_time_up(self, error: StartTimeoutError) -> None:
-        """Raise ``error`` in the caller, whose time is up; the work continues, and its result is given back.
+        """Raise ``error`` in the caller of this start, or of its outer start, because the timeout has passed.
 
-        For a start that is part of another one, the caller is that of the outer start, whose work also continues.
+        The work continues, and its result is released.
         """
         if self._part_of is not None:
             self._part_of.on_time_up(error)
@@ -95,7 +89,7 @@ class Start(Generic[T]):
             self._outcome.set_exception(error)
 
     async def run(self, work: Callable[[Start[T]], Coroutine[Any, Any, T]]) -> None:
-        """Do the work, in a task of its own. Raises errors that no caller would receive."""
+        """Do the work; called in a separate task. An unexpected error that no caller would receive is raised here."""
         try:
             result = await work(self)
         except Exception as error:
@@ -115,23 +109,23 @@ class Start(Generic[T]):
                 await self._give_back(result)
 
     async def result(self, task: asyncio.Task[None], *, is_held: bool) -> T:
-        """Return the result of the work, which ``task`` does in :meth:`run`."""
+        """Return the result of the work, which ``task`` does by calling :meth:`run`."""
         try:
             result = await self._engine.settled_by(task, self._outcome)
-            await yield_to_loop()  # lets the ended task be forgotten
+            await yield_to_loop()  # lets the done callbacks of the ended task run
             return result
         except asyncio.CancelledError:
             await self._give_up(task, is_held=is_held)
             raise
         except Exception:
-            await yield_to_loop()  # likewise
+            await yield_to_loop()  # lets the done callbacks run here, too
             raise
 
     async def _give_up(self, task: asyncio.Task[None], *, is_held: bool) -> None:
-        if not self._outcome.cancelled():  # the work was finished at the moment of the cancellation
+        if not self._outcome.cancelled():  # The work ended at the moment of the cancellation.
             if self._outcome.exception() is None:
                 await self._give_back(self._outcome.result())
-        elif task.done():  # the start was refused at that moment
+        elif task.done():  # The start was refused at the moment of the cancellation.
             return
         elif not self._has_come:
             self._agreements.stay_away(self.meeting)
@@ -143,7 +137,7 @@ class Start(Generic[T]):
         while not task.done():
             try:
                 await self._engine.ended(task)
-            except asyncio.CancelledError:  # cancelled again; the first cancellation is raised in any case
+            except asyncio.CancelledError:  # a repeated cancellation; the caller raises the first one
                 continue
 
 
@@ -161,19 +155,19 @@ async def start_together(
     part_of: Start[Any] | None = None,
     outlives_leader: bool = False,
 ) -> T:
-    """Agree with the other ranks, do the work, and return its result; see the module's docstring.
+    """Agree with the other ranks on a start, do the work, and return its result.
 
     Args:
-        services: Services of this rank.
-        agreements: Agreements of this rank.
-        ranks, subject, leader: See :meth:`Agreements.agree`.
+        ranks: Ranks that start the operation.
+        subject: Name of the operation; equal on all ranks.
         work: Called with the start; must first await its :meth:`Start.agree`.
-        give_back: Called with the result of the work if the caller has given up.
+        give_back: Releases the result of the work. Called if the caller has given up.
         name: Name of the task that does the work, for reports.
+        leader: Rank that decides the agreement; by default the first of ``ranks``.
         is_held: Whether a cancelled caller waits for the leader's answer, because the work must not happen later.
-        part_of: Start whose work includes this start; or None.
-        outlives_leader: Whether the started operation continues without the leader, so that members may take the
-            verdict from each other.
+        part_of: Outer start whose work includes this start, or None.
+        outlives_leader: Whether the operation continues if the leader is lost, so that members accept its decision
+            from each other.
     """
     meeting = agreements.next_meeting(ranks, subject, leader, outlives_leader=outlives_leader)
     start = Start(services.engine, agreements, meeting, give_back, part_of)
@@ -182,16 +176,14 @@ async def start_together(
 
 
 async def assemble(agreements: Agreements, ranks: Sequence[int], what: str) -> None:
-    """Wait until all ``ranks`` are ready for a call that blocks until all of them have entered it.
+    """Wait until all ``ranks`` are ready for a call that blocks until all of them have entered the call.
 
-    No rank enters the call before every rank has reached this point, so that none blocks while another computes. A
-    ready rank does not yield to its loop for a moment, since another of its tasks may be about to compute. After that
-    moment a loop may still be blocked for the length of one step.
+    No rank therefore blocks while another rank computes. A ready rank polls for a moment without yielding to its loop,
+    since another of its tasks may be about to compute.
 
     Args:
-        agreements: Agreements of this rank.
-        ranks: Ranks that have agreed on the call. Only a failure of the job may keep one away, or cancel this wait.
-        what: Name of the call; equal on all ranks.
+        ranks: Ranks that have agreed on the call, all of which call this function.
+        what: Name of the blocking call; equal on all ranks.
     """
     if len(ranks) > 1:
         await agreements.agree(ranks, what, {}, timeout_s=None, hold_s=_HOLD_S)

@@ -1,8 +1,8 @@
-"""Compares the collectives that ranks call, in a simulation, where all ranks share a process.
+"""Checks in simulations, where all ranks share a process, that the members of a group make the same collective calls.
 
-Members of a group must call its collectives in one order, with equal root, reduction, shape and dtype (MPI-4.1 section
-6.1). Otherwise messages are matched wrongly, or never. Between processes, detecting that would take an additional
-message per collective; in a simulation it takes a dict.
+Members must call their group's collectives in one order, with equal root, reduction, shape and dtype (MPI-4.1 section
+6.1). Otherwise messages are matched wrongly, or never. Between processes, this check would take an additional message
+per collective.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ import torch
 
 from asyncdist.errors import DisagreementError
 
-#: Operations that exchange headers, which identify their operation themselves.
+#: Name for all operations that exchange headers, which already contain the operation's name.
 HELPER: Final = "a helper"
 #: Modules that are not user code.
 _OURS: Final = ("asyncdist.", "asyncio.")
 
 
 class CollectiveCall(NamedTuple):
-    """The arguments that must be equal on all members; a tuple, since one is created in every call.
+    """A collective call's arguments that must be equal on all members.
 
     Attributes:
         operation: Name of the operation, or ``HELPER``.
-        root: Rank of the root in the world; or None.
-        reduction: Reduction, for example ``"sum"``; or None.
-        dtype, shape: Dtype and shape of this rank's tensor; or None.
+        root: Root's rank in the world, or None.
+        reduction: Reduction, for example ``"sum"``, or None.
+        dtype, shape: Dtype and shape of the caller's tensor, or None.
     """
 
     operation: str
@@ -52,7 +52,7 @@ class CollectiveCall(NamedTuple):
 
 @dataclass(slots=True)
 class _First:
-    """The call of the first member, kept until all members have called the collective."""
+    """The first member's call of a collective, stored until all members have called the collective."""
 
     rank: int
     call: CollectiveCall
@@ -61,23 +61,23 @@ class _First:
 
 
 class CollectiveChecker:
-    """Compares the calls of all ranks of this process."""
+    """Compares the collective calls of all ranks in this process."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[int, int, int], int] = {}
         self._open: dict[tuple[int, int, int], _First] = {}
 
     def note(self, ranks: Sequence[int], group_key: int, rank: int, call: CollectiveCall) -> None:
-        """Note that ``rank`` calls its next collective of a group; the line of the user's code is taken from the stack.
+        """Record the next collective call of ``rank`` in a group, and compare it with the other members' calls.
 
         Args:
             ranks: Members of the group.
-            group_key: Identifies the group among those with the same first rank.
-            rank: Number of the caller in the world.
-            call: The call.
+            group_key: Number that identifies the group among groups with the same first rank.
+            rank: The caller's rank in the world.
+            call: The call to record.
 
         Raises:
-            DisagreementError: Another member has made a different call in its place.
+            DisagreementError: A different member's collective with the same number is a different call.
         """
         if len(ranks) == 1:
             return
@@ -99,27 +99,27 @@ class CollectiveChecker:
             del self._open[key]
 
     def forget(self, ranks: Sequence[int], group_key: int, rank: int) -> None:
-        """Forget a group that all members have freed, and the refused calls of ``rank`` in it."""
+        """Remove the records of a group that all members have freed, including the refused calls of ``rank``."""
         number = self._counts.pop((ranks[0], group_key, rank), 0)
         while self._open.pop((ranks[0], group_key, number), None) is not None:
             number -= 1
 
 
 def _users_line() -> str:
-    """Return the innermost line of user code and the collective that it calls; empty if there is none."""
+    """Return the innermost line of user code on the stack, with the collective that it calls; empty if none."""
     inner = sys._getframe(2)
     while (frame := inner.f_back) is not None:
         if not str(frame.f_globals.get("__name__")).startswith(_OURS):
-            name = inner.f_code.co_name.removeprefix("_")  # all_gather() returns a coroutine of _all_gather()
+            name = inner.f_code.co_name.removeprefix("_")  # The coroutine of all_gather(), for example, is _all_gather.
             return f" ({name} at {_file_of(frame)}:{frame.f_lineno})"
         inner = frame
     return ""
 
 
 def _file_of(frame: FrameType) -> str:
-    """Return the path of a file relative to its entry of sys.path.
+    """Return the path of a frame's file, relative to the file's entry in ``sys.path``.
 
-    The path is sent to peers, and a simulation must send the same bytes for any location of its program.
+    The path is sent to peers, and a simulation must send the same bytes wherever its program is installed.
     """
     name = str(frame.f_globals.get("__name__"))
     return "/".join(Path(frame.f_code.co_filename).parts[-1 - name.count(".") :])

@@ -1,28 +1,19 @@
-"""Nonblocking collectives over a group: all members await the same ones in the same order; the loop keeps running.
+"""Nonblocking collectives over a group, such as broadcast, gather and all-reduce.
 
-Native collectives of the backend are started nonblocking and polled like any request (MPI-4.1 section 6.12), even a
-barrier, since a blocking one would occupy a core. If the backend has none, collectives are made of messages
-(:mod:`asyncdist.collectives.algorithms.by_messages`), through the group's first or root rank, or along a tree in a
-large group. Such reductions run in rank order, so their result does not depend on timing. Native reductions use the
-backend's order.
+All members must await the same collectives in the same order, with tensors of equal shape and dtype. Tensors are dense,
+of any dtype, layout and device, and are sent as bytes through CPU memory.
 
-Tensors are dense, of any dtype, layout and device; they travel as bytes through CPU memory.
-:mod:`asyncdist.collectives.algorithms.reduction_dtypes` defines the reductions for each dtype. Members must pass equal
-shapes and dtypes.
+If the backend has native collectives, these are started nonblocking and polled (MPI-4.1 section 6.12). Otherwise
+collectives are made of messages (:mod:`asyncdist.collectives.algorithms.by_messages`). Reductions made of messages run
+in rank order, so their results do not depend on timing; native reductions run in the backend's order.
 
-A member that leaves the world, or frees the group, before it has started a collective does not take part in it: the
-others get ClosedError, on every transport, even while they wait (:mod:`asyncdist.collectives.membership`). The loss of
-a member ends all collectives of its groups with RankLostError.
+If a member leaves the world or frees the group before it has started a collective, the other members get ClosedError,
+even while they wait (:mod:`asyncdist.collectives.membership`). The loss of a member ends all collectives of its groups
+with RankLostError. A simulation detects different calls of members (:mod:`asyncdist.collectives.call_checker`). Between
+processes, only operations that exchange headers (:mod:`asyncdist.collectives.error_exchange`) detect them.
 
-If members call different collectives, or pass different roots, reductions, shapes or dtypes, a simulation reports the
-lines of both calls (:mod:`asyncdist.collectives.call_checker`). Between processes, only helpers
-(:mod:`asyncdist.collectives.error_exchange`) and :func:`asyncdist.barrier` detect this, because a header would not
-always be read: in a broadcast matched with a gather, both members send. Collectives made of messages detect different
-sizes.
-
-**Cancellation**: a cancelled collective continues in the background until it completes, since the other members have
-entered it; its result is lost. Later collectives of this rank in that group wait for it, so all members start them in
-the same order.
+**Cancellation**: a cancelled collective continues in the background until it completes, because the other members have
+entered it; its result is lost. Later collectives of this rank in the group wait for its completion.
 """
 
 from __future__ import annotations
@@ -56,14 +47,13 @@ T = TypeVar("T")
 
 
 class Collectives:
-    """Runs the collectives of one rank. Ranks in arguments are ranks of the world.
+    """Runs the collectives of one rank. Ranks in arguments are ranks in the world.
 
     Args:
-        engine: Engine of the rank.
-        rank: Number of the rank in the world.
         spawn: Starts a background task.
-        membership: Tracks the participation of members; None inside a sequence, which counts as one collective.
-        buffers: Memory that reductions keep; a sequence shares the memory of its rank.
+        membership: Records which collectives each member takes part in. None inside a sequence of collectives, which
+            counts as one collective.
+        buffers: Memory that reductions reuse; shared between a rank and its sequences.
     """
 
     def __init__(
@@ -86,7 +76,7 @@ class Collectives:
         self._newest: dict[int, asyncio.Task[Any]] = {}
 
     async def barrier(self, group: Group) -> None:
-        """Return once every member has entered."""
+        """Wait until every member has entered the barrier."""
         self._note(group, "barrier")
         if group.size == 1:
             return
@@ -96,7 +86,7 @@ class Collectives:
             await self._finish(group, self._by_messages.barrier, group)
 
     async def broadcast(self, tensor: torch.Tensor, group: Group, root: int) -> torch.Tensor:
-        """Write ``root``'s values into every member's ``tensor``; return it."""
+        """Write the root's values into every member's ``tensor``, and return the tensor."""
         position = _position(group, root)
         is_root = self._rank == root
         (check_dense if is_root else check_writable)(tensor)
@@ -115,7 +105,7 @@ class Collectives:
         return tensor
 
     async def gather(self, tensor: torch.Tensor, group: Group, root: int) -> list[torch.Tensor] | None:
-        """Return every member's tensor on ``root``, in the group's order; None on other ranks."""
+        """Return every member's tensor, in the group's order, on ``root``; None on other ranks."""
         position = _position(group, root)
         check_dense(tensor)
         self._note(group, "gather", tensor, root)
@@ -154,11 +144,10 @@ class Collectives:
         return [part.to(tensor.device) for part in receive]
 
     async def all_mean(self, tensor: torch.Tensor, group: Group) -> torch.Tensor:
-        """Write the mean over all members, as :mod:`asyncdist.tensors.means` defines it, into ``tensor``; return it.
+        """Replace ``tensor`` by the mean over all members, as :mod:`asyncdist.tensors.means` defines it, and return it.
 
         Args:
             tensor: Contiguous CPU tensor of float32, complex64 or wider, of equal shape and dtype on all members.
-            group: Group whose members call this.
         """
         flat = tensor.view(-1)
         if group.size == 1 or not len(flat):
@@ -171,13 +160,9 @@ class Collectives:
         return tensor
 
     async def all_mean_bucket(self, bucket: Bucket, group: Group) -> None:
-        """Write the mean into the tensors of a bucket, as :meth:`all_mean` does into one.
+        """Replace the tensors of a bucket, of equal lengths and dtype on all members, by their means over all members.
 
         The tensors are copied in pieces: each piece just before it is sent, and again when its mean has arrived.
-
-        Args:
-            bucket: Tensors of equal length and dtype on all members, as for :meth:`all_mean`.
-            group: Group whose members call this.
         """
         if self._membership is not None:
             await self.join(self.start_sequence(group, lambda alone: alone.all_mean_bucket(bucket, group)), group)
@@ -194,28 +179,27 @@ class Collectives:
             bucket.copy_out(0, await self.all_mean(bucket.flat.clone(), group))
 
     async def _shared_views(self, bucket: Bucket, group: Group) -> list[torch.Tensor] | None:
-        """Return every member's memory if all are on one host and sharing is faster; else None."""
+        """Return every member's shared memory if all members are on one host and sharing is faster; else None."""
         is_wanted = group.size > 1 and is_worth_sharing(len(bucket.flat), bucket.flat.dtype)
         if not is_wanted or not self._engine.transport.capabilities.shares_memory:
             return None
         return await map_shared_buffers(bucket.memory, group, lambda card: self.all_gather(card, group))
 
     async def reduce_in_order(self, tensor: torch.Tensor, group: Group, fold: Reduction) -> torch.Tensor:
-        """Return the fold of every member's tensor in rank order, of which each member computes a share.
+        """Return the reduction of every member's tensor in rank order; each member computes a share.
 
-        This moves as many bytes as a ring reduction. The order of a native reduction would depend on the backend's
-        version and on the size, and MPI does not define NaN in MPI_MAX.
+        The order of a native reduction would depend on the backend's version and on the size.
 
         Args:
             tensor: 1-D contiguous CPU tensor, not empty, of equal length and dtype on all members.
-            group: Group whose members call this.
+            group: Group whose members call this method.
             fold: The reduction, equal on all members.
         """
         if group.native is not None and group.size > 1:
             result = torch.empty(len(tensor), dtype=fold([tensor[:0]] * group.size).dtype, device="cpu")
             await self._finish(group, fold_in_shares, self._engine, self._buffers, group, tensor, fold, Into(result))
             return result
-        if self._membership is not None:  # counts as one collective, like a native one
+        if self._membership is not None:  # counts as one collective, like a native reduction
             alone = self.start_sequence(group, lambda alone: alone.reduce_in_order(tensor, group, fold))
             return await self.join(alone, group)
         share = -(-len(tensor) // group.size)
@@ -224,7 +208,7 @@ class Collectives:
         return torch.cat(await self.all_gather(mine, group))[: len(tensor)]
 
     async def all_reduce(self, tensor: torch.Tensor, group: Group, op: ReduceOp) -> torch.Tensor:
-        """Write the elementwise reduction of every member's tensor into each of them; return it."""
+        """Replace every member's tensor by the elementwise reduction of all of them, and return the tensor."""
         if op not in reduction_dtypes.OPERATIONS:
             raise LocalProtocolError(f"op must be one of {', '.join(reduction_dtypes.OPERATIONS)}, got {op!r}", op=op)
         check_writable(tensor)
@@ -246,7 +230,7 @@ class Collectives:
         return tensor
 
     async def all_to_all(self, tensors: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
-        """Send tensor i to member i; return the tensors received from the members. All have equal shape and dtype."""
+        """Send tensor i to member i, and return the tensors received from all members, of equal shape and dtype."""
         if len(tensors) != group.size:
             raise LocalProtocolError(f"all_to_all takes one tensor per member ({group.size}), got {len(tensors)}")
         for index, tensor in enumerate(tensors):
@@ -275,16 +259,13 @@ class Collectives:
     async def gather_bytes(
         self, send: torch.Tensor, sizes: Sequence[int], group: Group, root: int
     ) -> torch.Tensor | None:
-        """Concatenate every member's bytes on ``root``, in the group's order.
+        """Return every member's bytes, concatenated in the group's order, on ``root``; None on other ranks.
 
         Args:
-            send: 1-D uint8 CPU tensor of this member's size.
+            send: This member's bytes, a 1-D uint8 CPU tensor.
             sizes: Number of bytes of each member; equal on all members.
-            group: Group whose members call this.
+            group: Group whose members call this method.
             root: Rank of a member.
-
-        Returns:
-            On ``root`` a 1-D uint8 tensor of all bytes; None on other ranks.
         """
         position = _position(group, root)
         if send.nbytes != sizes[group.index]:
@@ -300,25 +281,25 @@ class Collectives:
         return receive
 
     def is_busy(self, group: Group) -> bool:
-        """Whether a collective of the group is in progress on this rank, or waits for its turn."""
+        """Return whether a collective of the group is in progress on this rank, or waits for an earlier collective."""
         assert self._membership is not None, "a sequence is itself in progress"
         return group.tag in self._newest or self._membership.is_under_way(group)
 
     def start_sequence(self, group: Group, work: Callable[[Collectives], Coroutine[Any, Any, T]]) -> asyncio.Task[T]:
-        """Start several collectives as one, in the order of this rank's collectives of the group.
+        """Start a sequence of collectives that counts as one collective of the group.
 
         Args:
             group: The only group that ``work`` may use.
-            work: Called with collectives that do not wait for the sequence itself.
+            work: Called with a :class:`Collectives` object for the sequence.
 
         Returns:
-            A task that must not be cancelled, since the other members count on it; await it with :meth:`join`.
+            A task to await with :meth:`join`. It must not be cancelled, because the other members take part in it.
         """
         self._note(group, HELPER)
         return self._start(group, work, Collectives(self._engine, self._rank, self._spawn, buffers=self._buffers))
 
     async def join(self, sequence: asyncio.Task[T], group: Group) -> T:
-        """Return the result of a sequence of the group; cancelling the caller does not cancel the sequence."""
+        """Return the result of a sequence of collectives; cancelling the caller does not cancel the sequence."""
         return await self._engine.shielded(sequence, group.tag)
 
     def _note(
@@ -330,7 +311,7 @@ class Collectives:
         *,
         reduction: str | None = None,
     ) -> None:
-        """Report the call to the checker, if the calls of all ranks are compared."""
+        """In a simulation, compare the call with the other members' calls."""
         if self._checker is not None:
             dtype, shape = (None, None) if tensor is None else (tensor.dtype, tensor.shape)
             self._checker.note(
@@ -338,12 +319,12 @@ class Collectives:
             )
 
     def _begin(self, membership: MembershipLog, group: Group) -> int:
-        """Count a collective of this rank, also for recordings, which locate later events by it."""
+        """Count the beginning of a collective for the group and for recordings; return the collective's number."""
         self._engine.note_collective_begun()
         return membership.begin(group)
 
     async def _native(self, group: Group, start: Callable[[], Request], what: WaitId) -> None:
-        """Await a native collective, which is started after all older ones of this rank have been started."""
+        """Start a native collective after all older collectives of this rank in the group, and await it."""
         if self._membership is None:
             await self._engine.wait_or_disown(start(), what)
             return
@@ -360,7 +341,7 @@ class Collectives:
         await self._engine.note_collective(group.tag)
 
     async def _follow(self, group: Group, number: int, request: Request, what: WaitId) -> None:
-        """Wait for a native collective until a member leaves; it continues if the caller is cancelled."""
+        """Wait for a native collective to complete or fail. It continues if the caller is cancelled."""
         assert self._membership is not None, "the collectives of a sequence are part of its task"
         membership, engine, waiter = self._membership, self._engine, self._engine.loop.create_future()
 
@@ -384,7 +365,7 @@ class Collectives:
             waiter.result()
         finally:
             engine.collective_waits.discard(waiter)
-            waiter.cancel()  # else asyncio would report a later error as never retrieved
+            waiter.cancel()  # prevents asyncio's report of an exception that was never retrieved
 
     async def _started(self, start: Callable[[], Request], what: WaitId) -> None:
         await self._engine.wait_or_disown(start(), what)
@@ -392,12 +373,12 @@ class Collectives:
     # -- in turn ----------------------------------------------------------------------------------------------------
 
     async def _finish(self, group: Group, work: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
-        """Run ``work`` to its end even if the caller is cancelled, since the other members count on this rank's part.
+        """Run a collective to its end even if the caller is cancelled, because the other members take part in it.
 
-        Collectives of a group run in turn: a cancelled one still has messages in progress on the group's tag, which
-        messages of a later one could overtake.
+        The collectives of a group run in turn, because messages of a later collective could overtake those of an
+        earlier one on the group's tag.
         """
-        if self._membership is None:  # a sequence runs in order, and is never cancelled
+        if self._membership is None:  # A sequence runs in order, and is never cancelled.
             return await work(*args)
         return await self._engine.shielded(self._start(group, work, *args), group.tag)
 
@@ -410,9 +391,9 @@ class Collectives:
         return task
 
     def _forget(self, tag: int, task: asyncio.Task[Any]) -> None:
-        if self._newest.get(tag) is task:  # forget it, since only the caller needs its result
+        if self._newest.get(tag) is task:
             del self._newest[tag]
-            self._engine.recheck()  # a task that frees the group may wait for it
+            self._engine.recheck()  # because a task that frees the group may wait for this collective
 
     async def _in_turn(
         self,
@@ -430,7 +411,7 @@ class Collectives:
         with membership.waiting(group, number, lambda _: _cancel(task)) as participation:
             try:
                 result = await work(*args)
-                if participation.error is not None:  # it has completed nevertheless, and is being cancelled
+                if participation.error is not None:  # The work completed, but its task is already being cancelled.
                     await yield_to_loop()
             except asyncio.CancelledError:
                 if participation.error is None:
@@ -455,7 +436,7 @@ def _position(group: Group, root: int) -> int:
 
 
 class _HostCopy:
-    """Provides a contiguous CPU view of a tensor, and writes it back at the end if it is a modified copy."""
+    """Context manager that provides a tensor as a contiguous CPU tensor, and writes a modified copy back on exit."""
 
     def __init__(self, tensor: torch.Tensor, *, is_written: bool) -> None:
         self._tensor = tensor

@@ -1,13 +1,10 @@
-"""Exchanges each rank's result or exception, so that an error on one rank is raised on all.
+"""Exchanges each rank's result or exception, so that an error on one rank is raised on all ranks.
 
-All members send a *header* of fixed size before any data, so an exception reaches every rank, and no rank waits for
-data that will never arrive. A header says whether its rank has a value, an exception or nothing. It contains values of
-up to 1,000 bytes and the text of an exception; larger values follow in a second collective, whose sizes all members
-then know. It also contains the rank's operation and root; if these differ, all members get a DisagreementError that
-names both.
+All members first exchange a *header* of fixed size, so that no rank waits for data that another rank cannot send. The
+header contains the rank's operation and root, and a small value or the text of an exception. Values of more than 1,000
+bytes follow in a second collective. If operations or roots differ, all members get a DisagreementError.
 
-**Cancellation**: an exchange that has begun ends in the background and keeps its turn in the group, since the other
-members count on it.
+**Cancellation**: an exchange that has begun ends in the background, because the other members take part in it.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ _FORMAT: Final = struct.Struct("<QBBi")
 #: Largest payload that fits into a header, in bytes.
 INLINE_NBYTES: Final = HEADER_NBYTES - _FORMAT.size
 _NOTHING, _VALUE, _ERROR = range(3)
-#: Operations that exchange headers; a header holds the index of one.
+#: Operations that exchange headers; a header contains an operation's index.
 _OPERATIONS: Final = (
     "barrier",
     "compute_and_broadcast",
@@ -53,11 +50,11 @@ _NO_ROOT: Final = -1
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The operation that a rank has called.
+    """The operation that a rank has called, with its root.
 
     Attributes:
-        operation: An operation that exchanges headers.
-        root: Root of the operation; or None. A value that is not a rank leads to an error on all members.
+        operation: Name of an operation that exchanges headers.
+        root: Root of the operation, or None. An invalid root raises an error on all members.
     """
 
     operation: str
@@ -69,12 +66,11 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class LocalResult:
-    """The result of a computation on this rank.
+    """The result of a computation on this rank: a value, an exception, or nothing.
 
     Attributes:
-        value: Return value.
         payload: The value as bytes; None if there is an error, or nothing was computed.
-        error: Exception of the computation, or of the conversion of its value; or None.
+        error: Exception of the computation, or of the value's conversion to bytes; otherwise None.
     """
 
     value: Any = None
@@ -84,12 +80,12 @@ class LocalResult:
 
 @dataclass(frozen=True, slots=True)
 class ResultHeader:
-    """A member's description of its result.
+    """Header that a member sends to describe its result.
 
     Attributes:
         rank: Rank of the member.
-        call: Operation that it has called.
-        status: Nothing, value or error.
+        call: Operation that the member has called.
+        status: 0 for no result, 1 for a value, 2 for an error.
         nbytes: Size of the payload in bytes.
         inline: The payload, if it fits into the header.
     """
@@ -112,11 +108,11 @@ class ResultHeader:
 
     @property
     def later_nbytes(self) -> int:
-        """Size of the payload if it does not fit into the header, and follows in a second collective; otherwise 0."""
+        """Size in bytes of a payload that follows in a second collective; 0 if the payload is in the header."""
         return self.nbytes if self.has_value and self.nbytes > INLINE_NBYTES else 0
 
     def remote_error(self) -> RemoteError:
-        """Return the member's exception as the RemoteError for other ranks. Raises RemoteProtocolError."""
+        """Return the RemoteError that describes the member's exception to the other ranks."""
         words = serialization.decode(self.inline)
         if type(words) is not list or list(map(type, words)) != [str, str]:
             raise RemoteProtocolError(f"rank {self.rank} failed, and described it as {words!r:.80}", rank=self.rank)
@@ -134,7 +130,7 @@ async def attempt(
     Args:
         fn: The function; None if this rank computes nothing.
         to_payload: Converts the value to bytes.
-        checks: Checks of the operation's arguments, called first. Their errors are sent like any exception.
+        checks: Checks of the operation's arguments, called first. Their errors are handled like those of ``fn``.
     """
     try:
         for check in checks:
@@ -145,7 +141,7 @@ async def attempt(
         if inspect.isawaitable(value):
             value = await value
         return LocalResult(value, to_payload(value))
-    except BaseException as error:  # the caller raises it after the exchange
+    except BaseException as error:  # The caller raises the error after the exchange.
         return LocalResult(error=error)
 
 
@@ -157,13 +153,13 @@ async def run_and_raise(
     *,
     on_end: Callable[[], None] | None = None,
 ) -> T:
-    """Run the collectives that exchange a result, then raise its error, if any.
+    """Run the collectives that exchange this rank's result, then raise the result's error, if any.
 
-    An error that is not an ``Exception`` (a cancellation, an interrupt, an exit) is raised at once, and sent in the
-    background. ``on_end`` is called when the collectives have ended in any way, or if they do not begin.
+    An error that is not an ``Exception``, such as a cancellation, is raised at once, and sent in the background.
+    ``on_end`` is called when the collectives have ended in any way, even if they were not started.
     """
     error = outcome.error
-    if isinstance(error, GeneratorExit):  # the caller is being destroyed, possibly with its loop
+    if isinstance(error, GeneratorExit):  # The caller's coroutine is being closed, possibly after its event loop.
         if on_end is not None:
             on_end()
         raise error
@@ -177,7 +173,7 @@ async def run_and_raise(
     except AsyncdistError:
         if error is None:
             raise
-        raise error from None  # the first error
+        raise error from None  # This rank's own error came first.
     if error is not None:
         raise error
     return result
@@ -189,7 +185,7 @@ async def exchange_headers(
     """Return every member's header, in the group's order, on every member.
 
     Raises:
-        DisagreementError: On every member: members have called different operations, or with different roots.
+        DisagreementError: Members have called different operations, or with different roots. Raised on every member.
     """
     parts = await collectives.all_gather(_to_tensor(_pack_header(outcome, call)), group)
     headers = [_read_header(rank, part) for rank, part in zip(group.ranks, parts, strict=True)]
@@ -198,7 +194,7 @@ async def exchange_headers(
 
 
 def _check_same_call(headers: Sequence[ResultHeader]) -> None:
-    """Raise unless all members made equal calls. A failed member's root, which may be the reason, is not compared."""
+    """Raise DisagreementError unless all members made equal calls. If a member has failed, roots are not compared."""
     first = headers[0]
     ignores_root = any(header.has_error for header in headers)
     for header in headers:
@@ -216,7 +212,7 @@ async def collect(
     """Gather every member's payload on the call's root.
 
     Returns:
-        Every member's header; and, on the root if no member failed, the payloads, else None.
+        Every member's header, and the payloads. The payloads are None on other ranks, and if a member failed.
     """
     headers = await exchange_headers(collectives, group, outcome, call)
     root = call.root
@@ -236,14 +232,14 @@ async def collect(
 
 
 async def share(collectives: Collectives, group: Group, outcome: LocalResult, root: int) -> tuple[ResultHeader, bytes]:
-    """Send ``root``'s header and payload to every member. ``outcome`` matters only on ``root``."""
+    """Send the root's header and payload to every member, and return both. ``outcome`` is used only on ``root``."""
     packed = _to_tensor(_pack_header(outcome, Call(_OPERATIONS[0], root)))
     header = _read_header(root, await collectives.broadcast(packed, group, root))
     return header, await share_payload(collectives, group, outcome, header)
 
 
 async def share_payload(collectives: Collectives, group: Group, outcome: LocalResult, header: ResultHeader) -> bytes:
-    """Send the payload of ``header``, which all members have, to all members."""
+    """Send the payload of one member to all members, which already have that member's ``header``; return it."""
     root = header.rank
     if not header.later_nbytes:
         return header.inline

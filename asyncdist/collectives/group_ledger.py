@@ -1,14 +1,11 @@
-"""Tracks the groups of a rank, and releases a group's tag and communicator when all members have freed it.
+"""Tracks the groups of a rank, and releases a group's tag and communicator when all members have freed the group.
 
 Each member frees a group on its own, and sends the others the number of collectives that it has started and completed.
-If all members report the same number, no message of the group is in progress. Each member then releases the tag and
-the communicator (MPI_Comm_free is local in practice: MPI-4.1 section 7.4.3). If the numbers differ, a collective is
-unfinished, and its messages may still arrive; if a member is lost, its number is unknown. Such a group keeps its tag
-and its communicator to the end.
+If all numbers are equal, no message of the group is in progress, and each member releases the tag and the communicator
+(MPI_Comm_free is local in practice: MPI-4.1 section 7.4.3). If the numbers differ or a member is lost, messages may
+still arrive, and the group's tag and communicator are never released.
 
-A group's tag is agreed on when it is made: the smallest number that no member has in use
-(:mod:`asyncdist.collectives.agreement.agreements`). A tag therefore identifies a group only among the current groups of
-one rank.
+The members agree on a group's tag when they make the group: the smallest number that no member has in use.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from asyncdist.errors import LocalProtocolError, RemoteProtocolError
 from asyncdist.messaging import wire
 from asyncdist.transports.base import GroupHandle
 
-#: Number of tags for groups; the world's group has the tag before them.
+#: First tag for groups, after the tag of the world's group, and number of these tags.
 _FIRST_TAG: Final = tags.COLLECTIVE_FIRST + 1
 _COUNT_MAX: Final = tags.COLLECTIVE_LAST - tags.COLLECTIVE_FIRST
 
@@ -35,13 +32,13 @@ _Key: TypeAlias = tuple[Runs, int]
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """Member to member: the sender has freed this group.
+    """Message with which a member notifies the others that it has freed a group.
 
     Attributes:
         ranks: Members in the group's order.
         serial: Serial number among the groups of these ranks.
-        started: Number of collectives that the sender has started; all have ended there.
-        lost: Ranks that the sender knows to be lost, which may be the reason.
+        started: Number of collectives that the sender has started and ended.
+        lost: Ranks that the sender knows to be lost.
     """
 
     ranks: Runs
@@ -52,12 +49,11 @@ class Freed:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """The state of a group of this rank.
+    """A group of this rank, with the members that have freed it.
 
     Attributes:
-        group: The group.
-        freed: Number of started collectives, by member that has freed the group.
-        done_count: Number of members, from the first in the group's order, known to have freed it or to have left.
+        freed: For each member that has freed the group, the number of collectives that it had started.
+        done_count: Number of leading members, in the group's order, that have freed the group or left the world.
     """
 
     group: Group
@@ -66,10 +62,9 @@ class _Entry:
 
 
 class GroupLedger:
-    """Keeps the groups of one rank.
+    """Records the groups of one rank, and which members have freed them.
 
     Args:
-        membership: Counts the collectives of the groups.
         give_back: Frees a group; awaited by :meth:`Group.free`.
         forget: Called with a group that all members have freed.
     """
@@ -87,15 +82,11 @@ class GroupLedger:
         self._early: dict[_Key, dict[int, int]] = {}
 
     def taken(self) -> Runs:
-        """Return the numbers that are in use on this rank."""
+        """Return the group numbers that are in use on this rank."""
         return runs_of(tuple(sorted(entry.group.tag - _FIRST_TAG for entry in self._entries.values())))
 
     def tag_of(self, number: int) -> int:
-        """Return the tag of an agreed number.
-
-        Raises:
-            LocalProtocolError: All tags are in use.
-        """
+        """Return the tag for an agreed group number. Raise LocalProtocolError if this rank has too many groups."""
         if number >= _COUNT_MAX:
             raise LocalProtocolError(
                 f"a rank can have at most {_COUNT_MAX} groups at a time; free groups that are no longer needed",
@@ -113,9 +104,9 @@ class GroupLedger:
         *,
         made_after: int = 0,
     ) -> Group:
-        """Make the group object on this rank, once all members have agreed on the group.
+        """Make the group object on this rank, after all members have agreed on the group.
 
-        ``made_after`` is the number of losses that this rank knew of when it requested the group.
+        ``made_after`` is the number of losses of ranks that this rank knew of when it requested the group.
         """
         lease = Lease(serial, wire.scope_of(ranks, "group", serial), self._give_back)
         lease.made_after = made_after
@@ -127,13 +118,13 @@ class GroupLedger:
         return group
 
     def free(self, group: Group) -> Freed:
-        """Note that this rank has freed the group, with no collective in progress; return the message for others."""
+        """Record that this rank has freed the group; return the message to send to the other members."""
         started = self._membership.started_of(group)
         self._note(self._entries[_key_of(group)], group.ranks[group.index], started)
         return Freed(runs_of(group.ranks), group.lease.serial, started, self._membership.lost)
 
     def on_freed(self, message: Freed, source: int) -> None:
-        """Note that another member has freed a group, which may not be open on this rank yet."""
+        """Record that another member has freed a group, which this rank may not have opened yet."""
         entry = self._entries.get((message.ranks, message.serial))
         if entry is None:
             if len(self._early) >= _COUNT_MAX:
@@ -145,7 +136,7 @@ class GroupLedger:
             self._note(entry, source, message.started)
 
     def on_gone(self) -> None:
-        """Check all groups again after a rank has left, which frees its groups, or was lost."""
+        """Release the groups that all members have freed, after the departure of a rank, which frees its groups."""
         for entry in list(self._entries.values()) if self._entries else ():
             self._release(entry)
 
@@ -160,7 +151,7 @@ class GroupLedger:
         group = entry.group
         if group.ranks[group.index] not in entry.freed or self._membership.is_spoiled(group):
             return
-        while entry.done_count < group.size:  # resumes where it stopped: scanning all members each time would be cubic
+        while entry.done_count < group.size:  # continues the last scan, because scanning from the start would be cubic
             if self._started_by(entry, group.ranks[entry.done_count]) is None:
                 return
             entry.done_count += 1
@@ -173,7 +164,7 @@ class GroupLedger:
             self._forget(group)
 
     def _started_by(self, entry: _Entry, rank: int) -> int | None:
-        """Return the number of collectives that ``rank`` had started before it freed the group or left; or None."""
+        """Return the number of collectives that ``rank`` started before it freed the group or left; None if unknown."""
         started = entry.freed.get(rank)
         return self._membership.left_after(entry.group, rank) if started is None else started
 

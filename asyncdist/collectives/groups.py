@@ -1,8 +1,6 @@
-"""Defines groups of ranks, and checks arguments that name them.
+"""Defines groups of ranks, among which collectives run, and checks group arguments.
 
-A :class:`Group` is an ordered list of ranks, with the backend's communicator if it has one, or else a tag of its own
-for collectives. Making a group is collective among its members; each member frees it on its own
-(:mod:`asyncdist.collectives.group_ledger`).
+All members make a group together; each member frees it on its own (:mod:`asyncdist.collectives.group_ledger`).
 """
 
 from __future__ import annotations
@@ -19,19 +17,19 @@ from asyncdist.transports.base import GroupHandle
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """The lifetime of a group.
+    """Mutable state of a group: its identity, and whether this rank has freed it.
 
     Attributes:
         serial: Serial number among the groups of these ranks in this order; equal on all members. 0 if the group cannot
             be freed.
         key: Number derived from the ranks and the serial number; equal on all members.
-        give_back: Frees the group; None if it cannot be freed.
-        is_freed: Whether this rank has freed the group.
-        subjects: Subjects of agreements that are used only during the group's lifetime.
-        made_after: Number of losses that this rank knew of when the group was made; a later loss of a member ends it.
+        give_back: Frees the group; None if the group cannot be freed.
+        subjects: Names of agreements that are removed with the group.
         bound_to: Ranks that are not members, but whose loss ends the group's collectives.
-        joint_work: The newest call of this rank that makes several collectives as one, while it is in progress
+        joint_work: This rank's newest call in progress that runs several collectives as one
             (:mod:`asyncdist.functional.joint_work`).
+        made_after: Number of losses that this rank knew of when the group was made; a later loss of a member ends the
+            group's collectives.
     """
 
     serial: int = 0
@@ -47,14 +45,13 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Group:
-    """Some ranks of the world in a fixed order. As an asynchronous context manager, the group is freed at the end.
+    """Ordered set of ranks among which collectives run. An asynchronous context manager that frees the group on exit.
 
     Attributes:
         ranks: Ranks of the members in the world.
-        index: Position of this rank among them; -1 if it is not a member, and may only read ``ranks``.
-        tag: Tag of its collectives if there is no native communicator.
-        native: Native communicator of the backend; or None.
-        lease: Lifetime of the group.
+        index: Position of this rank in ``ranks``; -1 if this rank is not a member and may only read ``ranks``.
+        tag: Tag of the group's collectives if there is no native communicator.
+        native: Native communicator of the backend, or None.
     """
 
     ranks: tuple[int, ...]
@@ -70,38 +67,37 @@ class Group:
 
     @property
     def communicator(self) -> Any:
-        """The backend's own object, an ``mpi4py.MPI.Comm`` on MPI; None if it has none."""
+        """The backend's communicator, an ``mpi4py.MPI.Comm`` on MPI; None if there is none."""
         return getattr(self.native, "comm", None)
 
     @property
     def key(self) -> int:
-        """A number that no other group ever has, unlike the tag, which is reused."""
+        """Number that identifies the group and, unlike the tag, is never reused."""
         return self.lease.key or self.tag
 
     @property
     def number(self) -> str:
-        """A string that no other group of these ranks ever has."""
+        """String that identifies the group among all groups of these ranks, past and future."""
         return f"{self.tag}.{self.lease.serial}"
 
     async def free(self) -> None:
-        """Release the group's tag and communicator, which are limited. A second call does nothing.
+        """Free the group, whose tag and communicator are limited resources. A second call does nothing.
 
-        The call waits only for the collectives that this rank has started, and then notifies the other members. From
-        then on, collectives of the group raise ClosedError on this rank, and on the others unless this member took part
-        in them. Tag and communicator are reused when all members have freed the group or left. After a failure of the
-        job, the call does nothing.
+        The call waits for the collectives that this rank has started, and then notifies the other members. Later
+        collectives of the group raise ClosedError on all members. The tag and the communicator are released when all
+        members have freed the group or left the world. After a failure of the job, the call does nothing.
 
         **Cancellation**: the group is freed anyway, in the background.
 
         Raises:
-            LocalProtocolError: It is the group of the whole world, or this rank is not a member.
+            LocalProtocolError: This is the group of the whole world, or this rank is not a member.
         """
         if self.lease.give_back is None:
             raise LocalProtocolError(f"the group {short(self.ranks)} was not made by new_group and cannot be freed")
         await self.lease.give_back(self)
 
     async def __aenter__(self) -> Group:
-        """Return the group. Raises ClosedError if it was freed."""
+        """Return the group. Raise ClosedError if the group was freed."""
         check_open(self)
         return self
 
@@ -110,12 +106,12 @@ class Group:
 
     @classmethod
     def seen_from_outside(cls, ranks: Sequence[int]) -> Group:
-        """Make the group object of a rank that is not a member, which has only ``ranks``."""
+        """Make a group object for a rank that is not a member, which may only read ``ranks``."""
         return cls(tuple(ranks), -1, -1, None)
 
 
 async def free_all(groups: Iterable[Group]) -> None:
-    """Free some groups in turn. **Cancellation**: raised after the last one has been freed."""
+    """Free groups in turn. **Cancellation**: raised after the last group has been freed."""
     cancellation: asyncio.CancelledError | None = None
     for group in groups:
         try:
@@ -139,16 +135,16 @@ def check_open(group: Group) -> None:
 
 
 def short(ranks: tuple[int, ...]) -> str:
-    """Return the ranks of a group as a string, for messages."""
+    """Format the ranks of a group for messages; at most 16 ranks are listed."""
     shown = ", ".join(map(str, ranks[:16]))
     return f"[{shown}]" if len(ranks) <= 16 else f"[{shown}, ...] of {len(ranks)}"
 
 
 def check_member(group: Group, rank: int) -> None:
-    """Raise unless ``group`` is an open group with ``rank`` as a member.
+    """Check that ``group`` is an open group with ``rank`` as a member.
 
     Raises:
-        TypeError: It is not a :class:`Group`.
+        TypeError: ``group`` is not a :class:`Group`.
         LocalProtocolError: ``rank`` is not a member.
         ClosedError: The group was freed.
     """

@@ -1,15 +1,13 @@
 """Tracks which collectives each member takes part in, so that no rank waits for a member that has left.
 
-Members start the collectives of a group in one order. Each rank therefore counts its started collectives by group, and
-sends the counts when it leaves. It takes no part in collectives with higher numbers: ranks that start or await them get
-ClosedError. Collectives with lower numbers continue: the leaver has done its part, or does it in the background.
+The members of a group start its collectives in the same order. Each rank counts the collectives that it has started in
+each group, and sends these counts when it leaves the world, or one count when it frees a group. In collectives with
+higher numbers, which the departed rank does not join, the other members get ClosedError. Collectives with lower numbers
+continue, because the departed rank completes its part.
 
-A member that frees a group sends its count of that group, which has the same effect for that group as leaving.
-
-The count of a lost member is unknown, and the others detect the loss at different times: one member may have abandoned
-a collective in which the next one still waits for it. A loss therefore ends, on each rank that learns of it, all
-current and later collectives of all groups with the lost rank, with RankLostError. The groups of a mesh's axes are
-bound to all ranks of the mesh. The survivors make a new group without the lost rank.
+The count of a lost member is unknown. A loss therefore ends all current and later collectives of all groups with the
+lost rank, with RankLostError, on each rank that is notified of the loss. The groups of a mesh's axes also end with the
+loss of any rank of the mesh. The survivors make a new group without the lost rank.
 """
 
 from __future__ import annotations
@@ -30,10 +28,9 @@ class Participation:
     """A collective in progress on this rank.
 
     Attributes:
-        group: Group of the collective.
-        number: Number among the collectives of the group, from 1.
-        stop: Ends the wait with an error.
-        error: Error with which the wait was ended; or None.
+        number: Number of the collective in its group, from 1.
+        stop: Ends the wait for the collective with an error.
+        error: Error with which the wait was ended, or None.
     """
 
     group: Group
@@ -44,14 +41,14 @@ class Participation:
 
 @dataclass(slots=True)
 class _Leavers:
-    """Ranks that have left with the same counts of started collectives, by the groups' tags."""
+    """Ranks that have left the world, and their number of started collectives by group tag, equal for all of them."""
 
     started: dict[int, int]
     ranks: RankSet = field(default_factory=RankSet)
 
 
 class MembershipLog:
-    """Tracks which collectives this rank has started, and which members take part in them."""
+    """Counts the collectives that this rank has started, and ends those in which another member takes no part."""
 
     def __init__(self) -> None:
         self._started: Counter[int] = Counter()
@@ -66,7 +63,7 @@ class MembershipLog:
         self._under_way: dict[Participation, None] = {}  # in the order of their beginning
 
     def begin(self, group: Group) -> int:
-        """Count one more collective of the group; return its number.
+        """Count the start of a collective of the group; return the collective's number, from 1.
 
         Raises:
             ClosedError: The group was freed on this rank, or this rank has left.
@@ -78,39 +75,39 @@ class MembershipLog:
         return self._started[group.tag]
 
     def leave(self) -> None:
-        """Start no further collectives, so that :meth:`started` is final."""
+        """Refuse to start further collectives, because this rank leaves, so that :meth:`started` is final."""
         self._has_left = True
 
     def started(self) -> tuple[tuple[int, int], ...]:
-        """Return the number of started collectives of each group, by tag, for the message of a leaving rank."""
+        """Return pairs (group's tag, number of started collectives), which a leaving rank sends to the others."""
         return tuple(self._started.items())
 
     def check(self, group: Group, number: int) -> None:
-        """Raise if a collective can never complete, before this rank sends anything for it.
+        """Check that a collective can complete, before this rank sends its first message.
 
         Raises:
-            ClosedError: A member has left, or freed the group, before the collective.
+            ClosedError: A member left the world or freed the group before it started the collective.
             RankLostError: A member is lost.
         """
         if self._left or self._lost_at or self._freed:
             error = self._reason(group, number)
             if error is not None:
-                self._started[group.tag] -= 1  # later ones will be refused, too
+                self._started[group.tag] -= 1  # Later collectives of the group will be refused, too.
                 raise error
 
     def enter(self, group: Group, number: int, stop: Callable[[AsyncdistError], None]) -> Participation:
-        """Note that a collective is in progress until :meth:`end`; ``stop`` gets an error if a member takes no part."""
+        """Record a collective in progress; ``stop`` is called with an error if a member does not take part."""
         entry = Participation(group, number, stop)
         self._under_way[entry] = None
         return entry
 
     def end(self, entry: Participation) -> None:
-        """Note that the collective is no longer in progress. A second call does nothing."""
+        """Remove a collective from those in progress. A second call does nothing."""
         self._under_way.pop(entry, None)
 
     @contextmanager
     def waiting(self, group: Group, number: int, stop: Callable[[AsyncdistError], None]) -> Iterator[Participation]:
-        """Note that a collective is in progress while the body runs. Raises as :meth:`check`."""
+        """Record a collective in progress while the body runs. Raise an error if a member does not take part."""
         self.check(group, number)
         entry = self.enter(group, number, stop)
         try:
@@ -122,25 +119,25 @@ class MembershipLog:
             self.end(entry)
 
     def spoil(self, group: Group, error: BaseException) -> None:
-        """Note that a collective has failed: its messages may still arrive, unless all members raised ``error``."""
+        """Record that a collective has failed. Its messages may still arrive, unless all members raised ``error``."""
         if not isinstance(error, (RemoteError, DisagreementError)):
             self._spoiled.add(group.tag)
 
     @property
     def spoiled_tags(self) -> Collection[int]:
-        """Tags of groups whose messages may still arrive after all members have ended all their collectives."""
+        """Tags of groups in which a collective failed, so that its messages may still arrive later."""
         return self._spoiled
 
     def is_spoiled(self, group: Group) -> bool:
-        """Return whether messages of the group may still arrive after all members have ended all its collectives."""
+        """Return whether a collective of the group failed, so that its messages may still arrive later."""
         return group.tag in self._spoiled
 
     def is_under_way(self, group: Group) -> bool:
-        """Return whether this rank is in a collective of the group."""
+        """Return whether a collective of the group is in progress on this rank."""
         return any(entry.group is group for entry in self._under_way)
 
     def under_way(self) -> list[tuple[Group, int]]:
-        """Return the collectives in progress on this rank, each with its number, oldest first."""
+        """Return the group and the number of each collective in progress on this rank, oldest first."""
         return [(entry.group, entry.number) for entry in self._under_way]
 
     def started_of(self, group: Group) -> int:
@@ -148,38 +145,35 @@ class MembershipLog:
         return self._started[group.tag]
 
     def check_whole(self, group: Group) -> None:
-        """Raise RankLostError if a member was restarted since the group was made.
-
-        If a lost member was not restarted, a collective start detects the loss itself.
-        """
+        """Raise RankLostError if a member was restarted since the group was made."""
         for rank in self._incarnations:
             if rank in group.ranks and self._has_lost(group, rank):
                 text = f"rank {rank} was restarted, and is not a member of the earlier group {short(group.ranks)}"
                 raise RankLostError(f"{text}; make another group", rank=rank)
 
     def left_after(self, group: Group, rank: int) -> int | None:
-        """Return the number of collectives that ``rank`` had started when it left; None if present or lost."""
+        """Return how many collectives of the group ``rank`` had started when it left; None if it is present or lost."""
         if self._has_lost(group, rank):
             return None
         return next((each.started.get(group.tag, 0) for each in self._left.values() if rank in each.ranks), None)
 
     def _has_lost(self, group: Group, rank: int) -> bool:
-        """Return whether ``rank`` was lost since the group was made, even if it was restarted."""
+        """Return whether ``rank`` was lost after the group was made, even if the rank was restarted."""
         return self._lost_at.get(rank, 0) > group.lease.made_after
 
     def on_freed(self, group: Group, rank: int, started: int) -> None:
-        """Note that ``rank`` has freed the group after starting ``started`` collectives of it."""
+        """Record that ``rank`` has freed the group after it started ``started`` collectives."""
         self._freed.setdefault(group.tag, {})[rank] = started
         self._stop_what_cannot_complete()
 
     def reset(self, tag: int) -> None:
-        """Forget the counts of a tag, because its group was freed or a new group has it."""
+        """Clear the counts of a tag, because its group was freed, or a new group uses the tag."""
         for known in (self._started, self._freed):
             known.pop(tag, None)
         self._spoiled.discard(tag)
 
     def on_lost(self, rank: int) -> None:
-        """Note that ``rank`` is lost, and end all collectives of its groups."""
+        """Record the loss of ``rank``, and end all collectives of its groups."""
         if rank not in self._lost:
             self._lost.add(rank)
             self._loss_count += 1
@@ -187,14 +181,17 @@ class MembershipLog:
         self._stop_what_cannot_complete()
 
     def on_returned(self, rank: int, incarnation: int) -> None:
-        """Note that ``rank`` was restarted, so that it may be a member of new groups."""
+        """Record the restart of ``rank``, which may now be a member of new groups."""
         self._lost.discard(rank)
         for leavers in self._left.values():
             leavers.ranks.discard(rank)
         self._incarnations[rank] = incarnation
 
     def has_heard_of(self, rank: int, incarnation: int) -> bool:
-        """Return whether this rank knows of the loss of that process of ``rank``, or never met it."""
+        """Return whether this rank needs no notice of the loss of ``rank``'s process with this incarnation.
+
+        That is true if this rank knows of the loss, or was never connected to the process.
+        """
         known = self._incarnations.get(rank, 0)
         return incarnation != known or rank in self._lost
 
@@ -205,11 +202,11 @@ class MembershipLog:
 
     @property
     def lost(self) -> Losses:
-        """Ranks that are known to be lost, to this rank or to a rank that has left, with their incarnations."""
+        """Ranks that are known to be lost, each with the incarnation of its lost process."""
         return tuple((rank, self._incarnations.get(rank, 0)) for rank in sorted(self._lost))
 
     def on_left(self, ranks: RankSet, started: tuple[tuple[int, int], ...]) -> None:
-        """Note that ranks have left, and how many collectives each of them had started by tag."""
+        """Record that ranks have left the world, and how many collectives each of them had started, by group tag."""
         for leavers in self._left.values():
             ranks = ranks - leavers.ranks
         self._left.setdefault(started, _Leavers(dict(started))).ranks |= ranks

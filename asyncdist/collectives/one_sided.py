@@ -1,21 +1,17 @@
-"""Exposes successive versions of a rank's state, which other ranks read at any time without waiting for each other.
+"""Versioned windows: a rank exposes successive versions of its state, which other ranks read at any time.
 
-A window holds two slots. Version k is written into slot k mod 2 while readers use version k - 1 in the other slot. A
-record describes each version and its quality. A reader first reads the newest records, and then one version by its
-number: it gets that version whole, or :class:`OutdatedError`.
+A window has two slots. Version k is written into slot k mod 2 while readers use version k - 1 in the other slot. A
+record describes each version and its metric. A reader first reads the newest records, and then a version by its number.
+It gets the complete version, or an :class:`OutdatedError`.
 
 - If the transport has one-sided reads and all members are on one host, slots and records are in memory that all members
-  map (:mod:`asyncdist.host_memory.shared_memory`). The owner writes the number of the version that it is *writing*
-  before it changes a slot, and publishes the record when the slot is complete, with memory barriers in between. A
-  reader copies the slot and then reads the owner's number again: if version k + 2 was not begun, slot k mod 2 has not
-  changed. (This is a sequence lock, after Lameter 2005, over two buffers.) The owner takes no part, and may be
-  computing or have left.
-- Otherwise the owner answers at its safe points. A read is a grant of :mod:`asyncdist.messaging.streams`, answered by
-  the stream of that version or by the abort. A slot is not written while it is being streamed; the new version is
-  skipped then. With up to :data:`TOLD_COUNT_MAX` other members, an owner sends its records to all. With more, a reader
-  asks for them (:mod:`asyncdist.collectives.version_desk`), so that a rank's messages do not grow with the group.
-
-The meaning of the exposed bytes belongs to the caller.
+  map (:mod:`asyncdist.host_memory.shared_memory`). Before the owner changes a slot, it writes the number of the new
+  version. A reader copies a slot, and then checks that the owner has not begun version k + 2. (This is a sequence lock,
+  after Lameter 2005, over two buffers.) The owner may be computing, or have left.
+- Otherwise the owner answers reads at its safe points, with a stream of the version or an abort
+  (:mod:`asyncdist.messaging.streams`). While a slot is being streamed, the owner does not write a new version into it.
+  In small groups, an owner sends its records to all members. In large groups, readers ask for them
+  (:mod:`asyncdist.collectives.version_desk`).
 """
 
 from __future__ import annotations
@@ -54,7 +50,7 @@ logger = logging.getLogger("asyncdist.collectives.one_sided")
 Targets: TypeAlias = Sequence[memoryview]
 Take: TypeAlias = Callable[[int], None]
 
-#: Largest number of other members to which an owner sends the record of each version.
+#: Largest number of other members for which an owner sends the record of each version to all of them.
 TOLD_COUNT_MAX: Final = 32
 
 _SUBJECT: Final = "new window"
@@ -62,22 +58,22 @@ _SUBJECT: Final = "new window"
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """Owner to the others: the sender no longer exposes any version."""
+    """Message with which an owner notifies the other members that it no longer exposes any version."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Card:
-    """Member to the others: one part of an all-gather, as the window is opened."""
+    """Message with a member's part of the all-gather that opens a window."""
 
     data: bytes
 
 
 class OutdatedError(AsyncdistError):
-    """The requested version no longer exists. Carries ``rank`` and ``version``."""
+    """Raised if the requested version no longer exists. Has ``rank`` and ``version``."""
 
 
 class VersionedWindow(abc.ABC):
-    """Exposes versions of this rank, and reads those of others. Made by :func:`open_versioned_window`.
+    """Exposes versions of this rank's state, and reads other ranks' versions. Made by :func:`open_versioned_window`.
 
     Attributes:
         version: Number of the newest version that this rank has published; 0 for none.
@@ -87,31 +83,29 @@ class VersionedWindow(abc.ABC):
 
     @abc.abstractmethod
     def begin(self) -> torch.Tensor | None:
-        """Return the memory for the next version, to be filled and published; None while readers still need it.
+        """Return the memory for the next version, a 1-D uint8 tensor to be filled and then published.
 
-        The call invalidates the older version in this memory. A second call returns the same memory.
-
-        Returns:
-            A 1-D uint8 tensor.
+        The call invalidates the older version in this memory. A second call returns the same memory. The result is None
+        while readers still read this memory.
         """
 
     @abc.abstractmethod
     def publish(self, iteration: int, metric: float) -> VersionRecord:
-        """Publish the version begun with :meth:`begin`, so that readers may read it."""
+        """Make the version begun with :meth:`begin` available to readers, and return its record."""
 
     async def published_by(self, rank: int, *, deadline: float = math.inf) -> VersionRecord | None:
-        """Return the newest record of another member; None if it has published nothing, has retired or is gone.
+        """Return the newest record of another member; None if that member has no version or is gone.
 
         Args:
             rank: Rank of another member.
-            deadline: Time on the loop's clock, in seconds. If the owner must answer, and has not by then, the result is
+            deadline: Time on the loop's clock, in seconds. If the member has not answered until then, the result is
                 None.
         """
         return (await self.published_by_each((rank,), deadline=deadline)).get(rank)
 
     @abc.abstractmethod
     async def published_by_each(self, ranks: Sequence[int], *, deadline: float = math.inf) -> dict[int, VersionRecord]:
-        """Return the newest records of these members, as ``published_by``, in their order; without missing ones."""
+        """Return the newest record of each of these members, in order. Members without a version are left out."""
 
     @abc.abstractmethod
     async def read(self, rank: int, record: VersionRecord, targets: Targets, take: Take, *, deadline: float) -> None:
@@ -120,13 +114,13 @@ class VersionedWindow(abc.ABC):
         Args:
             rank: Rank of another member.
             record: Record of the version, from ``published_by``.
-            targets: Buffers for the chunks, in order, of ``chunk_nbytes`` each except the last. They may repeat at a
-                distance of ``streams.WINDOW_COUNT`` chunks.
-            take: Called with the index of each chunk after its arrival. Until ``read`` has returned, chunks may belong
-                to different versions, and must be discarded if ``read`` raises.
+            targets: Buffers for the chunks, in order, of ``chunk_nbytes`` each except the last. Chunks i and i +
+                ``streams.WINDOW_COUNT`` may share a buffer.
+            take: Called with the index of each chunk after its arrival. If ``read`` raises, all chunks must be
+                discarded, because they may belong to different versions.
             deadline: Time on the loop's clock, in seconds.
 
-        **Cancellation**: a target may be written until the owner has answered.
+        **Cancellation**: the targets may still be written until the owner has answered.
 
         Raises:
             OutdatedError: The version no longer exists.
@@ -136,7 +130,7 @@ class VersionedWindow(abc.ABC):
 
     @abc.abstractmethod
     async def close(self, deadline: float | None) -> None:
-        """Close the window on this rank, without waiting for the others.
+        """Close the window on this rank, without waiting for the other members.
 
         Args:
             deadline: Time on the loop's clock, in seconds, until which current reads may continue; None to end them.
@@ -153,19 +147,17 @@ async def open_versioned_window(
     chunk_nbytes: int = CHUNK_NBYTES,
     timeout_s: float = 60.0,
 ) -> VersionedWindow:
-    """Open a window. Collective among the members of ``group``, which must pass equal arguments.
+    """Open a window. All members of ``group`` must call this function with equal arguments.
 
     Args:
-        services: Services of this rank.
-        agreements: Agreements of this rank.
-        group: Ranks that expose and read.
-        nbytes: Size of one version in bytes; each rank keeps two versions.
+        group: Ranks that expose and read versions.
+        nbytes: Size of one version in bytes; each rank stores two versions.
         scope: Scope that only these members use.
         chunk_nbytes: Size of the chunks of a read, in bytes.
         timeout_s: Seconds to wait for the other members.
 
     Raises:
-        StartTimeoutError: A member took longer. If all members had joined, the others may have opened the window.
+        StartTimeoutError: A member took longer. The other members may have opened the window.
     """
     if group.size > 1 and services.engine.transport.capabilities.one_sided_reads:
 
@@ -173,7 +165,7 @@ async def open_versioned_window(
             await start.agree({}, timeout_s=timeout_s)
             return await _map_memories(services, group, _SharedWindow.window_nbytes(nbytes), scope)
 
-        # A subject per window: concurrent tasks may open windows of the same ranks in a different order on each rank.
+        # Each window has its own subject, since tasks may open several windows of the same ranks in different orders.
         subject = f"{_SUBJECT} {scope:x}"
         try:
             memories = await start_together(services, agreements, group.ranks, subject, make, _drop, name=_SUBJECT)
@@ -185,17 +177,17 @@ async def open_versioned_window(
 
 
 async def _drop(memories: list[torch.Tensor] | None) -> None:
-    """Do nothing: memory is given back when the last rank that maps it has dropped it."""
+    """Do nothing, because the memory is released when no rank maps it any longer."""
 
 
 async def _map_memories(services: Services, group: Group, nbytes: int, scope: int) -> list[torch.Tensor] | None:
-    """Make memory of this rank and map that of all members, in the group's order; all members await this.
+    """Allocate shared memory on this rank, and return all members' memories, in the group's order.
 
-    Returns:
-        None on all members if one of them has no such memory, or is on another host.
+    All members must await this function. It returns None on all members if one member has no shared memory, or is on a
+    different host.
     """
     memory = None
-    with contextlib.suppress(OSError):  # this system has no such memory, or not as much
+    with contextlib.suppress(OSError):  # raised if this system has no shared memory, or not enough
         memory = SharedMemory(nbytes)
     received: dict[int, deque[bytes]] = {rank: deque() for rank in group.ranks if rank != services.rank}
     channel: Channel[_Card] = services.open_channel(
@@ -220,19 +212,19 @@ async def _map_memories(services: Services, group: Group, nbytes: int, scope: in
 
 # -- one-sided --------------------------------------------------------------------------------------------------------
 
-#: Format of a record in the window, with a CRC that detects a record that is being written.
+#: Format of a record in the window, and of the CRC after it, which detects a record that is being written.
 _RECORD: Final = struct.Struct("<Qqd")
 _CRC: Final = struct.Struct("<I")
-#: Layout: the number of the version that is being written, then the two records, each in its own cache line.
+#: The window begins with the number of the version that is being written and two records, each in its own cache line.
 _LINE_NBYTES: Final = 64
 _RECORD_OFFSETS: Final = (_LINE_NBYTES, 2 * _LINE_NBYTES)
 _HEAD_NBYTES: Final = 3 * _LINE_NBYTES
-#: Stored as the number of the version being written when the window has retired, so that all versions are outdated.
+#: Number of the version being written that a closed window stores, so that readers find all its versions outdated.
 _RETIRED: Final = 1 << 62
 
 
 class _SharedWindow(VersionedWindow):
-    """Keeps versions in memory that all members map; see the module's docstring for the order of accesses."""
+    """Versioned window in shared memory, which readers copy without the owner's help."""
 
     def __init__(self, services: Services, group: Group, memories: Sequence[torch.Tensor], nbytes: int) -> None:
         self._services = services
@@ -245,7 +237,7 @@ class _SharedWindow(VersionedWindow):
 
     @staticmethod
     def window_nbytes(nbytes: int) -> int:
-        """Return the size of the window for versions of ``nbytes`` bytes."""
+        """Return the size in bytes of the window for versions of ``nbytes`` bytes."""
         return _HEAD_NBYTES + 2 * _aligned(nbytes)
 
     def begin(self) -> torch.Tensor | None:
@@ -296,7 +288,7 @@ class _SharedWindow(VersionedWindow):
             )
 
     def _look(self, rank: int) -> tuple[int, list[VersionRecord]]:
-        """Return the number of the version that ``rank`` is writing, and its complete records."""
+        """Return the number of the version that ``rank`` is writing, and the complete records of ``rank``."""
         order_memory()
         head = bytes(self._memories[rank][:_HEAD_NBYTES])
         order_memory()
@@ -323,7 +315,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def _same(one: VersionRecord, two: VersionRecord) -> bool:
-    """Return whether two records are equal, NaN included."""
+    """Return whether two records are equal. NaN metrics are equal to each other."""
     metrics = one.metric == two.metric or (math.isnan(one.metric) and math.isnan(two.metric))
     return metrics and (one.version, one.iteration) == (two.version, two.iteration)
 
@@ -333,7 +325,7 @@ def _same(one: VersionRecord, two: VersionRecord) -> bool:
 
 @dataclass(slots=True, eq=False)
 class _Answer:
-    """A stream of one version to one reader."""
+    """A stream of one version to one reader, identified by the reader's rank and slot (``key``)."""
 
     version: int
     key: tuple[int, int]
@@ -341,7 +333,7 @@ class _Answer:
 
 
 class _StreamedWindow(VersionedWindow):
-    """Lets the owner answer each read. Its channel still answers grants after the window is closed, with aborts."""
+    """Versioned window whose owner answers each read with a stream of messages. When closed, it answers with aborts."""
 
     def __init__(self, services: Services, group: Group, nbytes: int, *, scope: int, chunk_nbytes: int) -> None:
         self._services = services
@@ -358,7 +350,7 @@ class _StreamedWindow(VersionedWindow):
         if self._desk is not None:
             self._desk.open(scope, lambda: self._record)
         self._newest: dict[int, VersionRecord] = {}
-        self._retired: set[int] = set()  # including gone ranks, since a restarted process has no window
+        self._retired: set[int] = set()  # includes lost ranks, since a restarted process has no window
         self._retired.update(services.gone)
         services.on_gone(self._retired.add, among=self._others)
         self._reports: Channel[VersionRecord | Retired] = services.open_channel(
@@ -384,14 +376,14 @@ class _StreamedWindow(VersionedWindow):
         return record
 
     def _tell(self, message: VersionRecord | Retired) -> None:
-        """Send a message to all other members, if they are few."""
+        """Send a message to all other members, unless the group is large."""
         for rank in self._others if self._desk is None else ():
             if rank not in self._retired:
                 try:
                     self._reports.send_nowait(message, rank)
                 except RankLostError as error:
                     logger.debug("not sent: %s", error)
-                except BusyError:  # that rank has not received thousands of messages; a newer record will replace this
+                except BusyError:  # The rank has not received thousands of messages. Newer records will follow.
                     logger.debug("rank %d does not receive records", rank)
 
     def _on_report(self, envelope: Envelope[VersionRecord | Retired]) -> None:
@@ -441,12 +433,12 @@ class _StreamedWindow(VersionedWindow):
         self._services.spawn_service(self._answer(answer, refused=not chunks), name=f"read by rank {key[0]}")
 
     def _has(self, version: int) -> bool:
-        """Return whether a slot still holds the version."""
+        """Return whether a slot still contains the version."""
         is_previous = version == self.version - 1 and not self._begun
         return not self._closed and version >= 1 and (version == self.version or is_previous)
 
     def _chunks(self, grant: Grant, version: int) -> list[memoryview]:
-        """Return the chunks that ``grant`` requests; none if the version does not exist or is smaller."""
+        """Return the chunks that ``grant`` requests; empty if the version does not exist or the sizes do not fit."""
         is_sound = 0 < grant.nbytes <= self._nbytes and grant.chunk_nbytes == self._chunk_nbytes
         if not is_sound or not self._has(version):
             return []

@@ -1,20 +1,17 @@
-"""Gives turns to starts that take a number, or that enter a call which blocks until all members have entered it.
+"""Serializes the collective starts of a rank that block, or that allocate a number such as a group's tag.
 
-A rank in two such starts at once could block in one of them while another rank blocks in the other, for example in
-MPI_Win_allocate and MPI_Comm_create_group, and each would wait for the other forever. Therefore a rank is in one of
-them at a time. However, tasks may request starts in a different order on each rank, for example if each task trains a
-model in a group of its own, and a start may wait for a late rank. Therefore each start makes two agreements:
+A blocking start, such as MPI_Comm_create_group, returns only when all members have entered it. If two ranks entered two
+such starts in opposite order, each would wait for the other forever. Tasks may request starts in a different order on
+each rank, however. Each start therefore makes two agreements:
 
-1. **All members have requested the start.** A rank may be in any number of these agreements at once, so none waits for
-   another start. The leader gives the start a number larger than those of all starts that a member knows of (Lamport,
-   "Time, clocks, and the ordering of events in a distributed system", 1978). The numbers, and keys for equal numbers,
-   define one order of all starts, which is equal on all ranks.
-2. **All members have their turn.** A rank joins this agreement for the first start, in that order, that all members
-   have requested. If an earlier one appears, the rank asks the leader to release it, unless all members have joined,
-   and joins the earlier one.
+1. **All members have requested the start.** A rank may be in any number of these agreements at once. The leader gives
+   the start a number that is larger than those of all starts known to a member (Lamport, "Time, clocks, and the
+   ordering of events in a distributed system", 1978). The numbers define one order of all starts, equal on all ranks.
+2. **All members are ready for the start.** A rank joins this agreement for one start at a time: the first start in this
+   order that all members have requested. If an earlier start appears, the rank asks the leader to release it from the
+   agreement, which succeeds unless all members have joined, and joins the earlier start.
 
-This always ends: each member joins the first of all fully requested starts as soon as it learns that all have requested
-it, and the only start that can delay it has all of its members.
+No start waits forever, because all members join the first of all requested starts before any other start.
 """
 
 from __future__ import annotations
@@ -38,11 +35,11 @@ from asyncdist.waits import WaitId, WaitKind
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Waiting:
-    """A start of this rank that all members have requested.
+    """A start that all members have requested, and that waits for its turn on this rank.
 
     Attributes:
-        number: Number of the start.
-        meeting: Meeting of its second agreement.
+        number: Number that determines the start's place in the order of all starts.
+        meeting: Meeting of the start's second agreement.
     """
 
     number: int
@@ -55,35 +52,28 @@ class _Waiting:
 
 
 class Turns:
-    """Gives the starts of one rank their turns.
-
-    Args:
-        services: Services of this rank.
-        agreements: Agreements of this rank.
-    """
+    """Lets one blocking start of this rank run at a time, in an order that is equal on all ranks."""
 
     def __init__(self, services: Services, agreements: Agreements) -> None:
         self._services = services
         self._agreements = agreements
-        self._number = 0  # the largest number that this rank knows of
+        self._number = 0  # the largest number of a start that this rank knows
         self._waiting: list[_Waiting] = []  # in the order of all starts
-        self._current: _Waiting | None = None  # this rank has joined its second agreement, or is in its body
+        self._current: _Waiting | None = None  # the start whose second agreement this rank has joined
 
     @contextlib.asynccontextmanager
     async def turn(
         self, start: Start[Any], timeout_s: float, taken: Callable[[], Runs] = tuple
     ) -> AsyncIterator[Agreed]:
-        """Agree with the other members, and hold the turn of ``start`` while the body runs.
+        """Wait until all members are ready for ``start``, and delay other starts of this rank while the body runs.
 
         Args:
-            start: A start of this rank.
-            timeout_s: Seconds, from the request, to wait for the last member and then for the turn; for the turn at
-                least 5 s.
-            taken: Returns the numbers that are in use on this rank; see :meth:`Agreements.agree`.
+            timeout_s: Seconds from the request to wait for the other members, and at least 5 s of these for the turn.
+            taken: Returns the numbers that are in use on this rank; the members agree on a number that no member uses.
 
         Raises:
             StartTimeoutError: Some members did not join in time.
-            AsyncdistError: As :meth:`Agreements.agree`.
+            AsyncdistError: The members do not agree, or a member has left or is lost.
         """
         with self._agreements.rivals.starting(start.meeting) as open_start:
             asked = await start.agree({}, timeout_s=timeout_s, taken=((0, self._number),))
@@ -101,10 +91,9 @@ class Turns:
 
     @contextlib.contextmanager
     def _limited(self, start: Start[Any], timeout_s: float) -> Iterator[None]:
-        """Raise in the caller of ``start`` when its time is up; the body continues, since the others count on it.
+        """Raise StartTimeoutError in the caller of ``start`` after the remaining time; the body continues.
 
-        The time is :meth:`Start.left_s`, counted from now. Otherwise a rank that receives "go" late, because its loop
-        was blocked, would raise although the others are about to start.
+        The remaining time is counted from now, since a blocked loop may have received the leader's answer late.
         """
         engine = self._services.engine
         left_s = start.left_s(timeout_s)
@@ -114,7 +103,7 @@ class Turns:
 
         def on_time_up() -> None:
             nonlocal timer
-            # The answer may have arrived while the loop was blocked: then the task continues first.
+            # call_soon lets the task continue first if the answer arrived while the loop was blocked.
             timer = engine.loop.call_soon(start.on_time_up, error)
 
         timer = engine.call_later(left_s, WaitId(WaitKind.TURN_TIMEOUT, name=start.meeting.key.text), on_time_up)
@@ -124,7 +113,7 @@ class Turns:
             timer.cancel()
 
     async def _agree(self, number: int, meeting: Meeting, taken: Callable[[], Runs]) -> Agreed:
-        """Agree that all members have their turn, and make this start the current one."""
+        """Wait for this start's turn, make it the current start, and join its second agreement."""
         engine, waiting = self._services.engine, self._waiting
         entry = _Waiting(number, meeting)
         bisect.insort(waiting, entry, key=_Waiting.place)

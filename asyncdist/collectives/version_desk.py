@@ -1,9 +1,9 @@
-"""Asks ranks for the newest versions that they expose, and answers such questions for this rank.
+"""Asks other ranks for the records of their newest versions, and answers such questions on this rank.
 
-Members of a small group send the record of each version to all others (:mod:`asyncdist.collectives.one_sided`). In a
-large group that would be thousands of messages per version, most of them unused, so readers ask the ranks that they may
-read from. A rank has one desk for all of its windows. The desk stays open for the life of the world, and also answers
-questions about windows that are closed or not open yet, so no reader waits in vain.
+Used by the versioned windows of large groups (:mod:`asyncdist.collectives.one_sided`), in which sending the record of
+each version to all members would be too many messages. A rank has one :class:`VersionDesk` for all its windows. It
+answers questions as long as the world is open, even about windows that are closed or not open yet, so that no reader
+waits for an answer forever.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _NUMBER_MAX: Final = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class VersionRecord:
-    """Describes one version.
+    """Describes one version of a rank's exposed state.
 
     Attributes:
         version: Number of the version, counted from 1 by its owner.
         iteration: Iteration of the owner at which the version was copied.
-        metric: Metric of the version; NaN if it must not be used.
+        metric: Metric of the version; NaN if the version must not be used.
     """
 
     version: int
@@ -43,7 +43,10 @@ class VersionRecord:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Reader to an owner: what is your newest version in a window? ``number`` counts the reader's questions."""
+    """Message with which a reader asks an owner for the record of its newest version in a window.
+
+    ``number`` identifies the question among the reader's questions.
+    """
 
     window: int
     number: int
@@ -51,7 +54,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Owner to a reader: the record of its newest version; ``version`` is 0 if it exposes none in this window."""
+    """Message with the record of an owner's newest version. ``version`` is 0 if the owner exposes no version."""
 
     number: int
     version: int
@@ -61,14 +64,14 @@ class Answer:
 
 @dataclass(slots=True, eq=False)
 class _Inquiry:
-    """The answers to one question, and the ranks that have not answered."""
+    """A question of this rank in progress: the answers so far, and the ranks that have not answered."""
 
     unanswered: set[int] = field(default_factory=set)
     found: dict[int, VersionRecord] = field(default_factory=dict)
 
 
 class VersionDesk:
-    """Asks and answers for one rank. Created once per rank by ``services.shared(VersionDesk)``."""
+    """Asks other ranks for records, and answers their questions. One per rank: ``services.shared(VersionDesk)``."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -85,21 +88,22 @@ class VersionDesk:
         )
 
     def open(self, window: int, newest: Callable[[], VersionRecord | None]) -> None:
-        """Answer questions about a window with ``newest()`` from now on."""
+        """Answer questions about a window with the result of ``newest()`` from now on."""
         self._windows[window] = newest
 
     def close(self, window: int) -> None:
-        """Answer from now on that this rank exposes no version in this window."""
+        """Answer questions about a window with "no version" from now on."""
         self._windows.pop(window, None)
 
     async def ask(self, window: int, ranks: Collection[int], *, deadline: float = math.inf) -> dict[int, VersionRecord]:
-        """Ask all of these ranks at once; return the newest records of those that have one, in the order of ``ranks``.
+        """Ask all of these ranks at once, and return their newest records in the order of ``ranks``.
+
+        Ranks that have no version, have left, or do not answer before the deadline are left out.
 
         Args:
             window: Scope of the window.
-            ranks: Ranks to ask. Ranks that are gone, or end meanwhile, are not waited for.
-            deadline: Time on the loop's clock, in seconds. Ranks that have not answered by then count as without a
-                version.
+            ranks: Ranks to ask.
+            deadline: Time on the loop's clock, in seconds.
         """
         self._number = number = self._number % _NUMBER_MAX + 1
         inquiry = self._inquiries[number] = _Inquiry()
@@ -120,7 +124,7 @@ class VersionDesk:
 
     def _on_message(self, envelope: Envelope[Question | Answer]) -> None:
         match envelope.message:
-            case Question() as question:  # answered later, since a pass may run while this rank publishes
+            case Question() as question:  # The answer is deferred, because this rank may be publishing a version.
                 self._services.engine.loop.call_soon(self._answer, question, envelope.source)
             case Answer() as answer:
                 self._take(answer, envelope.source)
@@ -133,14 +137,14 @@ class VersionDesk:
 
     def _take(self, answer: Answer, source: int) -> None:
         inquiry = self._inquiries.get(answer.number)
-        if inquiry is None or source not in inquiry.unanswered:  # late, or not asked for
+        if inquiry is None or source not in inquiry.unanswered:  # a late or unexpected answer
             return
         inquiry.unanswered.remove(source)
         if answer.version > 0:
             inquiry.found[source] = VersionRecord(answer.version, answer.iteration, answer.metric)
 
     def _tell(self, message: Question | Answer, rank: int) -> bool:
-        """Send a message; return whether that was possible."""
+        """Send a message to ``rank``; return False if the rank is gone or its channel is full."""
         if rank in self._services.gone:
             return False
         try:
