@@ -314,7 +314,7 @@ async def case_trees_that_differ(end: Endpoint) -> None:
         if end.size == 1:
             continue
         if is_last and name == "no tensor":
-            with pytest.raises(TypeError, match=r"psum takes trees of dense tensors; tree\[1\] is a float"):
+            with pytest.raises(TypeError, match=r"tree\[1\] .*psum.*float"):
                 await ad.psum(other, "POP", mesh=mesh)
         else:
             with pytest.raises(ad.DisagreementError) as caught:
