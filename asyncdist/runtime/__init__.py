@@ -1,3 +1,3 @@
-"""The life of one rank, from its start to its end."""
+"""Starts, hosts and ends one rank: ``run``, the world, failures, signals, recordings and reports of waits."""
 
-import asyncdist.tensors  # noqa: F401 which refuses a torch that is too old
+import asyncdist.tensors  # noqa: F401 raises an error if torch is too old

@@ -1,7 +1,4 @@
-"""Runs a user's function alongside the rank's loop: in a worker thread or, simulated, at a drawn virtual time.
-
-One function runs at a time. It may change weights, so a policy checks for it before it changes them.
-"""
+"""Runs a user's function in a worker thread, or at a random virtual time in a simulation, while the loop runs."""
 
 from __future__ import annotations
 
@@ -26,14 +23,11 @@ _AUTOCAST_DEVICE_KINDS: Final = ("cpu", "cuda")
 
 
 class TorchModes(NamedTuple):
-    """The modes that torch keeps per thread.
+    """The torch modes that belong to a thread, so that a worker thread can copy them from its caller.
 
     Attributes:
-        grad: Whether gradients are recorded.
-        inference: Whether inference mode is on.
-        autocast: For each kind of device: its name, whether autocast is enabled, and the dtype that it casts to.
-        default_device: Device of new tensors.
-        cuda_device: Index of the GPU that "cuda" means; None if this process uses no GPU.
+        autocast: Name of each kind of device, whether autocast is enabled on it, and the target dtype.
+        cuda_device: Index of the current GPU; None if this process uses no GPU.
     """
 
     grad: bool
@@ -44,32 +38,17 @@ class TorchModes(NamedTuple):
 
 
 class VirtualClock(Protocol):
-    """Charges the computing time of user code, if time is virtual."""
+    """Charges the computing time of user code in a simulation."""
 
     def before_safe_point(self) -> Awaitable[None]:
-        """Charge the rank's computing time since its last safe point, during which nothing else of the rank runs.
-
-        The result must be awaited at once.
-        """
+        """Charge the computing time since the rank's last safe point. The result must be awaited immediately."""
 
     def run_beside(self, call: Callable[[], T]) -> asyncio.Future[T]:
-        """Call ``call`` at some moment during one ``World.compute``, while the rank's loop keeps running.
-
-        The future is settled with the result at the end of the computing time.
-        """
+        """Call ``call`` during a ``World.compute``; return a future that gets the result when the time has passed."""
 
 
 class Computing:
-    """Runs the functions of one rank.
-
-    Args:
-        rank: This rank.
-        loop: Loop of the rank, which keeps running.
-        wake: Calls its argument, which resumes a task after its function has ended.
-
-    Attributes:
-        is_under_way: Whether a function is running.
-    """
+    """Runs one function at a time in a worker thread of a rank; ``wake`` resumes the task that waits for it."""
 
     def __init__(self, rank: int, loop: asyncio.AbstractEventLoop, wake: Callable[[Callable[[], None]], None]) -> None:
         self.is_under_way = False
@@ -83,15 +62,15 @@ class Computing:
         self._thread: int | None = None
 
     def settles(self, future: object) -> bool:
-        """Return whether the current :meth:`run` awaits ``future``, so that it ends with its function."""
+        """Return whether the current :meth:`run` waits for ``future``."""
         return any(future is each for each in self._awaited)
 
     def frame(self) -> types.FrameType | None:
-        """Return the current frame of the function that runs in a thread; None if none runs."""
+        """Return the current frame of the function that runs in the worker thread; None if none runs."""
         return sys._current_frames().get(self._thread) if self.is_under_way and self._thread is not None else None
 
     async def run(self, clock: VirtualClock | None, fn: Callable[[], T]) -> T:
-        """See :meth:`World.compute`; ``clock`` is the simulation's."""
+        """Run ``fn`` and return its result: in a thread, or at a virtual time if the rank is simulated (``clock``)."""
         if self.is_under_way:
             raise BusyError("only one compute at a time is allowed, and another one is running", rank=self._rank)
         self.is_under_way = True
@@ -106,13 +85,13 @@ class Computing:
             self._awaited = ()
 
     async def run_in_turn(self, clock: VirtualClock | None, fn: Callable[[], T]) -> T:
-        """Call :meth:`run` after all functions that were passed earlier have ended."""
+        """Run ``fn`` after all functions that were passed to this method earlier have finished."""
         async with self._turn:
             return await self.run(clock, fn)
 
     async def _call(self, clock: VirtualClock | None, fn: Callable[[], T]) -> T:
-        # Exceptions of fn are passed as values: a future cannot hold StopIteration, and asyncio's would turn the
-        # CancelledError of concurrent.futures, an error like any other, into a cancellation of this task.
+        # The exception of fn is returned as a value. A future cannot store StopIteration, and asyncio would treat
+        # concurrent.futures.CancelledError, an ordinary error here, as a cancellation of this task.
         call = functools.partial(caught, functools.partial(call_in_modes, torch_modes(), fn))
         future = self._in_thread(call) if clock is None else clock.run_beside(call)
         has_ended = False
@@ -130,7 +109,8 @@ class Computing:
         except asyncio.CancelledError:
             while not has_ended:
                 self._wait_anew(future)
-                with contextlib.suppress(asyncio.CancelledError):  # cancelled again; raised below in any case
+                # A repeated cancellation; the first one is raised below.
+                with contextlib.suppress(asyncio.CancelledError):
                     await self._waiter
             raise
         returned, error = future.result()
@@ -138,7 +118,7 @@ class Computing:
             try:
                 raise error
             finally:
-                del error  # its traceback refers to this frame
+                del error  # the error's traceback refers to this frame, which would be a cycle
         return cast(T, returned)
 
     def _wait_anew(self, future: object) -> None:
@@ -156,13 +136,13 @@ class Computing:
         return self._loop.run_in_executor(self._executor, call_here)
 
     def close(self) -> None:
-        """Start no further threads; a function that still runs is abandoned."""
+        """Start no further threads, and abandon a function that is still running."""
         if self._executor is not None:
             self._executor.shutdown(wait=False)
 
 
 def caught(fn: Callable[[], T]) -> tuple[T | None, BaseException | None]:
-    """Call ``fn``; return its result and its exception, one of which is None."""
+    """Call ``fn`` and return a pair of its result and its exception; one of the two is None."""
     try:
         return fn(), None
     except BaseException as error:
@@ -170,7 +150,7 @@ def caught(fn: Callable[[], T]) -> tuple[T | None, BaseException | None]:
 
 
 def default_device() -> torch.device:
-    """Return the device of new tensors; torch 2.8's own function fails after ``torch.set_default_device(None)``."""
+    """Return torch's default device. torch 2.8's own getter fails after ``torch.set_default_device(None)``."""
     try:
         return torch.get_default_device()
     except AttributeError:
@@ -178,7 +158,7 @@ def default_device() -> torch.device:
 
 
 def torch_modes() -> TorchModes:
-    """Return the modes that torch keeps for the calling thread."""
+    """Return the current torch modes of the calling thread."""
     return TorchModes(
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -191,14 +171,15 @@ def torch_modes() -> TorchModes:
 
 
 def call_in_modes(modes: TorchModes, fn: Callable[[], T]) -> T:
-    """Call ``fn`` in modes that :func:`torch_modes` returned in another thread."""
+    """Call ``fn`` with the given torch modes, which :func:`torch_modes` returned in another thread."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(modes.inference))
         stack.enter_context(torch.set_grad_enabled(modes.grad and not modes.inference))
         for kind, is_enabled, dtype in modes.autocast:
-            if kind == "cpu" or is_enabled or torch.is_autocast_enabled(kind):  # torch may warn if there is no GPU
+            # Enabling autocast for a GPU makes torch warn if there is no GPU.
+            if kind == "cpu" or is_enabled or torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=is_enabled))
-        if modes.default_device != default_device():  # a device's context slows every operator down
+        if modes.default_device != default_device():  # an active device context slows every operator down
             stack.enter_context(modes.default_device)
         if modes.cuda_device is not None:
             stack.enter_context(torch.cuda.device(modes.cuda_device))

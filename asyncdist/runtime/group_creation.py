@@ -1,8 +1,7 @@
 """Makes and frees groups of ranks, for ``World.new_group`` and ``Group.free``.
 
-All members agree first, so that either all of them make the group or none does. A rank makes groups in turn
+All members agree first, so that either all or none of them make the group. A rank makes one group at a time
 (:mod:`asyncdist.collectives.start_turns`), since two at once would get the same tag.
-:mod:`asyncdist.collectives.group_ledger` tracks the existing groups.
 """
 
 from __future__ import annotations
@@ -26,26 +25,14 @@ from asyncdist.messaging.channels import Channel
 from asyncdist.messaging.services import Services
 from asyncdist.waits import WaitId, WaitKind
 
-#: Seconds by which this rank may learn of a loss later than another rank before it asks again.
+#: Seconds to wait for this rank to detect a loss that ended a request, before it requests the group again.
 _HEARD_AFTER_S: Final = 0.05
 _SUBJECT: Final = "new group"
 _OF_SURVIVORS: Final = "group of the survivors"
 
 
 class GroupCreation:
-    """Makes and frees the groups of one rank.
-
-    Attributes:
-        ledger: The existing groups.
-
-    Args:
-        services: Services of this rank.
-        agreements: Agreements of this rank.
-        collectives: Collectives of this rank; a group is freed when none of its collectives is in progress.
-        attendance: Counts the collectives that each rank takes part in.
-        system: System channel, on which the others are notified of freed groups.
-        turns: Turns of this rank.
-    """
+    """Makes and frees the groups of one rank; ``ledger`` lists the existing groups."""
 
     def __init__(
         self,
@@ -67,7 +54,7 @@ class GroupCreation:
     async def new_groups(
         self, lists: Iterable[Sequence[int]], timeout_s: float, *, part_of: Start[Any] | None = None
     ) -> list[Group]:
-        """Make several groups; see :meth:`asyncdist.World.new_groups`, and :meth:`new_group` for ``part_of``."""
+        """Make several groups in turn, or none; see :meth:`asyncdist.World.new_groups`."""
         made: list[Group] = []
         wanted = list(lists)
         now = self._services.time
@@ -76,17 +63,18 @@ class GroupCreation:
             for ranks in wanted:
                 left_s = max(round(give_up_at - now(), 3), 0.001)
                 made += [await self.new_group(ranks, left_s, part_of=part_of)]
-        except BaseException as error:  # including a cancellation, and an invalid list
+        except BaseException as error:  # also after a cancellation, or for an invalid list
             self._stay_away(wanted[len(made) + 1 :], error, part_of)
             await free_all(made)
             raise
         return made
 
     def _stay_away(self, lists: Iterable[Sequence[int]], error: BaseException, part_of: Start[Any] | None) -> None:
-        """Notify the members of some groups that this rank stays away, so that they do not wait until their timeout."""
+        """Notify the members of groups that this rank does not join, so that they do not wait for the timeout."""
         subject = _SUBJECT if part_of is None else _subject_for(part_of)
         for ranks in lists:
-            with contextlib.suppress(LocalProtocolError, TypeError):  # not a valid group, so no member waits
+            # The list is not a valid group, so no member waits.
+            with contextlib.suppress(LocalProtocolError, TypeError):
                 members = check_ranks(ranks, rank=self._services.rank, size=self._services.size)
                 meeting = self._agreements.next_meeting(members, subject)
                 self._agreements.stay_away(meeting, error if isinstance(error, Exception) else None)
@@ -94,11 +82,9 @@ class GroupCreation:
     async def surviving_group(self, group: Group, timeout_s: float) -> Group:
         """Make a group of the live members of ``group``; see :func:`asyncdist.surviving_group`.
 
-        Members learn of a loss at different times, and may request groups of different ranks. A member whose request
-        includes a lost rank is notified, and requests again. Lists with a lost rank are never requested again, so all
-        survivors request the final list equally often. Tasks that lost the same rank in different groups may request
-        equal lists at the same time; therefore the subject names the original group. (Not the last one: a leader that
-        dies may have given only some members a group of survivors.)
+        Members detect a loss at different times. A member whose request includes a lost rank gets an error and requests
+        again, so that all survivors request the final list equally often. The agreement is named after the original
+        group, since tasks that lost a rank in different groups may request equal lists at the same time.
         """
         services = self._services
         origin = group.lease.origin or group.key
@@ -115,7 +101,8 @@ class GroupCreation:
             except (RankLostError, ClosedError, DisagreementError):
                 if services.engine.failure is not None or services.time() >= give_up_at:
                     raise
-                # Another rank, which learned of the loss earlier, may have ended it.
+                # Another rank, which detected the loss earlier, may have ended the request: wait until this rank
+                # detects it, too.
                 hears = functools.partial(services.gone.__ne__, gone)
                 until = min(give_up_at, services.time() + _HEARD_AFTER_S)
                 await services.engine.until(hears, WaitId(WaitKind.LOSSES), deadline=until)
@@ -131,10 +118,10 @@ class GroupCreation:
         """Make a group of ``ranks``; see :meth:`asyncdist.World.new_group`.
 
         Args:
-            ranks, timeout_s: As for :meth:`asyncdist.World.new_group`.
-            part_of: Start that needs the group, on which its members have agreed. Its order relative to other requests
-                for groups of the same ranks is not fixed, so its groups are counted separately.
-            subject: Name of the operation; groups of different subjects are counted separately.
+            ranks: Members, including this rank.
+            timeout_s: Seconds to wait for the last member.
+            part_of: Collective start that needs the group, if any. Its groups are counted separately.
+            subject: Name of the operation. Groups of different subjects are counted separately.
         """
         if part_of is not None:
             subject = _subject_for(part_of)
@@ -142,7 +129,8 @@ class GroupCreation:
         members = check_ranks(ranks, rank=services.rank, size=services.size)
         validation.seconds("timeout_s", timeout_s)
         transport = services.engine.transport
-        loss_count = self._attendance.loss_count  # a later loss ends the group, even before the agreement
+        # Recorded now, since any later loss of a member ends the group, even a loss before the agreement.
+        loss_count = self._attendance.loss_count
 
         async def make(start: Start[Group]) -> Group:
             async with self._turns.turn(start, timeout_s, self.ledger.taken) as agreed:
@@ -151,7 +139,7 @@ class GroupCreation:
                 if transport.capabilities.native_collectives:
                     await assemble(self._agreements, members, "new communicator")
                     native = transport.new_group(members, tag)
-                # The serial number is unique among all groups of these ranks, of all subjects.
+                # The serial number is unique among all groups of these ranks, whatever their subject.
                 qualified = start.meeting.key.subject
                 serial = agreed.time if qualified == _SUBJECT else wire.scope_of(members, qualified, agreed.time)
                 group = self.ledger.open(members, services.rank, tag, serial, native, made_after=loss_count)
@@ -166,7 +154,7 @@ class GroupCreation:
         )
 
     async def _free(self, group: Group) -> None:
-        """Free a group; in the background if the caller is cancelled."""
+        """Free a group; if the caller is cancelled, continue in the background."""
         if group.lease.is_freed or self._services.engine.failure is not None:
             return
         group.lease.is_freed = True
@@ -183,7 +171,7 @@ class GroupCreation:
                     self._system.send_nowait(freed, rank)
 
     def _forget(self, group: Group) -> None:
-        """Remove the state that agreements and checks keep for a group that all members have freed."""
+        """Remove the state that agreements and checks store for a group that all members have freed."""
         for subject in group.lease.subjects:
             self._agreements.forget(group.ranks, subject)
         checker = self._services.engine.transport.collective_checker
@@ -192,5 +180,5 @@ class GroupCreation:
 
 
 def _subject_for(part_of: Start[Any]) -> str:
-    """Return the subject of groups that belong to another start."""
+    """Return the subject of the agreement on groups that another collective start needs."""
     return f"{_SUBJECT} for {part_of.name}"

@@ -1,4 +1,4 @@
-"""The handshake of all ranks when a world opens: they agree on versions and the job's nonce, and learn the hosts."""
+"""Opens a world: all ranks compare their versions, agree on the job's number, and exchange the names of their hosts."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ from asyncdist.transports.base import Transport
 
 logger = logging.getLogger("asyncdist.runtime.handshake")
 
-#: Format of a hello: the sender's nonce for the job, the digest of its host's name, and its version.
+#: Message of the handshake: the number that the sender proposes for the job, the digest of its host's name, its
+#: version.
 _HELLO: Final = struct.Struct("<I8s52s")
 _HOST_NBYTES: Final = 8
 _VERSION_NBYTES: Final = 52
 
 
 async def meet_all(transport: Transport, engine: Engine, loop: asyncio.AbstractEventLoop) -> World:
-    """Agree on the version and on the job's nonce, unless the transport knows the nonce.
+    """Perform the handshake with all other ranks, and return this rank's world.
 
-    A rank may be lost meanwhile if the job survives that and the launcher has given all ranks a nonce.
+    If the transport does not provide the number that identifies the job (the nonce), the ranks agree on one.
     """
     group = Group(_everybody(transport.size), transport.rank, tags.COLLECTIVE_FIRST, transport.world_group)
     nonce, hosts = transport.job_nonce, transport.hosts
@@ -61,7 +62,7 @@ async def meet_all(transport: Transport, engine: Engine, loop: asyncio.AbstractE
 
 
 def first_ranks(hosts: Sequence[Hashable]) -> tuple[int, ...] | None:
-    """Return, for each rank, the first rank on its host, given the hosts' names; None if all ranks share one host."""
+    """Return the lowest rank on the host of each rank, for the hosts' names; None if all ranks share one host."""
     firsts: dict[Hashable, int] = {}
     found = tuple(firsts.setdefault(host, rank) for rank, host in enumerate(hosts))
     return found if len(firsts) > 1 else None
@@ -69,14 +70,14 @@ def first_ranks(hosts: Sequence[Hashable]) -> tuple[int, ...] | None:
 
 @functools.lru_cache(8)
 def _everybody(size: int) -> tuple[int, ...]:
-    """Return all ranks as a tuple that the ranks of a process share, since a simulation may have thousands."""
+    """Return a tuple of all ranks, cached because a simulation may have thousands of ranks in one process."""
     return tuple(range(size))
 
 
 async def _exchange_hellos(
     transport: Transport, group: Group, collectives: Collectives
 ) -> tuple[int, tuple[int, ...] | None]:
-    """Return rank 0's nonce, and the ranks' hosts. Raises DisagreementError if a rank runs another version."""
+    """Return rank 0's number for the job, and the lowest rank on each rank's host, after a check of versions."""
     version = f"asyncdist {__version__}, frames {wire.VERSION}"
     own = secrets.randbits(32) if transport.launch_nonce is None else transport.launch_nonce
     host = hashlib.sha256(transport.hostname.encode(errors="surrogateescape")).digest()[:_HOST_NBYTES]

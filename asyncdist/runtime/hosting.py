@@ -1,4 +1,4 @@
-"""Hosts one rank from the handshake to its end: runs main and the tasks that it spawns in one task group."""
+"""Hosts one rank from the handshake to its end, and runs main and its spawned tasks in one task group."""
 
 from __future__ import annotations
 
@@ -35,22 +35,18 @@ from asyncdist.runtime.story.requests import tell_no_more, tell_on_request
 from asyncdist.runtime.world import World, _current_world
 from asyncdist.transports.base import Transport
 
-#: Seconds that a failed rank waits for its peers to stop on their own.
+#: Default time that a failed rank waits for its peers to stop by themselves, in seconds.
 GRACE_S: Final = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class RankOptions:
-    """Options of a hosted rank; see :func:`asyncdist.run`.
+    """Options of a hosted rank, mostly arguments of :func:`asyncdist.run`.
 
     Attributes:
-        grace_s, strict: As for :func:`asyncdist.run`.
-        watchdogs: Limits of waits.
-        record: Options of the recording; None for no recording.
-        metrics: Destination of the counters.
-        tells: Whether the rank reports its waits, on SIGUSR1 and on a socket.
-        last_counters: Folder in which the rank stores its counters after main has ended; or None.
-        instrument: Makes the replacement of a recording, for replays.
+        tells: Whether the rank reports its waits on SIGUSR1 and on a socket.
+        last_counters: Folder in which the rank stores its counters after main has ended; None to store nothing.
+        instrument: For replays: makes the object that replaces :class:`~asyncdist.runtime.recording.Recording`.
     """
 
     grace_s: float = GRACE_S
@@ -68,7 +64,7 @@ DEFAULT_OPTIONS: Final = RankOptions()
 
 @dataclass(frozen=True, slots=True)
 class RankResult:
-    """The end of a rank: a value, or an error."""
+    """Result of a hosted rank: main's return value, or the error that ended the rank."""
 
     value: Any = None
     error: BaseException | None = None
@@ -83,27 +79,22 @@ async def host_rank(
     *,
     on_open: Callable[[World], None] | None = None,
 ) -> RankResult:
-    """Host one rank. Never raises, since an exit or interrupt that leaves a task would stop the loop of other ranks.
+    """Host one rank from the handshake to its end, and return its result or error.
 
-    Args:
-        main: See :func:`asyncdist.run`.
-        args: Arguments of main, after the world.
-        transport: Transport of the rank.
-        interrupts: Cancels main after a signal; by default signals are ignored.
-        options: Options of the rank.
-        on_open: Called with the world before main.
+    This function never raises, since SystemExit or KeyboardInterrupt leaving a task would stop the loop that ranks
+    share. ``interrupts`` cancels main after a signal, and ``on_open`` is called with the world before main.
     """
     interrupts = interrupts or Interrupts()
     try:
         async with hosted(transport, interrupts, options) as world:
-            interrupts.check()  # a main that blocks the loop would not notice a signal
+            interrupts.check()  # a main that blocks the loop would never be cancelled
             if on_open is not None:
                 on_open(world)
-            if not transport.capabilities.shares_process:  # otherwise checked before the ranks began
-                validation.main_function(main, args)  # here, where a mistake of all ranks is reported once
+            if not transport.capabilities.shares_process:  # otherwise main was checked before the ranks were started
+                validation.main_function(main, args)  # checked here, where the same error on all ranks is reported once
             with _loop_named():
                 value = await main(world, *args)
-            interrupts.check_pending()  # as asyncio.run does after a main that blocked and returned
+            interrupts.check_pending()  # a signal while main blocked the loop raises now, as in asyncio.run
             return RankResult(value=value)
     except BaseException as error:
         return RankResult(error=error)
@@ -111,7 +102,7 @@ async def host_rank(
 
 @contextlib.contextmanager
 def _loop_named() -> Iterator[None]:
-    """Add a note about uvloop to errors of nest_asyncio, which can only patch asyncio's own loops."""
+    """Add a note to errors of nest_asyncio, which can patch asyncio's loops but not uvloop's."""
     try:
         yield
     except (ValueError, RuntimeError) as error:
@@ -154,12 +145,12 @@ async def hosted(
         recording.begin(world)
         exporter = _exporter(world, transport, options)
         token = _current_world.set(world)
-        engine.start()  # again, so that messages are handled in this rank's context
+        engine.start()  # called again, so that messages are handled in the context of this rank
         monitor = FailureMonitor(world)
         world.agreements.is_interrupted = lambda: interrupts.received is not None
         interrupts.ask_before(world.rank, functools.partial(_note_interrupt, asyncio.current_task(), world))
         teller = _teller(world, transport, options, stack)
-        success: SystemExit | None = None  # sys.exit(0) counts as a return
+        success: SystemExit | None = None  # sys.exit(0) counts as a normal return
         try:
             try:
                 async with _task_group(world, monitor, options.watchdogs, teller):
@@ -181,7 +172,7 @@ async def hosted(
                 raise
             _raise_as_it_is(error)
         transport.close()
-        # Last, since leftovers of this rank must not end the other ranks.
+        # Raised last, so that leftovers on this rank do not end the other ranks.
         report_leftovers(world, leftovers, strict=options.strict and success is None)
         if success is not None:
             raise success
@@ -197,7 +188,7 @@ async def hosted(
 
 
 def _abandon(engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
-    """Detach this forked child from the rank's messages and its loop."""
+    """Detach a forked child from the rank's messages and loop."""
     rank = engine.transport.rank
     engine.abandon(
         ForkedChildError(f"this process is a forked child of rank {rank} and cannot use its world", rank=rank)
@@ -206,14 +197,14 @@ def _abandon(engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _note_interrupt(task: asyncio.Task[Any] | None, world: World) -> str | None:
-    """Note that a signal cancels main, and return a description of main's wait."""
+    """Record that a signal cancels main, and return a description of main's current wait."""
     waited = describe_wait(task, world)
     world.services.events.add("interrupted", waited or "")
     return waited
 
 
 def _exporter(world: World, transport: Transport, options: RankOptions) -> Exporter | None:
-    """Start the export of the rank's counters, if requested."""
+    """Start to export the rank's counters, if requested."""
     if not options.metrics:
         return None
     world.services.count_waits()
@@ -223,13 +214,13 @@ def _exporter(world: World, transport: Transport, options: RankOptions) -> Expor
 
 
 def _leave_counters(world: World, options: RankOptions) -> None:
-    """Store the rank's counters for a table that outlives the rank, if there is one."""
+    """Store the rank's last counters, if requested, for a display that runs longer than the rank."""
     if options.last_counters is not None:
         last_counters.leave(options.last_counters, counters_of(world.services))
 
 
 def _teller(world: World, transport: Transport, options: RankOptions, stack: contextlib.ExitStack) -> Teller | None:
-    """Make the rank report its waits until the stack is closed; between processes also on a socket."""
+    """Make the rank report its waits on SIGUSR1, and on a socket if it has its own process, until ``stack`` ends."""
     main = asyncio.current_task()
     if not options.tells or main is None:
         return None
@@ -246,10 +237,7 @@ def _teller(world: World, transport: Transport, options: RankOptions, stack: con
 async def _task_group(
     world: World, monitor: FailureMonitor, watchdogs: WatchdogOptions, teller: Teller | None
 ) -> AsyncIterator[None]:
-    """Run main, which is the body of ``async with``, in one task group with the tasks that it spawns.
-
-    An error of only main is raised unchanged; errors of tasks are raised as a group.
-    """
+    """Run the body of ``async with``, which is main, in one task group with the tasks that main spawns."""
     error_of_main: BaseException | None = None
     watch = EndWatch(world, watchdogs.watchdog_s)
     stop = monitor.stop if watchdogs.stall_aborts else None
@@ -280,11 +268,7 @@ async def _task_group(
 
 
 def _raise_as_it_is(error: BaseException) -> NoReturn:
-    """Raise ``error`` with its own context, which Python would otherwise replace by the exception being handled.
-
-    That exception may be the ExceptionGroup of a TaskGroup, which IPython cannot show even as a context: the cell of a
-    notebook would never end, or would not be marked as failed.
-    """
+    """Raise ``error`` with its own context, not the exception being handled, which IPython may not display."""
     context = error.__context__
     try:
         raise error

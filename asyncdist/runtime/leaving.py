@@ -1,7 +1,6 @@
 """Ends a rank cleanly: notifies its peers that main has returned, and waits until all ranks have ended.
 
-Services keep running, since a coordinator serves until its last member has left. A failed rank ends through
-:mod:`asyncdist.runtime.failing.failure` instead.
+Background services keep running until then, since a coordinator is needed until its last member has left.
 """
 
 from __future__ import annotations
@@ -20,23 +19,19 @@ from asyncdist.waits import WaitId, WaitKind
 
 logger = logging.getLogger("asyncdist.runtime.leaving")
 
-#: Seconds that a rank waits for its last requests.
+#: Maximum time that a rank waits for its last requests, in seconds.
 _FLUSH_S: Final = 5.0
-#: Seconds that a rank whose main has returned may take to send its finalize message.
+#: Maximum time between the last leave message of a peer and its finalize message, in seconds.
 _FINALIZE_S: Final = 60.0
 
 
 async def leave(world: World, transport: Transport) -> list[str]:
-    """End this rank cleanly, together with the others.
-
-    Returns:
-        Descriptions of leftovers; empty if the program has received all messages and ended all tasks.
-    """
+    """End this rank together with the others; return descriptions of leftovers, such as unread messages and tasks."""
     world.peers.leave()
     world.refuse_streams()
     await world.services.engine.until(lambda: world.services.task_count == 0, WaitId(WaitKind.OWN_SERVICES))
-    # Before the barrier, while the peers still receive. A peer in main receives a user's messages at any time, and
-    # drops the rest when it leaves.
+    # Wait before the barrier, while the peers still receive. A peer receives user messages while its main runs, and
+    # drops the remaining ones when it leaves.
     is_nobody_in_main = _have_all_left(world, transport)
     await world.services.engine.until(
         lambda: not world.services.is_sending or is_nobody_in_main(),
@@ -52,10 +47,10 @@ async def leave(world: World, transport: Transport) -> list[str]:
 
 
 async def _last_barrier(world: World, transport: Transport) -> None:
-    """Wait until every rank has reached this point, or is lost if the job survives losses."""
+    """Wait until every rank has reached this point or is lost."""
     own_group, announcements = transport.end_group, world.peers.announcements
     if own_group is not None:
-        if announcements is not None:  # wait until no rank sends along the tree
+        if announcements is not None:  # wait until no rank sends along the tree any longer
             await world.services.engine.until(_have_all_left(world, transport), WaitId(WaitKind.OTHERS_LEFT))
             await _flush(world)
         await world.services.engine.wait(own_group.barrier(), WaitId(WaitKind.OTHERS_ENDED))
@@ -73,8 +68,7 @@ async def _last_barrier(world: World, transport: Transport) -> None:
         Everybody(world, transport, world.peers.answered, world.services.left),
         WaitId(WaitKind.OTHERS_ENDED),
     )
-    # The others are close to it. The wait is bounded, since their finalize messages may have been corrupted and
-    # dropped.
+    # The other ranks are about to end. The wait is bounded, since a corrupted finalize message may have been dropped.
     await world.services.engine.until(
         Everybody(world, transport, world.peers.answered),
         WaitId(WaitKind.FINALIZE_MESSAGES),
@@ -83,7 +77,7 @@ async def _last_barrier(world: World, transport: Transport) -> None:
 
 
 def _have_all_left(world: World, transport: Transport) -> Callable[[], bool]:
-    """Return a function that returns whether main has ended on all other ranks."""
+    """Return a function that returns whether main has returned on all other ranks."""
     announcements = world.peers.announcements
     if announcements is not None:
         return lambda: announcements.stage >= Stage.LEFT
@@ -91,7 +85,7 @@ def _have_all_left(world: World, transport: Transport) -> Callable[[], bool]:
 
 
 async def _flush(world: World) -> None:
-    """Wait, for a bounded time, until no request is outstanding and no service of this rank is running."""
+    """Wait a limited time until no request is outstanding and no background service of this rank is running."""
     services, deadline = world.services, world.time() + _FLUSH_S
     await services.engine.until(
         lambda: services.engine.is_idle and services.task_count == 0, WaitId(WaitKind.OWN_REQUESTS), deadline=deadline
@@ -99,7 +93,7 @@ async def _flush(world: World) -> None:
 
 
 def report_leftovers(world: World, leftovers: Sequence[str], *, strict: bool) -> None:
-    """Log the leftovers, or raise LocalProtocolError with them if ``strict``."""
+    """Log the leftovers, or raise LocalProtocolError with them if ``strict`` is true."""
     if leftovers:
         text = f"rank {world.rank} ended with {'; '.join(leftovers)}"
         if strict:

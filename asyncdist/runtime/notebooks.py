@@ -1,8 +1,4 @@
-"""Makes calls that run a loop of their own while a loop is already running, as in a cell of a notebook.
-
-Such a call gets a thread. The caller waits for it, as for any blocking call, and the caller's loop is blocked
-meanwhile.
-"""
+"""Runs blocking calls that need an event loop of their own, in a new thread if a loop runs, as in a notebook."""
 
 from __future__ import annotations
 
@@ -17,12 +13,12 @@ from typing import Final, TypeVar, cast
 from asyncdist.runtime.compute import call_in_modes, caught, torch_modes
 
 T = TypeVar("T")
-#: Seconds between two calls of ``meanwhile`` by a waiting caller.
+#: Seconds between two calls of ``meanwhile``.
 _MEANWHILE_S: Final = 0.25
 
 
 def is_loop_running() -> bool:
-    """Return whether this thread is inside a loop, as a cell of a notebook is."""
+    """Return whether an event loop is running in this thread, as in a notebook's cell."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -31,15 +27,11 @@ def is_loop_running() -> bool:
 
 
 def call_beside_loop(fn: Callable[[], T], meanwhile: Callable[[], None] | None = None) -> T:
-    """Call ``fn`` here or, if this thread is inside a loop, in a thread of its own, and wait for it.
+    """Call ``fn`` and return its result; if a loop is running in this thread, call ``fn`` in a new thread.
 
-    The thread has the caller's context variables and torch modes. An exception of a signal handler in the waiting
-    caller, usually KeyboardInterrupt, is raised in the thread. The caller still waits for the thread's end, so nothing
-    keeps computing after the call has returned.
-
-    Args:
-        fn: A function without arguments.
-        meanwhile: Called repeatedly by the waiting caller, if ``fn`` runs in a thread.
+    The new thread has the caller's context variables and torch modes. If a signal handler raises an exception in the
+    waiting caller, usually KeyboardInterrupt, the exception is raised in the thread, and the caller still waits for the
+    thread. ``meanwhile`` is called repeatedly while the caller waits.
     """
     if not is_loop_running():
         return fn()
@@ -58,14 +50,14 @@ def call_beside_loop(fn: Callable[[], T], meanwhile: Callable[[], None] | None =
     interrupt: BaseException | None = None
     while not ended.is_set():
         try:
-            # and not join(), which takes the thread for ended when a signal handler raises
+            # Not join(), which considers the thread ended if a signal handler raises an exception.
             while not ended.wait(None if meanwhile is None else _MEANWHILE_S) and meanwhile is not None:
                 meanwhile()
         except BaseException as error:
             interrupt = error
             _raise_in(thread, type(error))
     returned, failure = outcomes[0] if outcomes else (None, interrupt)
-    failure = failure or interrupt  # an interrupt that was too late for the thread still counts
+    failure = failure or interrupt  # an interrupt that arrived too late for the thread is raised here
     if failure is not None:
         raise failure
     return cast(T, returned)

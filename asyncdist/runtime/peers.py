@@ -1,12 +1,9 @@
-"""Tracks which peers of a rank have returned, left, failed or are lost, and exchanges the messages about this.
+"""Records which peers of a rank have returned from main, left, failed or been lost, and exchanges messages about this.
 
-The runtimes of all ranks talk on one channel, the system channel. It also carries the messages of agreements and freed
-groups, which are passed on to :class:`Agreements` and :class:`GroupCreation`.
-:class:`asyncdist.collectives.membership.MembershipLog` counts the collectives that each peer takes part in.
-
-In a small world each rank notifies all others directly that it leaves, ends or has failed. In a larger world it
-directly notifies the ranks with which it has exchanged messages, so that the notice arrives after these. All others are
-notified along a tree (:mod:`asyncdist.runtime.departing.announcements`).
+The runtimes of all ranks communicate on one channel, the system channel. It also carries the messages of agreements and
+of freed groups. In a small world each rank notifies all others when it leaves, ends or fails. In a larger world it
+notifies the ranks with which it has exchanged messages, and the others are notified along a tree
+(:mod:`asyncdist.runtime.departing.announcements`).
 """
 
 from __future__ import annotations
@@ -55,17 +52,17 @@ from asyncdist.transports.rank_sets import RankSet
 
 logger = logging.getLogger("asyncdist.runtime.peers")
 
-#: Largest world in which each rank notifies all others directly. If ranks are restarted, worlds of any size do so.
+#: Largest world in which each rank notifies all others directly. If ranks can be restarted, this applies to any size.
 FLAT_SIZE_MAX: Final = DIRECT_COUNT_MAX
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """To every peer: the sender's main has returned, so it starts no further collectives.
+    """Message to every peer: the sender's main has returned, so it starts no further collectives.
 
     Attributes:
-        started: Number of collectives that it has started, by the group's tag.
-        lost: Ranks that it knows to be lost.
+        started: Pairs of a group's tag and the number of collectives that the sender has started in the group.
+        lost: Ranks that the sender knows to be lost.
     """
 
     started: tuple[tuple[int, int], ...] = ()
@@ -74,20 +71,14 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """To every peer: the sender has failed, and with it the job."""
+    """Message to every peer: the sender has failed, so the job must stop."""
 
     summary: str
 
 
 @dataclass(frozen=True, slots=True)
 class Finalize:
-    """To every peer: the sender has ended; used if the job survives losses.
-
-    It repeats the contents of :class:`Leave`, whose frame may have been corrupted and dropped.
-
-    Attributes:
-        started, lost: As in :class:`Leave`.
-    """
+    """Message to every peer: the sender has ended. Repeats the contents of :class:`Leave`, which may have been lost."""
 
     started: tuple[tuple[int, int], ...] = ()
     lost: Losses = ()
@@ -95,38 +86,27 @@ class Finalize:
 
 @dataclass(frozen=True, slots=True)
 class Unheard:
-    """Answers :class:`Leave`: messages for the leaver may be on their way on a tag that it has never opened.
-
-    The leaver opens that tag and drops them, since some backends complete a large send only after its receive.
-    """
+    """Answer to :class:`Leave`: the receiver must open ``tag``, which it never did, and drop the messages on it."""
 
     tag: int
 
 
 @dataclass(frozen=True, slots=True)
 class FailureAcknowledged:
-    """Answers :class:`Failed`: the sender has stopped because the job has failed."""
+    """Answer to :class:`Failed`: the sender has stopped because the job has failed."""
 
 
 LastWords: TypeAlias = Leave | Failed | Finalize | FailureAcknowledged
 
 
 class Peers:
-    """Tracks the peers of one rank, and talks to their runtimes.
+    """Records the state of all other ranks, and exchanges messages with their runtimes.
 
     Attributes:
-        answered: Ranks that have acknowledged a failure, have failed themselves, or have ended.
-        attendance: Counts the collectives that each rank takes part in.
-        agreements: Agreements of this rank.
-        collectives: Collectives of this rank.
-        turns: Turns of this rank's starts that block or take a number.
-        groups: Makes and frees groups.
+        answered: Ranks that have acknowledged a failure, have failed, or have ended.
+        turns: Orders the starts of this rank that must not overlap.
         announcements: Messages along the tree; None if this rank notifies all others directly.
-        warns_of_losses: Whether the lowest present rank logs a warning for each lost rank, if no launcher reports it.
-
-    Args:
-        services: Services of this rank, whose ``gone`` and ``left`` are updated here.
-        group: All ranks.
+        warns_of_losses: Whether the lowest present rank logs a warning for each lost rank; set if no launcher does.
     """
 
     def __init__(self, services: Services, group: Group) -> None:
@@ -172,9 +152,10 @@ class Peers:
         self.announcements: Announcements | None = None
         if services.size > FLAT_SIZE_MAX and not services.may_return:
             self.announcements = Announcements(services, group.ranks, self._on_departure, self._on_failure)
-        if services.engine.transport.incarnation:  # the group of all ranks ended with the previous process
+        # The previous process of this rank belonged to the group of all ranks; this process does not.
+        if services.engine.transport.incarnation:
             self.attendance.on_lost(services.rank)
-        for rank in sorted(services.lost_ranks()):  # so that main knows it from its first line on
+        for rank in sorted(services.lost_ranks()):  # main sees these losses from its first line on
             self.mark_lost(rank)
         services.engine.transport.set_loss_listener(self.mark_lost)
         services.engine.transport.set_return_listener(self.mark_returned)
@@ -184,13 +165,7 @@ class Peers:
         self._failure_listeners.append(listener)
 
     def mark_gone(self, ranks: RankSet, *, of_a_failure: bool = False, is_lost: bool = False) -> None:
-        """Note that ranks are gone.
-
-        Args:
-            ranks: Ranks that are gone.
-            of_a_failure: Whether they have stopped because another rank has failed, of which all will be notified soon.
-            is_lost: Whether they are lost.
-        """
+        """Record that ranks no longer take part: they have left or are lost, or a failure elsewhere stopped them."""
         services = self._services
         new = ranks - services.gone
         if new:
@@ -203,7 +178,7 @@ class Peers:
             services.tell_gone(new)
 
     def mark_lost(self, rank: int) -> None:
-        """Note that ``rank`` is lost, possibly after its main had returned; its services end now."""
+        """Record that ``rank`` is lost, possibly after its main returned, and stop everything that waits for it."""
         if rank in self._lost:
             return  # already known
         self._lost.add(rank)
@@ -224,11 +199,7 @@ class Peers:
             logger.warning("rank %d is lost: its process or its host has ended; the others continue without it", rank)
 
     def mark_returned(self, rank: int, incarnation: int) -> None:
-        """Connect to the new process of the restarted ``rank``, whose loss was noted before.
-
-        Groups, starts, streams and sequence numbers of the previous process do not continue. The new process is sent
-        this rank's last announcements.
-        """
+        """Connect to the new process of the restarted ``rank``, and repeat this rank's last announcements to it."""
         services = self._services
         services.engine.poll()  # deliver the messages of the previous process first
         if not services.engine.transport.accept(rank, incarnation):
@@ -297,7 +268,7 @@ class Peers:
         self._services.engine.recheck()
 
     def _on_failure(self, rank: int, summary: str) -> None:
-        """Note that a peer has failed, and acknowledge it; in a large world only to the failed rank."""
+        """Record that a peer has failed, and acknowledge it if this rank has already stopped."""
         is_new = rank not in self.answered
         self.answered.add(rank)
         for listener in self._failure_listeners:
@@ -310,15 +281,13 @@ class Peers:
     def _on_departure(self, departure: Departure) -> None:
         """Handle a departure that arrived along the tree, except for ranks that notify this rank directly.
 
-        A rank notifies its contacts directly, but may not know of this rank as a contact if messages were corrupted.
-        Its end notice is therefore authoritative: everything it sent earlier has arrived by then. After main has
-        returned, and if nothing of this rank is running, nothing waits for such ranks.
+        The notice that a rank has ended always counts, since everything that it sent has arrived by then.
         """
         services = self._services
         if self._has_returned and not services.task_count and not services.is_sending:
             return
         if is_in(services.rank, departure.told):
-            return  # its earlier messages may be on their way, and must be delivered first
+            return  # its earlier messages may still be on their way, and must be delivered first
         ranks = departure.ranks - services.left - services.lost_ranks()
         ranks.discard(services.rank)
         if departure.stage == Stage.LEFT:
@@ -327,7 +296,7 @@ class Peers:
             self._note_left(ranks, departure.started, departure.lost)
 
     def _note_left(self, ranks: RankSet, started: tuple[tuple[int, int], ...], lost: Losses) -> None:
-        """Note that main has returned on ``ranks``."""
+        """Record that main has returned on ``ranks``."""
         self._services.left |= ranks
         self._note_losses(lost)
         self.attendance.on_left(ranks, started)
@@ -336,7 +305,7 @@ class Peers:
         self.mark_gone(ranks)
 
     def _note_losses(self, losses: Losses) -> None:
-        """Note losses reported by a peer, which may have left because of them, and which this rank may not know yet."""
+        """Record losses that a peer reported, since the peer may have left because of a loss unknown to this rank."""
         for rank, incarnation in losses:
             is_peer = 0 <= rank < self._services.size and rank != self._services.rank
             if is_peer and not self.attendance.has_heard_of(rank, incarnation):
@@ -344,10 +313,7 @@ class Peers:
                 self.agreements.on_gone(RankSet((rank,)), is_lost=True)
 
     def leave(self) -> None:
-        """Notify every peer that main has returned on this rank.
-
-        :class:`Finalize` repeats it later, in case the frame is corrupted and dropped.
-        """
+        """Notify every peer that main has returned on this rank."""
         self._has_returned = True
         self._services.stop_reading()
         self.agreements.leave()
@@ -379,20 +345,20 @@ class Peers:
                 self._send(message, rank)
 
     def tell_silent(self, message: Failed) -> None:
-        """Send ``message`` directly to the ranks that have not answered, since a relaying rank may be busy."""
+        """Send ``message`` directly to all ranks that have not answered, since a relaying rank may be busy."""
         for rank in set(range(self._services.size)) - self.answered - {self._services.rank}:
             self._send(message, rank)
 
     @property
     def is_failure_led_elsewhere(self) -> bool:
-        """Whether another failed rank is responsible for stopping all ranks."""
+        """Whether a lower rank has failed, too, and is therefore responsible for stopping all ranks."""
         return (
             self.announcements is not None
             and min(self.announcements.failed, default=self._services.size) < self._services.rank
         )
 
     def close(self) -> None:
-        """Stop sending messages automatically."""
+        """Stop sending announcements along the tree."""
         if self.announcements is not None:
             self.announcements.close()
 

@@ -11,24 +11,22 @@ import torch
 
 from asyncdist import environment
 
-#: Modules made with nanobind, which prints its objects that outlive the interpreter. GPU builds of torch import the
-#: first.
+#: Modules built with nanobind, which prints every object that still exists when the interpreter exits. GPU builds of
+#: torch import triton.
 _COUNT_AT_THE_END: Final = ("triton", "jaxlib")
 
 
 def limit_threads() -> None:
-    """Limit torch to this rank's share of the host's cores; by default every rank would use all of them."""
+    """Limit torch to this rank's share of the host's cores, since by default every rank would use all cores."""
     threads = environment.threads_per_rank()
     if threads is not None:
         torch.set_num_threads(threads)
 
 
 def spare_collections() -> None:
-    """Exclude imported objects, some 170,000 of torch, from garbage collection.
+    """Exclude all existing objects, some 170,000 of torch, from garbage collection, once per process.
 
-    These objects live as long as the process. Each full collection, and the interpreter's exit, walked over them, which
-    took a quarter of the time of an idle rank. This is done once per process, so that objects that a user drops between
-    two runs are collected.
+    They live as long as the process, but each full collection visits them, which took a quarter of an idle rank's time.
     """
     if gc.get_freeze_count() == 0:
         gc.freeze()
@@ -36,6 +34,6 @@ def spare_collections() -> None:
 
 
 def _end() -> None:
-    """Make the interpreter collect everything at exit if a loaded library prints its remaining objects then."""
+    """Undo the exclusion at exit if a loaded library would print its remaining objects."""
     if any(name in sys.modules for name in _COUNT_AT_THE_END):
         gc.unfreeze()

@@ -1,4 +1,4 @@
-"""Records the events of a rank, if requested: messages, waits, and events of protocols."""
+"""Records a rank's events for analysis and replay: messages, waits, and events of protocols."""
 
 from __future__ import annotations
 
@@ -26,28 +26,18 @@ from asyncdist.transports.base import Transport
 from asyncdist.transports.recorded_transport import RecordedTransport
 from asyncdist.waits import WaitId, WaitKind
 
-#: Seconds between two flushes of the recording to the kernel, even if nothing happens.
+#: Maximum time between two writes of the recording to the file, in seconds.
 _FLUSH_PERIOD_S: Final = 1.0
 
-#: Largest result of an MPI reduction, in bytes, that is recorded, so that recordings stay small.
+#: Size up to which the result of an MPI reduction is recorded, in bytes, so that recordings stay small.
 _RESULT_NBYTES_MAX: Final = 1024
 
-#: torch's seed at import, or the seed that the program had set before.
+#: Seed of torch when asyncdist is imported.
 _FIRST_SEED: Final = torch.initial_seed()
 
 
 class Recording:
-    """The recording of one rank.
-
-    Args:
-        options: Options of the recording; None for no recording.
-        transport: Transport of the rank.
-        loop: Loop of the rank.
-
-    Attributes:
-        transport: Transport to use instead of the given one.
-        engine: Engine of the rank.
-    """
+    """Records one rank to a file, if requested; ``transport`` and ``engine`` are those that the rank must use."""
 
     def __init__(self, options: RecordOptions | None, transport: Transport, loop: asyncio.AbstractEventLoop) -> None:
         self.transport = transport
@@ -64,7 +54,7 @@ class Recording:
         self.engine: Engine = self._recorded or Engine(transport, loop)
 
     def begin(self, world: World) -> None:
-        """Begin the file, now that the job is known."""
+        """Begin the file, since the job's number and this rank's world are now known."""
         writer, engine, transport = self._writer, self._recorded, self.transport
         if writer is None or engine is None:
             return
@@ -77,7 +67,8 @@ class Recording:
             hostname=world.hostname,
         )
         is_simulated = hasattr(self._loop, "rank")
-        tells_sleeps = is_simulated or not transport.capabilities.shares_process  # not if ranks share a loop
+        # Impossible if several ranks share a loop.
+        tells_sleeps = is_simulated or not transport.capabilities.shares_process
         told = {"sent_before_count": self._sent_before_count, "tells_sleeps": tells_sleeps, "tells_collectives": True}
         writer.open({**header, **_conditions(world), **told})
         engine.begin()
@@ -87,7 +78,8 @@ class Recording:
         services.end_recording = functools.partial(self._end, writer)
         if tells_sleeps:
             self._tell_sleeps(engine)
-        if not transport.capabilities.shares_process:  # a rank of its own process can be killed
+        # A rank with its own process can be killed, so the file is written regularly.
+        if not transport.capabilities.shares_process:
             self._tick(writer)
 
     def _note_message(self, writer: RecordWriter, kind: str, peer: int, tag: int, nbytes: int) -> None:
@@ -103,7 +95,7 @@ class Recording:
             writer.note(kind, peer, tag, nbytes)
 
     def _tell_sleeps(self, engine: Engine) -> None:
-        """Record when asyncio's timers fire, after which sleeping tasks continue."""
+        """Record when the timers of ``asyncio.sleep`` and of asyncio's timeouts fire."""
         call_at = self._loop.call_at
 
         def set_timer(
@@ -130,14 +122,14 @@ class Recording:
         writer.close()
 
     def note_end(self, error: BaseException | None) -> None:
-        """Record the end of main; later steps may end the process."""
+        """Record that main has ended, and write to the file, since a later step may end the process."""
         self._leave_loop()
         if self._writer is not None:
             self._writer.note("over", "" if error is None else f"{type(error).__name__}: {error}"[:1000])
             self._writer.flush()
 
     def close(self) -> None:
-        """End the file."""
+        """Finish the file."""
         self._leave_loop()
         if self._timer is not None:
             self._timer.cancel()
@@ -146,14 +138,13 @@ class Recording:
 
 
 class ObservedEngine(Engine):
-    """Counts the positions at which a rank receives something: a recording holds them, and a replay compares them.
+    """An engine that counts a rank's waits, so that a replay can deliver each message at the recorded position.
 
     Attributes:
-        has_begun: Whether the world is open; positions are not needed before.
-        woken_count: The number of waits for messages of channels and for conditions that have ended since the last safe
-            point began, of collectives that have begun, ended without a message or failed since, and of calls of
-            :meth:`wake_by`. Waits for requests do not count: no task waits for a request that is done at once.
-        begun_count: The number of waits that count and have begun since the last safe point began.
+        has_begun: Whether the world is open; nothing is counted before.
+        woken_count: Number of waits for messages and conditions that have ended, of collectives that have begun, failed
+            or ended without a message, and of calls of :meth:`wake_by`, since the last safe point began.
+        begun_count: Number of waits that have begun since then, of the kinds that ``woken_count`` counts at their end.
     """
 
     tells_sends: ClassVar[bool] = True
@@ -167,7 +158,7 @@ class ObservedEngine(Engine):
         )
 
     def begin(self) -> None:
-        """Count from now on; before, a replay differs, since it opens the world in another way."""
+        """Begin to count. A replay opens the world differently, so earlier events are not counted."""
         self.has_begun = True
         self.woken_count = self.begun_count = 0
 
@@ -188,18 +179,12 @@ class ObservedEngine(Engine):
 
 
 class RecordedEngine(ObservedEngine):
-    """An engine that records everything that a replay must repeat.
-
-    Args:
-        transport: Transport of the rank.
-        loop: Loop of the rank.
-        writer: Writer of its events.
-    """
+    """An engine that records everything that a replay must repeat."""
 
     def __init__(self, transport: Transport, loop: asyncio.AbstractEventLoop, writer: RecordWriter) -> None:
         super().__init__(transport, loop)
         self._writer = writer
-        self._is_native = transport.capabilities.native_collectives  # MPI chooses the order of reductions
+        self._is_native = transport.capabilities.native_collectives  # MPI chooses the order in which it reduces
         self._unrecorded_clock, self.clock = self.clock, self._read_clock
 
     def _read_clock(self) -> float:
@@ -211,7 +196,7 @@ class RecordedEngine(ObservedEngine):
     def wake_by(self, what: WaitId, wake: Callable[[], object]) -> None:
         if self.has_begun:
             self._note_timer(what)
-            self.loop.call_soon(self._note_wait_ended, True)  # just before the task's next step
+            self.loop.call_soon(self._note_wait_ended, True)  # counted just before the task's next step
         wake()
 
     def measured(self, what: WaitId, value: int) -> int:
@@ -253,7 +238,7 @@ class RecordedEngine(ObservedEngine):
 
 
 def _conditions(world: World) -> dict[str, Any]:
-    """Return the facts about the rank that a replay needs besides its events, for the header."""
+    """Return what a replay must know about the rank besides its events, such as capabilities and random states."""
     version, numbers, gauss = random.getstate()
     numpy_state: Any = numpy.random.get_state()
     return {

@@ -1,10 +1,7 @@
-"""Starts a rank, hosts its main coroutine, and ends it: ``run``, ``run_local`` and ``open_world``.
+"""Starts a rank, hosts its main coroutine, and ends the rank: ``run``, ``run_local`` and ``open_world``.
 
-The life of a rank: make the loop; open the transport; agree with all ranks on versions and on the job's nonce; run
-``main(world)`` and every task it spawned under one task group; then leave: notify the peers, wait for the services of
-protocols (a coordinator serves until its last member has left), enter a polled barrier, cancel the receives, close the
-transport. :mod:`asyncdist.runtime.leaving` implements the end, and :mod:`asyncdist.runtime.failing.failure` the end
-after a failure.
+A rank opens its transport, performs the handshake with all ranks, and runs ``main(world)`` and its spawned tasks in one
+task group. After main has returned, it waits until all ranks have ended, and closes the transport.
 """
 
 from __future__ import annotations
@@ -52,7 +49,7 @@ MetricsName: TypeAlias = int | str | Sequence[int | str] | None
 
 
 class WorldOptions(TypedDict, total=False):
-    """The common options of :func:`run` and :func:`open_world`, for functions that pass them on."""
+    """Options that :func:`run` and :func:`open_world` share, as a type for functions that pass them on."""
 
     grace_s: float
     strict: bool
@@ -70,13 +67,14 @@ WATCHDOG_S: Final = 10.0
 STALL_S: Final = 60.0
 #: Seconds that main may wait in one collective before a warning is logged, if ``stall_s`` is not set.
 COLLECTIVE_STALL_S: Final = 300.0
-#: Options of launchers for the number of ranks.
+#: Matches options of launchers that set the number of ranks.
 _RANKS_ASKED_FOR: Final = re.compile(r"(?<!\S)((?:-n|-np|--ranks|--nproc[-_]per[-_]node)[ =]?(\d+))(?!\S)")
-#: Replaces :func:`run` if the ranks are hosted elsewhere; called with main, its arguments and ``strict``.
+#: If set, a function that :func:`run` calls with main, its arguments and ``strict``, because the ranks are hosted
+#: elsewhere.
 run_elsewhere: ContextVar[Callable[[Callable[..., Any], tuple[Any, ...], bool], Any] | None] = ContextVar(
     "run_elsewhere", default=None
 )
-#: Replaces :func:`run_local` if its ranks are replayed.
+#: If set, a function that :func:`run_local` calls in the same way, because the ranks are replayed.
 run_local_elsewhere: ContextVar[Callable[[Callable[..., Any], tuple[Any, ...], bool], list[Any]] | None] = ContextVar(
     "run_local_elsewhere", default=None
 )
@@ -99,52 +97,54 @@ def run(
 ) -> T:
     """Run ``main(world, *args)`` as this process's rank, and return its result.
 
-    If a loop is already running, as in a notebook, local ranks get a thread of their own with the caller's context and
-    torch modes; the caller and its loop are blocked meanwhile, and a second Ctrl-C raises KeyboardInterrupt in main.
+    If an event loop is already running, as in a notebook, local ranks run in a separate thread with the caller's
+    context and torch modes. The caller and its loop are blocked until the ranks have ended. A second Ctrl-C raises
+    KeyboardInterrupt in main.
 
     Under a launcher, the first call excludes the existing objects, mostly modules, from garbage collection
-    (:func:`gc.freeze`), so that cycles among them are kept to the end of the process.
+    (:func:`gc.freeze`). Reference cycles among them are never freed.
 
     Args:
         main: Coroutine function whose first argument is the :class:`World`.
-        transport: ``"mpi"``, ``"torch"``, ``"local"`` or ``"auto"``. ``"auto"`` means MPI under an MPI launcher; torch
-            under torchrun, with the variables RANK, WORLD_SIZE and MASTER_ADDR, or if the program has made a process
-            group of several ranks; otherwise local. ``"torch"`` sends over gloo, in groups of its own; the program's
-            own groups may use any backend.
-        ranks: With ``"local"``, the number of ranks to host on one loop of this process; rank 0's value is returned.
+        transport: ``"mpi"``, ``"torch"``, ``"local"`` or ``"auto"``. ``"auto"`` selects MPI under an MPI launcher;
+            torch under torchrun, with the variables RANK, WORLD_SIZE and MASTER_ADDR, or if the program has made a
+            process group of several ranks; otherwise local. ``"torch"`` sends over gloo in process groups that
+            asyncdist creates; the program's own groups may use any backend.
+        ranks: Number of ranks to host on one loop of this process, with ``transport="local"``; rank 0's value is
+            returned.
         loop: ``"uvloop"`` (the default if it is installed) or ``"asyncio"``.
-        grace_s: Seconds that the peers of a failed rank have to stop on their own before they are aborted.
+        grace_s: Seconds that the peers of a failed rank have to stop by themselves before they are aborted.
         strict: Whether to raise LocalProtocolError for leftovers at the end: an unread message, a request, a stream
             slot, a snapshot, a task. Otherwise they are logged.
-        watchdog_s: Seconds after which one warning lists the waits of spawned tasks that only wait although main has
-            returned; ``math.inf`` for never.
-        stall_s: Seconds without a step or a message on any rank of this host after which the waits of all of them are
-            printed once, with their lines (``docs/hangs.md``); ``math.inf`` for never. The default is the variable
-            ASYNCDIST_STALL_S (``asyncdist run --stall-s``), or 60. If it is set, a warning is also logged for a main
-            that has waited in one line for this time (up to twice as long) while other ranks continue: for a message,
-            a stream, a collective, or a future or event of its own. If it is not set, that warning is logged after
-            300 s, and only for collectives, since a main that waits for messages may be a server.
-        stall_aborts: Whether to raise StallError instead of that warning if main waits for its peers.
-        record: Folder in which each rank records its steps, metrics, rounds, messages and waits; see
-            :mod:`asyncdist.recording.writer` for the files, and
-            :func:`asyncdist.recording.reader.read_recording` to read them. The default is the variable
-            ASYNCDIST_RECORD (``asyncdist run --record``). If the folder cannot be written, a warning is logged.
+        watchdog_s: Seconds after which, once main has returned, a warning lists spawned tasks that are all still
+            waiting; ``math.inf`` for never.
+        stall_s: Seconds without a step or a message on any rank of this host after which the waits of all these ranks
+            are printed once, with their lines (``docs/hangs.md``); ``math.inf`` for never. The default is the variable
+            ASYNCDIST_STALL_S (``asyncdist run --stall-s``), or 60. If a value is set, a warning is also logged for a
+            main that has waited in one line for this time (up to twice as long) while other ranks continue: for a
+            message, a stream, a collective, or a future or event of its own. If no value is set, this warning is logged
+            after 300 s and only for collectives, since a main that waits for messages may be a server.
+        stall_aborts: Whether to raise StallError instead of this warning if main waits for its peers.
+        record: Folder in which each rank records its steps, metrics, rounds, messages and waits.
+            :mod:`asyncdist.recording.writer` describes the files, and :func:`asyncdist.recording.reader.read_recording`
+            reads them. The default is the variable ASYNCDIST_RECORD (``asyncdist run --record``). If the folder cannot
+            be written, a warning is logged.
         record_limit_nbytes: Maximum size of a rank's file, in bytes; recording stops there.
         metrics: Destination of each rank's counters. A port or ``"HOST:PORT"`` (by default on 127.0.0.1) at which the
             first rank of a host serves them to Prometheus, and the other ranks at the following ports;
-            ``"tensorboard:FOLDER"``, ``"wandb"``, ``"wandb:PROJECT"`` or ``"opentelemetry"``; or several of these. The
+            ``"tensorboard:FOLDER"``, ``"wandb"``, ``"wandb:PROJECT"`` or ``"opentelemetry"``; or a list of several. The
             default is the variable ASYNCDIST_METRICS (``asyncdist run --metrics``). If a destination fails, a warning
             is logged.
 
     Raises:
         TypeError: ``main`` is not a coroutine function, or cannot be called with a world and ``args``.
-        ValueError: There is no such transport.
+        ValueError: An option is not valid, for example the name of the transport.
         RankLostError: Another rank failed; it has printed its traceback.
         StallError: main waited for its peers for too long (``stall_aborts``).
         TransportError: The transport cannot be used, or launcher and MPI library do not match.
-        LocalProtocolError: Called inside a world; a rank has only one.
-        RuntimeError: A loop is already running, under a launcher; use :func:`open_world` there.
-        KeyboardInterrupt: SIGINT; raised after everything has ended.
+        LocalProtocolError: This code already runs inside a world; a rank has only one.
+        RuntimeError: A loop is already running, under a launcher; use :func:`open_world` instead.
+        KeyboardInterrupt: SIGINT was received; raised after the rank has ended.
         SystemExit: This restarted rank was too late; see :class:`LateError`.
         BaseException: The exception of ``main``, or an ExceptionGroup with the exceptions of its spawned tasks.
     """
@@ -167,7 +167,7 @@ def run(
         end_late(late)
     except (ValueError, AsyncdistError) as refusal:
         refuse(refusal, sys._getframe(1))
-        refusal.__traceback__ = None  # the message is enough
+        refusal.__traceback__ = None  # the message alone is printed
         raise
     if elsewhere is not None:
         return cast(T, elsewhere(main, args, strict))
@@ -181,17 +181,13 @@ def run(
         outcome = _complete(event_loop, [task])[0]
         if isinstance(outcome.error, LateError):
             end_late(outcome.error)
-        if outcome.error is not None:  # inside, so that a later Ctrl-C has this error as its context
+        if outcome.error is not None:  # raised inside the block, so that this error is the context of a later Ctrl-C
             raise outcome.error
     return cast(T, outcome.value)
 
 
 def _warn_if_alone(words: Sequence[str]) -> None:
-    """Warn if the command line of this process, which no launcher has started, asks for several ranks.
-
-    Args:
-        words: The script and its arguments.
-    """
+    """Log a warning if the script's arguments request several ranks, but no launcher has started this process."""
     found = _RANKS_ASKED_FOR.search(" ".join(words[1:]))
     if found is not None and int(found[2]) > 1 and not environment.VARIABLES.get(environment.TRANSPORT_VARIABLE):
         logger.warning(
@@ -204,7 +200,7 @@ def _warn_if_alone(words: Sequence[str]) -> None:
 
 
 def _open_here(transport: TransportName, ranks: int | None) -> Transport | None:
-    """Open the transport of this process; return None if the process hosts all ranks."""
+    """Open the transport of this process; return None if this process must host all ranks itself."""
     with environment.ranks_shown():
         return _open_launched(transport, ranks)
 
@@ -237,18 +233,22 @@ def run_local(
     metrics: MetricsName = None,
     live: bool = False,
 ) -> list[T]:
-    """Host ``ranks`` ranks on one loop of this process, and return the value of each.
+    """Host ``ranks`` ranks on one loop of this process, and return the result of each rank's main.
 
     The ranks share a thread, so a computing rank blocks the others, and they share torch's random state. Grad mode,
-    inference mode and autocast are separate for each rank. If a loop is already running, as in a notebook, the ranks
-    get a thread of their own, as in :func:`run`.
+    inference mode and autocast are separate for each rank. If an event loop is already running, as in a notebook, the
+    ranks run in a separate thread.
 
-    The options are those of :func:`run`. With ``live``, a table in the notebook's cell or the terminal shows the
-    progress of policies.
+    The other options are those of :func:`run`.
+
+    Args:
+        main: Coroutine function whose first argument is the :class:`World`.
+        ranks: Number of ranks.
+        live: Whether to show the progress of policies in a table, in the notebook's cell or the terminal.
 
     Raises:
-        BaseException: The exception of the first rank to fail; or AsyncdistError if ``live`` is set and rich is
-            missing.
+        AsyncdistError: ``live`` is set, and the package rich is not installed.
+        BaseException: The exception of the first rank that failed.
     """
     options = rank_options(
         watchdog_s,
@@ -280,7 +280,8 @@ def _run_local(
     meanwhile: Callable[[], None] | None = None,
 ) -> list[T]:
     validation.main_function(main, args)
-    with Interrupts(spares_process=is_loop_running()) as interrupts:  # here, in the main thread, which receives signals
+    # Opened here, in the main thread, which receives signals.
+    with Interrupts(spares_process=is_loop_running()) as interrupts:
         outcomes = call_beside_loop(
             functools.partial(_host_locally, main, args, ranks, loop, interrupts, options), meanwhile
         )
@@ -291,7 +292,7 @@ def _run_local(
 
 
 def _raise_first(failures: Mapping[int, BaseException], ranks: int, interrupts: Interrupts) -> NoReturn:
-    """Raise the exception of the first rank to fail, with a note that names it; after a signal, with all notes."""
+    """Raise the exception of the first rank that failed, with a note that names the rank."""
     rank = next((rank for rank, error in failures.items() if not is_consequence(error)), min(failures))
     first = failures[rank]
     if interrupts.received is not None:
@@ -311,7 +312,7 @@ def _host_locally(
     interrupts: Interrupts,
     options: RankOptions,
 ) -> list[RankResult]:
-    """Host all ranks on one new loop in this thread; return the result of each."""
+    """Host all ranks on one new loop in this thread, and return the result of each."""
     hub = LocalHub(ranks)
     with _loop_of(loop) as event_loop, torch_modes.of_ranks(event_loop, ranks) as contexts:
         tasks = [
@@ -336,14 +337,14 @@ async def open_world(
     record_limit_nbytes: int = LIMIT_NBYTES,
     metrics: MetricsName = None,
 ) -> AsyncIterator[World]:
-    """Open a world inside a running loop, for notebooks and tests: ``async with ad.open_world() as world``.
+    """Open a world inside a running event loop, for notebooks and tests: ``async with ad.open_world() as world``.
 
-    The arguments are those of :func:`run`; ``ranks`` must be 1, since one rank runs the block.
+    The options are those of :func:`run`. ``ranks`` must be 1, since a single rank runs the block.
 
     Raises:
-        ValueError: ``ranks`` is not 1; the error names the call that hosts several.
-        LocalProtocolError: Called inside a world, even a simulated or local one; a rank has only one.
-        BaseException: As :func:`run`.
+        ValueError: ``ranks`` is not 1; the message names the call that hosts several ranks.
+        LocalProtocolError: This code already runs inside a world, even a simulated or local one.
+        BaseException: An exception of the block, or one of those that :func:`run` raises.
     """
     refuse_inside_a_world()
     if ranks != 1:
@@ -376,11 +377,6 @@ def prepare_rank(
 ) -> Callable[[Interrupts], AbstractAsyncContextManager[World]]:
     """Open the transport for a rank whose main is the body of a context manager.
 
-    Args:
-        caller: Frame of the user's call, for errors.
-        transport: As for :func:`run`.
-        options: Options of the rank.
-
     Returns:
         A function that makes the context manager, which must be entered on a loop.
     """
@@ -391,7 +387,7 @@ def prepare_rank(
         end_late(late)
     except (ValueError, AsyncdistError) as refusal:
         refuse(refusal, caller)
-        refusal.__traceback__ = None  # the message is enough
+        refusal.__traceback__ = None  # the message alone is printed
         raise
     return functools.partial(hosted, opened, options=options)
 
@@ -400,7 +396,7 @@ def prepare_rank(
 
 
 def _complete(loop: asyncio.AbstractEventLoop, tasks: Sequence[asyncio.Task[RankResult]]) -> list[RankResult]:
-    """Run until every task has ended, even after an exit or interrupt that a spawned task raised through the loop."""
+    """Run the loop until all tasks have ended, even if a task raises SystemExit or KeyboardInterrupt."""
     while pending := [task for task in tasks if not task.done()]:
         with contextlib.suppress(SystemExit, KeyboardInterrupt):
             loop.run_until_complete(asyncio.wait(pending))
@@ -409,7 +405,7 @@ def _complete(loop: asyncio.AbstractEventLoop, tasks: Sequence[asyncio.Task[Rank
 
 @contextmanager
 def _loop_of(name: LoopName | None) -> Iterator[asyncio.AbstractEventLoop]:
-    """Make a loop of the given kind; at the end close it with everything that still runs on it."""
+    """Make a loop of the given kind, and close it after the body of ``with``; tasks that still run are cancelled."""
     factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
     if name == "uvloop" or (name is None and importlib.util.find_spec("uvloop") is not None):
         import uvloop
@@ -430,7 +426,7 @@ def rank_options(
     limit_nbytes: int = LIMIT_NBYTES,
     metrics: MetricsName = None,
 ) -> RankOptions:
-    """Return the options of a rank from those of :func:`run`."""
+    """Return the options of a hosted rank for the given arguments of :func:`run`."""
     chosen = environment.stall_s() if stall_s is None else stall_s
     if chosen is None:
         watchdogs = WatchdogOptions(watchdog_s, COLLECTIVE_STALL_S, stall_aborts, True, STALL_S)

@@ -1,7 +1,7 @@
-"""Turns Ctrl-C and SIGTERM into the end of a rank.
+"""Ends a rank after Ctrl-C (SIGINT) or SIGTERM.
 
-SIGINT and SIGTERM have plain signal handlers, since a loop's handlers do not run while torch blocks it. The first
-signal asks the rank to stop at its next await, the second one ends the process.
+The first signal asks the rank to stop at its next await, and the second ends the process. Plain signal handlers are
+used, since those of an event loop do not run while torch blocks the loop.
 """
 
 from __future__ import annotations
@@ -22,20 +22,17 @@ SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupts:
-    """Cancels some tasks at the first SIGINT or SIGTERM, and ends the process at the second one.
+    """Context manager that cancels tasks at the first SIGINT or SIGTERM, and ends the process at the second.
 
-    In a process with another owner, such as a notebook's kernel, the second signal raises instead, as in plain Python.
-
-    This is a context manager. It does nothing outside the main thread, where Python allows no signal handlers. A forked
-    process gets the previous handlers back; see ``_restore_signals_in_child``.
+    It does nothing outside the main thread. In a forked process the previous handlers are restored.
 
     Args:
-        spares_process: Whether to raise KeyboardInterrupt (or SystemExit) at the second signal.
+        spares_process: Whether the second signal raises KeyboardInterrupt or SystemExit instead of ending the process,
+            which may belong to a notebook.
 
     Attributes:
-        received: Number of the received signal; or None.
-        raises_at_once: Whether the first signal also raises at the program's current line, because no task would be
-            cancelled.
+        received: Number of the received signal; None if there was none.
+        raises_at_once: Whether the first signal raises immediately, because there is no task to cancel.
     """
 
     def __init__(self, *, spares_process: bool = False) -> None:
@@ -43,7 +40,7 @@ class Interrupts:
         self.received: int | None = None
         self.raises_at_once = False
         self._is_pending = False  # a signal was received, and no task has been cancelled for it yet
-        self._stopping: asyncio.Handle | None = None  # will cancel the tasks
+        self._stopping: asyncio.Handle | None = None  # the scheduled cancellation of the tasks
         self._previous: dict[int, Any] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: Sequence[asyncio.Task[Any]] = ()
@@ -52,11 +49,11 @@ class Interrupts:
         self._waited: dict[int, str | None] = {}
 
     def ask_before(self, rank: int, wait: Callable[[], str | None]) -> None:
-        """Call ``wait``, which describes the wait of ``rank``, before its tasks are cancelled, for :meth:`error`."""
+        """Register ``wait``, which describes the wait of ``rank``; it is called before the tasks are cancelled."""
         self._waits[rank] = wait
 
     def error(self, rank: int) -> BaseException | None:
-        """Return the exception of ``rank`` for a received signal, with a note about its wait."""
+        """Return the exception for the received signal, with a note about the wait of ``rank``; None without signal."""
         if self.received is None:
             return None
         error = interrupt_error(self.received)
@@ -65,7 +62,7 @@ class Interrupts:
         return error
 
     def cancel_on_first(self, loop: asyncio.AbstractEventLoop, tasks: Sequence[asyncio.Task[Any]]) -> None:
-        """Cancel these tasks at the first signal, or at once if it was already received."""
+        """Cancel these tasks at the first signal, or immediately if it was already received."""
         self._loop, self._tasks = loop, tasks
         if self.received is not None:
             self._cancel(loop)
@@ -76,16 +73,12 @@ class Interrupts:
             raise interrupt_error(self.received)
 
     def check_pending(self) -> None:
-        """Raise as :meth:`check` does, but only if no task has been cancelled for the signal yet.
-
-        A main that catches the cancellation and returns has handled the signal. A main that blocked the loop until it
-        returned was not notified of it.
-        """
+        """Raise KeyboardInterrupt or SystemExit if a signal was received and has not cancelled a task yet."""
         if self._is_pending:
             self.check()
 
     def withdraw(self) -> bool:
-        """Cancel no task for the received signal; return whether there is a signal that the caller must now raise."""
+        """Cancel no tasks for the received signal; return whether there is a signal that the caller must now raise."""
         is_pending, self._is_pending = self._is_pending, False
         if is_pending and self._stopping is not None:
             self._stopping.cancel()
@@ -123,7 +116,7 @@ class Interrupts:
             self._cancel(self._loop)
 
     def _cancel(self, loop: asyncio.AbstractEventLoop) -> None:
-        if loop.is_closed():  # everything has ended
+        if loop.is_closed():  # all tasks have ended
             return
         self._stopping = loop.call_soon_threadsafe(self._stop)
 
@@ -135,11 +128,9 @@ class Interrupts:
 
 
 def _restore_signals_in_child() -> None:
-    """Give a forked process the signal handlers that its parent had before it hosted a rank.
+    """Restore, in a forked process, the signal handlers that the parent had before it hosted a rank.
 
-    The child has no loop that could cancel anything, so ``Process.terminate()``, and with it the end of a daemon
-    process or of a ``Pool``, would have no effect. This is done at the fork, since a Python handler is not called while
-    the child blocks in C.
+    The child has no tasks to cancel, so ``Process.terminate()`` and the end of a ``Pool`` would have no effect.
     """
     forget_in_child()
     for number in SIGNALS:
@@ -150,7 +141,7 @@ def _restore_signals_in_child() -> None:
 
 
 class _Held:
-    """Blocks signals while this thread forks, since a signal before the child has its handlers would be lost."""
+    """Blocks signals during a fork, since the child would lose a signal that arrives before its handlers are set."""
 
     def __init__(self) -> None:
         self._masks = threading.local()
@@ -172,15 +163,11 @@ if hasattr(os, "register_at_fork"):
 
 
 def _forget_workers() -> None:
-    """Keep the end of torch's DataLoader workers from raising, because this process is ending.
-
-    Launchers such as mpirun also send SIGTERM to the workers of a rank. torch's handler would then raise RuntimeError
-    anywhere in the rank: in a callback of its loop, or while the interpreter exits.
-    """
+    """Prevent torch from raising RuntimeError in this ending process because its DataLoader workers have ended."""
     if getattr(signal.getsignal(signal.SIGCHLD), "__module__", "") == "torch.utils.data._utils.signal_handling":
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def interrupt_error(number: int) -> BaseException:
-    """Return the exception that ``run`` raises after the signal, which is also Python's default."""
+    """Return the exception that Python, and therefore ``run``, raises for a signal."""
     return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)

@@ -1,7 +1,6 @@
-"""Intercepts the timers of asyncio's ``sleep``, ``timeout``, ``wait_for`` and ``wait`` in a rank's tasks.
+"""Intercepts the timers of asyncio's ``sleep``, ``timeout``, ``wait_for`` and ``wait``, for recordings and replays.
 
-Recordings hold the time at which each fires, and a replay makes it fire then. Timers that code sets directly on the
-loop are not intercepted.
+A replay fires each timer at the recorded position. Timers that code sets directly on the loop are not intercepted.
 """
 
 from __future__ import annotations
@@ -14,21 +13,13 @@ from typing import Any
 
 from asyncdist.waits import WaitId, WaitKind
 
-#: Sets a timer; called with its identity, its time on the loop's clock in seconds, a function, its arguments and
-#: context.
+#: Function that sets a timer. Arguments: the timer's identity, its time on the loop's clock in seconds, a callback, the
+#: callback's arguments and context.
 SetTimer = Callable[[WaitId, float, Callable[..., object], tuple[Any, ...], contextvars.Context | None], Any]
 
 
 def set_sleeps_by(loop: asyncio.AbstractEventLoop, set_timer: SetTimer) -> Callable[[], None]:
-    """Let ``set_timer`` set the timers of asyncio's own functions instead of the loop, each with a number.
-
-    Args:
-        loop: Loop of a single rank.
-        set_timer: Returns a handle that can be cancelled.
-
-    Returns:
-        A function that undoes this.
-    """
+    """Set the timers of asyncio's own functions through ``set_timer``, and return a function that restores the loop."""
     replaced: Any = loop
     call_at, call_later, numbers = loop.call_at, loop.call_later, itertools.count()
 

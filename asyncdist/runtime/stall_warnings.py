@@ -1,4 +1,4 @@
-"""Warns of ranks that wait for long, and describes the waits of tasks, also for reports of simulated deadlocks."""
+"""Warns of ranks that wait for a long time, and describes the waits of tasks for all reports."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from asyncdist.runtime.world import World
 
 logger = logging.getLogger("asyncdist.runtime.stall_warnings")
 
-#: Coroutines of asyncio that end on their own, after a time or with a thread. Their futures cannot be distinguished
-#: otherwise from futures that a peer or the user settles.
+#: Coroutines of asyncio that end automatically, after a time or with a thread. Their futures look like futures that a
+#: peer or the user settles.
 _TIMED: Final = frozenset({asyncio.sleep.__code__, asyncio.to_thread.__code__})
 _LIBRARIES: Final = frozenset({"asyncdist", "asyncio", "contextlib"})
-#: Coroutines of asyncio that wait for tasks, by the name of the user's call.
+#: Coroutines of asyncio that wait for several tasks, with the name of the call in the user's code.
 _JOINS: Final = {asyncio.TaskGroup.__aexit__.__code__: "asyncio.TaskGroup", asyncio.wait.__code__: "asyncio.wait"}
-#: Maximum number of tasks whose waits are described if a wait is for several; and the maximum depth.
+#: Limits of the description of a wait for several tasks: number of described tasks, and depth of nested waits.
 _PART_COUNT_MAX: Final = 4
 _PART_DEPTH_MAX: Final = 3
 #: For a main driven by blocking code: maps its task to a function that returns the innermost frame of that code.
@@ -32,16 +32,12 @@ frame_of_caller: Final[WeakKeyDictionary[asyncio.Task[Any], Callable[[], types.F
 
 @dataclass(frozen=True, slots=True)
 class WatchdogOptions:
-    """Limits of waits after which they are reported; options of :func:`asyncdist.run`.
+    """Times after which long waits are reported, mostly options of :func:`asyncdist.run`; infinity for never.
 
     Attributes:
-        watchdog_s, stall_s, stall_aborts: As for :func:`asyncdist.run`; infinity for never.
-        collectives_alone: Whether ``stall_s`` applies only to waits in collectives. A main that waits in one for
-            minutes most likely waits forever; a main that waits for messages may be a server.
-        job_stall_s: Seconds without a step or a message on any rank after which the waits of all ranks are printed.
-
-    Raises:
-        ValueError: A time is not a number of seconds above 0.
+        collectives_alone: Whether ``stall_s`` applies only to collectives, since a main that waits for messages may be
+            a server.
+        job_stall_s: Seconds without a step or message on any rank after which the waits of all ranks are printed.
     """
 
     watchdog_s: float = math.inf
@@ -60,14 +56,9 @@ ENDLESS: Final = WatchdogOptions()
 
 
 class EndWatch:
-    """Warns once if spawned tasks that only wait keep a rank from ending after its main has returned.
+    """Warns once if main has returned, but spawned tasks that only wait keep the rank from ending.
 
-    The condition is that each of them has waited in the same wait for a whole period, since a running task may end the
-    others. Messages that arrived while the loop was blocked are delivered before this is judged.
-
-    Args:
-        world: World of this rank.
-        period_s: The period in seconds; infinity for never.
+    The warning is logged if every task has been in the same wait for ``period_s`` seconds.
     """
 
     def __init__(self, world: World, period_s: float) -> None:
@@ -77,13 +68,13 @@ class EndWatch:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        """Start to watch: main has returned."""
+        """Start to watch, since main has returned."""
         self._seen = {task: waiter_of(task) for task in self._world.spawned_tasks()}
         if self._seen and self._period_s < math.inf:
             self._timer = asyncio.get_running_loop().call_later(self._period_s, self._look)
 
     def end(self) -> None:
-        """Stop: the tasks have ended, or are being cancelled."""
+        """Stop watching, since the tasks have ended or are being cancelled."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -109,19 +100,14 @@ class EndWatch:
 
 
 class StallWatch:
-    """Warns, once per wait, if main of a rank has waited for long.
+    """Warns once per wait if main has waited for a long time.
 
-    The watch covers waits of main directly, in ``asyncio.gather``, in ``asyncio.wait``, in an ``asyncio.TaskGroup``, or
-    through a task: for peers, or for a future, an event or a queue of the user. Sleeps, threads and waits with a
-    timeout of their own end on their own, so a wait that one of them may end is not reported. A collective inside an
-    asynchronous generator is not detected; an enclosing ``asyncio.timeout`` is ignored.
+    The watch covers waits for peers and for the user's own futures, events and queues: directly in main, in
+    ``asyncio.gather``, ``asyncio.wait`` or ``asyncio.TaskGroup``, or through a task. Waits that end automatically, such
+    as sleeps and waits with a timeout, are not reported.
 
     Args:
-        world: World of this rank.
-        main: Task that runs main.
-        options: Limits, and the kinds of waits that count.
-        end: Called with the error that ends main, if main waits only for its peers. Otherwise, and without ``end``, a
-            warning is logged.
+        end: Called with a StallError if main waits only for its peers. Otherwise, and if None, a warning is logged.
     """
 
     def __init__(
@@ -141,18 +127,18 @@ class StallWatch:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        """Start a period."""
+        """Start a period, after which main's wait is checked."""
         if self._main is not None and self._options.stall_s < math.inf:
             self._seen = self._awaited(self._main)
             self._timer = asyncio.get_running_loop().call_later(self._options.stall_s, self._look)
 
     def end(self) -> None:
-        """Stop: main has returned, or is being cancelled."""
+        """Stop watching, since main has returned or is being cancelled."""
         if self._timer is not None:
             self._timer.cancel()
 
     def _awaited(self, main: asyncio.Task[Any]) -> list[Any]:
-        """Return the futures that main waits for, if such a wait counts."""
+        """Return the futures that main waits for; an empty list if such a wait is not reported."""
         if self._options.collectives_alone and waiter_of(main) not in self._world.services.engine.collective_waits:
             return []
         return futures_awaited(main, self._world, set()) or []
@@ -179,7 +165,7 @@ class StallWatch:
 
 
 def describe_wait(main: asyncio.Task[Any] | None, world: World) -> str | None:
-    """Describe the wait of main or, after it has returned, of its spawned tasks; None if main is ready to run."""
+    """Describe the wait of main or, after main has returned, of its spawned tasks; None if main is ready to run."""
     if main is None or main is asyncio.current_task():
         return None
     if any(not is_library(frame) for frame in frames_of(main)):
@@ -191,7 +177,7 @@ def describe_wait(main: asyncio.Task[Any] | None, world: World) -> str | None:
 
 
 def futures_awaited(waiter: Any, world: World, seen: set[int]) -> list[Any] | None:
-    """Return the futures on which ``waiter`` depends, without those ``seen``; None if it may end on its own."""
+    """Return the futures on which ``waiter`` depends, except those in ``seen``; None if it may end automatically."""
     if id(waiter) in seen:
         return []
     seen.add(id(waiter))
@@ -200,7 +186,7 @@ def futures_awaited(waiter: Any, world: World, seen: set[int]) -> list[Any] | No
     engine = world.services.engine
     if engine.awaited(waiter) is not None:
         return [waiter]
-    parts: Iterable[Any] | None = getattr(waiter, "_children", None)  # of asyncio.gather
+    parts: Iterable[Any] | None = getattr(waiter, "_children", None)  # set on futures of asyncio.gather
     if isinstance(waiter, asyncio.Task):
         parts = _parts_of(waiter)
         if parts is None:
@@ -222,7 +208,7 @@ def futures_awaited(waiter: Any, world: World, seen: set[int]) -> list[Any] | No
 
 
 def _parts_of(task: asyncio.Task[Any]) -> Iterable[Any] | None:
-    """Return the futures and tasks that a task waits for; None if the wait ends on its own."""
+    """Return the futures and tasks that a task waits for; None if the wait ends automatically."""
     frames = {frame.f_code: frame.f_locals for frame in frames_of(task)}
     if not _TIMED.isdisjoint(frames):
         return None
@@ -243,7 +229,7 @@ def waiter_of(task: asyncio.Task[Any]) -> Any:
 
 
 def what_awaits(task: asyncio.Task[Any], world: World | None) -> str:
-    """Describe the wait of a task, with the line of the user's code, if any."""
+    """Describe the wait of a task, and name the line of the user's code, if any."""
     what, frame = wait_of(task, world)
     return f"{what}, in {line_of(frame)}" if frame is not None else what
 
@@ -276,7 +262,7 @@ def wait_of(task: asyncio.Task[Any], world: World | None) -> tuple[str, types.Fr
 def wait_with_parts(
     task: asyncio.Task[Any], world: World, depth: int = _PART_DEPTH_MAX
 ) -> tuple[str, types.FrameType | None]:
-    """Like :func:`wait_of`, but describe a wait for other tasks by their waits, each with its line."""
+    """Describe the wait of a task, or of the tasks it waits for, and return the frame of the user's code, if any."""
     what, frame = wait_of(task, world)
     joined = _joined(task, world) if depth and frame is not None else None
     return what if joined is None else _join_in_words(*joined, world, depth), frame
@@ -299,7 +285,7 @@ def _joined(task: asyncio.Task[Any], world: World) -> tuple[str, Iterable[Any]] 
 
 
 def _join_in_words(join: str, parts: Iterable[Any], world: World, depth: int) -> str:
-    """Describe the wait of each part, waits for peers first; parts with equal descriptions are counted."""
+    """Describe a wait for several tasks by the waits of each; waits for peers are first, and equal ones are counted."""
     engine = world.services.engine
     counts: dict[tuple[bool, str], int] = {}
     for part in parts:
@@ -320,7 +306,7 @@ def _part_in_words(part: Any, world: World, depth: int) -> str:
 
 
 def line_of(frame: types.FrameType) -> str:
-    """Return the position of a frame, such as ``"main (train.py:12)"``."""
+    """Return the function, file and line of a frame, such as ``"main (train.py:12)"``."""
     return f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"
 
 
@@ -332,10 +318,7 @@ def _name(awaited: Any) -> str:
 
 
 def frames_of(task: asyncio.Task[Any]) -> list[types.FrameType]:
-    """Return the frames of a task, from its coroutine to the innermost (``Task.get_stack`` returns only the first).
-
-    If blocking code drives the task, its frame comes first.
-    """
+    """Return the frames of a task, from its coroutine to the innermost; the frame of blocking code first."""
     of_caller = frame_of_caller.get(task)
     frame = None if of_caller is None else of_caller()
     while frame is not None and is_library(frame):
@@ -349,7 +332,7 @@ def frames_of(task: asyncio.Task[Any]) -> list[types.FrameType]:
 
 
 def _awaits_for_blocking_code(frame: types.FrameType) -> bool:
-    """Return whether a frame only awaits a call for code without an event loop, so that its name is useless."""
+    """Return whether a frame belongs to the interface for blocking code, so that its name describes no wait."""
     return str(frame.f_globals.get("__name__")).startswith("asyncdist.blocking.")
 
 

@@ -1,8 +1,7 @@
 """The world: a user program's view of the job, with its rank, channels, tasks, groups and clock.
 
-:func:`asyncdist.run` and :func:`asyncdist.open_world` make a world and end it (:mod:`asyncdist.runtime.run`). Protocols
-use ``world.services``; operations of several ranks use ``world.collectives`` and ``world.agreements``. Neither sees the
-transport. ``world.peers`` tracks the other ranks for the runtime.
+:func:`asyncdist.run` and :func:`asyncdist.open_world` create and end a world. Protocols use ``world.services``;
+operations of several ranks use ``world.collectives`` and ``world.agreements``.
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ class WorldStatistics:
     """Counts since the world was opened.
 
     Attributes:
-        engine: Numbers of passes, completions and outstanding requests.
+        engine: Counts of polling passes, completed requests and outstanding requests.
         sent_count: Number of messages sent on channels.
         received_count: Number of messages received on channels.
         dropped: Number of undelivered frames by reason.
-        drop_examples: Description of the last undelivered frame by reason, if there is one.
+        drop_examples: Description of the last undelivered frame by reason.
         stream_sent_nbytes: Bytes sent in bulk streams.
         stream_received_nbytes: Bytes received in bulk streams.
         events: Number of events by kind: the kinds of :mod:`asyncdist.recording.events` except steps and messages.
@@ -79,7 +78,7 @@ def current_world() -> World:
     """Return the world of the rank that runs this task.
 
     Raises:
-        RuntimeError: Called outside ``asyncdist.run`` and ``asyncdist.open_world``.
+        RuntimeError: The code runs outside ``asyncdist.run`` and ``asyncdist.open_world``.
     """
     try:
         return _current_world.get()
@@ -96,13 +95,13 @@ _world_of_process: World | None = None
 
 
 def set_world_of_process(world: World | None) -> None:
-    """Make this world the current one of code in any context, unless another world is open there."""
+    """Make ``world`` the current world of all code in this process, except where a different world is open."""
     global _world_of_process
     _world_of_process = world
 
 
 def refuse_inside_a_world() -> None:
-    """Raise LocalProtocolError if the code of a rank would open a second world."""
+    """Raise LocalProtocolError if this code already runs inside an open world."""
     here = _current_world.get(None)
     if here is not None and here.is_open and here.process_id == os.getpid():  # a forked child is not a rank
         lasting, way_out = "", "use it through asyncdist.current_world()"
@@ -116,24 +115,18 @@ class World:
     """One rank of a running job.
 
     Attributes:
-        rank: This rank, from 0.
+        rank: Number of this rank, from 0.
         size: Number of ranks.
         process_id: Process that hosts this rank.
         local_rank: Index of this rank among the ranks of its host, from 0, as assigned by the launcher.
         group: Group of all ranks.
-        time: Returns seconds on the loop's clock, from an arbitrary start.
+        time: Function that returns seconds on the loop's clock, from an arbitrary start.
         services: Interface for protocols: channels on reserved tags, background tasks, stream slots.
         collectives: Collectives of this rank, on which :mod:`asyncdist.functional` is built.
         agreements: Agreements of this rank, which precede every collective operation.
-        scratch: Memory that is kept between collectives on one model.
-        peers: The runtime's state of the other ranks.
-        virtual_clock: In a simulation, charges the time of computations; otherwise None.
-
-    Args:
-        services: Services of this rank.
-        loop: Loop of this rank.
-        nonce: Identifies the job.
-        group: Group of all ranks.
+        scratch: Memory that is reused by successive collectives on one model.
+        peers: State of the other ranks, for the runtime.
+        virtual_clock: Charges the time of computations in a simulation; otherwise None.
     """
 
     def __init__(self, services: Services, loop: asyncio.AbstractEventLoop, *, nonce: int, group: Group) -> None:
@@ -166,37 +159,36 @@ class World:
     def incarnation(self) -> int:
         """Number of this rank's process: 0 for an initial process, 1 or more for a restarted or late one.
 
-        The number counts the restarts of the rank. The first process of a place that was empty at the beginning has 1.
-
-        A process with a number above 0 joins running ranks. The group of all ranks ended with the previous process, so
-        collectives need a group made since. Policies that support it admit the process; see
-        :class:`protocols.AsyncSelectiveAveragingPolicy`. Ranks that it is not connected to yet count as lost. An error
-        before a policy or a group has taken the process does not fail the job: the rank is lost again.
+        The number counts the restarts of the rank. If the rank had no process when the job started, its first process
+        has number 1. A process with a number above 0 does not belong to the group of all ranks, so collectives need a
+        new group. Policies that support it admit the process; see :class:`protocols.AsyncSelectiveAveragingPolicy`.
+        Ranks to which it is not connected yet count as lost. If it fails before a policy or a group has admitted it,
+        the job continues without the rank.
         """
         return self._transport.incarnation
 
     @property
     def transport_name(self) -> str:
-        """Name of the transport: ``"local"``, ``"mpi"``, ..."""
+        """Name of the transport, such as ``"local"`` or ``"mpi"``."""
         return self._transport.name
 
     @property
     def hostname(self) -> str:
-        """Name of this rank's host; in a simulation ``"host0"``, ``"host1"``, ... according to its network."""
+        """Name of this rank's host; in a simulation ``"host0"``, ``"host1"``, ... as the network defines."""
         return self._transport.hostname
 
     @property
     def device(self) -> torch.device:
         """Device of this rank: the visible GPU with the index ``local_rank``, or the CPU if there is no GPU.
 
-        If a host has more ranks than GPUs, the ranks share them. A rank that sees one GPU uses that one.
+        If a host has more ranks than GPUs, several ranks share a GPU.
         """
         count = torch.cuda.device_count()
         return torch.device("cuda", self.local_rank % count) if count else torch.device("cpu")
 
     @property
     def is_simulated(self) -> bool:
-        """Whether this rank is simulated; files that it writes are real, and shared with all other ranks."""
+        """Whether this rank is simulated. Files that it writes are real, and shared with all other ranks."""
         return self.virtual_clock is not None
 
     @property
@@ -205,33 +197,35 @@ class World:
         return self.size > 1 and self._transport.capabilities.shares_memory
 
     def describe(self) -> str:
-        """Return a one-line description for reports: transport, library, ranks."""
+        """Return a one-line description of the transport, its library and the ranks, for reports."""
         return self._transport.describe()
 
     # -- time and progress ------------------------------------------------------------------------------------------
 
     async def sleep(self, seconds: float) -> None:
-        """Wait for ``seconds``, while other tasks run."""
+        """Wait for ``seconds`` while other tasks run."""
         self.check()
         await asyncio.sleep(seconds)
         self.check()
 
     def safe_point(self) -> Coroutine[Any, Any, None]:
-        """Make one pass over the outstanding requests, and yield once to the rank's other tasks, if there are any.
+        """Make one pass over the outstanding requests, and yield once to the rank's other tasks.
 
         Raises:
-            RankLostError: A peer has failed, and with it the job.
+            RankLostError: A peer has failed, which ends the job.
         """
         return self._engine.safe_point()
 
     def progress(self, budget_s: float = PROGRESS_BUDGET_S) -> Coroutine[Any, Any, None]:
-        """Alternate passes and yields until a pass completes nothing or the budget is spent, with at least one yield.
+        """Alternate passes over outstanding requests and yields, until a pass completes nothing or the time is over.
+
+        The call yields to other tasks at least once.
 
         Args:
-            budget_s: Budget in seconds. A pass that has begun is finished first.
+            budget_s: Maximum time in seconds. A pass that has begun is finished.
 
         Raises:
-            RankLostError: A peer has failed, and with it the job.
+            RankLostError: A peer has failed, which ends the job.
         """
         return self._engine.safe_point(budget_s)
 
@@ -244,10 +238,11 @@ class World:
         """Run ``fn`` in a worker thread while the loop keeps running; torch releases the GIL inside its operators.
 
         The thread has the caller's grad, inference and autocast modes, torch's default device and the current GPU.
-        Meanwhile ``policy.step`` raises BusyError, since ``fn`` may be changing weights. A simulation starts no thread:
-        it calls ``fn`` at a drawn moment during the computing time.
+        While ``fn`` runs, ``policy.step`` raises BusyError, since ``fn`` may be changing weights. A simulation starts
+        no thread: it calls ``fn`` at a random moment during the computing time.
 
-        **Cancellation**: waits for ``fn`` anyway, since a thread cannot be stopped and may be writing weights.
+        **Cancellation**: the call still waits until ``fn`` has finished, since a thread cannot be stopped and may be
+        writing weights.
 
         Raises:
             BusyError: Another ``compute`` of this rank is running.
@@ -258,13 +253,10 @@ class World:
         return await self._computing.run(self.virtual_clock, functools.partial(fn, *args, **kwargs))
 
     async def do_file_work(self, fn: Callable[[], T], *, model: object = None) -> T:
-        """Run ``fn``, which copies a state or reads or writes a file, in a second worker thread, calls in turn.
+        """Run ``fn``, which copies a state or reads or writes a file, in a second worker thread, one call at a time.
 
-        **Cancellation**: as for :meth:`compute`.
-
-        Args:
-            fn: The function.
-            model: Model whose weights ``fn`` reads; its policies refuse steps meanwhile.
+        **Cancellation**: the call still waits until ``fn`` has finished. Until then, policies of ``model`` refuse
+        steps.
         """
         self._models_in_use.append(model)
         try:
@@ -289,25 +281,24 @@ class World:
         return self._computing.settles(future) or self._file_work.settles(future)
 
     def frame_of(self, future: object) -> types.FrameType | None:
-        """Return the current frame of the function for whose end ``future`` waits; None if unknown."""
+        """Return the current frame of the function for whose end ``future`` waits; None if it is unknown."""
         each = self._computing if self._computing.settles(future) else self._file_work
         return each.frame() if each.settles(future) else None
 
     def generator(self, purpose: str) -> random.Random:
-        """Return a generator whose draws depend only on the job, the rank and ``purpose``.
+        """Return a random generator whose draws depend only on the job, the rank and ``purpose``.
 
-        In a simulation they follow from the seed. No other random state is affected.
+        In a simulation, the job is represented by the seed.
         """
         return random.Random(f"{self._nonce} {self.rank} {purpose}")
 
     # -- tasks ------------------------------------------------------------------------------------------------------
 
     def spawn(self, coroutine: Coroutine[Any, Any, T], *, name: str | None = None) -> asyncio.Task[T]:
-        """Start a task of this rank, which is awaited at the end, and whose failure ends the job.
+        """Start a task of this rank. The rank ends only after the task, and a failure of the task ends the job.
 
-        A task that never ends keeps the rank from ending: leave its loop, cancel it, or close the channel that it
-        reads. A warning is logged if such tasks only wait after main has returned (``watchdog_s`` of
-        :func:`asyncdist.run`).
+        To stop a task that would run forever, leave its loop, cancel it, or close the channel that it reads. If such
+        tasks only wait after main has returned, a warning is logged (``watchdog_s`` of :func:`asyncdist.run`).
         """
         if self._task_group is None:
             coroutine.close()
@@ -331,17 +322,16 @@ class World:
         capacity: int = 1024,
         group: Group | None = None,
     ) -> Channel[T]:
-        """Open a channel, which connects all ranks that open it with equal tag, name and group, equally often.
+        """Open a channel, which connects all ranks that open it with the same tag, name and group, equally often.
 
         A tag belongs to one message type or name until all its channels are closed on this rank.
 
         Args:
-            message_type: A frozen dataclass, or a union of them; see :mod:`asyncdist.messaging.wire` for the field
-                types.
+            message_type: Frozen dataclass, or a union of them; :mod:`asyncdist.messaging.wire` lists the field types.
             tag: Tag from 0 to 7000 or from 12097 to 32767.
             name: Name of the channel; by default the name of the message type.
-            capacity: Number of unreceived messages at which the tag stops receiving.
-            group: Ranks that use the channel; by default all.
+            capacity: Number of unread messages at which the tag stops receiving.
+            group: Ranks that use the channel; by default all ranks.
 
         Raises:
             LocalProtocolError: The tag is not free.
@@ -356,32 +346,36 @@ class World:
         return self.services.open_user_channel(message_type, tag=tag, name=name, ranks=ranks, capacity=capacity)
 
     async def send_stream(self, tensor: torch.Tensor, dest: int) -> None:
-        """Send a tensor of any size directly into the buffer of ``dest``'s ``receive_stream``.
+        """Send a tensor of any size directly into the buffer of the receiver, which calls ``receive_stream``.
 
         Args:
             tensor: Contiguous CPU tensor, which must not change until the call returns.
             dest: Rank of the receiver.
 
         **Ordering**: the n-th stream from one rank to another is received by the n-th receive.
-        **Cancellation**: before ``dest`` receives, nothing is sent, and its receive takes the next stream. Later,
-        ``dest`` gets an abort, and the tensor is in use until outstanding chunks have left.
+        **Cancellation**: before ``dest`` receives, nothing is sent, and its receive gets the next stream. Later,
+        ``dest`` is notified of the abort, and the tensor is in use until outstanding chunks have been sent.
 
         Raises:
-            LocalProtocolError: The receiver expects another size.
+            LocalProtocolError: The receiver expects a different size.
             ClosedError: The receiver has cancelled.
-            RankLostError: The receiver has returned, or is lost.
+            RankLostError: The receiver's main has returned, or the receiver is lost.
         """
         await self._streams.send(tensor, dest)
 
     async def receive_stream(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """Receive into ``tensor`` in place, and return it.
+        """Receive a stream into ``tensor`` in place, and return ``tensor``.
 
-        **Cancellation**: the sender is asked to stop, and the tensor is in use until it has answered. If it had already
-        sent the whole stream, the stream is lost, and its ``send_stream`` returns normally.
+        Args:
+            tensor: Contiguous CPU tensor of the size that the sender sends.
+            source: Rank of the sender.
+
+        **Cancellation**: the sender is asked to stop, and the tensor is in use until it has answered. If the whole
+        stream was already sent, it is lost, and its ``send_stream`` returns normally.
 
         Raises:
-            RemoteProtocolError: The sender has cancelled, or sends another size.
-            RankLostError: The sender is gone.
+            RemoteProtocolError: The sender has cancelled, or sends a different size.
+            RankLostError: The sender's main has returned, or the sender is lost.
         """
         return await self._streams.receive(tensor, source)
 
@@ -394,16 +388,16 @@ class World:
     async def new_group(self, ranks: Sequence[int], *, timeout_s: float = GROUP_TIMEOUT_S) -> Group:
         """Make a group. Collective among ``ranks``, which must all pass the same list.
 
-        About 900 groups can exist at a time, and each takes a communicator if the backend has them. ``await
-        group.free()``, or the group as an asynchronous context manager, releases both.
+        About 900 groups can exist at a time, and each uses a communicator if the backend has communicators. To release
+        both, call ``await group.free()``, or use the group as an asynchronous context manager.
 
         **Ordering**: tasks of a rank may request groups of different ranks at the same time, in any order. Groups of
         equal ranks in equal order are matched in the order of the requests on each rank.
 
         Args:
             ranks: Members, including this rank.
-            timeout_s: Seconds to wait for the last member, and for the turn of this group on all members; for the turn
-                at least 5 s.
+            timeout_s: Seconds to wait for the last member, and for each member to finish making other groups (at least
+                5 s).
 
         Raises:
             LocalProtocolError: The list is not a valid group, or this rank is not in it.
@@ -420,16 +414,16 @@ class World:
     async def new_groups(self, lists: Iterable[Sequence[int]], *, timeout_s: float = GROUP_TIMEOUT_S) -> list[Group]:
         """Make several groups in turn. If one cannot be made, the earlier ones are freed.
 
-        The members of later ones get RemoteError.
+        The members of the later groups get RemoteError.
 
         Args:
             lists: Members of each group, including this rank.
             timeout_s: Seconds for all groups together.
 
         Raises:
-            AsyncdistError: As :meth:`new_group`.
+            AsyncdistError: A group cannot be made; see :meth:`new_group`.
 
-        **Cancellation**: as for :meth:`new_group`; groups that have been made are freed.
+        **Cancellation**: groups that have been made are freed.
         """
         return await self.peers.groups.new_groups(lists, timeout_s)
 
@@ -463,7 +457,7 @@ class World:
         return self._task_group is not None
 
     def attach_tasks(self, task_group: asyncio.TaskGroup | None) -> None:
-        """Make ``spawn`` start its tasks in ``task_group``; with None, make it refuse."""
+        """Set the task group in which ``spawn`` starts tasks; after None, ``spawn`` raises ClosedError."""
         self._task_group = task_group
         self._main = asyncio.current_task()
 
@@ -473,18 +467,18 @@ class World:
         return self._main is not None and asyncio.current_task() is self._main
 
     def spawned_tasks(self) -> list[asyncio.Task[Any]]:
-        """Return the unfinished tasks of ``spawn``, sorted by name."""
-        # A TaskGroup has no public way to list them.
+        """Return the unfinished tasks that ``spawn`` has started, sorted by name."""
+        # A TaskGroup has no public list of its tasks.
         tasks: set[asyncio.Task[Any]] = getattr(self._task_group, "_tasks", set())
         return sorted(tasks, key=lambda task: (len(task.get_name()), task.get_name()))
 
     def refuse_streams(self) -> None:
-        """Stop sending streams; a peer that waits for one gets an abort."""
+        """Stop sending streams; a peer that waits for a stream is notified of the abort."""
         self._streams.refuse_all()
 
     def close(self) -> None:
         """Cancel all receives, and start no further threads."""
-        if "_streams" in self.__dict__:  # a stream was sent or received
+        if "_streams" in self.__dict__:  # exists only if a stream was sent or received
             self._streams.close()
         self.peers.close()
         self.services.close()

@@ -1,1 +1,1 @@
-"""Distributes the last messages of each rank in a large world: that it leaves, has ended, or has failed."""
+"""Announces in large worlds that ranks leave, end or fail, along a tree of the ranks."""

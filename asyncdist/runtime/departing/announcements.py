@@ -1,9 +1,8 @@
-"""Exchanges departures and failures of a large world along a tree of its ranks.
+"""Sends the announcements of leaving, ended and failed ranks along a tree, in large worlds.
 
-:mod:`asyncdist.runtime.departing.departures` decides about messages for ranks that leave and end; this module sends
-them and keeps the time. It also relays failures: a failed rank notifies its neighbours, and each of these notifies its
-own at once. If many ranks fail at the same time, for example with the same mistake, a failure is relayed only unless a
-failure of a lower rank has been relayed before, so that each rank sends few messages.
+:mod:`asyncdist.runtime.departing.departures` decides which announcements of leaving and ended ranks are due. A failed
+rank notifies its neighbours in the tree, and they notify theirs. If many ranks fail at once, a rank relays a failure
+only if it has not relayed the failure of a lower rank.
 """
 
 from __future__ import annotations
@@ -23,32 +22,30 @@ from asyncdist.messaging.services import Services
 from asyncdist.runtime.departing.departures import Departed, Departure, Departures, EndHeard, Stage
 from asyncdist.waits import WaitId, WaitKind
 
-#: Seconds that departures wait for others to share a message. At the root this is a share of the time since the first
-#: departure, up to a limit; at each level below it is half as long, down to a minimum.
+#: How long announcements are delayed, in seconds, so that several can share a message. At the root, the delay is a
+#: fraction of the time since the first announcement, up to a maximum. Each level below halves it, down to a minimum.
 _DELAY_PART: Final = 0.5
 _DELAY_MAX_S: Final = 1.0
 _DELAY_MIN_S: Final = 0.05
-#: Seconds after which an unanswered message is sent again; doubled each time.
+#: Seconds before an unanswered message is repeated. The interval doubles after each repetition.
 _REPEAT_S: Final = 2.0
 _REPEAT_COUNT: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """To a neighbour in the tree: a rank has failed, and with it the job."""
+    """Message to a neighbour in the tree: rank ``rank`` has failed, so the job must stop."""
 
     rank: int
     summary: str
 
 
 class Announcements:
-    """Exchanges departures and failures with the neighbours of one rank in the tree.
+    """Exchanges announcements of leaving, ended and failed ranks with this rank's neighbours in the tree.
 
     Args:
-        services: Services of this rank.
-        everybody: All ranks.
-        on_departure: Called with each new departure.
-        on_failure: Called with the failed rank and a summary of its error.
+        on_departure: Called with each newly announced departure.
+        on_failure: Called with a failed rank and a summary of its error.
     """
 
     def __init__(
@@ -58,7 +55,7 @@ class Announcements:
         on_departure: Callable[[Departure], None],
         on_failure: Callable[[int, str], None],
     ) -> None:
-        self.failed: dict[int, str] = {}  # summaries by rank, in the order of their arrival
+        self.failed: dict[int, str] = {}  # error summaries by failed rank, in the order of arrival
         self._services = services
         self._on_departure = on_departure
         self._on_failure = on_failure
@@ -81,23 +78,23 @@ class Announcements:
 
     @property
     def stage(self) -> Stage:
-        """The stage that all ranks have reached, as far as this rank knows."""
+        """Stage that all ranks have reached, as far as this rank knows."""
         return self._departures.stage
 
     @property
     def is_over(self) -> bool:
-        """Whether all ranks know that all have ended, and no rank needs this one any longer."""
+        """Whether all ranks know that every rank has ended, so this process may exit."""
         return self._departures.is_over
 
     def depart(self, departure: Departure) -> None:
-        """Announce to all ranks that this rank has reached a stage."""
+        """Announce to all ranks that this rank has left main or has ended."""
         self._departures.add(departure, self._services.rank)
         self._send_soon()
 
     def fail(self, rank: int, summary: str, source: int) -> None:
-        """Notify the neighbours of a failed rank: this one, or one that ``source`` has reported.
+        """Notify this rank's neighbours in the tree, except ``source``, that ``rank`` has failed.
 
-        A known failure, or a failure after that of a lower rank, is not relayed.
+        Nothing is sent if this failure, or the failure of a lower rank, is already known.
         """
         if rank in self.failed:
             return
@@ -109,7 +106,7 @@ class Announcements:
                     self._send(Failure(rank, summary), neighbour)
 
     def on_lost(self, rank: int) -> None:
-        """Note that a rank is lost."""
+        """Remove a lost rank from the tree, and send its former neighbours what they may have missed."""
         before = self._departures.neighbours
         self._departures.on_lost(rank)
         for neighbour in self._departures.neighbours:
@@ -119,7 +116,7 @@ class Announcements:
         self._send_soon()
 
     def close(self) -> None:
-        """Stop sending."""
+        """Stop sending, and cancel all timers."""
         self._is_closed = True
         for timer in (self._soon, self._later, self._repeat):
             if timer is not None:
@@ -148,12 +145,12 @@ class Announcements:
     # -- sending ----------------------------------------------------------------------------------------------------
 
     def _answer(self) -> None:
-        """Answer the neighbours that asked, once this rank's whole subtree knows that all have ended."""
+        """Acknowledge to the neighbours that all ranks have ended, if this rank's whole subtree knows it."""
         for rank in self._departures.take_answers():
             self._send(EndHeard(), rank)
 
     def _send_soon(self) -> None:
-        """Send urgent messages in the loop's next iteration, after all messages that arrived together are handled."""
+        """Send urgent messages in the loop's next iteration, after all messages that have arrived are handled."""
         if self._soon is None and not self._is_closed:
             self._soon = self._loop.call_soon(self._send_urgent)
 
@@ -167,10 +164,10 @@ class Announcements:
             self._repeat = engine.call_later(
                 _REPEAT_S * 2**self._repeat_count, WaitId(WaitKind.DEPARTURES_AGAIN), self._send_again
             )
-        engine.recheck()  # all ranks may have reached the next stage
+        engine.recheck()  # waiting tasks check again, since all ranks may have reached the next stage
 
     def _delay_s(self) -> float:
-        """Return the seconds that departures wait on this rank; all levels together wait twice as long as the root."""
+        """Return the seconds by which this rank delays announcements; half as long at each level below the root."""
         now = self._loop.time()
         if self._heard_at is None:
             self._heard_at = now
@@ -194,5 +191,6 @@ class Announcements:
             self._send(message, rank)
 
     def _send(self, message: Departed | EndHeard | Failure, rank: int) -> None:
-        with contextlib.suppress(RankLostError, BusyError):  # losses are noticed elsewhere, busy ranks asked again
+        # Losses are detected elsewhere, and a busy rank is sent the message again later.
+        with contextlib.suppress(RankLostError, BusyError):
             self._channel.send_nowait(message, rank)

@@ -1,23 +1,17 @@
-"""Decides a rank's messages to its neighbours in a tree about departures, so that all ranks learn of them.
+"""Decides which announcements of leaving and ended ranks a rank must send to its neighbours in a tree.
 
-In a small world each rank notifies all others that it leaves, and later that it has ended. In a larger world it
-notifies the ranks with which it has exchanged messages, and this module notifies all others along the tree of
-:mod:`asyncdist.runtime.departing.spanning_tree`. A rank is at one of four stages: its main runs; main has returned
-(:data:`LEFT`); the rank has ended (:data:`ENDED`); it knows that all ranks have ended (:data:`HEARD`).
+In a small world each rank notifies all others when it leaves main and when it has ended. In a larger world it notifies
+only the ranks with which it has exchanged messages. This module informs the remaining ranks along the tree of
+:mod:`asyncdist.runtime.departing.spanning_tree`.
 
-- A rank notifies its parent as soon as its whole subtree has reached a stage. The root thus learns when all ranks have
-  reached it, and announces that down the tree. If all end together, each rank sends one message up and one down.
-- If some ranks continue, departures still travel up to the root and down to all, since a rank may wait for one that has
-  left. The root, and ranks near it, wait a while for more departures. The number of messages therefore grows with the
-  time until all have left, not with the number of ranks.
-- Ranks with equal announcements are stored and sent together, as a bitmap.
-- A rank acknowledges that all have ended when its whole subtree knows it. After all acknowledgements, the root
-  announces :data:`HEARD` down the tree, and only then may ranks exit. Until then, all living ranks are present to
-  inform a rank whose ancestors are lost.
-- A new neighbour (after a loss) is sent everything. So is a parent that has not answered for long, since a frame may
-  have been corrupted. Repeated announcements have no effect.
-
-:class:`Departures` takes events and returns messages; it knows no loop and no time.
+- A rank notifies its parent as soon as its whole subtree has reached a stage. When all ranks have reached the stage,
+  the root announces this down the tree.
+- If some ranks continue, the departures of others are still sent up to the root and down to all ranks, but delayed and
+  combined into bitmaps.
+- A rank acknowledges that all ranks have ended when its whole subtree knows it. Then the root announces the stage
+  ``HEARD``, and only then may ranks exit. Until then, all living ranks can inform a rank whose ancestors are lost.
+- A rank that becomes a neighbour after a loss is sent everything. So is a parent that has not answered for a long time,
+  since a message may have been corrupted. Repeated announcements have no effect.
 """
 
 from __future__ import annotations
@@ -34,7 +28,7 @@ from asyncdist.transports.rank_sets import RankSet
 
 
 class Stage(enum.IntEnum):
-    """The stage that a rank, or all ranks, have reached."""
+    """Stages of a rank's end: main runs, main has returned, the rank has ended, it knows that all have ended."""
 
     IN_MAIN = 0
     LEFT = 1
@@ -42,12 +36,12 @@ class Stage(enum.IntEnum):
     HEARD = 3
 
 
-#: Maximum number of departures in one message, and of bytes in a bitmap, so that they fit into a frame.
+#: Limits of one message, so that it fits into a frame: number of departures, and bytes of a bitmap.
 _COUNT_MAX: Final = 64
 _BITMAP_NBYTES_MAX: Final = 8192
 
-#: Facts about a leaving rank: its numbers of started collectives, the losses it knows, and the ranks it notifies
-#: itself.
+#: Details of a leaving rank: its numbers of started collectives, the losses it knows, and the ranks that it notifies
+#: directly.
 _Account: TypeAlias = tuple[tuple[tuple[int, int], ...], Losses, Runs]
 
 
@@ -58,10 +52,9 @@ class Departure:
     Attributes:
         first: Rank of the lowest bit in the first byte of ``bitmap``.
         bitmap: Bit set of the ranks that have reached the stage.
-        stage: Number of a :class:`Stage`.
-        started: Number of collectives that each of them has started, by the group's tag.
-        lost: Ranks that they know to be lost.
-        told: Ranks that each of them notifies directly, and that may not expect it yet.
+        started: Pairs of a group's tag and the number of collectives that the ranks have started in the group.
+        lost: Ranks that these ranks know to be lost.
+        told: Ranks that each of them notifies directly, and that may not know it as a contact.
     """
 
     first: int
@@ -73,23 +66,18 @@ class Departure:
 
     @classmethod
     def of(cls, rank: int, stage: Stage, *account: *_Account) -> Departure:
-        """Make the departure of one rank."""
+        """Return the departure of a single rank."""
         return cls(rank, b"\x01", stage, *account)
 
     @property
     def ranks(self) -> RankSet:
-        """The ranks that have reached the stage."""
+        """Ranks that have reached the stage."""
         return RankSet.of_bits(int.from_bytes(self.bitmap, "little") << self.first)
 
 
 @dataclass(frozen=True, slots=True)
 class Departed:
-    """To a neighbour in the tree: ranks that have left or ended.
-
-    Attributes:
-        departures: Departures that the neighbour may not know yet.
-        stage: Number of the stage that all ranks of the world have reached.
-    """
+    """Message to a neighbour in the tree: new departures, and the stage that all ranks of the world have reached."""
 
     departures: tuple[Departure, ...]
     stage: int
@@ -97,45 +85,33 @@ class Departed:
 
 @dataclass(frozen=True, slots=True)
 class EndHeard:
-    """Acknowledges that all ranks have ended, once the sender's whole subtree knows it."""
+    """Message to a neighbour: all ranks have ended, and the sender's whole subtree knows it."""
 
 
 class Departures:
-    """Tracks the departures that one rank knows, and which of them its neighbours know.
-
-    Args:
-        size: Number of ranks.
-        rank: This rank.
-
-    Attributes:
-        stage: Stage that all ranks of the world have reached, as far as this rank knows.
-    """
+    """Records which ranks have left or ended, as far as this rank knows, and which of them each neighbour knows."""
 
     def __init__(self, size: int, rank: int) -> None:
         self._size = size
         self._rank = rank
         self._tree = SpanningTree(size, rank)
         self._known = _Reached()
-        self._announced = _Reached()  # departures for the ranks below: announced by the root
-        self._accounts: dict[_Account, int] = {}  # facts, each with its ranks as a bit set; all in _known
+        self._announced = _Reached()  # departures to send down the tree, which the root has announced
+        self._accounts: dict[_Account, int] = {}  # bit set of the ranks by their details
         self._lost = 0
         self._told: dict[int, _Reached] = {neighbour: _Reached() for neighbour in self._tree.neighbours}
         self._told_stage: dict[int, int] = dict.fromkeys(self._tree.neighbours, 0)
         self._have_heard: set[int] = set()
-        self._unanswered: set[int] = set()  # neighbours that wait for an acknowledgement that all have ended
+        self._unanswered: set[int] = set()  # neighbours that wait for this rank's acknowledgement
         self.stage = Stage.IN_MAIN
 
     @property
     def neighbours(self) -> tuple[int, ...]:
-        """The ranks to which this rank sends."""
+        """Ranks to which this rank sends: its parent and its children."""
         return self._tree.neighbours
 
     def add(self, departure: Departure, source: int) -> list[Departure]:
-        """Add a departure reported by ``source``; return the new part of it.
-
-        Raises:
-            RemoteProtocolError: It names ranks outside of the world, or an invalid stage.
-        """
+        """Add a departure from ``source``; return the part that is new. Raise RemoteProtocolError if it is invalid."""
         is_known_stage = departure.stage in (Stage.LEFT, Stage.ENDED)
         if not is_known_stage or not 0 <= departure.first < self._size or not 0 < self._extent(departure) <= self._size:
             raise RemoteProtocolError(f"{departure!r:.200} is not a valid departure in a world of {self._size} ranks")
@@ -153,17 +129,17 @@ class Departures:
 
     @staticmethod
     def _extent(departure: Departure) -> int:
-        """Return the highest rank plus 1; 0 if there is none."""
+        """Return one more than the highest rank in the departure; 0 if it names no rank."""
         length = int.from_bytes(departure.bitmap, "little").bit_length()
         return length and departure.first + length
 
     def on_departed(self, message: Departed, source: int) -> list[Departure]:
-        """Handle a neighbour's message; return the new departures. Raises as :meth:`add`."""
+        """Handle a neighbour's message, and return its new departures. Raise RemoteProtocolError if it is invalid."""
         new = [part for departure in message.departures for part in self.add(departure, source)]
         if message.stage not in tuple(Stage):
             raise RemoteProtocolError(f"{message.stage} is not a valid stage")
         if self.stage >= Stage.ENDED and message.stage < Stage.ENDED and source not in self._have_heard:
-            self._told_stage[source] = 0  # a repeated message: this rank's answer was lost
+            self._told_stage[source] = 0  # The neighbour repeats its message, so this rank's answer was lost.
         self.stage = max(self.stage, Stage(message.stage))
         if message.stage == Stage.ENDED:
             self._unanswered.add(source)
@@ -172,27 +148,27 @@ class Departures:
         return new
 
     def on_end_heard(self, source: int) -> None:
-        """Note that a neighbour's whole subtree knows that all ranks have ended."""
+        """Record that a neighbour's whole subtree knows that all ranks have ended."""
         self._have_heard.add(source)
-        if self.stage == Stage.HEARD:  # the neighbour does not know that, or has a new parent
+        if self.stage == Stage.HEARD:  # the neighbour does not know the stage HEARD yet, or has a new parent
             self._told_stage[source] = Stage.ENDED
 
     def take_answers(self) -> set[int]:
-        """Return the ranks to which :class:`EndHeard` must be sent now, each once."""
+        """Return the neighbours to which :class:`EndHeard` must be sent now, and clear the list."""
         ranks: set[int] = set()
         if self._have_all_below_heard:
             ranks, self._unanswered = self._unanswered, ranks
         return ranks
 
     def on_lost(self, rank: int) -> None:
-        """Note that a rank is lost: it is no longer waited for, and other ranks take over its neighbours."""
+        """Record that a rank is lost: no rank waits for it, and the tree connects its neighbours to other ranks."""
         self._lost |= 1 << rank
         self._tree.on_lost(rank)
         self._told = {neighbour: self._told.get(neighbour, _Reached()) for neighbour in self.neighbours}
         self._told_stage = {neighbour: self._told_stage.get(neighbour, 0) for neighbour in self.neighbours}
 
     def tell_again(self) -> None:
-        """Make :meth:`urgent` repeat the messages that neighbours have not answered."""
+        """Make :meth:`urgent` return the unanswered messages again."""
         parent = self._tree.parent
         if parent is not None and self._told_stage[parent] > self.stage:
             self._told[parent], self._told_stage[parent] = _Reached(), 0
@@ -205,12 +181,12 @@ class Departures:
 
     @property
     def is_answered(self) -> bool:
-        """Whether this rank waits for no answer: others still run, or all know that all have ended."""
+        """Whether this rank waits for no answer: other ranks still run, or all know that every rank has ended."""
         parent = self._tree.parent
         return self.is_over if self.stage >= Stage.ENDED else parent is None or self._told_stage[parent] <= self.stage
 
     def urgent(self) -> list[tuple[int, Departed]]:
-        """Return the messages to send at once, each with its receiver."""
+        """Return pairs of a receiver and a message that must be sent immediately."""
         parent = self._tree.parent
         reached = self._reached()
         if parent is None and reached > self.stage:
@@ -227,7 +203,7 @@ class Departures:
         return messages
 
     def others(self) -> list[tuple[int, Departed]]:
-        """Return the messages that may wait to be sent together with later ones, each with its receiver."""
+        """Return pairs of a receiver and a message that may be delayed, to be combined with later ones."""
         parent = self._tree.parent
         if parent is not None:
             return [(parent, message) for message in self._tell(parent)]
@@ -243,12 +219,12 @@ class Departures:
 
     @property
     def level(self) -> int:
-        """The depth of this rank in a tree without losses."""
+        """Depth of this rank in the tree if no rank is lost."""
         return self._tree.level
 
     @property
     def is_over(self) -> bool:
-        """Whether all ranks know that all have ended, and the children have been notified of that."""
+        """Whether all ranks know that every rank has ended, and the children have been notified of this."""
         return self.stage == Stage.HEARD and all(self._told_stage[child] == self.stage for child in self._tree.children)
 
     @property
@@ -267,10 +243,7 @@ class Departures:
         return Stage.IN_MAIN
 
     def _tell(self, neighbour: int) -> list[Departed]:
-        """Return the messages with the departures that a neighbour has not been sent.
-
-        If all ranks have ended, none are needed.
-        """
+        """Return messages with the departures that a neighbour has not been sent; none if all ranks have ended."""
         known, told = self._known if neighbour == self._tree.parent else self._announced, self._told[neighbour]
         ended = known.ended & ~told.ended
         left = known.left & ~told.left & ~ended
@@ -290,10 +263,7 @@ class Departures:
         ]
 
     def _forget_whom_they_tell(self) -> None:
-        """Forget whom ended ranks notify, once all neighbours know of their end: those notices have arrived.
-
-        Most ranks then have equal facts, which keeps the state small.
-        """
+        """Remove the contact lists of ended ranks whose notices have arrived, so that most ranks have equal details."""
         settled = self._known.ended
         for told in self._told.values():
             settled &= told.ended
@@ -306,17 +276,17 @@ class Departures:
 
 @dataclass(slots=True)
 class _Reached:
-    """The ranks that have left, and the ranks that have ended, as bit sets."""
+    """Bit sets of the ranks that have left main, and of the ranks that have ended."""
 
     left: int = 0
     ended: int = 0
 
     def at(self, stage: Stage) -> int:
-        """Return the ranks that have reached a stage."""
+        """Return the bit set of the ranks that have reached a stage."""
         return self.ended if stage == Stage.ENDED else self.left
 
     def add(self, ranks: int, stage: Stage) -> None:
-        """Note that ranks have reached a stage."""
+        """Record that ranks have reached a stage."""
         self.left |= ranks
         if stage == Stage.ENDED:
             self.ended |= ranks
@@ -327,12 +297,12 @@ class _Reached:
         self.ended |= other.ended
 
     def has_more_than(self, other: _Reached) -> bool:
-        """Return whether this object has a rank that ``other`` lacks."""
+        """Return whether this object contains a rank that ``other`` lacks."""
         return bool(self.left & ~other.left | self.ended & ~other.ended)
 
 
 def _departures(ranks: int, stage: Stage, account: _Account) -> Iterator[Departure]:
-    """Yield the departures of ranks that have reached a stage: one, or several if one would be too large."""
+    """Yield departures that together name ``ranks``; more than one only if the bitmap would be too large."""
     while ranks:
         first = (ranks & -ranks).bit_length() - 1
         piece = ranks >> first & (1 << 8 * _BITMAP_NBYTES_MAX) - 1
@@ -341,5 +311,5 @@ def _departures(ranks: int, stage: Stage, account: _Account) -> Iterator[Departu
 
 
 def _ranks(first: int, last: int) -> int:
-    """Return the ranks from ``first`` to ``last`` as a bit set."""
+    """Return the bit set of the ranks from ``first`` to ``last``."""
     return (1 << last + 1) - (1 << first)

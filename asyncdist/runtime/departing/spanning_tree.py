@@ -1,11 +1,8 @@
 """Arranges the ranks of a world in a binary tree, along which messages reach all ranks in few hops.
 
-The root is rank 0, and every subtree is a range of consecutive ranks: the root a of the range a to b divides the ranks
-after a in halves, one for each child. A tree of N ranks has about log2 N levels.
-
-Lost ranks are left out: their children belong to the closest living ancestor, or, if there is none, to the lowest
-living rank, which is the root then. Ranks learn of a loss at different times, and temporarily see different trees.
-Messages along the tree must therefore tolerate duplicates, and are sent again to new neighbours.
+The root is rank 0, and every subtree is a range of consecutive ranks. Lost ranks are left out: their children belong to
+the closest living ancestor, or to the lowest living rank. Ranks detect a loss at different times, and temporarily see
+different trees. Messages along the tree must therefore tolerate duplicates, and must be sent again to new neighbours.
 """
 
 from __future__ import annotations
@@ -16,16 +13,10 @@ from asyncdist.collectives.agreement.tree_shape import halves, path_to
 
 
 class SpanningTree:
-    """One rank's view of the tree.
-
-    Args:
-        size: Number of ranks.
-        rank: This rank.
+    """The parent, the children and the subtree of one rank in the tree.
 
     Attributes:
-        parent: Parent of this rank; None for the root.
-        children: Children of this rank.
-        level: Depth of this rank in a tree without losses.
+        level: Depth of this rank in the tree if no rank is lost.
         first, last: Range of this rank's subtree, which may include lost ranks.
     """
 
@@ -38,7 +29,7 @@ class SpanningTree:
         self._arrange()
 
     def on_lost(self, rank: int) -> bool:
-        """Remove a rank from the tree; return whether the neighbours of this rank have changed."""
+        """Remove a lost rank from the tree; return whether this rank's neighbours have changed."""
         before = self.neighbours
         self._lost.add(rank)
         if rank in before:
@@ -47,7 +38,7 @@ class SpanningTree:
 
     @property
     def neighbours(self) -> tuple[int, ...]:
-        """The parent, if any, and the children."""
+        """Parent, if there is one, and children of this rank."""
         return self.children if self.parent is None else (self.parent, *self.children)
 
     def _arrange(self) -> None:
@@ -70,7 +61,7 @@ class SpanningTree:
             self.children = tuple(self._living_children(self._rank, self._own_last))
 
     def _living_children(self, rank: int, last: int) -> Iterator[int]:
-        """Yield the children of ``rank``, whose range ends with ``last``; lost ones are replaced by their children."""
+        """Yield the living children of ``rank``, whose subtree ends with ``last``; lost ones are replaced by theirs."""
         for first, end in halves(rank, last):
             yield from self._living_below(first, end)
 

@@ -1,1 +1,1 @@
-"""Ends a rank that has failed, and reports the failure."""
+"""Ends a rank after a failure, and reports the failure."""

@@ -1,8 +1,4 @@
-"""Ends a rank after its own failure or that of the job: notifies the peers, waits for them, and aborts silent ones.
-
-:mod:`asyncdist.runtime.failing.failure_report` prints the failure, and :mod:`asyncdist.runtime.signals` handles
-signals.
-"""
+"""Ends a rank after its own failure or a peer's: notifies the peers, waits for them, and aborts silent ones."""
 
 from __future__ import annotations
 
@@ -26,24 +22,22 @@ from asyncdist.runtime.world import World
 from asyncdist.transports.base import Transport
 from asyncdist.waits import WaitId, WaitKind
 
-#: Seconds that a rank with a failure or a missing peer waits for another rank's report before it prints its own.
+#: Seconds that a rank waits for another rank's failure report, which may explain its own error, before it prints its
+#: error.
 _HEAR_WHY_S: Final = 0.25
-#: Seconds that main may continue after a failure elsewhere before it is cancelled.
+#: Seconds that main may continue after another rank's failure before it is cancelled.
 _CANCEL_AFTER_S: Final = 1.0
 #: Seconds after which a failed rank notifies silent peers again.
 _TELL_SILENT_S: Final = 1.0
 
-#: Summaries sent by peers that a signal has ended.
+#: Failure summaries of peers that were ended by a signal.
 _INTERRUPTS: Final = frozenset(summarise(interrupt_error(number)) for number in SIGNALS)
 
 _report = FailureReport()
 
 
 class FailureMonitor:
-    """Watches for failures outside of main, and stops main: first at its safe points, then by cancelling it.
-
-    These are failures of a peer, of a service of this rank, which no task awaits, and of its watchdog.
-    """
+    """Stops main after a failure of a peer, a background service or the watchdog: at a safe point, or by cancelling."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -69,7 +63,7 @@ class FailureMonitor:
         self.stop(error)
 
     def stop(self, error: BaseException) -> None:
-        """Make main end with ``error``, unless an earlier error already does."""
+        """Make main end with ``error``, unless it already ends with an earlier error."""
         if self.error is not None or self._world.services.engine.failure is not None:
             return
         self.error = error
@@ -91,15 +85,15 @@ async def fail(
     grace_s: float,
     tell_story: Callable[[], str] | None = None,
 ) -> None:
-    """End this rank after a failure: notify the peers, wait for them to stop, and abort those that do not.
+    """End this rank after a failure: notify the peers, wait until they stop, and abort the job if some do not.
 
-    Before an abort, print the result of ``tell_story()``, the waits of all ranks.
+    Before an abort, the result of ``tell_story()``, a report of all ranks' waits, is printed.
     """
     loop = asyncio.get_running_loop()
     if is_consequence(error):
         await _hear_why(world, _HEAR_WHY_S)
     from_peer = is_consequence(error) and isinstance(world.services.engine.failure, RankLostError)
-    in_process = transport.capabilities.shares_process  # run_local raises for all ranks
+    in_process = transport.capabilities.shares_process  # run_local raises the error for all ranks
     teller = await _rank_that_tells(world, error) if not in_process or world.services.reports_in_turn else None
     if not in_process and teller is None:
         _print_failure(world.rank, error, world.services.engine.failure if from_peer else None)
@@ -109,7 +103,7 @@ async def fail(
     if world.services.engine.failure is None:
         world.services.engine.fail(peer_failed(world.rank, summarise(error)))
     world.services.cancel_tasks()
-    if is_newcomer:  # not admitted yet: it ends like a lost rank, and the others continue
+    if is_newcomer:  # a restarted rank that no group has admitted ends like a lost rank, and the others continue
         world.close()
         transport.close_failed()
         return
@@ -133,7 +127,7 @@ async def fail(
         try:
             await asyncio.sleep(pause_s)
             pause_s = min(1.5 * pause_s, 0.05)
-        except asyncio.CancelledError:  # a signal asks for the end that is already in progress
+        except asyncio.CancelledError:  # a signal requests the end that is already in progress
             _uncancel()
     if not settled() and not in_process:
         silent = sorted(set(range(world.size)) - world.peers.answered - {world.rank})
@@ -150,10 +144,7 @@ async def fail(
 
 
 async def _rank_that_tells(world: World, error: BaseException) -> int | None:
-    """Return a lower rank that prints the same traceback, for example of a mistake in the script; or None.
-
-    Each rank waits slightly longer than the previous rank; rank 0 does not wait.
-    """
+    """Return a lower rank that prints the same traceback, for example of a mistake in the script, or None."""
     if not isinstance(error, Exception) or is_consequence(error):
         return None
     await _hear_why(world, _HEAR_WHY_S * world.rank / world.size)
@@ -168,7 +159,7 @@ def _print_alike(rank: int, teller: int | None, error: BaseException) -> None:
 
 
 async def _hear_why(world: World, seconds: float) -> None:
-    """Wait for a failure report that may be on its way: the cause of a peer's end, or the same mistake there."""
+    """Wait for a peer's failure report that may be on its way, and that may explain the end of the peer."""
     engine = world.services.engine
     deadline = engine.loop.time() + seconds
     while engine.failure is None:
@@ -177,7 +168,7 @@ async def _hear_why(world: World, seconds: float) -> None:
                 lambda: engine.failure is not None, WaitId(WaitKind.PEER_FAILURE), deadline=deadline
             ):
                 return
-        except asyncio.CancelledError:  # a signal asks for the end that is already in progress
+        except asyncio.CancelledError:  # a signal requests the end that is already in progress
             _uncancel()
         except Exception:
             if engine.failure is None:
@@ -185,10 +176,10 @@ async def _hear_why(world: World, seconds: float) -> None:
 
 
 def refuse(error: BaseException, caller: FrameType) -> None:
-    """Shorten the report of an error that keeps a world from opening, on all ranks of a host except the first.
+    """Shorten the report of an error that prevents a world from opening.
 
-    Each rank detects such an error, in an option or in its start, on its own. The first rank prints a traceback, and
-    the others print one line with the position of the call. Child processes of ranks also print one line each.
+    All ranks detect such an error, for example an invalid option. The first rank on a host prints a traceback, and the
+    others one line.
     """
     local_rank = environment.local_rank()
     is_child = multiprocessing.parent_process() is not None or environment.rank_above() is not None
@@ -199,10 +190,7 @@ def refuse(error: BaseException, caller: FrameType) -> None:
 
 
 def fail_alone(transport: Transport, error: BaseException) -> None:
-    """End a rank that has failed during the handshake, when peers receive no failure messages yet.
-
-    After a disagreement, which all ranks detect, each prints one line, and the job ends on its own.
-    """
+    """End a rank that has failed in the handshake: abort the job, unless all ranks have detected the failure."""
     if transport.size == 1 or transport.capabilities.shares_process:
         return
     if isinstance(error, DisagreementError):
@@ -215,7 +203,7 @@ def fail_alone(transport: Transport, error: BaseException) -> None:
 
 
 def _print_failure(rank: int, error: BaseException, heard: BaseException | None) -> None:
-    """Print the error that ends this rank; one line if a peer's failure is the cause."""
+    """Print the error that ends this rank, or a single line if a peer's failure is the cause."""
     if heard is not None:
         _report.print_line(_with_notes(f"rank {rank} stopped: {heard.args[0]}", heard), error)
     elif isinstance(error, RemoteError):
@@ -241,10 +229,7 @@ def _with_notes(line: str, error: BaseException) -> str:
 def own_error(
     caught: BaseException, monitor: FailureMonitor | None, interrupts: Interrupts, rank: int
 ) -> BaseException:
-    """Return the error for the caller: the cause instead of its consequence.
-
-    An error of this rank itself stays, even if a peer fails because of it or at the same time.
-    """
+    """Return the error to raise to the caller: this rank's own error, or the failure elsewhere that caused it."""
     cause = monitor.error if monitor is not None and not has_cause_here(caught) else None
     cause = interrupts.error(rank) or cause
     if cause is not None:
@@ -261,15 +246,9 @@ def _uncancel() -> None:
 
 
 class Everybody:
-    """Checks whether every other rank is in one of several growing sets, or is lost.
+    """Callable that checks whether every other rank is lost or contained in one of several growing sets of ranks.
 
-    The check runs for each message in jobs of thousands of ranks, so it compares counts first. Only if the counts
-    suffice, it scans the ranks, resuming where the last scan stopped.
-
-    Args:
-        world: World of this rank.
-        transport: Transport, which knows the lost ranks.
-        groups: Growing sets of ranks that have ended in some way.
+    In jobs of thousands of ranks the check runs for each message, so it compares the sizes of the sets first.
     """
 
     def __init__(self, world: World, transport: Transport, *groups: Collection[int]) -> None:
@@ -277,16 +256,16 @@ class Everybody:
         self._own_rank = world.rank
         self._size = world.size
         self._transport = transport
-        self._found_count = 0  # all lower ranks have been found
+        self._found_count = 0  # number of ranks, counted from rank 0, that have all been found
 
     def __call__(self) -> bool:
-        """Return whether every other rank has ended."""
+        """Return whether every other rank is lost or in one of the sets."""
         lost = self._transport.lost_ranks()
         groups = (*self._groups, lost) if lost else self._groups
         counts = [len(group) - (self._own_rank in group) for group in groups]
         if max(counts) == self._size - 1:
             return True
-        if sum(counts) >= self._size - 1:  # else some rank is in none of the sets
+        if sum(counts) >= self._size - 1:  # otherwise at least one rank is in none of the sets
             self._go_on(groups)
         return self._found_count == self._size
 

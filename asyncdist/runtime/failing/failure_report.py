@@ -1,9 +1,7 @@
-"""Prints a failure once: a traceback or one line on the failed rank, and one line on each peer.
+"""Prints the failure of a rank exactly once, and summarises it for the peers.
 
-A failed rank prints its traceback once, or one line if a lower rank has failed with the same error. It then notifies
-every peer on the control tag, and waits for their acknowledgements. Peers stop at their next safe point, or in their
-wait, with RankLostError, and print one line, too. A rank that has not stopped within the grace period is aborted.
-:mod:`asyncdist.runtime.failing.failure` implements this.
+A failed rank prints its traceback, or one line if a lower rank has failed with the same error, and notifies the peers.
+The peers stop with RankLostError, and print one line each (:mod:`asyncdist.runtime.failing.failure`).
 """
 
 from __future__ import annotations
@@ -20,18 +18,18 @@ from asyncdist.errors import RankLostError
 from asyncdist.runtime.failing.tracebacks import format_error
 from asyncdist.tensors.serialization import cut_text, words_of
 
-#: Maximum number of characters in a rank's failure summary.
+#: Maximum size of a rank's failure summary, in bytes.
 _SUMMARY_NBYTES_MAX: Final = 1200
 
-#: Called with the exception that ends this rank, instead of printing it, if the starter of the rank reports it.
+#: If the program that started this rank reports failures itself: a function that receives the exception instead of
+#: printing it.
 told_elsewhere: ContextVar[Callable[[BaseException], None] | None] = ContextVar("told_elsewhere", default=None)
 
 
 class FailureReport:
-    """Prints an exception early, and keeps the interpreter from printing it again at the top level.
+    """Prints exceptions early, and prevents the interpreter from printing the same exception objects again.
 
-    ``run`` must print the traceback before the peers, and then the launcher, end this process, and must also raise the
-    exception for its caller. Only the same exception object is suppressed later; others are printed as usual.
+    ``run`` must print the traceback before the peers or the launcher end this process, and also raise the exception.
     """
 
     def __init__(self) -> None:
@@ -48,7 +46,7 @@ class FailureReport:
         self._print(f"asyncdist: {line}\n", error)
 
     def shorten(self, error: BaseException, line: str) -> None:
-        """Make the interpreter print ``line`` instead of a traceback, if the error reaches the top level."""
+        """Make the interpreter print ``line`` instead of a traceback if ``error`` ends the program."""
         self._set_hook()
         self._lines.append((error, line))
 
@@ -72,7 +70,7 @@ class FailureReport:
     def _hook(
         self, previous: Any, kind: type[BaseException], value: BaseException, trace: TracebackType | None
     ) -> None:
-        if not (sys.flags.interactive or hasattr(sys, "ps1")):  # else the session continues
+        if not (sys.flags.interactive or hasattr(sys, "ps1")):  # in an interactive session the program continues
             _let_interrupts_kill()
         told = {id(error): None for error in self._printed} | {id(error): line for error, line in self._lines}
         error: BaseException | None = value
@@ -86,21 +84,13 @@ class FailureReport:
 
 
 def _let_interrupts_kill() -> None:
-    """Let Ctrl-C kill the process while it exits, since a traceback would be useless.
-
-    The peers have ended and have reported the cause. This function is registered last with :mod:`atexit`, so it is
-    called before the others.
-    """
+    """Let Ctrl-C end an exiting process without a traceback. Registered with :mod:`atexit` last, so called first."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def summarise(error: BaseException) -> str:
-    """Return a one-line summary of an error for the peers.
-
-    This never raises, and the result always fits into a message, since a rank that cannot report its failure leaves the
-    others waiting.
-    """
+    """Return a one-line summary of an error, which always fits into a message to the peers. Never raises."""
     return cut_text(_summary(error), _SUMMARY_NBYTES_MAX)
 
 
@@ -115,10 +105,10 @@ def _summary(error: BaseException) -> str:
 
 
 def is_termination(error: BaseException) -> bool:
-    """Return whether SIGTERM, or ``sys.exit`` with the same code, ends this rank."""
+    """Return whether the error ends this rank because of SIGTERM, or of ``sys.exit`` with the corresponding code."""
     return isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM
 
 
 def peer_failed(rank: int, summary: str) -> RankLostError:
-    """Return the error that the other ranks raise after a failure of ``rank``."""
+    """Return the error that the other ranks raise after ``rank`` has failed."""
     return RankLostError(f"rank {rank} failed: {summary}", rank=rank)

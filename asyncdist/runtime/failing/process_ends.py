@@ -1,11 +1,9 @@
-"""Ends this process immediately, and ends processes that a rank has forked without affecting the rank.
+"""Ends this process immediately, and ends forked children of a rank without affecting the rank.
 
-A forked child is not a rank, although it has a copy of the rank's memory and descriptors. If it left the world, the
-peers would receive its messages as messages of the rank. If it ran the loop, the rank's loop would lose its sockets. If
-it called MPI_Finalize, or closed the connections of gloo, it would hang or crash, since a fork copies no threads.
-
-Therefore a child ends as soon as it leaves a policy or the world of the rank. At its exit only those :mod:`atexit`
-functions run that the child itself has registered, as in children of :mod:`multiprocessing`.
+A forked child has a copy of the rank's memory and file descriptors, but is not a rank. If it left the world, ran the
+rank's loop, called MPI_Finalize or closed gloo's connections, it would disturb the rank, hang or crash. A child
+therefore ends as soon as it leaves a policy or the rank's world. When it exits, only the :mod:`atexit` functions run
+that the child itself has registered.
 """
 
 from __future__ import annotations
@@ -25,39 +23,40 @@ from asyncdist.errors import LocalProtocolError
 
 
 class ForkedChildError(LocalProtocolError):
-    """A process that a rank has forked uses the rank's world."""
+    """A forked child of a rank uses the rank's world."""
 
 
 def exit_immediately(code: int) -> NoReturn:
-    """Exit without MPI_Finalize, which can hang after a failure."""
-    for file in filter(None, (sys.stdout, sys.stderr)):  # None if the descriptor was closed
-        with contextlib.suppress(OSError, ValueError):  # the reader is gone
+    """Exit this process without MPI_Finalize, which can hang after a failure."""
+    for file in filter(None, (sys.stdout, sys.stderr)):  # a stream is None if its descriptor was closed
+        with contextlib.suppress(OSError, ValueError):  # nothing reads the stream any longer
             file.flush()
     os._exit(code)
 
 
 class _Forks:
-    """Records whether this process has hosted a rank, and prepares the children that it forks afterwards.
+    """Records whether this process has hosted a rank, and prepares its forked children for their end.
 
     Attributes:
-        abandon: Functions to call in each child, by their owners.
+        abandon: Functions to call in each child, by the object that registered them.
     """
 
     def __init__(self) -> None:
         self.abandon: dict[object, Callable[[], None]] = {}
-        self.has_hosted = False  # never reset: MPI stays open after the world is closed
+        self.has_hosted = False  # never reset, since MPI stays open after the world is closed
         self._code = 0
         self._error_before: BaseException | None = None
 
     def prepare_child(self) -> None:
-        """Prepare a new child for its end."""
+        """Make a new child drop the rank's state, and exit without the rank's ``atexit`` functions."""
         if not self.has_hosted:
             return
         for abandon in self.abandon.values():
             abandon()
         self.abandon.clear()
         self._error_before = _last_error()
-        sys.exit = functools.partial(self._note_exit, sys.exit)  # atexit functions cannot read the exit code
+        # Records the exit code, which atexit functions cannot read.
+        sys.exit = functools.partial(self._note_exit, sys.exit)
         atexit.register(self._end_child)
 
     def _note_exit(self, exit_python: Callable[[Any], NoReturn], code: Any = None, /) -> NoReturn:
@@ -70,7 +69,7 @@ class _Forks:
 
 
 def _last_error() -> BaseException | None:
-    """Return the printed exception that ends the program; or None."""
+    """Return the exception that ends the program and has been printed; None if there is none."""
     return getattr(sys, "last_value", None)
 
 
@@ -81,7 +80,7 @@ if hasattr(os, "register_at_fork"):
 
 @contextlib.contextmanager
 def abandoned_in_children(abandon: Callable[[], None]) -> Iterator[None]:
-    """Call ``abandon()`` in each process forked during the body of ``with``, which is the life of a rank."""
+    """Call ``abandon()`` in each process that is forked during the body of ``with``."""
     owner = object()
     _forks.has_hosted = True
     _forks.abandon[owner] = abandon
@@ -92,7 +91,7 @@ def abandoned_in_children(abandon: Callable[[], None]) -> Iterator[None]:
 
 
 def end_at_next_turn(loop: asyncio.AbstractEventLoop, rank: int) -> None:
-    """End this child of ``rank`` if it runs the rank's loop, as every waiting ``await`` does."""
+    """End this forked child of ``rank`` as soon as it runs the rank's loop, which every waiting ``await`` does."""
     with contextlib.suppress(RuntimeError):  # the loop is closed
         loop.call_soon(_end_in_loop, rank)
 
@@ -106,16 +105,11 @@ def _end_in_loop(rank: int) -> None:
 
 
 def end_forked_child(process_id: int, error: BaseException | None) -> None:
-    """Return if this is process ``process_id``; otherwise end this process, a forked child of it.
-
-    Args:
-        process_id: Process that hosts the rank.
-        error: Exception with which this process leaves a context of the rank; or None.
-    """
+    """End this process, with an exit code for ``error``, if it is a forked child of the process ``process_id``."""
     if os.getpid() == process_id:
         return
     while isinstance(error, ForkedChildError) and error.__context__ is not None:
-        error = error.__context__  # the exception that led to the exit from an inner context
+        error = error.__context__  # the exception that made the child leave an inner context
     if error is not None and not isinstance(error, SystemExit):
         traceback.print_exception(error)
         exit_immediately(1)
@@ -127,7 +121,7 @@ def end_forked_child(process_id: int, error: BaseException | None) -> None:
 
 @contextlib.contextmanager
 def ending_forked_children() -> Iterator[None]:
-    """End processes that main has forked when they leave main, the body of ``with``."""
+    """End each child that main has forked when the child leaves the body of ``with``, in which main runs."""
     process_id = os.getpid()
     try:
         yield

@@ -1,7 +1,4 @@
-"""Formats an exception for the user: the user's own frames, and a remedy if one is known.
-
-Every way to start uses this module, so a mistake looks the same under mpirun and in a simulation.
-"""
+"""Formats an exception for the user: the user's own frames, and a remedy if one is known."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from typing import Final
 
 from asyncdist import rank_program
 
-#: Modules whose frames lie between the start of a rank, scenario or script and its first line.
+#: Modules whose frames precede the user's first frame in a traceback of a rank, scenario or script.
 _MACHINERY: Final = (
     "asyncdist.runtime.run",
     "asyncdist.runtime.hosting",
@@ -24,13 +21,13 @@ _MACHINERY: Final = (
     "importlib._bootstrap",
     "runpy",
 )
-#: Modules whose frames lie between a rank's host and the exception group of spawned tasks.
+#: Modules whose frames precede the exception group of spawned tasks in a traceback.
 _OF_A_GROUP: Final = (*_MACHINERY, "asyncio.taskgroups", "contextlib")
-#: Functions that call a rank's main, or code without an event loop.
+#: Functions that call a rank's main, or blocking user code.
 _HOSTS: Final = (("asyncdist.runtime.hosting", "host_rank"), ("asyncdist.blocking.callers", "_serve"))
-#: Functions whose frames may lie in between.
+#: Functions whose frames may lie between these functions and the user's code.
 _WRAPPERS: Final = (("asyncdist.launch.rank_process", "_with_groups"), ("asyncdist.blocking.world", "open_world"))
-#: The function that is called first; refusals contain the user's line in their message.
+#: Function that checks main before it is called. Its errors quote the user's line, so they need no traceback.
 _REFUSAL: Final = ("asyncdist.validation", "main_function")
 
 
@@ -52,7 +49,7 @@ def format_from(error: BaseException, trace: TracebackType | None) -> str:
 
 
 if sys.version_info < (3, 12):
-    #: The :mod:`traceback` of 3.11 has no suggestions, unlike the interpreter's own report, which is otherwise equal.
+    #: In Python 3.11 the module traceback makes no suggestions, but the interpreter's own report does.
     _SUGGESTION: Final = "Did you mean"
 
     def _as_the_interpreter_shows(error: BaseException, trace: TracebackType | None) -> str:
@@ -66,10 +63,7 @@ if sys.version_info < (3, 12):
 
 
 def user_traceback(error: BaseException) -> TracebackType | None:
-    """Return the traceback from a rank's main, a scenario or a script on; without any of these, the whole traceback.
-
-    For an exception group of spawned tasks it is None, since each of its exceptions has a traceback of its own.
-    """
+    """Return the traceback from main, a scenario or a script on; None for the exception group of spawned tasks."""
     trace = error.__traceback__
     found = raised = None
     is_in_user_code = not isinstance(error, BaseExceptionGroup)

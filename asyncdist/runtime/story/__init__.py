@@ -1,1 +1,1 @@
-"""Reports what a rank is doing: on a signal, on requests over its socket, and automatically if nothing moves."""
+"""Reports what a rank waits for: on a signal, on requests over a socket, and if no rank makes progress."""

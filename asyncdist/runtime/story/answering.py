@@ -1,7 +1,6 @@
-"""Answers requests for a rank's story (its current waits) in a thread, and prints the stories if nothing moves.
+"""Answers requests for a rank's current waits in a thread, and prints the waits of all ranks if none makes progress.
 
-The thread never changes the rank's state. If the loop runs, the loop collects the story. If main blocks the loop, the
-thread reads main's current frame and the rest itself.
+The report about one rank is called its story. If main blocks the loop, the thread itself collects the story.
 """
 
 from __future__ import annotations
@@ -31,30 +30,28 @@ from asyncdist.wording import seconds_in_words
 
 logger = logging.getLogger("asyncdist.runtime.story.answering")
 
-#: Reasons to wake the thread: to end; to print the stories of all ranks.
+#: Bytes that wake the thread: to end it, or to print the stories of all ranks.
 _END: Final = b"!"
 _ASKED: Final = b"?"
 
-#: Seconds that the loop may take to answer before it counts as blocked.
+#: Seconds that the loop has to answer before it counts as blocked.
 _LOOP_S: Final = 0.3
-#: Number of checks for progress during ``stall_s``; and the maximum seconds between two checks.
+#: Number of checks for progress during ``stall_s``, and the maximum number of seconds between two checks.
 _LOOKS_IN_STALL: Final = 4
 _PERIOD_S_MAX: Final = 1.0
-#: Number of other ranks that record a printed standstill, since the printing rank's own loop may be blocked.
+#: Number of other ranks that also record a printed standstill, since the loop of the printing rank may be blocked.
 _KEEPER_COUNT: Final = 4
-#: Seconds within which a launcher's signal reaches all ranks, so that only one of them prints the stories.
+#: Seconds within which a launcher's signal reaches all ranks; the ranks wait as long, so that only one prints the
+#: stories.
 _ASKED_TOGETHER_S: Final = 0.3
-#: Seconds during which a rank reports that it was asked by a signal.
+#: Seconds during which a rank reports to other ranks that it has received the signal.
 _ASKED_S: Final = 1.0
 
 
 class Teller:
-    """Reports the story of one rank: on requests over its socket, and on the terminal if the job stands still.
+    """Reports the waits of one rank on requests over a socket, and those of all ranks if the job stands still.
 
-    Args:
-        world: World of this rank.
-        main: Task that runs main.
-        stall_s: Seconds without progress after which the stories are printed; infinity for never.
+    Reports are printed after ``stall_s`` seconds without progress; infinity for never.
     """
 
     def __init__(self, world: World, main: asyncio.Task[object], stall_s: float) -> None:
@@ -68,7 +65,7 @@ class Teller:
         self._told_of: float | None = None  # time of the rank's last progress before the printed standstill
         self._look_again_at = 0.0
         self._asking: threading.Thread | None = None
-        self._asked: RankStory | None = None  # story of this rank when a signal asked for it
+        self._asked: RankStory | None = None  # story of this rank when the signal arrived
         self._asked_at = -math.inf
         self._telling: threading.Thread | None = None
         self._period_s = min(_PERIOD_S_MAX, stall_s / _LOOKS_IN_STALL)
@@ -78,7 +75,7 @@ class Teller:
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Start to listen, if this host has a folder for sockets."""
+        """Listen on a socket, if this host has a folder for sockets, and start the thread."""
         opened = sockets.listen(job_name(self._world), self._world.rank)
         if opened is None:
             return
@@ -88,7 +85,7 @@ class Teller:
         self._thread.start()
 
     def end(self) -> None:
-        """Stop answering."""
+        """Stop answering requests."""
         if self._thread is None or self._wake is None or self._listener is None or self._path is None:
             return
         self._wake[1].send(_END)
@@ -101,23 +98,22 @@ class Teller:
         self._thread = None
 
     def forget_in_child(self) -> None:
-        """Close this rank's socket in a forked child, which would otherwise pose as the rank after its death."""
+        """Close this rank's socket in a forked child, which would otherwise answer for the rank after its death."""
         if self._listener is not None:
             self._listener.close()
             self._thread = None
 
     def has_told_standstill(self) -> bool:
-        """Whether this rank or another one has printed the stories since this rank's last progress."""
+        """Return whether any rank has printed the stories since this rank's last progress."""
         return self.told_at >= self._signs.moved_at
 
     # -- in the rank's thread, or in a signal's handler there ---------------------------------------------------------
 
     def tell(self) -> str:
-        """Collect this rank's story, and make the thread print the stories of all ranks of this host.
+        """Make the thread print the reports of all ranks on this host, unless a lower rank received the signal, too.
 
         Returns:
-            The story of this rank if no other rank can be asked; otherwise "", and the thread prints all stories,
-            unless a lower rank was asked, too.
+            The report of this rank if no other rank can be asked; otherwise an empty string.
         """
         self._signs.sample()
         runs = asyncio.current_task(self._loop) is not None or not self._loop.is_running()
@@ -125,7 +121,7 @@ class Teller:
         if self._thread is None or self._wake is None or not self._places():
             return tell_rank(own)
         self._asked, self._asked_at = own, time.monotonic()
-        self._wake[1].send(_ASKED)  # starting a thread here could deadlock with the interrupted code
+        self._wake[1].send(_ASKED)  # starting a thread in a signal handler could deadlock with the interrupted code
         return ""
 
     def tell_abort(self) -> str:
@@ -153,15 +149,15 @@ class Teller:
                         self._begin_to_tell_all()
                     if self._listener in woken:
                         self._answer(self._listener)
-                    if time.monotonic() >= look_at:  # even if others ask all the time
+                    if time.monotonic() >= look_at:  # checked even if requests arrive all the time
                         look_at = time.monotonic() + self._period_s
                         self._renew_listener(ready)
                         self._look()
-                except Exception as error:  # a story must never end a run, and the rank may end meanwhile
+                except Exception as error:  # a report must never end a run, and the rank may be ending
                     logger.debug("rank %d could not report its story", self._world.rank, exc_info=error)
 
     def _renew_listener(self, ready: selectors.BaseSelector) -> None:
-        """Listen again if the socket's file is gone, since the session's folder is removed with the last session."""
+        """Listen on a new socket if the socket's file is gone, as it is after the end of the user's last session."""
         assert self._listener is not None and self._path is not None, "it has begun"
         if os.path.lexists(self._path):
             return
@@ -211,7 +207,7 @@ class Teller:
             return answer[0]
         while True:
             frame = sys._current_frames().get(self._thread_of_rank)
-            with contextlib.suppress(RuntimeError):  # a dictionary has changed meanwhile
+            with contextlib.suppress(RuntimeError):  # a dictionary has changed during the iteration, so collect again
                 return collect(self._world, self._main, self._signs, frame)
 
     # -- after a signal -----------------------------------------------------------------------------------------------
@@ -228,7 +224,7 @@ class Teller:
             lower = (place for place in self._places() if place.rank < self._world.rank)
             if not any(sockets.was_asked(place) for place in lower):
                 _write(tell_job(*self._ask_all(own)))
-        except Exception as error:  # a signal that only asks must have no effect
+        except Exception as error:  # a request for a report must not end the run
             logger.debug("rank %d could not report the stories of all ranks", self._world.rank, exc_info=error)
 
     # -- if nothing moves ---------------------------------------------------------------------------------------------
@@ -239,14 +235,14 @@ class Teller:
         is_news = still_s >= self._stall_s and self._signs.moved_at != self._told_of
         is_asking = self._asking is not None and self._asking.is_alive()
         if is_news and now >= self._look_again_at and not is_asking:
-            # In a thread of its own, since this thread must answer the ranks that it asks.
+            # In a separate thread, since this thread must answer the ranks that are asked.
             self._asking = threading.Thread(target=self._ask_who_moves, name="asyncdist story, asking", daemon=True)
             self._asking.start()
 
     def _ask_who_moves(self) -> None:
         try:
             self._tell_if_none_moves()
-        except Exception as error:  # a story must never end a run
+        except Exception as error:  # a report must never end a run
             logger.warning("rank %d could not report that nothing moves", self._world.rank, exc_info=error)
 
     def _tell_if_none_moves(self) -> None:
@@ -267,20 +263,20 @@ class Teller:
         _write(text)
 
     def _note_told(self, text: str) -> None:
-        """Note that a standstill was printed; the loop records the text, unless it is empty."""
+        """Note that a standstill was printed, and make the loop record the text unless it is empty."""
         if text:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._world.services.events.record, "told", text)
         self._told_of = self._signs.moved_at
         self.told_at = time.monotonic()
-        self._stall_s *= 2  # report repeated standstills less often
+        self._stall_s *= 2  # report a repeated standstill less often
 
     def _places(self) -> list[sockets.Place]:
         assert self._path is not None, "it has begun"
         return [place for place in sockets.places(self._path.parent) if place.rank != self._world.rank]
 
     def _is_others_to_tell(self) -> bool:
-        """Whether a lower rank lives on this host, which makes the same checks."""
+        """Return whether a living lower rank on this host makes the same checks, so that this rank prints nothing."""
         lower = (place for place in self._places() if place.rank < self._world.rank)
         return any(sockets.answers_pulse(place) for place in lower)
 
@@ -297,7 +293,7 @@ def _write(text: str) -> None:
 
 
 def _read_all(client: socket.socket) -> str:
-    """Return the text that a client sends until it closes, or until the timeout."""
+    """Return the text that a client sends until it closes the connection, or until the timeout."""
     data = bytearray()
     with contextlib.suppress(TimeoutError):
         while len(data) < sockets.TOLD_NBYTES_MAX and (part := client.recv(sockets.TOLD_NBYTES_MAX)):

@@ -1,4 +1,4 @@
-"""Collects the story of a rank. It only reads, since a signal handler or another thread may call it."""
+"""Collects a rank's current waits, policies, channels and events for a report, without changing anything."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from asyncdist.runtime.world import World
 from asyncdist.story.facts import ChannelState, Collective, MainState, PolicyState, RankStory, Wait
 from asyncdist.story.happenings import events_in_words
 
-#: Kinds of events in a story; steps and roles are part of the policy's line.
+#: Maximum number of event kinds in a story. Steps and roles are part of the policy's line instead.
 EVENT_COUNT_MAX: Final = 3
-#: Maximum number of a rank's tasks in a story, and of ranks that one of their waits names.
+#: Maximum number of tasks in a story, and of ranks listed for one wait.
 TASK_COUNT_MAX: Final = 20
 PEER_COUNT_MAX: Final = 1024
-#: Folders of the interpreter and its libraries; the user's line is outside of them.
+#: Folders of the interpreter and its libraries, which do not contain user code.
 _LIBRARIES: Final = tuple(
     os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
@@ -34,14 +34,7 @@ def job_name(world: World) -> str:
 
 
 def collect(world: World, main: asyncio.Task[Any], signs: Signs, frame: types.FrameType | None = None) -> RankStory:
-    """Return the story of a rank.
-
-    Args:
-        world: World of the rank.
-        main: Task of its main.
-        signs: Times of the last progress of the rank and its peers.
-        frame: Current frame of the rank's thread, if its loop is blocked.
-    """
+    """Return a report of a rank's waits, policies, channels and events; ``frame`` is given if its loop is blocked."""
     services = world.services
     state, line, inner_line = _state(main, signs, frame)
     return RankStory(
@@ -73,7 +66,7 @@ def _state(main: asyncio.Task[Any], signs: Signs, frame: types.FrameType | None)
         has_returned = all(is_library(each) for each in frames_of(main))
         return "returned" if has_returned else "awaits", "", ""
     while is_library(frame) and frame.f_back is not None and "/asyncdist/runtime/story/" in frame.f_code.co_filename:
-        frame = frame.f_back  # skip the signal handler
+        frame = frame.f_back  # skip frames of the signal handler
     users = next((each for each in _outwards(frame) if _is_users(each)), frame)
     inner_line = "" if users is frame else line_of(frame)
     return "computes" if signs.computes() else "blocks", line_of(users), inner_line
@@ -130,7 +123,7 @@ def _wait(who: str, task: asyncio.Task[Any], world: World) -> Wait:
 
 
 def _line_beside(task: asyncio.Task[Any], world: World) -> str | None:
-    """Return the user's line in the thread for whose end a task waits."""
+    """Return the line of user code in the thread for which a task waits; None if there is none."""
     frame = world.frame_of(waiter_of(task))
     users = next((each for each in _outwards(frame) if _is_users(each)), None)
     return None if users is None else line_of(users)
@@ -141,7 +134,7 @@ def _first(ranks: Iterable[int]) -> list[int]:
 
 
 def _collective(task: asyncio.Task[Any], world: World) -> Collective | None:
-    """Return the collective that a task is in; of several, the oldest, for which the others wait."""
+    """Return the oldest collective in progress if the task waits in a collective; otherwise None."""
     engine = world.services.engine
     if not any(future in engine.collective_waits for future in _waiters(task, engine)):
         return None
@@ -151,7 +144,7 @@ def _collective(task: asyncio.Task[Any], world: World) -> Collective | None:
 
 
 def _waiters(task: asyncio.Task[Any], engine: Any) -> Iterator[Any]:
-    """Yield the future that a task waits for, the future that this one waits for, and so on."""
+    """Yield the future that a task waits for, the future on which that future depends, and so on."""
     seen: set[int] = set()
     waiter = waiter_of(task)
     while waiter is not None and id(waiter) not in seen:

@@ -1,7 +1,4 @@
-"""Handles SIGUSR1: the rank prints the stories of all ranks of its host on standard error, and continues.
-
-Ranks that share a process print in turn.
-"""
+"""Handles SIGUSR1: a rank prints what all ranks of its host wait for on standard error, and continues."""
 
 from __future__ import annotations
 
@@ -16,27 +13,25 @@ from typing import Any, Final, Self
 from asyncdist import environment, rank_program
 from asyncdist.runtime.stall_warnings import is_library
 
-#: None if the system has no such signal.
+#: None if the operating system has no SIGUSR1.
 SIGNAL: Final = getattr(signal, "SIGUSR1", None)
-#: For each open world of this process: its function that reports the story, and its function for forked children.
+#: For each open world of this process: the function that returns its report, and the function to call in forked
+#: children.
 _tellers: dict[object, tuple[Callable[[], str], Callable[[], None]]] = {}
 
 
 def tell_on_request(owner: object, tell: Callable[[], str], forget_in_child: Callable[[], None]) -> None:
-    """Print the result of ``tell()``, unless empty, at each signal to this process, until :func:`tell_no_more`."""
+    """Print the result of ``tell()``, unless it is empty, at each SIGUSR1, until :func:`tell_no_more` is called."""
     _tellers[owner] = tell, forget_in_child
 
 
 def tell_no_more(owner: object) -> None:
-    """Forget what ``owner`` has registered."""
+    """Remove the functions that ``owner`` has registered."""
     _tellers.pop(owner, None)
 
 
 class StoryRequests:
-    """A context manager that handles the signal, unless the program has, or will have, a handler of its own.
-
-    It does nothing outside the main thread, where Python allows no signal handlers.
-    """
+    """Context manager that handles SIGUSR1, unless the program or Lightning has, or will have, a handler for it."""
 
     def __init__(self) -> None:
         self._previous: Any = None
@@ -56,7 +51,7 @@ class StoryRequests:
 
 
 def forget_in_child() -> None:
-    """Restore Python's handler and stop listening in a forked process, which is not a rank."""
+    """Restore Python's default handler and close the rank's socket in a forked process, which is not a rank."""
     for _, forget in _tellers.values():
         forget()
     _tellers.clear()
@@ -68,13 +63,13 @@ def forget_in_child() -> None:
 
 
 def _is_of_rank_program(handler: Any) -> bool:
-    """Return whether a handler is the initial one of :mod:`asyncdist.rank_program`, imported or run as a program."""
+    """Return whether a handler is the initial handler of :mod:`asyncdist.rank_program`."""
     name: str = getattr(handler, "__qualname__", "")
     return name == rank_program.tell_no_world.__qualname__
 
 
 def _is_lightnings() -> bool:
-    """Return whether Lightning would requeue the job at this signal; it does not if there is a handler."""
+    """Return whether Lightning would requeue the job at SIGUSR1; it does so only if there is no other handler."""
     return environment.is_slurm_job() and not {"lightning", "pytorch_lightning"}.isdisjoint(sys.modules)
 
 
@@ -86,7 +81,7 @@ def _answer(_number: int, frame: FrameType | None) -> None:
         rank_program.tell_no_world(_number, frame)
         return
     texts = [_told(tell) for tell, _ in tellers]
-    with contextlib.suppress(Exception):  # a signal that only asks must have no effect
+    with contextlib.suppress(Exception):  # a request for a report must not end the run
         sys.stderr.write("".join(f"asyncdist: {text}\n" for text in texts if text))
         sys.stderr.flush()
 

@@ -1,7 +1,4 @@
-"""Samples the times of a rank's last progress, and of the last message from each of its peers.
-
-No additional counters are needed: the counts of the engine and of the channels are compared from time to time.
-"""
+"""Samples existing counters to find when a rank last made progress, and when each peer last sent a message."""
 
 from __future__ import annotations
 
@@ -12,25 +9,22 @@ from typing import Final
 
 from asyncdist.runtime.world import World
 
-#: Share of a core from which on a rank's thread counts as computing; below it, the rank waits or blocks.
+#: Fraction of a core above which a rank's thread counts as computing; below, it waits or is blocked.
 _BUSY_SHARE: Final = 0.1
-#: Minimum seconds over which the share is measured.
+#: Minimum seconds over which this fraction is measured.
 _SHARE_PERIOD_S: Final = 0.2
-#: Maximum number of sent reminders whose sends may still be outstanding: the last ones of a few starts.
+#: Maximum number of reminders whose sends may still be outstanding; a rank rarely has more than a few open starts.
 _REMINDERS_UNDER_WAY_MAX: Final = 32
 
 
 class Signs:
-    """The times of a rank's last progress (a step, a message, a piece of a stream) and of each peer's last message.
+    """Records when a rank last made progress (a step, a message, a piece of a stream), and when each peer last sent.
 
-    Ranks that wait for others in a collective start send reminders each second, forever. These do not count as
-    progress, since such a wait can be a hang like any other.
+    Reminders in a collective start, which are sent every second, do not count as progress, since the wait may be a
+    hang. The object must be created in the rank's own thread.
 
     Attributes:
         moved_at: Time of the rank's last progress, as far as the samples show.
-
-    Args:
-        world: World of the rank. The object must be created in the rank's own thread.
     """
 
     def __init__(self, world: World) -> None:
@@ -51,8 +45,8 @@ class Signs:
         self._share = 0.0
 
     def sample(self) -> None:
-        """Take a sample: note whether anything has changed."""
-        if not self._lock.acquire(blocking=False):  # called by a signal handler during a sample
+        """Take a sample: record whether anything has changed since the last one."""
+        if not self._lock.acquire(blocking=False):  # a signal handler was called during a sample
             return
         try:
             self._sample(time.monotonic())
@@ -85,7 +79,7 @@ class Signs:
             self._sampled_cpu_s, self._sampled_at = cpu_s, now
 
     def _has_requested(self, request_count: int) -> bool:
-        """Whether more requests have ended than sends of reminders can have."""
+        """Return whether more requests have ended than the sends of reminders can explain."""
         sent = self._world.agreements.rivals.sent_count
         new, self._request_count = request_count - self._request_count, request_count
         possible = self._reminders_under_way + sent - self._reminded_count
@@ -97,14 +91,14 @@ class Signs:
         return 0.0 if self._clock is None else time.clock_gettime(self._clock)
 
     def computes(self) -> bool:
-        """Whether the rank's thread has lately used a core."""
+        """Return whether the rank's thread has recently been computing."""
         return self._share >= _BUSY_SHARE
 
     def still_s(self) -> float:
-        """Return the seconds without progress, as of the last sample."""
+        """Return the number of seconds without progress, as of the last sample."""
         return time.monotonic() - self.moved_at
 
     def heard_s(self) -> dict[int, float]:
-        """Return the seconds since each rank's last message, as far as the samples show."""
+        """Return the seconds since the last message from each rank, as far as the samples show."""
         now = time.monotonic()
         return {rank: round(now - at, 1) for rank, at in sorted(self._heard_at.items())}
