@@ -1,4 +1,4 @@
-"""Transports: one contract (:mod:`asyncdist.transports.base`) and one module or folder for each backend."""
+"""Transports, which carry messages between ranks: one contract (``base``), and a module or folder for each backend."""
 
 from asyncdist import compiled
 

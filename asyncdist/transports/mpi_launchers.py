@@ -23,18 +23,14 @@ def check_world_size(
     environ: Mapping[str, str] = environment.VARIABLES,
     list_plugins: Callable[[], Sequence[str]] = slurm.list_plugins,
 ) -> None:
-    """Raise if the world's size is not the number of ranks that the launcher started: often, N worlds of one rank.
+    """Raise TransportError if MPI's world has a different size than the number of ranks that the launcher started.
+
+    A library that does not belong to the launcher often makes N worlds of one rank each.
 
     Args:
         expected: Number of ranks according to the launcher; None if unknown, which disables the check.
-        actual: Number of ranks according to the MPI library.
-        library: Version string of the library.
-        source: Variable by which the launcher was detected.
-        environ: Environment variables.
+        source: Environment variable by which the launcher was detected.
         list_plugins: Function that asks Slurm for its plugins; called only if needed.
-
-    Raises:
-        TransportError: The numbers differ. The error names the mpirun and the library, and suggests a fix.
     """
     if expected is None or expected == actual:
         return
@@ -62,19 +58,14 @@ def check_library(
     environ: Mapping[str, str] = environment.VARIABLES,
     list_plugins: Callable[[], Sequence[str]] = slurm.list_plugins,
 ) -> None:
-    """Raise, before MPI_Init, if the library would end the process there.
+    """Raise TransportError before MPI_Init if the MPI library would end the process there.
 
     This happens with MPICH under Open MPI's mpirun, and with MPICH built without PMIx under ``srun --mpi=pmix``. In the
     opposite case Open MPI makes worlds of one rank, which ``check_world_size`` detects.
 
     Args:
-        started: How this process was started.
         library: Version string of the library; MPICH's includes its configure options.
-        environ: Environment variables.
         list_plugins: Function that asks Slurm for its plugins; called only if needed.
-
-    Raises:
-        TransportError: The library would end the process. The error suggests a fix.
     """
     size = started.expected_size
     if slurm.speaks_pmix(environ) and started.source == "PMIX_RANK" and _fails_with_pmix(library, size):
@@ -92,12 +83,12 @@ def check_library(
 
 
 def survives_rank_loss(environ: Mapping[str, str] = environment.VARIABLES) -> bool:
-    """Return whether this process is a rank of a job that continues when ranks die: ``mpirun --with-ft ulfm``."""
+    """Return whether this rank belongs to a job that continues when ranks die: ``mpirun --with-ft ulfm``."""
     return environ.get(rank_program.SURVIVAL_VARIABLE) == "1" and bool(environ.get("OMPI_COMM_WORLD_SIZE"))
 
 
 def job_number(environ: Mapping[str, str] = environment.VARIABLES) -> int | None:
-    """Return a 32-bit number that identifies this job on its host, the same on all ranks; None if unknown."""
+    """Return a 32-bit number that identifies this job on its host, equal on all ranks; None if unknown."""
     name = environ.get("PMIX_NAMESPACE", "")
     return zlib.crc32(name.encode()) if name else None
 
@@ -115,17 +106,14 @@ def oversubscription_hint(environ: Mapping[str, str] = environment.VARIABLES) ->
 
 
 def library_flavour(version: str) -> Flavour | None:
-    """Return which MPI a library's version string belongs to; None if unknown."""
+    """Return the MPI implementation that a library's version string names; None if unknown."""
     if "Open MPI" in version:
         return "openmpi"
     return "mpich" if "MPICH" in version else None
 
 
 def _fails_with_pmix(library: str, size: int | None) -> bool:
-    """Return whether this is an MPICH configured without PMIx, which is not one of its defaults.
-
-    Before version 5, a single rank (``size`` None) could start anyway.
-    """
+    """Return whether the library is an MPICH without PMIx; before version 5 it can start one rank (no ``size``)."""
     found = re.search(r"MPICH Version:\s*(\d+).*^MPICH configure:([^\n]*)", library, re.MULTILINE | re.DOTALL)
     return found is not None and "pmix" not in found[2] and (size is not None or int(found[1]) >= 5)
 

@@ -1,8 +1,6 @@
-"""Adapts MPI's requests to the contract of a transport's requests.
+"""Adapts MPI's requests to the :class:`~asyncdist.transports.base.Request` contract.
 
-This module is compiled if a C compiler is available (see :mod:`asyncdist.compiled`), with C types in the ``.pxd`` file,
-since its methods run for each message. The transport itself is not compiled, so that it handles interrupts while it
-waits in MPI.
+The module is compiled if possible (see :mod:`asyncdist.compiled`), since its methods run for each message.
 """
 
 from __future__ import annotations
@@ -12,12 +10,12 @@ from typing import Any, Final, NoReturn
 
 from asyncdist.transports.base import ANY_SOURCE
 
-#: Source in a status that MPI has not written to.
+#: Value of a status's source that MPI has not written.
 NOBODY: Final = -77
 
 
 class SendRequest:
-    """Wraps the request of a send or of a one-sided read, whose status carries no information."""
+    """Wraps the MPI request of a send or a one-sided read; its status contains no information."""
 
     __slots__ = ("_buffer", "_fail", "_peer", "_request")
 
@@ -29,7 +27,7 @@ class SendRequest:
         self, request: Any, buffer: Any, fail: Callable[[BaseException, Any, Any, int], NoReturn], peer: int
     ) -> None:
         self._request = request
-        self._buffer = buffer  # MPI reads it until the request has completed
+        self._buffer = buffer  # MPI reads the buffer until the request has completed
         self._fail = fail
         self._peer = peer
 
@@ -40,11 +38,11 @@ class SendRequest:
             self._fail(error, None, self._buffer, self._peer)
 
     def cancel(self) -> None:
-        """Do nothing: MPI-4.1 deprecates the cancellation of sends, and collectives can never be cancelled."""
+        """Do nothing, since MPI-4.1 deprecates cancelling sends, and collectives cannot be cancelled."""
 
 
 class ReceiveRequest:
-    """Wraps the request of a receive, which may be a persistent one."""
+    """Wraps the MPI request of a receive, which may be persistent."""
 
     __slots__ = ("_buffer", "_fail", "_peer", "_request", "_start", "_status", "_test")
 
@@ -97,16 +95,15 @@ class ReceiveRequest:
 
 
 class WildcardReceive(ReceiveRequest):
-    """Wraps a persistent receive from any source of a job that outlives its ranks (ULFM, MPI-5.0 chapter on faults).
+    """Wraps a persistent receive from any source in a job that continues when ranks die (ULFM; MPI-5.0).
 
     When a rank dies, each test of the receive raises MPI_ERR_PROC_FAILED_PENDING until the death is acknowledged. Then
-    the receive continues, unless a message has completed it in the same call, as its status shows.
+    the receive continues, unless its status shows that a message has completed it in the same call.
 
     Args:
-        request, buffer, status, fail: Passed to the base class.
-        acknowledge: Function called with the exception of a test. If that reports a death, it acknowledges the death
-            and returns True.
-        lost: Ranks that are known to be lost; their late messages are dropped.
+        acknowledge: Called with an exception of a test. If the exception reports a death, the function acknowledges the
+            death and returns True.
+        lost: Ranks that are known to be lost; messages from these ranks are dropped.
     """
 
     __slots__ = ("_acknowledge", "_lost")

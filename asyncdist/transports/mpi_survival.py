@@ -1,18 +1,16 @@
-"""Sends messages by MPI in a job that continues when ranks die: Open MPI 5 under ``mpirun --with-ft ulfm``.
+"""Sends messages over MPI in a job that continues when ranks die: Open MPI 5 under ``mpirun --with-ft ulfm``.
 
-With MPI's fault tolerance (ULFM, User-Level Failure Mitigation), a death is an error of the requests that involve the
-dead rank. The rules of this transport were found by experiment with Open MPI 5.0.11:
+With MPI's fault tolerance (ULFM, User-Level Failure Mitigation), requests that involve a dead rank fail with an error.
+The following rules were found by experiment with Open MPI 5.0.11:
 
-- Only messages of one communicator are used. Collectives and the creation of communicators block, or end half done,
-  when a member dies. Collectives are therefore made of messages, and owners answer one-sided reads. No communicator is
-  shrunk or revoked: dead ranks are left out.
-- Receives from any source are persistent (:class:`asyncdist.transports.mpi_requests.WildcardReceive`), since plain ones
-  fail forever. A death is acknowledged inside the ``except``, before any other test; otherwise these receives starve.
-- Messages of a dead rank that arrive after its death is known are dropped, so a lost rank stays silent.
-- MPI_Finalize is never called, since it may hang after a death. A rank that closes says goodbye to all live ranks,
-  waits for their goodbyes, and exits. So no rank exits while another one would take its exit for a death.
-- Open MPI does not treat an exit with a nonzero code as a death. A rank that fails has notified the others. If it has
-  not, as after ``os._exit(1)``, the guardian (:mod:`asyncdist.launch.guardians`) turns the exit into death by a signal.
+- Only messages on one communicator are used. If a member dies, MPI's collectives and the creation of communicators
+  block, or complete on some ranks only. Collectives are therefore built from messages.
+- Receives from any source are persistent, since plain receives fail forever after a death. A death is acknowledged
+  inside the ``except`` block, before any other test. Otherwise these receives never complete.
+- MPI_Finalize is never called, since it may hang after a death. Before a rank exits, it exchanges goodbyes with all
+  live ranks, so that no rank mistakes this exit for a death.
+- Open MPI does not treat an exit with a nonzero code as a death. If a rank exits so without notifying the others, the
+  guardian process (:mod:`asyncdist.launch.guardians`) turns the exit into death by a signal.
 """
 
 from __future__ import annotations
@@ -40,19 +38,16 @@ from asyncdist.wording import ranks_in_words
 
 logger = logging.getLogger("asyncdist.transports.mpi_survival")
 
-#: Seconds that a closing rank waits for the goodbyes of the others, whose last requests may take that long.
+#: Seconds that a closing rank waits for the goodbyes of the others, which may still wait for their last requests.
 _GOODBYE_S: Final = 15.0
 _GOODBYE_PERIOD_S: Final = 0.0005
 
 
 class SurvivingMpiTransport(MpiMessages):
-    """The transport of a job that continues when ranks die.
-
-    Args:
-        check_library: Function called with the MPI library's version string before MPI_Init; may raise.
+    """MPI transport of jobs that continue when ranks die.
 
     Raises:
-        TransportError: There is no usable MPI library, or a rank of this job is lost already.
+        TransportError: There is no usable MPI library, or a rank of this job is already lost.
     """
 
     def __init__(self, check_library: Callable[[str], None] | None = None) -> None:
@@ -111,11 +106,11 @@ class SurvivingMpiTransport(MpiMessages):
             listen(rank)
 
     def note_met(self) -> None:
-        """Let the others notice this rank's exit from now on, since no rank waits in a call of MPI that needs all."""
+        """Make the exit of this rank visible to the others, since no rank waits in a collective MPI call any longer."""
         rank_program.tell_guardian(rank_program.IN_WORLD)
 
     def close(self) -> None:
-        """Say goodbye, and wait until every other rank has said goodbye or is lost."""
+        """Send a goodbye to all other ranks, and wait until each of them has sent one or is lost."""
         self._listen = lambda _: None
         nothing = bytearray()
         peers = [rank for rank in range(self.size) if rank != self.rank and rank not in self._lost]
@@ -131,7 +126,7 @@ class SurvivingMpiTransport(MpiMessages):
         self.close_failed()
 
     def abort(self, exit_code: int) -> None:
-        """End the job through the guardian, since mpirun may never end if MPI_Abort is called after a death."""
+        """End the job through the guardian process, since mpirun may never end if MPI_Abort is called after a death."""
         if rank_program.tell_guardian(rank_program.ENDS_JOB):
             os._exit(exit_code)
         super().abort(exit_code)
@@ -142,7 +137,7 @@ class SurvivingMpiTransport(MpiMessages):
     def _has_ended(self, request: Any) -> bool:
         try:
             return bool(request.Test())
-        except self._mpi.Exception:  # that rank is lost
+        except self._mpi.Exception:  # the other rank is lost
             return True
 
     def _loss_of(self, rank: int) -> RankLostError:
@@ -158,7 +153,7 @@ class SurvivingMpiTransport(MpiMessages):
         super()._fail(error, status, buffer, peer)
 
     def _acknowledge(self, error: BaseException) -> bool:
-        """Acknowledge the death if ``error`` reports one, so that receives from any source continue."""
+        """Acknowledge a rank's death if ``error`` reports one, so that receives from any source continue."""
         mpi = self._mpi
         is_death = isinstance(error, mpi.Exception) and error.Get_error_class() == mpi.ERR_PROC_FAILED_PENDING
         if is_death:
@@ -166,7 +161,7 @@ class SurvivingMpiTransport(MpiMessages):
         return is_death
 
     def _note_losses(self, *known: int) -> None:
-        """Acknowledge all deaths, and notify the listener of the new ones."""
+        """Acknowledge all deaths, and call the listener for the newly lost ranks."""
         self._comm.Ack_failed()
         failed, group = self._comm.Get_failed(), self._comm.Get_group()
         found = {*known, *(failed.Translate_ranks(None, group) if failed.size else ())}
@@ -195,7 +190,7 @@ class SurvivingMpiTransport(MpiMessages):
 
 
 class _FailedRequest:
-    """A request that failed before it was started."""
+    """Request that fails when it is tested, for a send to a lost rank."""
 
     cancelled: Final = False
     source: Final = ANY_SOURCE
@@ -208,4 +203,4 @@ class _FailedRequest:
         raise self._error
 
     def cancel(self) -> None:
-        """Do nothing: the request has failed."""
+        """Do nothing, since the request has already failed."""

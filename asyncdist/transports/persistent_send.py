@@ -1,7 +1,6 @@
-"""Sends that a transport prepares once and starts for each message.
+"""Sends of fixed size that a transport prepares once and starts for each message.
 
-This module is compiled if a C compiler is available (see :mod:`asyncdist.compiled`), since it runs for each small
-message.
+The module is compiled if possible (see :mod:`asyncdist.compiled`), since it runs for each small message.
 """
 
 from __future__ import annotations
@@ -9,27 +8,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
-#: Number of tests after a start. Open MPI completes these sends when the receiver has taken them; one that is waiting
-#: does so within 1 us. A sender that tests once and waits on its loop takes 3 us longer: 3.2 times as long as a raw
-#: message, against 2.4 times with four tests.
+#: Number of tests after a start. Open MPI completes the send when the message is received, which takes 1 us if the
+#: receiver is waiting. A sender that tests once and then waits on its loop takes 3 us longer: 3.2 times as long as a
+#: raw message, compared with 2.4 times with four tests.
 TEST_COUNT: Final = 4
 
 
 class PersistentSend:
-    """Sends one buffer repeatedly to one rank on one tag (MPI-4.1 section 3.9). It is the request of its last message.
+    """A send of one buffer to one rank on one tag that can be started repeatedly (MPI-4.1 section 3.9).
 
-    A start takes 0.25 us and an Isend 0.7 us, since mpi4py inspects the buffer and makes a request only once.
+    The object is also the request of its last message. A start takes 0.25 us and an Isend 0.7 us, since mpi4py inspects
+    the buffer and makes a request only once.
 
     Args:
         request: Persistent request with MPI's methods Start, Test and Free.
-        buffer: Bytes to send, padded to a multiple of eight bytes.
-        fail: Function called with the exception of the request, None, the buffer and ``peer``; raises an error of
-            asyncdist.
-        peer: Rank of the receiver.
+        fail: Called with an exception of the request, None, the buffer and ``peer``; raises an error of asyncdist.
 
     Attributes:
-        buffer: Bytes to send; may be filled while :attr:`is_free`.
-        is_free: Whether the last message has left.
+        buffer: Bytes to send, padded to a multiple of eight bytes; may be written while :attr:`is_free` is true.
+        is_free: Whether the last message has been sent.
     """
 
     __slots__ = ("_fail", "_peer", "_request", "_start", "_test", "buffer", "is_free")
@@ -54,7 +51,7 @@ class PersistentSend:
         self.is_free = True
 
     def start(self) -> PersistentSend | None:
-        """Send the buffer's contents and test a few times; return None if they have left. Requires :attr:`is_free`."""
+        """Send the buffer and test a few times; return None if it has been sent. Requires :attr:`is_free`."""
         self.is_free = False
         test_count = TEST_COUNT
         try:
@@ -67,7 +64,7 @@ class PersistentSend:
         return None if self.is_free else self
 
     def test(self) -> bool:
-        """Return whether the last message has left."""
+        """Return whether the last message has been sent."""
         try:
             self.is_free = self._test()
         except Exception as error:
@@ -75,9 +72,9 @@ class PersistentSend:
         return self.is_free
 
     def cancel(self) -> None:
-        """Do nothing: in practice, MPI cannot cancel sends."""
+        """Do nothing, since MPI cannot cancel sends in practice."""
 
     def free(self) -> None:
-        """Free the request, unless a message is still in progress; then it ends with that message."""
+        """Free the request, unless a message is still in progress."""
         if self.is_free:
             self._request.Free()

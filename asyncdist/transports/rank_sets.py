@@ -1,8 +1,6 @@
-"""Holds a set of ranks in one integer, with a bit for each rank.
+"""A set of ranks that uses one bit per rank, because Python's sets use some 50 bytes per element.
 
-Every rank of a world keeps several sets of ranks, such as those that have left. Python's sets take some 50 bytes for
-each element, so a world of 10,000 simulated ranks needed gigabytes. A bit takes an eighth of a byte, and sets of
-thousands of ranks are merged in a microsecond.
+Every rank stores several such sets, so that a world of 10,000 simulated ranks would need gigabytes.
 """
 
 from __future__ import annotations
@@ -12,10 +10,7 @@ from typing import Any
 
 
 class RankSet(MutableSet[int]):
-    """A set of ranks, which yields them in ascending order.
-
-    Args:
-        ranks: Ranks in the set, each >= 0.
+    """A set of ranks, stored as the bits of one integer; iterates in ascending order.
 
     Attributes:
         bits: Integer whose bit r is set if rank r is in the set.
@@ -33,7 +28,7 @@ class RankSet(MutableSet[int]):
 
     @classmethod
     def of_bits(cls, bits: int) -> RankSet:
-        """Return the set whose ranks are the set bits of a number."""
+        """Return the set of the ranks whose bits are set in an integer."""
         made = cls()
         made.bits = bits
         return made
@@ -59,11 +54,11 @@ class RankSet(MutableSet[int]):
         return self.bits == other.bits if isinstance(other, RankSet) else super().__eq__(other)
 
     def add(self, rank: int) -> None:
-        """Add a rank if it is not in the set."""
+        """Add a rank to the set."""
         self.bits |= 1 << rank
 
     def discard(self, rank: int) -> None:
-        """Remove a rank if it is in the set."""
+        """Remove a rank from the set, if present."""
         self.bits &= ~(1 << rank)
 
     def __ior__(self, others: Any) -> RankSet:

@@ -17,13 +17,9 @@ from asyncdist.transports.persistent_send import PersistentSend
 
 
 class RecordedTransport(Transport):
-    """Wraps another transport and reports its messages.
+    """Wraps a transport and reports its messages, except the backend's own collectives and one-sided reads.
 
-    The backend's own collectives and one-sided reads of memory are not reported.
-
-    Args:
-        inner: Transport to wrap.
-        tell: Function called with ``"sent"`` or ``"received"``, the other rank, the tag and the size in bytes.
+    ``tell`` is called with ``"sent"`` or ``"received"``, the other rank, the tag and the size in bytes.
     """
 
     def __init__(self, inner: Transport, tell: Callable[[str, int, int, int], None]) -> None:
@@ -45,11 +41,11 @@ class RecordedTransport(Transport):
     def start_send(self, buffer: Buffer, dest: int, tag: int) -> Request | None:
         try:
             return self._inner.start_send(buffer, dest, tag)
-        finally:  # the loss that makes the test fail is reported first
+        finally:  # if the test fails because of a loss, the loss is reported before the message
             self._tell("sent", dest, tag, as_bytes(buffer).nbytes)
 
     def prepare_send(self, nbytes: int, dest: int, tag: int) -> PersistentSend | None:
-        """Return None, since the starts of a prepared send would not be reported."""
+        """Return None, since starts of a prepared send could not be reported."""
         del nbytes, dest, tag
         return None
 
@@ -119,7 +115,7 @@ class RecordedTransport(Transport):
 
 
 class _RecordedReceive:
-    """Reports the message of a receive when it has completed."""
+    """Reports the message of a receive when the receive has completed."""
 
     def __init__(self, request: Any, tag: int, tell: Callable[[str, int, int, int], None]) -> None:
         self._request = request

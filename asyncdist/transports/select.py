@@ -21,10 +21,10 @@ logger = logging.getLogger("asyncdist.transports.select")
 
 
 def detect(transport: str) -> environment.Launch:
-    """Return how this process was started; a process group that the program has initialised counts too.
+    """Return how this process was started, which includes a process group that the program has initialised.
 
     Raises:
-        TransportError: This process is a child of a rank, or a child that imports the script and must not start a rank.
+        TransportError: This process is a child of a rank, or imports the script for multiprocessing.
         ValueError: A variable of the launcher is invalid.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -51,21 +51,17 @@ def _refuse_child_of_rank() -> None:
 
 
 def open_transport(name: str, started: environment.Launch) -> Transport:
-    """Open the rank's transport.
-
-    Args:
-        name: ``"mpi"`` or ``"torch"``.
-        started: How this process was started.
+    """Open the transport ``name``, ``"mpi"`` or ``"torch"``, for a process that was started as ``started`` describes.
 
     Raises:
-        TransportError: The transport cannot be used in a rank that was started this way.
+        TransportError: The transport cannot be used in a process that was started this way.
     """
     environment.hide_secret()
     return _open_mpi(started) if name == "mpi" else _open_torch()
 
 
 def _open_mpi(started: environment.Launch) -> MpiMessages:
-    """Open MPI, after checking that launcher and library belong together and that the launcher started this process."""
+    """Open MPI, and check that launcher and library belong together and that the launcher started this process."""
     from asyncdist.transports.mpi import MpiTransport
     from asyncdist.transports.mpi_survival import SurvivingMpiTransport
 
@@ -92,7 +88,7 @@ def _open_mpi(started: environment.Launch) -> MpiMessages:
 
 
 def _open_torch() -> Transport:
-    """Open torch.distributed. Its ranks meet in the user's process group or at the address in the environment."""
+    """Open the torch transport, whose ranks meet in the user's process group or at the address in the environment."""
     from asyncdist.transports.torch_distributed.meeting.rendezvous import is_group_initialised
     from asyncdist.transports.torch_distributed.transport import TorchTransport
 

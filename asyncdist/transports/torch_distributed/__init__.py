@@ -1,1 +1,1 @@
-"""The transport over torch.distributed, on gloo."""
+"""Transport over torch.distributed with the gloo backend."""

@@ -1,4 +1,4 @@
-"""Reads torch's errors, and ends a process that a peer aborts."""
+"""Shortens torch's error messages, and ends a process when a peer aborts the job."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def reason(error: RuntimeError) -> str:
 
 
 def end_process(peer: int, exit_code: int) -> None:
-    """Abort this process at the request of ``peer``. Threads call this, since the loop may be blocked."""
+    """Abort this process because ``peer`` requested it. Threads call this, since the loop may be blocked."""
     sys.stderr.write(f"asyncdist: rank {peer} aborted the job: process {os.getpid()} ends\n")
     sys.stderr.flush()
     os._exit(exit_code)

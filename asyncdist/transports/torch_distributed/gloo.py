@@ -1,26 +1,23 @@
-"""Sends messages to one peer over gloo's blocking point-to-point calls.
+"""Sends messages to one peer over gloo's blocking point-to-point calls, with threads that wait for them.
 
-gloo's requests cannot be polled: a ``Work`` completes only inside ``wait()`` (pytorch#30723). So threads wait, in C++
-and without the GIL, and pass received data to the loop through an inbox. They do not know messages, tags or receives.
-There are two private groups in addition to the user's: *control* carries frames of at most ``SLOT_NBYTES``, *bulk*
-carries everything larger, so that a small message does not queue behind a large one.
+gloo's requests cannot be polled: a ``Work`` completes only inside ``wait()`` (pytorch#30723). Threads therefore wait,
+in C++ and without the GIL, and queue the received data for the loop. asyncdist uses two private gloo groups: *control*
+carries frames of at most ``SLOT_NBYTES`` bytes, and *bulk* everything larger, so that small messages do not wait behind
+large ones.
 
-- **Small messages** travel inside control frames, which fill a ring of posted receives of one size. At most
-  ``WINDOW_COUNT`` frames are unacknowledged; messages sent meanwhile share the next frame. So a rank that takes frames
-  slowly, for example since its training holds the GIL, gets fuller frames, and no queue builds up.
-- **Large messages** are announced by a frame and sent on bulk at once. gloo moves the bytes when the receiver has found
-  the matching receive and posts its buffer. Nothing is copied, and no message is longer than its receive, which would
-  end the process.
-- **Streams** need no announcement, since their receives are posted first: see
-  :mod:`asyncdist.transports.torch_distributed.gloo_streams`.
-- **Acknowledgements** in every frame are cumulative and tell which sends are complete. Only then does the loop call
-  ``wait()`` on them, in batches, which returns at once. Dropping a handle earlier would block the pair forever.
-- **Loss**: the death of a peer fails the receive that is always posted to it on each group. The second of the two
-  threads to end notifies the loop. By then, all data of the peer has arrived, and no thread writes to a buffer.
-- **Close**: waiting threads wake up only if their connections are closed, which a wait that times out does. A thread
-  still waiting when the interpreter exits would abort the process.
-
-Other waits have no timeout, since a timeout closes every connection of its group.
+- **Small messages** are sent inside control frames, which arrive in a ring of posted receives. At most ``WINDOW_COUNT``
+  frames are unacknowledged, and messages sent in the meantime share the next frame.
+- **Large messages** are announced in a frame and passed to gloo immediately. gloo transfers the bytes when the receiver
+  has found the matching receive and posts its buffer, so that nothing is copied, and no message is longer than its
+  receive, which would end the process.
+- **Streams** need no announcement, since their receives are posted first
+  (:mod:`asyncdist.transports.torch_distributed.gloo_streams`).
+- **Acknowledgements** in every frame report which sends have completed. Only then does the loop call ``wait()`` on
+  these sends, which returns immediately. Dropping a handle without ``wait()`` would block the connection forever.
+- **Loss**: when a peer dies, the receive that is always posted to it fails on each of the two groups. The second of the
+  two waiting threads to end notifies the loop. By then all data of the peer has arrived.
+- **Close**: waiting threads wake up only if their connections are closed, which a wait with a timeout does. A thread
+  that still waits when the interpreter exits would abort the process.
 """
 
 from __future__ import annotations
@@ -51,17 +48,18 @@ from asyncdist.transports.torch_distributed.gloo_transfers import (
 )
 
 SLOT_NBYTES: Final = 16384
-#: Header of a frame: number of acknowledged frames, size of the frame in bytes. Entries follow.
+#: Header of a frame: number of acknowledged frames, and size of the frame in bytes. Entries follow.
 _FRAME: Final = struct.Struct("<QQ")
-#: Header of an entry: kind, tag, number of the transfer, size of the message in bytes. The bytes of a small one follow.
+#: Header of an entry: kind, tag, number of the transfer, and size of the message in bytes. The bytes of a small message
+#: follow.
 _ENTRY: Final = struct.Struct("<B3xIQQ")
 INLINE_NBYTES_MAX: Final = SLOT_NBYTES - _FRAME.size - _ENTRY.size
 WINDOW_COUNT: Final = 8
 #: Twice the window, since some frames are sent even if the window is full.
 _RING_COUNT: Final = 2 * WINDOW_COUNT
 _ACK_AFTER_COUNT: Final = WINDOW_COUNT // 2
-#: Number of frames whose receives are posted again, and whose sends are waited for, in one batch. Each posted receive
-#: is a packet that wakes the peer's gloo; a wait with cold caches takes 5 us, the next three 0.5 us each.
+#: Number of frames that are handled in one batch when receives are posted again and sends are waited for. Each posted
+#: receive wakes the peer's gloo. A wait with cold caches takes 5 us, the next three 0.5 us each.
 _BATCH_COUNT: Final = 4
 
 #: Size to which shorter frames are padded, so that their memory can be reused.
@@ -79,12 +77,12 @@ _CONTROL_TAG: Final = 1
 _WATCH_TAG: Final = 0x7FFFFFFD
 _ANNOUNCED_TAG_COUNT: Final = 0x40000000
 
-#: Seconds between the ends of a dead peer's two connections.
+#: Maximum seconds between the end of a dead peer's first connection and of its second.
 _LINGER_S: Final = 0.1
 
 
 class _Upload(Transfer):
-    """An announced message at its sender; ``number`` counts the announced messages to that peer."""
+    """An announced large message at its sender; ``number`` counts the announced messages to the receiver."""
 
     def __init__(self, number: int, view: memoryview, send: Send) -> None:
         super().__init__(number % _ANNOUNCED_TAG_COUNT, readable(view))
@@ -93,7 +91,7 @@ class _Upload(Transfer):
 
 
 class _Download(Transfer):
-    """An announced message at its receiver."""
+    """An announced large message at its receiver."""
 
     def __init__(self, number: int, view: memoryview, receive: Receive | None) -> None:
         super().__init__(number % _ANNOUNCED_TAG_COUNT, bytes_tensor(view))
@@ -102,7 +100,7 @@ class _Download(Transfer):
 
 
 class _Frame:
-    """A frame to send, with a reusable tensor over its memory, which takes 6 us to make with cold caches."""
+    """Memory for a frame and a reusable tensor over it, which takes 6 us to make with cold caches."""
 
     __slots__ = ("data", "tensors")
 
@@ -112,7 +110,7 @@ class _Frame:
 
 
 class _Announced:
-    """A large message that is still with its sender."""
+    """A large message that has been announced, and whose bytes are still in the sender's memory."""
 
     __slots__ = ("_link", "_number", "nbytes", "source", "tag")
 
@@ -133,22 +131,16 @@ class _Announced:
 
 
 class Link:
-    """This rank's end of the connections to one peer.
-
-    All methods run on the loop, except ``_run_*``, which run on threads.
+    """This rank's end of the connections to one peer. Methods named ``_run_*`` run on threads, all others on the loop.
 
     Args:
-        peer: Rank of the peer.
         place: Rank of the peer in the two groups.
-        control: Group for frames.
-        bulk: Group for large messages.
-        matcher: Matcher that receives the messages.
-        on_lost: Function called once, on the loop, when the peer is gone.
+        on_lost: Called once, on the loop, when the peer is lost.
 
     Attributes:
-        error: Error that reports the loss of the peer, or None.
+        error: Error that reports the loss of the peer; None before.
         said_goodbye: Whether the peer has announced that it closes.
-        is_replaced: Whether another process has replaced the peer, so that late messages of the peer are dropped.
+        is_replaced: Whether a restarted process has replaced the peer, so that late messages of the peer are dropped.
     """
 
     def __init__(
@@ -193,7 +185,7 @@ class Link:
     # -- sending ----------------------------------------------------------------------------------------------------
 
     def send(self, view: memoryview, tag: int) -> Send:
-        """Start sending. A small message leaves immediately if the window has room."""
+        """Start to send a message. A small message is sent immediately if the window has room."""
         send = Send(self._callbacks, view.nbytes)
         send.error = self.error
         if send.error is not None:
@@ -213,7 +205,7 @@ class Link:
         return send
 
     def send_granted(self, view: memoryview, tag: int) -> Send:
-        """Start sending a message of a granted tag, whose receive the peer posts; see ``gloo_streams``."""
+        """Start to send a message on the tag of a stream, whose receive the peer posts; see ``gloo_streams``."""
         if self.error is None:
             return self._passage(tag).send(view)
         send = Send(self._callbacks, view.nbytes)
@@ -247,11 +239,7 @@ class Link:
                     send.done = True
 
     def _post(self, entries: bytes | bytearray = b"") -> bool:
-        """Send a frame of these entries, even if the window is full. May be called from any thread.
-
-        Returns:
-            False if the connection is closed, which the threads are about to report.
-        """
+        """Send a frame with these entries, even if the window is full; return False if the connection is closed."""
         with self._posting:  # frames are acknowledged in the order of their sends
             received_count = self._received_count
             nbytes = _FRAME.size + len(entries)
@@ -271,7 +259,7 @@ class Link:
     # -- receiving --------------------------------------------------------------------------------------------------
 
     def receive_granted(self, buffer: Buffer, tag: int) -> Receive:
-        """Post a receive on a granted tag, whose message must not be larger; see ``gloo_streams``."""
+        """Post a receive on the tag of a stream; the message must not be larger than ``buffer``."""
         if self.error is None:
             return self._passage(tag).receive(buffer)
         receive = Receive(self._matcher, buffer, self.peer, tag)
@@ -329,18 +317,18 @@ class Link:
             self._drop_acknowledged()
 
     def _drop_acknowledged(self) -> None:
-        """Drop the acknowledged frames, after the wait that gloo requires, which returns at once."""
+        """Release the acknowledged frames, after the wait that gloo requires, which returns immediately."""
         while self._waited_count < self._acknowledged_count:
             self._waited_count += 1
             with self._posting:  # a thread may have sent the frame but not recorded it yet
                 work, frame = self._sent.popleft()
-            with contextlib.suppress(RuntimeError):  # the peer has received it, and has died since
+            with contextlib.suppress(RuntimeError):  # the peer has received the frame, and has died since
                 work.wait(FOREVER)
             if len(frame.data) == _SHORT_NBYTES:
                 self._spare.append(frame)
 
     def _on_taken(self, upload: _Upload) -> None:
-        """Complete a send that the peer has received completely."""
+        """Complete the send of a message that the peer has received completely."""
         with contextlib.suppress(RuntimeError):
             upload.wait()
         upload.send.done = True
@@ -356,7 +344,7 @@ class Link:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def say_goodbye(self) -> None:
-        """Notify the peer that the connections will be closed."""
+        """Notify the peer that this rank will close the connections."""
         self._post(_ENTRY.pack(_GOODBYE, 0, 0, 0))
 
     def abort(self, exit_code: int) -> None:
@@ -364,10 +352,7 @@ class Link:
         self._post(_ENTRY.pack(_ABORT, exit_code, 0, 0))
 
     def _on_ended(self, why: str) -> None:
-        """Fail the requests that involve the peer, which is gone.
-
-        Handles and buffers of the transfers in progress are kept until the groups are closed.
-        """
+        """Fail the requests that involve the lost peer. Handles and buffers are kept until the groups are closed."""
         if self.error is not None:
             return
         how = "it has closed its connections" if self.said_goodbye else f"its connection was closed ({why})"
@@ -387,14 +372,14 @@ class Link:
         self._on_lost(self.peer, self.error)
 
     def join(self, deadline: float) -> list[str]:
-        """Wait for the threads after their connections were closed; return the names of threads that did not end."""
+        """Wait for the threads after their connections were closed; return the names of those that did not end."""
         self.stop()
         for thread in self._threads.values():
             thread.join(max(0.0, deadline - time.monotonic()))
         return [thread.name for thread in self._threads.values() if thread.is_alive()]
 
     def stop(self) -> None:
-        """End the threads that do not wait in gloo; the others end when the connections are closed."""
+        """End the threads that do not wait in gloo. The others end when the connections are closed."""
         self._to_post.put(None)
         self._to_land.put(None)
         for passage in self._passages.values():
@@ -426,7 +411,7 @@ class Link:
             self._callbacks.put(self._on_ended, why)
 
     def _run_control(self) -> None:
-        """Take received frames from the ring."""
+        """Wait for frames in the ring of posted receives, and queue them for the loop."""
         buffers = [bytearray(SLOT_NBYTES) for _ in range(_RING_COUNT)]
         tensors = [[bytes_tensor(buffer)] for buffer in buffers]
         with self._until_closed("control", "watch"):
@@ -448,18 +433,18 @@ class Link:
                     try:
                         for tensor in tensors[slot + 1 - _BATCH_COUNT : slot + 1]:
                             works.append(self._control.recv(tensor, self._place, _CONTROL_TAG))
-                    except RuntimeError as error:  # the peer is gone; its last frames are in the ring
+                    except RuntimeError as error:  # the peer is lost, but its last frames are still in the ring
                         closed = error
 
     def _run_watch(self) -> None:
-        """Wait for a message that is never sent, so that the end of the bulk connection is noticed."""
+        """Wait for a message that is never sent, to detect the end of the bulk connection."""
         with self._until_closed("watch", "control"):
             nothing = torch.zeros(TRAILER_NBYTES, dtype=torch.uint8, device="cpu")
             self._bulk.recv([nothing], self._place, _WATCH_TAG).wait(FOREVER)
 
     def _run_post(self) -> None:
-        """Pass transfers to gloo, which may block for as long as another transfer, so the loop cannot do it."""
-        with contextlib.suppress(RuntimeError):  # closed: the other threads report it
+        """Pass transfers to gloo. The call may block as long as another transfer takes, so the loop cannot make it."""
+        with contextlib.suppress(RuntimeError):  # the connection is closed, which the other threads report
             while (transfer := self._to_post.get()) is not None:
                 if isinstance(transfer, _Download):
                     transfer.post(self._bulk.recv, self._place)
@@ -469,7 +454,7 @@ class Link:
                 del transfer  # frees the memory of a message that may have arrived
 
     def _run_land(self) -> None:
-        """Wait for the downloads in the order in which they were posted."""
+        """Wait for the announced messages in the order in which their receives were posted."""
         with contextlib.suppress(RuntimeError):
             while (download := self._to_land.get()) is not None:
                 download.wait()

@@ -1,7 +1,7 @@
-"""Makes private gloo groups alongside torch's default group, proves who is connected, and closes their connections.
+"""Makes private gloo groups, checks that connected processes know the job's secret, and closes connections.
 
-gloo is the only backend that carries asyncdist's messages, whatever backend the user's own groups have. NCCL was
-rejected: it ignores tags and matches messages by the order of issue (pytorch#94819, #125079).
+asyncdist sends its messages only over gloo. NCCL is unsuitable, since it ignores tags and matches messages in the order
+of the calls (pytorch#94819, #125079).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LOOPBACK: Final = "127.0.0.1"
 
 
 def close_connections(group: Any) -> None:
-    """Close every connection of the group by letting a wait time out, on which gloo closes them."""
+    """Close every connection of the group, by letting a wait time out."""
     with contextlib.suppress(RuntimeError):
         group.recv_anysource([torch.zeros(1, dtype=torch.uint8, device="cpu")], _POISON_TAG).wait(
             timedelta(milliseconds=1)
@@ -34,21 +34,17 @@ def close_connections(group: Any) -> None:
 
 
 def prove_connections(groups: Sequence[Any], rank: int, size: int, timeout: timedelta, store: SealedStore) -> None:
-    """Check over each connection of new gloo groups that the process at the other end knows the job's secret.
+    """Check, over each connection of new gloo groups, that the process at the other end knows the job's secret.
 
-    gloo accepts any process that reaches its port and names the number of a connection. The addresses are sealed in the
-    store, so an outsider can only connect to a rank's port before another rank does. It cannot give the proof, and the
-    groups are abandoned.
+    gloo accepts any process that reaches its port and names the number of a connection. Such a process cannot send the
+    proof, so the groups are abandoned.
 
     Args:
-        groups: New groups.
-        rank: Place of this process in the groups.
-        size: Number of processes.
         timeout: Timeout for all proofs together.
         store: Part of the store through which the processes met; its prefix identifies their connections.
 
     Raises:
-        TransportError: A process, named in the message, did not give the proof.
+        TransportError: A process, named in the message, did not send a valid proof.
     """
     if store.secret.is_missing:
         return
@@ -77,13 +73,7 @@ def _as_tensor(data: bytes) -> torch.Tensor:
 
 
 def make_gloo_groups(store: Any, rank: int, size: int, timeout: timedelta, *, is_loopback: bool = False) -> list[Any]:
-    """Make the groups for frames and for tensors; ``rank`` is this process's place in them.
-
-    With ``is_loopback``, all ranks are on this host, and gloo listens only on the loopback interface.
-
-    Raises:
-        TransportError: This torch has no gloo, or the ranks cannot reach each other.
-    """
+    """Make the groups for frames and for large messages, on the loopback interface if ``is_loopback`` is true."""
     with probed_connections():
         return [
             make_gloo_group(store, name, rank, size, timeout, is_loopback=is_loopback) for name in ("control", "bulk")
@@ -93,11 +83,7 @@ def make_gloo_groups(store: Any, rank: int, size: int, timeout: timedelta, *, is
 def make_gloo_group(
     store: Any, name: str, rank: int, size: int, timeout: timedelta, *, is_loopback: bool = False
 ) -> Any:
-    """Make a private gloo group.
-
-    Raises:
-        TransportError: This torch has no gloo, or the ranks cannot connect to each other.
-    """
+    """Make one private gloo group. Raise TransportError if torch has no gloo, or the ranks cannot connect."""
     if not (dist.is_available() and dist.is_gloo_available()):
         raise TransportError(f"torch {torch.__version__} was built without gloo, which the torch transport needs")
     try:

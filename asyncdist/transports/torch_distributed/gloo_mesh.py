@@ -1,4 +1,4 @@
-"""Makes and closes the links over gloo to all peers."""
+"""Makes and closes the gloo connections of a rank to all its peers."""
 
 from __future__ import annotations
 
@@ -21,31 +21,28 @@ T = TypeVar("T", Send, Receive)
 
 logger = logging.getLogger("asyncdist.transports.torch_distributed.gloo_mesh")
 
-#: Seconds that the training thread may keep the GIL while a transport's thread waits for it. Python's 5 ms would add
-#: up: a frame takes the GIL twice, a large message four times at each end.
+#: Maximum seconds that the training thread keeps the GIL while a thread of the transport waits for it. Python's default
+#: of 5 ms would add up: a frame takes the GIL twice, a large message four times at each end.
 _SWITCH_INTERVAL_S: Final = 0.0002
 _GOODBYE_S: Final = 0.5
-#: Seconds that all threads together may take to end. They need milliseconds once their connections are closed; but if
-#: 32 ranks share two cores, each rank has a hundred threads, which end in turn.
+#: Maximum seconds for all threads together to end. They take milliseconds once their connections are closed, but longer
+#: if many ranks share a core: 32 ranks have thousands of threads.
 JOIN_S: Final = 30.0
-#: The same limit for a lost peer or a failed job: a wait for bytes that were in transit may never end.
+#: The same limit after the loss of a peer or a failure, when a wait for bytes in transit may never end.
 HOPELESS_JOIN_S: Final = 0.4
 _ABORT_S: Final = 0.05
 
 
 class Mesh:
-    """Owns the links to all peers and their gloo groups.
+    """Owns the links to all peers and their gloo groups, and connects ranks that join later.
 
     Args:
-        groups: Groups for frames and for tensors of all ranks that began the world; empty if this rank has no peers or
-            joined later.
-        rank: This process's rank.
-        size: Number of ranks.
-        matcher: Matcher that receives the messages.
-        reception: Admits ranks that join later or are restarted; None if no rank may.
+        groups: Groups for frames and for large messages of all ranks that began the world; empty if this rank has no
+            peers or joined later.
+        reception: Connects to ranks that join later or are restarted; None if this is not allowed.
 
     Attributes:
-        vacant: Ranks for which no process has arrived yet.
+        vacant: Ranks that have not had a process yet.
     """
 
     def __init__(
@@ -65,11 +62,11 @@ class Mesh:
         self.lost: frozenset[int] = frozenset()
         self.links: dict[int, Link] = {}
         self._groups = list(groups)
-        self._pairs: dict[int, list[Any]] = {}  # groups of two, keyed by peer
+        self._pairs: dict[int, list[Any]] = {}  # groups of two, by peer
         self._replaced: list[tuple[Link, list[Any]]] = []
-        self._incarnations: dict[int, int] = {}  # of processes that were met after the world had begun
+        self._incarnations: dict[int, int] = {}  # incarnations of processes that joined later
         self._announced: dict[int, int] = {}
-        self._met: dict[int, tuple[int, list[Any]]] = {}  # processes that are not accepted yet
+        self._met: dict[int, tuple[int, list[Any]]] = {}  # connected processes that have not been accepted yet
         self.missed: frozenset[int] = frozenset()
         self.vacant: frozenset[int] = frozenset()
         self._switch_interval_s = sys.getswitchinterval()
@@ -90,7 +87,7 @@ class Mesh:
             reception.start(self._on_announced, self._on_met, self._on_missed)
 
     def set_loss_listener(self, listen: Callable[[int], None]) -> None:
-        """Have ``listen(rank)`` called on the loop for each lost peer; immediately for peers that are lost already."""
+        """Call ``listen(rank)`` on the loop for each lost peer, immediately for peers that are already lost."""
         self._listen = listen
         for rank in sorted(self.lost):
             listen(rank)
@@ -105,13 +102,13 @@ class Mesh:
     # -- ranks that join later --------------------------------------------------------------------------------------
 
     def set_return_listener(self, listen: Callable[[int, int], None]) -> None:
-        """Have ``listen(rank, incarnation)`` called by the loop when a new process has been met."""
+        """Call ``listen(rank, incarnation)`` on the loop when this rank has been connected to a new process."""
         self._listen_to_returns = listen
         for rank, (incarnation, _) in self._met.items():
             self._tell_return(rank, incarnation)
 
     def _tell_return(self, rank: int, incarnation: int) -> None:
-        if self._listen_to_returns is not None:  # called by the loop: it polls, so a poll must not call it
+        if self._listen_to_returns is not None:  # deferred, since the listener polls, and this may run inside a poll
             asyncio.get_running_loop().call_soon(self._listen_to_returns, rank, incarnation)
 
     def _on_announced(self, newcomer: tuple[int, int]) -> None:
@@ -143,7 +140,7 @@ class Mesh:
             self.missed |= {rank}
 
     def accept(self, rank: int, incarnation: int) -> bool:
-        """Let a process that has been met replace the earlier process of its rank."""
+        """Replace the previous process of ``rank`` by a newly connected one; return False if that is not possible."""
         if rank not in self.lost or self._met.get(rank, (None,))[0] != incarnation:
             return False
         _, (control, bulk) = self._met.pop(rank)
@@ -161,7 +158,7 @@ class Mesh:
         return True
 
     def unmet(self, request: T, rank: int) -> T:
-        """Fail a request that involves a rank to which this one is not connected yet."""
+        """Fail a request that involves a rank to which this rank is not connected yet."""
         why = (
             f"no process of rank {rank} has joined yet"
             if rank in self.vacant
@@ -177,11 +174,7 @@ class Mesh:
         time.sleep(_ABORT_S)
 
     def close(self, join_s: float = JOIN_S) -> None:
-        """Say goodbye, wait for the peers to do so, and close the connections.
-
-        Args:
-            join_s: Seconds to wait for the threads; threads that do not end are logged as a warning.
-        """
+        """Exchange goodbyes with all peers, close the connections, and wait ``join_s`` seconds for the threads."""
         self._listen = lambda _: None
         self._listen_to_returns = None
         if self._reception is not None:

@@ -1,16 +1,13 @@
-"""Moves the large messages of streams, which need no announcement since their receives are posted first.
+"""Sends and receives the chunks of streams over gloo, without the announcement that other large messages need.
 
-gloo cannot match most messages on its own. A receive may be from any source, may be smaller than its message (which
-would end the process), and may be abandoned; so a large message is announced, and fetched once its receive is found. On
-a *granted* tag the caller guarantees that a receive names its source and that no message is larger than its receive.
-Both ends then pass their requests to gloo at once, which matches them in order.
+On the tag of a stream, called a *granted* tag, a receive names its source, is never abandoned, and is as large as its
+message. Both ends therefore pass their requests to gloo immediately, and gloo matches them in order.
 
-- The trailer holds the message's size, which may be less than the buffer's.
-- gloo cannot cancel a receive. A receiver that cancels one asks the sender to answer it with *nothing* in its turn. If
-  the message of that receive is already in transit, the sender ignores this.
-- The thread that has waited for a message acknowledges it in a control frame, before the receiver's loop is notified.
-  So a sender never waits for a receiver whose training blocks its loop. (Waiting for its own send, or the trailer's,
-  would end sooner, but never if the peer dies while bytes are in transit.)
+- A trailer of eight bytes contains the message's size, which may be smaller than the buffer.
+- gloo cannot cancel a receive. A receiver that cancels one asks the sender to answer it with an empty message. If a
+  message for this receive is already in transit, the sender ignores the request.
+- The thread that has received a message acknowledges it in a control frame, before it notifies the receiver's loop. A
+  sender therefore never waits for a receiver whose training blocks its loop.
 """
 
 from __future__ import annotations
@@ -26,14 +23,14 @@ from asyncdist.transports.base import Buffer
 from asyncdist.transports.matching import Matcher, Receive, Send
 from asyncdist.transports.torch_distributed.gloo_transfers import Transfer, bytes_tensor, readable
 
-#: Value of a trailer without a message, which answers a cancelled receive.
+#: Value of a trailer that answers a cancelled receive without a message.
 _NOTHING: Final = -1
-#: Smallest of gloo's tags for granted messages; announced messages use the smaller ones.
+#: Lowest gloo tag of granted messages; announced messages use the lower tags.
 _FIRST_TAG: Final = 0x40000000
 
 
 class _GrantedReceive(Receive):
-    """A receive of one passage; ``number`` counts the passage's receives from 1."""
+    """A receive on a granted tag; ``number`` counts the receives on this tag from the same peer, from 1."""
 
     __slots__ = ("_passage", "number", "transfer")
 
@@ -49,19 +46,15 @@ class _GrantedReceive(Receive):
 
 
 class Passage:
-    """Sends and receives on one granted tag between this rank and a peer.
+    """Sends and receives messages on one granted tag between this rank and a peer.
 
-    All methods run on the loop, except ``_run_*``, which run on threads.
+    Methods named ``_run_*`` run on threads, all others on the loop.
 
     Args:
-        tag: Granted tag.
-        peer: Rank of the peer.
         place: Rank of the peer in gloo's group.
-        bulk: gloo's group for large messages.
-        matcher: Matcher to whose inbox the threads report.
-        start: Starts a thread with the given name and function, unless there is a thread of that name.
+        start: Starts a thread with the given name and function, unless a thread of that name exists.
         acknowledge: Notifies the peer, from any thread, that one of its messages has arrived.
-        ask_for_nothing: Asks the peer to answer the receive of the given number with nothing.
+        ask_for_nothing: Asks the peer to answer the receive of the given number with an empty message.
     """
 
     def __init__(
@@ -94,7 +87,7 @@ class Passage:
         self._to_land: queue.SimpleQueue[_GrantedReceive | None] = queue.SimpleQueue()
 
     def send(self, view: memoryview) -> Send:
-        """Start sending the next message, for which the peer has posted a receive or is about to."""
+        """Start to send the next message, for which the peer has posted a receive or will post one."""
         send = self._send(view, view.nbytes)
         self._send_nothing()
         return send
@@ -109,21 +102,21 @@ class Passage:
         return send
 
     def _send_nothing(self) -> None:
-        """Answer the next receives with nothing, as long as they are cancelled."""
+        """Answer the next receives with empty messages, while they are cancelled ones."""
         while self._sent_count + 1 in self._unwanted:
             self._unwanted.remove(self._sent_count + 1)
             self._send(memoryview(b""), _NOTHING)
 
     def on_unwanted(self, number: int) -> None:
-        """Record that the peer has cancelled its receive of that number."""
+        """Record that the peer has cancelled its receive of this number."""
         if number > self._sent_count:
             self._unwanted.add(number)
             self._send_nothing()
 
     def on_acknowledged(self) -> None:
-        """Complete the oldest message, which has arrived."""
+        """Complete the oldest send, since its message has arrived."""
         upload, send = self._uploads.popleft()
-        with contextlib.suppress(RuntimeError):  # the peer has received it, and has died since
+        with contextlib.suppress(RuntimeError):  # the peer has received the message, and has died since
             upload.wait()
         send.done = True
 
@@ -147,28 +140,28 @@ class Passage:
         receive.complete()
 
     def lose(self, error: RankLostError) -> None:
-        """Fail the sends and receives in progress, since the peer is gone. Their handles and buffers are kept."""
+        """Fail the sends and receives in progress, since the peer is lost. Their handles and buffers are kept."""
         for _, send in self._uploads:
             send.error = error
         for receive in self._receives:
             receive.error = error
 
     def stop(self) -> None:
-        """End the threads; those that wait in gloo end when its connections are closed."""
+        """End the threads. A thread that waits in gloo ends when its connections are closed."""
         self._to_send.put(None)
         self._to_land.put(None)
 
     # -- threads ----------------------------------------------------------------------------------------------------
 
     def _run_sends(self) -> None:
-        """Pass messages to gloo, which writes on this thread as much as the connection takes."""
-        with contextlib.suppress(RuntimeError):  # closed: the link's threads report it
+        """Pass messages to gloo, which writes as much as the connection accepts during the call."""
+        with contextlib.suppress(RuntimeError):  # the connection is closed, which the link's threads report
             while (upload := self._to_send.get()) is not None:
                 upload.post(self._bulk.send, self._place)
-                del upload  # frees the memory of an ended stream, once the message has arrived
+                del upload  # frees the memory of a stream that has ended, once the message has arrived
 
     def _run_landings(self) -> None:
-        """Post receives, and wait for the oldest when all are posted."""
+        """Post all queued receives, then wait for the oldest."""
         posted: deque[_GrantedReceive] = deque()
         with contextlib.suppress(RuntimeError):
             while True:

@@ -1,6 +1,6 @@
-"""Moves large messages over gloo: the data, followed by eight more bytes, the *trailer*.
+"""Transfers large messages over gloo: the data, followed by eight bytes called the *trailer*.
 
-Threads wait for the trailer, since a wait for data in transit does not end when the peer dies.
+Threads wait for the trailer, since a wait for data in transit does not end if the peer dies.
 """
 
 from __future__ import annotations
@@ -19,28 +19,26 @@ _MARK: Final = struct.Struct("<q")
 
 
 def bytes_tensor(buffer: Any) -> torch.Tensor:
-    """Make a tensor over the buffer's own memory."""
+    """Return a tensor that shares the buffer's memory."""
     return (
         torch.frombuffer(buffer, dtype=torch.uint8) if len(buffer) else torch.empty(0, dtype=torch.uint8, device="cpu")
     )
 
 
 def readable(view: memoryview) -> torch.Tensor:
-    """Make a tensor over the bytes to send, which torch requires to be writable."""
+    """Return a tensor over the bytes to send. torch requires writable memory, so read-only bytes are copied."""
     return bytes_tensor(bytearray(view) if view.readonly else view)
 
 
 class Transfer:
-    """A large message in transit, at either end.
+    """A large message in transit, at the sender or the receiver.
 
     Args:
-        tag: gloo's tag, the same on both ends.
         data: Bytes to send, or buffer to receive into.
         mark: Number in the sender's trailer.
 
     Attributes:
-        tag: gloo's tag.
-        works: gloo's handles of the data and of the trailer, in this order.
+        works: gloo's handles of the data and the trailer, in this order.
     """
 
     __slots__ = ("_data", "_mark", "_posting", "tag", "works")
@@ -48,20 +46,20 @@ class Transfer:
     def __init__(self, tag: int, data: torch.Tensor, mark: int = 0) -> None:
         self.tag = tag
         self.works: list[Any] = []
-        # Held until gloo has data and trailer. An Event and torch.tensor would cost a stream 50 us more (cold caches).
+        # Locked until gloo has the data and the trailer. An Event and torch.tensor would cost a stream 50 us more.
         self._posting = threading.Lock()
         self._posting.acquire()
         self._mark = bytearray(_MARK.pack(mark))
         self._data = data
 
     def post(self, start: Callable[[list[torch.Tensor], int, int], Any], peer: int) -> None:
-        """Pass the data and the trailer to gloo. May block while another transfer is being read or written."""
+        """Pass the data and the trailer to gloo. The call may block while another transfer is in progress."""
         self.works.append(start([self._data], peer, self.tag))
         self.works.append(start([bytes_tensor(self._mark)], peer, self.tag))
         self._posting.release()
 
     def wait(self) -> None:
-        """Wait until the transfer is complete, for the trailer first, as the module's docstring explains."""
+        """Wait until the transfer is complete: first for the trailer, since a wait for the data may never end."""
         with self._posting:
             for work in reversed(self.works):
                 work.wait(FOREVER)

@@ -1,9 +1,8 @@
-"""Makes the kernel probe whether the hosts of peers are still up.
+"""Makes the kernel probe whether the hosts of peers are still alive (TCP keepalive).
 
-When a process ends, its connections are closed, and its peers notice at once. When a host is unplugged, crashes or is
-cut off, nothing is sent: without probes, a connection to it stays open forever if idle, and for 15 minutes otherwise.
-Messages between ranks could not distinguish such a host from a rank in a step of ten minutes. Probes can, since the
-kernel of a live host acknowledges them even while the process computes or is stopped.
+When a host is unplugged, crashes or is cut off, nothing is sent: without probes, an idle connection stays open forever,
+and others for 15 minutes. Messages between ranks could not distinguish a dead host from a rank that computes for ten
+minutes. Probes can, since the kernel of a live host answers them even while the process computes.
 """
 
 from __future__ import annotations
@@ -16,25 +15,25 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 #: A connection idle for `IDLE_S` seconds is probed `PROBE_COUNT` times, every `INTERVAL_S` seconds. If no probe is
-#: acknowledged, the host is gone.
+#: answered, the connection is closed.
 IDLE_S: Final = 5
 INTERVAL_S: Final = 5
 PROBE_COUNT: Final = 3
-#: Seconds after which a connection with unacknowledged data, which is not probed, is closed. It is closed even if the
-#: peer's host is up but the process takes no data for so long, such as one stopped in the middle of a large message.
+#: Seconds after which a connection with unacknowledged data, which is not probed, is closed. This also happens if the
+#: peer's process is stopped in the middle of a large message.
 UNACKNOWLEDGED_S: Final = 30
 
 
 @contextlib.contextmanager
 def probed_connections() -> Iterator[None]:
-    """Enable probes on the connections to other hosts that the body makes. Does nothing except on Linux."""
+    """Enable probes on the connections to other hosts that the body of ``with`` makes. Has an effect only on Linux."""
     earlier = set(_descriptors())
     yield
     probe_all(set(_descriptors()) - earlier)
 
 
 def probe_all(descriptors: Iterable[int] | None = None) -> None:
-    """Enable probes on connections to other hosts: on these descriptors, or on all descriptors of this process."""
+    """Enable probes on connections to other hosts: among these descriptors, or among all of this process."""
     for descriptor in _descriptors() if descriptors is None else descriptors:
         with contextlib.suppress(OSError), _opened(descriptor) as connection:
             if _is_to_another_host(connection):
@@ -55,7 +54,7 @@ def _descriptors() -> list[int]:
 
 
 def _opened(descriptor: int) -> socket.socket:
-    """Return a socket with a duplicate of the descriptor, so that closing it leaves the library's own open."""
+    """Return a socket for a duplicate of the descriptor, so that closing the socket does not close the original."""
     copy = os.dup(descriptor)
     try:
         return socket.socket(fileno=copy)

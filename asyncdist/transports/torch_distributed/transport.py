@@ -1,9 +1,4 @@
-"""Connects ranks started by torchrun or by any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
-
-The ranks find each other in :mod:`asyncdist.transports.torch_distributed.meeting.rendezvous`. Messages are sent through
-gloo (:mod:`asyncdist.transports.torch_distributed.gloo`) and matched with receives in
-:mod:`asyncdist.transports.matching`.
-"""
+"""Transport for ranks started by torchrun, or by any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT."""
 
 from __future__ import annotations
 
@@ -37,11 +32,7 @@ def _place(rendezvous: Rendezvous | None) -> tuple[int, int]:
 
 
 def _claim(rendezvous: Rendezvous | None) -> LivingRank | None:
-    """Claim this process's rank on this host, and return the claim.
-
-    Raises:
-        TransportError: Another process of this user on this host runs as that rank.
-    """
+    """Register this process as its rank on this host. Raise TransportError if another process runs as this rank."""
     if rendezvous is None or rendezvous.size == 1:
         return None
     job = f"{rendezvous.address} {rendezvous.port} {rendezvous.job}"
@@ -58,16 +49,15 @@ def _claim(rendezvous: Rendezvous | None) -> LivingRank | None:
 
 
 class TorchTransport(MatchedTransport):
-    """Sends messages between the ranks of a torch.distributed job, through gloo.
+    """Sends messages between the ranks of a torch.distributed job, over gloo.
 
     Args:
         rendezvous: Place where the ranks meet; None if the user's process group defines the ranks.
-        granted_tags: Tags of streams, which are faster since each receive names its source and is posted for a message
-            that is not larger.
-        start_timeout_s: Seconds to wait for the other ranks.
+        granted_tags: Tags of streams, on which each receive names its source and is as large as its message.
+        start_timeout_s: Seconds to wait for the other ranks; 300 by default.
 
     Raises:
-        TransportError: The ranks do not find each other; the message names the missing ones.
+        TransportError: The ranks do not find each other; the message names the missing ranks.
     """
 
     name = "torch"
@@ -125,7 +115,7 @@ class TorchTransport(MatchedTransport):
         self._granted_tags = granted_tags
         self._mesh = gloo_mesh.Mesh(groups, rank, size, self._matcher, reception)
         self._is_closed = False
-        atexit.register(self.close_failed)  # threads still waiting in gloo at exit abort the process
+        atexit.register(self.close_failed)  # threads that wait in gloo at exit would abort the process
 
     def _send_away(self, view: memoryview, dest: int, tag: int) -> Request:
         link = self._mesh.links.get(dest)

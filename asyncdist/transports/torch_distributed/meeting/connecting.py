@@ -1,9 +1,7 @@
-"""Makes gloo groups of ranks that may end meanwhile: either all ranks get the groups, or none.
+"""Makes gloo groups of ranks, some of which may end during this: either all ranks get the groups, or none.
 
-gloo first looks for the ranks in the store and then connects to them, both in C++, where a thread cannot be woken. It
-notices late that a process has ended: of two ranks, the one that listens waits for five times the timeout. This module
-therefore waits in the store itself, where a check can end the wait at any time. gloo's timeout covers only the
-connecting, which takes milliseconds.
+gloo looks for the ranks in the store and then connects to them, both in C++, where a thread cannot be interrupted, and
+detects late that a process has ended. This module therefore waits in the store itself, where a check can end the wait.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from asyncdist.errors import TransportError
 from asyncdist.transports.torch_distributed import gloo_groups
 from asyncdist.transports.torch_distributed.meeting.sealed_store import SealedStore
 
-#: Seconds between two looks at the store, and seconds added for each rank.
+#: Seconds between two reads of the store, and seconds added for each rank.
 _PAUSE_S: Final = 0.01
 _PAUSE_PER_RANK_S: Final = 0.0005
 _ALL, _SOME = "all ranks are connected", "not all ranks are connected"
@@ -35,19 +33,16 @@ def make_gloo_groups(
     is_loopback: bool = False,
     check: Callable[[], object] = lambda: None,
 ) -> list[Any]:
-    """Make the groups for frames and for tensors if every rank can; the ranks decide this together.
+    """Make the groups for frames and for large messages; the ranks decide together whether all of them succeeded.
 
     Args:
-        store: Part of the store for this attempt only.
-        rank, size: This process's place in the groups, and the number of places.
-        connect_s: gloo's timeout in seconds for connecting, once all ranks have arrived.
-        timeout_s: Timeout in seconds for the rest.
-        is_loopback: Whether all ranks are on this host.
-        check: Function called repeatedly meanwhile; raises if waiting is pointless.
+        store: Part of the store that only this attempt uses.
+        connect_s: gloo's timeout for connecting, in seconds, once all ranks have arrived.
+        timeout_s: Timeout for the rest, in seconds.
+        check: Function called repeatedly while waiting; raises an error to give up.
 
     Raises:
-        TransportError: A rank cannot make the groups or has given up; another attempt may be made.
-        BaseException: ``check`` raised it.
+        TransportError: A rank could not make the groups or has given up. The caller may retry.
     """
     deadline = time.monotonic() + timeout_s
 
@@ -69,7 +64,7 @@ def make_gloo_groups(
         if _decide(store, _ALL) != _ALL:
             raise TransportError("another rank is not connected to all")
     except BaseException as error:
-        if _decide(store, _SOME) == _ALL:  # another rank has just decided so
+        if _decide(store, _SOME) == _ALL:  # another rank has just decided that all are connected
             return groups
         for group in groups:
             gloo_groups.close_connections(group)
@@ -80,7 +75,7 @@ def make_gloo_groups(
 
 
 def _decide(store: Any, decision: str) -> str:
-    """Decide whether all ranks are connected, unless another rank has decided; return the decision."""
+    """Record a decision on whether all ranks are connected, unless another rank has decided; return the decision."""
     return bytes(store.compare_set("decision", "", decision)).decode()
 
 
@@ -89,15 +84,10 @@ def _text(store: Any, key: str) -> str:
 
 
 class _WatchedStore(Store):
-    """Passes gloo's calls to a store, and checks repeatedly whether waiting is pointless.
-
-    Args:
-        store: Store to call.
-        look: Function that raises if waiting is pointless.
-        pause_s: Seconds between two checks.
+    """Store that passes gloo's calls to another store, and calls ``look``, which may raise an error, while waiting.
 
     Attributes:
-        error: Exception raised by ``look``, which gloo replaces by another error.
+        error: Error raised by ``look``, which gloo replaces by its own error.
     """
 
     def __init__(self, store: Any, look: Callable[[], object], pause_s: float) -> None:

@@ -1,22 +1,20 @@
-"""Lets a restarted rank, or a rank that starts later than the others, join a running world through its store.
+"""Lets a restarted rank, or a rank that starts later than the others, join a running world.
 
-A process is named by its rank and its *incarnation*, the number of earlier restarts of the rank. The world's store has
-a log of the processes that have arrived since the world began. A newcomer adds its name. Each other process reads the
-log several times a second, in a thread, so that no step waits for it. When two processes have recorded that they want
-to meet, they make two gloo groups of two, each in a thread, and retry if that fails. From then on,
-:mod:`asyncdist.transports.torch_distributed.gloo_mesh` treats them like any other peers.
+A process is identified by its rank and its *incarnation*, the number of restarts of the rank. The world's key-value
+store contains a log of the processes that have arrived since the world began. A thread of each process reads the log
+several times a second. When two processes have recorded that they want to connect, each of them makes two gloo groups
+of two in a thread, and retries after a failure.
 
-- A process wants to meet a newcomer only once it considers the earlier process of that rank lost. The first process
-  that does so welcomes the newcomer, which opens its world only after the welcome.
+- A process connects to a new process only after it considers the previous process of that rank lost. The first one that
+  does so records a welcome for the new process, which opens its world only then.
 - The launcher records in the store which processes have ended, so that no process waits for them.
-- A process that reads a later incarnation of its own rank reports that it is alive, and the newcomer is refused.
-- The ranks that are vacant when a world begins are the highest ones. A process of such a rank is always a newcomer: it
-  waits for the world to begin, or for the next world if all processes have left this one. It may have no predecessor
-  that could be lost, so every process that reads its name wants to meet it and welcomes it.
+- A process that reads a later incarnation of its own rank in the log records that it is alive. The new process then
+  raises an error.
+- If a world begins with fewer processes than ranks, the highest ranks are vacant. A process of such a rank always joins
+  later. Since it may have no predecessor, every process connects to it and welcomes it.
 - A rank that is restarted before its world has begun takes part in the beginning. So does a rank that is restarted
-  after the others have left their world, since they may begin the next one; it is notified when they have ended. A
-  world has begun when all ranks are connected. If a rank is killed before that, all ranks gather again.
-- If no process of the world is alive, no process can welcome a newcomer. The newcomers then begin the next world.
+  after the others have left their world. If a rank is killed before all are connected, all ranks gather again.
+- If no process of the world is alive, no process can welcome a new one. The new processes then begin the next world.
 """
 
 from __future__ import annotations
@@ -45,48 +43,45 @@ logger = logging.getLogger("asyncdist.transports.torch_distributed.meeting.newco
 
 #: Seconds between two reads of the log.
 _PERIOD_S: Final = 0.1
-#: Number of reads of the log after which a process writes the name of the running world again if it was deleted.
+#: Number of reads of the log after which a process writes the name of the running world again, in case it was deleted.
 _LOOKS_PER_RENEWAL: Final = 10
-#: Seconds that a newcomer waits for its welcome. Ended processes are found lost within 1 s, hosts within 30 s.
+#: Seconds that a new process waits for its welcome. The loss of a process is detected within 1 s, of a host within 30
+#: s.
 _WELCOME_S: Final = 60.0
-#: Seconds that two processes which want to meet have to arrive at an attempt, and seconds to connect in each attempt.
-#: If one process ends while they connect, the other is stuck in gloo for five times as long. A lost packet costs 1 s.
+#: Seconds that two processes have to arrive for an attempt to connect, and seconds for connecting in each attempt. If
+#: one process ends during an attempt, the other waits in gloo for five times as long. A lost packet costs 1 s.
 _PAIR_S: Final = 20.0
 _PAIR_CONNECT_S: Final = (0.5, 1.0, 2.0, 2.0)
-#: Seconds for connecting the first groups (gloo notices late that a process has ended), and number of attempts.
+#: Seconds for connecting the first groups (gloo detects late that a process has ended), and number of attempts.
 _CONNECT_S: Final = 10.0
 _CONNECT_PER_RANK_S: Final = 0.5
 _ATTEMPT_COUNT: Final = 3
-#: Seconds that a process started later than the store tries to reach it.
+#: Seconds that a restarted or late process tries to reach the store.
 _REACH_S: Final = 10.0
 _RUNNING: Final = "running"
-#: Key that the launcher sets before it stops serving the store.
+#: Key that the launcher writes before it closes the store.
 _OVER: Final = "over"
-#: Key of a rank that the launcher does not restart.
+#: Key under which the launcher writes a rank that it will not restart.
 _GONE: Final = "gone"
 
 
 class Entrance:
-    """Lets this process enter a world that later ranks may join.
-
-    Args:
-        rendezvous: Place where the ranks meet.
-        timeout_s: Seconds to wait for the other ranks.
+    """Enters a world for this process: joins the running world, or begins one together with the other ranks.
 
     Attributes:
         common: Part of the store that belongs to the job.
-        store: Part of the job's store that belongs to the world.
-        incarnation: Number of this rank's restarts since the world began; 0 if this process began the world.
-        vacant: Ranks for which no process had arrived yet.
+        store: Part of the store that belongs to the world.
+        incarnation: Number of restarts of this rank since the world began; 0 if this process began the world.
+        vacant: Ranks that had not had a process yet.
         nonce: Number that all processes of the world share.
-        process: Launcher's name of this process. The incarnation in it counts all starts, so it may be larger.
+        process: Launcher's name of this process: its rank and the number of all its starts.
         running: Value in the store by which later processes find this world.
         groups: Groups of all ranks if this process began the world; otherwise empty.
 
     Raises:
-        DisagreementError: The running world belongs to another job, or has another size or version.
+        DisagreementError: The running world belongs to another job, or has a different size or version.
         LateError: This rank was restarted or joins late, and other ranks have ended.
-        TransportError: The ranks do not find each other, or the earlier process of this rank is alive.
+        TransportError: The ranks do not find each other, or the previous process of this rank is alive.
     """
 
     def __init__(self, rendezvous: Rendezvous, timeout_s: float) -> None:
@@ -122,7 +117,7 @@ class Entrance:
         _entered[rendezvous] = token
 
     def _open_store(self) -> SealedStore:
-        """Return the store of the job, which must already exist if this process was restarted or joins late."""
+        """Return the job's store, which must already exist if this process was restarted or joins late."""
         if not self._rendezvous.incarnation:
             return open_store(self._rendezvous, self._deadline)
         try:
@@ -136,9 +131,9 @@ class Entrance:
         return LateError(f"rank {rank} {how}, and {why}", rank=rank)
 
     def _join(self, *, is_late: bool) -> str:
-        """Join the running world and return its token; return "" if all have left it, so that the next one may begin.
+        """Join the running world and return its token; return "" if this process may begin the next world instead.
 
-        A process of a rank that was vacant at the beginning (``is_late``) begins no world: it waits for the next one.
+        A process of a rank that was vacant at the beginning (``is_late``) never begins a world.
         """
         left = _entered.get(self._rendezvous, "")
         while True:
@@ -162,11 +157,7 @@ class Entrance:
             time.sleep(_PERIOD_S)
 
     def _begin(self) -> str:
-        """Begin a world with all other ranks; return its token.
-
-        If a rank is killed after its arrival, before the others are connected to it, all gather again with its next
-        process.
-        """
+        """Begin a world with all other ranks, and return its token. If a rank is killed meanwhile, all gather again."""
         attempt = 1
         while True:
             self.store, token = join_world(self._rendezvous, self._deadline - time.monotonic(), self._check_others)
@@ -182,11 +173,7 @@ class Entrance:
                 logger.info("rank %d gathers again with the others: %s", self._rendezvous.rank, error)
 
     def _make_groups(self) -> list[Any]:
-        """Make the groups of all ranks that begin the world, if every rank can.
-
-        Raises:
-            TransportError: A rank cannot make the groups.
-        """
+        """Make the groups of all ranks that begin the world. Raise TransportError if a rank cannot make them."""
         rank, count = self._rendezvous.rank, self._first_count
         if count == 1:
             return []
@@ -201,16 +188,16 @@ class Entrance:
         )
 
     def _has_exited(self, rank: int, incarnation: int) -> bool:
-        """Return whether the launcher has recorded that this process of the running world has ended."""
+        """Return whether the launcher has recorded that a process of the running world has ended."""
         process = f"{rank}.{incarnation}"
-        if not incarnation:  # it began this world, perhaps not the job's first
+        if not incarnation:  # the process began this world, which may not be the job's first
             if not self.store.check([f"process/{rank}"]):
                 return False
             process = _text(self.store, f"process/{rank}")
         return bool(self.common.check([f"exited/{process}"]))
 
     def _check_others(self) -> None:
-        """Raise if no world can begin, since a rank is not restarted or a rank needed for it has ended."""
+        """Raise an error if no world can begin, because a rank has ended for good."""
         if self._rendezvous.admits_restarted and self.common.check([_GONE]):
             gone = int(_text(self.common, _GONE))
             raise TransportError(
@@ -223,8 +210,8 @@ class Entrance:
                 raise self._late("the job is over")
 
 
-#: Rendezvous at which this process has entered a world, with the world's token. It takes part in the beginning of the
-#: next world, unless its rank is vacant then.
+#: Rendezvous at which this process has already entered a world, with the world's token. The process takes part in the
+#: beginning of the next world, unless its rank is vacant.
 _entered: dict[Rendezvous, str] = {}
 
 
@@ -233,7 +220,7 @@ def _identity(rendezvous: Rendezvous) -> dict[str, Any]:
 
 
 def _check_running(running: str, rendezvous: Rendezvous) -> str:
-    """Return the running world's token; raise if its job, size or version differs."""
+    """Return the running world's token; raise an error if its job, size or version differs from this process's."""
     theirs = json.loads(running)
     for what, mine in _identity(rendezvous).items():
         if theirs[what] != mine:
@@ -246,8 +233,8 @@ def _check_running(running: str, rendezvous: Rendezvous) -> str:
 
 
 def _say_ended(common: Any, rank: int) -> None:
-    """Record that this process has ended normally, so that its rank is not restarted."""
-    with contextlib.suppress(RuntimeError):  # the store has closed already
+    """Record that this process has ended normally, so that the launcher does not restart its rank."""
+    with contextlib.suppress(RuntimeError):  # the store has already closed
         common.set(f"ended/{rank}", "")
 
 
@@ -257,16 +244,12 @@ def come(
     timeout_s: float,
     has_exited: Callable[[int, int], bool] = lambda rank, incarnation: False,
 ) -> list[int] | None:
-    """Add this process to the log, and wait until another one welcomes it.
+    """Add this process to the log, and wait until another process welcomes it.
 
-    Args:
-        store: Part of the store that belongs to the world.
-        rendezvous: Place where the ranks meet.
-        timeout_s: Seconds to wait for the welcome.
-        has_exited: Function of a rank and an incarnation: whether the launcher has recorded the end of that process.
+    ``has_exited`` returns, for a rank and an incarnation, whether the launcher has recorded the end of that process.
 
     Returns:
-        The newest incarnation of each rank in the log, 0 if there is none; None if all processes of the world have left
+        The latest incarnation of each rank in the log, 0 if there is none; None if all processes of the world have left
         it or have ended.
     """
     rank, size, incarnation = rendezvous.rank, rendezvous.size, rendezvous.incarnation
@@ -311,7 +294,7 @@ def _read(store: Any, number: int, newest: list[int]) -> int:
 
 
 def _have_left(store: Any, newest: list[int], rank: int, first_count: int) -> bool:
-    """Return whether a process has closed the world and none is left in it, so that newcomers could only wait."""
+    """Return whether a process has closed the world and none is left in it, so that new processes would only wait."""
     others = [(other, n) for other, n in enumerate(newest) if other != rank and (n or other < first_count)]
     closed = [process for process in others if store.check([f"closed/{process[0]}.{process[1]}"])]
     inside = [(other, n) for other, n in others if not n or store.check([f"welcome/{other}.{n}"])]
@@ -321,17 +304,14 @@ def _have_left(store: Any, newest: list[int], rank: int, first_count: int) -> bo
 def _have_died(
     store: Any, newest: list[int], rank: int, first_count: int, has_exited: Callable[[int, int], bool]
 ) -> bool:
-    """Return whether all processes that were in the world have ended, so that only newcomers are left.
-
-    Ends are read before welcomes, since a process that has ended welcomes no newcomer afterwards.
-    """
+    """Return whether all processes that were in the world have ended, so that only new processes are left."""
     others = [(other, n) for other, n in enumerate(newest) if other != rank and (n or other < first_count)]
     living = [process for process in others if not has_exited(*process)]
     return not any(not n or store.check([f"welcome/{other}.{n}"]) for other, n in living)
 
 
 def _parse(entry: str) -> tuple[int, int] | None:
-    """Return the rank and incarnation of a log entry; None if no process of this world has written the entry."""
+    """Return the rank and incarnation of a log entry; None if the entry is not in the format of this job."""
     found = re.fullmatch(r"([0-9]{1,9}) ([0-9]{1,9}) [0-9a-f]+", entry)
     return None if found is None else (int(found[1]), int(found[2]))
 
@@ -341,18 +321,12 @@ def _text(store: Any, key: str) -> str:
 
 
 class Reception:
-    """Reads the log of a world for one process, and makes groups of two with the processes that it wants to meet.
+    """Reads a world's log for one process, and makes groups of two with the processes that it should connect to.
 
     Args:
-        common: Part of the store that belongs to the job.
-        store: Part of the job's store that belongs to the world.
-        rank: This process's rank.
-        incarnation: This process's incarnation.
         process: Launcher's name of this process.
-        callbacks: Callback queue of the loop.
-        running: Value in the store by which later processes find this world.
         late_places: Ranks that were vacant when the world began.
-        vacant: Ranks for which no process had arrived when this one did.
+        vacant: Ranks that had not had a process when this process arrived.
         is_loopback: Whether all ranks, including later ones, are on this host.
     """
 
@@ -380,7 +354,7 @@ class Reception:
         self._store = store
         self._rank = rank
         self._callbacks = callbacks
-        self._wanted: dict[int, tuple[int, bool]] = {}  # incarnation and whether to welcome it, by rank
+        self._wanted: dict[int, tuple[int, bool]] = {}  # by rank: incarnation, and whether to welcome it
         self._guard = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="asyncdist-newcomers", daemon=True)
@@ -394,12 +368,12 @@ class Reception:
         on_met: Callable[[tuple[int, int, list[Any]]], None],
         on_missed: Callable[[tuple[int, int]], None],
     ) -> None:
-        """Start to read the log.
+        """Start to read the log, and call these functions on the loop.
 
         Args:
-            on_announced: Function called on the loop with the rank and incarnation of each newcomer.
-            on_met: Function called on the loop with rank, incarnation and the two groups when a process has been met.
-            on_missed: Function called on the loop with rank and incarnation of a process that left the world unmet.
+            on_announced: Called with the rank and incarnation of each new process.
+            on_met: Called with rank, incarnation and the two groups when a process has been connected.
+            on_missed: Called with rank and incarnation of a process that left the world before it was connected.
         """
         self._on_announced = on_announced
         self._on_met = on_met
@@ -407,17 +381,15 @@ class Reception:
         self._thread.start()
 
     def want(self, rank: int, incarnation: int, *, welcomes: bool) -> None:
-        """Meet a process as soon as it wants to meet too. This replaces a request for an earlier process of its rank.
+        """Connect to a process as soon as it wants this as well, instead of an earlier process of its rank.
 
-        Args:
-            rank, incarnation: Rank and incarnation of the process.
-            welcomes: Whether this rank considers the earlier process lost, so that it welcomes this one.
+        If ``welcomes`` is true, this rank considers the earlier process lost, and welcomes the new one.
         """
         with self._guard:
             self._wanted[rank] = incarnation, welcomes
 
     def close(self) -> None:
-        """Record that this process meets no other process any longer."""
+        """Record that this process connects to no further processes."""
         self._closing.set()
         try:
             self._store.set(f"closed/{self._rank}.{self.incarnation}", "")
@@ -436,8 +408,8 @@ class Reception:
                         common.compare_set(_RUNNING, "", self._running)
                     number = self._read_log(store, number)
                     self._look_for_wanted(store, said)
-                except RuntimeError as error:  # another user of this host may have deleted a value since it was seen
-                    common.check([_OVER])  # raises if the store has closed
+                except RuntimeError as error:  # another user may have deleted a value since
+                    common.check([_OVER])  # raises an error if the store has closed
                     logger.info("rank %d retries to read the store: %s", self._rank, reason(error))
                 if self._closing.wait(_PERIOD_S) or common.check([_OVER]):
                     return
@@ -481,7 +453,8 @@ class Reception:
             if has_closed:
                 self._callbacks.put(self._on_missed, (rank, incarnation))
             else:
-                # Not a daemon: a thread that is still in gloo when the interpreter exits would abort the process.
+                # Not a daemon thread, since a thread that is still in gloo when the interpreter exits would abort the
+                # process.
                 threading.Thread(
                     target=self._meet, name=f"asyncdist-meeting-{rank}", args=(rank, incarnation, place), daemon=False
                 ).start()
@@ -495,11 +468,7 @@ class Reception:
             self._callbacks.put(self._on_met, (rank, incarnation, groups))
 
     def _connect(self, rank: int, incarnation: int, place: str) -> list[Any]:
-        """Make the groups of two, in several attempts.
-
-        Raises:
-            RuntimeError, TransportError: Neither process has the groups.
-        """
+        """Make the groups of two, in several attempts. Raise RuntimeError or TransportError if all of them fail."""
         store, common = self._store.clone(), self._common.clone()
         process = _text(store, f"{place}/{rank}")
 
@@ -530,4 +499,4 @@ class Reception:
 
 
 class _EndedError(TransportError):
-    """Raised if one of two processes that want to meet has ended, so that another attempt is pointless."""
+    """One of two processes that want to connect has ended, so no further attempt is made."""

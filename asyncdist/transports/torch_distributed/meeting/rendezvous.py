@@ -1,22 +1,17 @@
-"""Lets the ranks of a torch.distributed job find each other through a store of keys and values.
+"""Lets the ranks of a torch.distributed job find each other through a key-value store.
 
-The first of these stores that exists is used:
+The store of the user's process group is used if there is one, or the store of torchrun's agent. Otherwise rank 0 serves
+a store at a port chosen by the system. It announces this port in a second store at MASTER_PORT, which it closes before
+any rank continues, so that the user's ``init_process_group`` can use MASTER_PORT.
 
-- the store of the user's process group;
-- under torchrun, the store of its agent;
-- a store that rank 0 serves at a port chosen by the system. Rank 0 announces that port at MASTER_PORT, in a second
-  server that it stops before any rank continues. MASTER_PORT is then free for the user's ``init_process_group``. (torch
-  reuses its keys after ``destroy_process_group``; on the same server, they would name connections of the old group.)
+A store may contain keys of earlier processes, and torchrun's agents may disagree on their number of restarts. A world
+is therefore identified by a random token of its rank 0. Every rank writes a hello with its own random token. Rank 0
+answers each hello, also a newer one of the same rank, with the world's token. When all ranks have registered under this
+token, rank 0 lets them continue. If rank 0 is restarted before that, its new process answers all hellos with another
+token, which the ranks adopt.
 
-A store may still hold keys of earlier workers, and torchrun's agents may disagree on their number of restarts. So a
-world is identified by a random token of its rank 0 instead of a number. Every rank says hello with a token of its own.
-Rank 0 answers each hello with the world's token, even a newer hello of the same rank, until all ranks have gathered
-under it; then it says go. An answer to a rank that has ended does no harm. If rank 0 is restarted before it has said
-go, its new process answers all hellos with another token, which the ranks adopt.
-
-Rank 0 does not expect a rank whose WORLD_SIZE is larger, and this rank would wait silently. So a rank without an answer
-repeats its hello under a key where rank 0 looks for such ranks. Rank 0 answers it too, and both find that their sizes
-differ.
+Rank 0 does not expect ranks beyond its own WORLD_SIZE. A rank without an answer therefore repeats its hello under a key
+that rank 0 also reads. Rank 0 answers, and both ranks report that their sizes differ.
 """
 
 from __future__ import annotations
@@ -43,9 +38,9 @@ from asyncdist.trust.job_secret import JobSecret
 
 logger = logging.getLogger("asyncdist.transports.torch_distributed.meeting.rendezvous")
 
-#: Seconds between two looks at the store. A wait inside the store would ignore signals and log warnings.
+#: Seconds between two reads of the store. A wait inside the store would ignore signals and log warnings.
 _PAUSE_S: Final = 0.02
-#: Seconds added for each rank, since the store answers only some ten thousand requests a second.
+#: Seconds added for each rank, since the store answers only some ten thousand requests per second.
 _PAUSE_PER_RANK_S: Final = 0.0005
 _CONNECT_S: Final = 1.0
 _SHORTEST_CONNECT_S: Final = 0.1
@@ -57,20 +52,17 @@ MISSING_NOTICE_S: Final = 30.0
 
 
 class Rendezvous(Protocol):
-    """Describes where the ranks meet. Equal objects denote the same place.
+    """Describes where the ranks of a job meet. Equal objects describe the same place.
 
     Attributes:
-        rank: This process's rank.
-        size: Number of ranks.
         address: Address of the host that serves the store.
-        port: Port of the store.
-        is_store_served: Whether another process, such as torchrun's agent, serves the store already.
-        incarnation: Number of earlier restarts of this rank by its launcher.
+        is_store_served: Whether another process, such as torchrun's agent, already serves the store.
+        incarnation: Number of restarts of this rank by its launcher.
         admits_restarted: Whether restarted or new ranks may join the world later.
         job: Launcher's name of the job.
         empty_count: Number of ranks, the highest ones, that have no process when the world begins.
-        why_missing: Sentence for errors on why rank 0 may be at another address; empty if no reason is known.
-        secret: Secret of the job.
+        why_missing: Sentence for errors that explains why rank 0 may be at another address; empty if no reason is
+            known.
         is_loopback: Whether all ranks, including later ones, are on this host.
     """
 
@@ -107,20 +99,15 @@ def is_group_initialised() -> bool:
 
 
 def join_store(rendezvous: Rendezvous | None, rank: int, size: int, timeout_s: float) -> SealedStore:
-    """Wait for all ranks of a world, and return its part of a store.
+    """Wait for all ranks of a world, and return the part of the store that only this world uses.
 
     Args:
-        rendezvous: Place where the ranks meet; None if the user's process group has a store.
-        rank: This process's rank.
-        size: Number of ranks.
+        rendezvous: Place where the ranks meet; None to use the store of the user's process group.
         timeout_s: Seconds to wait for the other ranks.
 
-    Returns:
-        The part of the store that only this world uses.
-
     Raises:
-        TransportError: The store cannot be served or reached, ranks are missing, or one rank exists twice; the message
-            names the ranks.
+        TransportError: The store cannot be served or reached, ranks are missing, or two processes have the same rank;
+            the message names the ranks.
     """
     if rendezvous is not None:
         return join_world(rendezvous, timeout_s)[0]
@@ -135,9 +122,9 @@ def join_store(rendezvous: Rendezvous | None, rank: int, size: int, timeout_s: f
 def join_world(
     rendezvous: Rendezvous, timeout_s: float, check: Callable[[], object] = lambda: None
 ) -> tuple[SealedStore, str]:
-    """Wait for all ranks that begin a world, and return the world's part of the store and its token.
+    """Wait for all ranks that begin a world; return the world's part of the store and its token.
 
-    ``check`` is called repeatedly meanwhile, and raises if waiting is pointless.
+    While waiting, ``check`` is called repeatedly; it raises an error to give up.
     """
     deadline = time.monotonic() + timeout_s
     place = _place_of(rendezvous)
@@ -156,26 +143,19 @@ def join_world(
 
 
 def _address_of(store: Any) -> str:
-    """Return the address at which the user's store is served; empty if it is a file or unknown."""
+    """Return the address at which the user's store is served; an empty string if it is a file or unknown."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return str(getattr(store, "host", ""))
 
 
 def open_store(rendezvous: Rendezvous, deadline: float) -> SealedStore:
-    """Return the store at which the ranks meet, which other worlds use too.
-
-    Raises:
-        TransportError: The store cannot be reached.
-    """
+    """Return the store at which the ranks meet, which other worlds use as well."""
     return _place_of(rendezvous).open(deadline)
 
 
 def _loopback_hint(rendezvous: Rendezvous) -> str:
-    """Return why ranks of other hosts may be missing, for errors; empty if all ranks were started on this host.
-
-    Some launchers set MASTER_ADDR=localhost for rank 0 only, for a store that listens at all addresses.
-    """
+    """Return a sentence for errors that explains why ranks of other hosts may be missing, or an empty string."""
     if rendezvous.rank or not rendezvous.is_loopback or environment.local_size() == rendezvous.size:
         return ""
     return (
@@ -188,14 +168,11 @@ def _loopback_hint(rendezvous: Rendezvous) -> str:
 
 
 class _Gathering:
-    """Carries out one rank's part of the handshake that starts a world.
+    """Performs one rank's part of the handshake that starts a world.
 
     Args:
-        store: Store that all ranks of this world use, and that ranks of other worlds may use.
-        rank: This process's rank.
-        size: Number of ranks.
         deadline: Time of ``time.monotonic`` at which to give up.
-        check: See :func:`join_world`.
+        check: Function called repeatedly while waiting; raises an error to give up.
         hint: Reason why ranks may be missing, for warnings and errors; empty, or begins with a full stop.
 
     Attributes:
@@ -226,7 +203,7 @@ class _Gathering:
         self.token = ""
 
     def come(self) -> None:
-        """Wait: rank 0 until all ranks have arrived, the others until rank 0 lets them continue."""
+        """Wait until all ranks have arrived (rank 0), or until rank 0 lets this rank continue (other ranks)."""
         try:
             self._store.set(f"hello/{self._rank}", self._hello)
             if self._rank == 0:
@@ -238,7 +215,7 @@ class _Gathering:
                 f"rank {self._rank} found a value in the store that no rank of this job writes: {error}"
             ) from error
         except RuntimeError as error:
-            # The rank that serves the store has ended; its deadline may be slightly earlier than this rank's.
+            # The rank that serves the store has ended, possibly because its deadline was slightly earlier.
             raise TransportError(
                 f"{self._who_is_missing()} before the store closed: {reason(error)}", missing=self._missing
             ) from error
@@ -266,7 +243,7 @@ class _Gathering:
         return not self._missing
 
     def _answer(self) -> None:
-        """Send the world's token to each rank that has said hello since the last look."""
+        """Send the world's token to each rank that has written a new hello."""
         for peer in range(1, self._size):
             if self._store.check([f"hello/{peer}"]):
                 hello = _text(self._store, f"hello/{peer}")
@@ -295,15 +272,14 @@ class _Gathering:
     def _is_answered(self) -> bool:
         if self._store.check([f"answer/{self._hello}"]):
             return True
-        self._store.check(["hello/0"])  # logs a warning if rank 0 has another secret
+        self._store.check(["hello/0"])  # logs a warning if rank 0 has a different secret
         self._store.set(_UNANSWERED, f"{self._rank} {self._hello}")
         return False
 
     def _may_go(self) -> bool:
-        """Return whether rank 0 has said go; until then, read which ranks are missing.
+        """Return whether rank 0 lets the ranks continue; otherwise read which ranks are missing.
 
-        Rank 0 lists the missing ranks, since n ranks that look for each other would make n * n requests. A restarted
-        rank 0 answers again, with a new token.
+        Rank 0 lists them, since n ranks that look for each other would make n * n requests.
         """
         if self.world.check(["go"]):
             return True
@@ -329,7 +305,7 @@ class _Gathering:
             pause_s = min(1.5 * pause_s, longest_s)
 
     def _tell_who_is_missing(self) -> None:
-        """Log the missing ranks, on rank 0 or, if that is missing, on one or two ranks of each host."""
+        """Log the missing ranks, on rank 0 or, if rank 0 is missing, on one or two ranks of each host."""
         if self._rank == 0 or (not self.token and environment.local_rank() in (None, 0, 1)):
             logger.warning(
                 "rank %d waits for ranks %s: they have not arrived at the start of the world yet, and may have ended; "
@@ -341,7 +317,7 @@ class _Gathering:
             )
 
     def _check_alone(self) -> None:
-        """Raise if another process runs as this rank. A process that was restarted has ended, and raises nothing."""
+        """Raise an error if another process runs as this rank, unless that process has ended and been restarted."""
         newest = _text(self._store, f"hello/{self._rank}")
         if newest != self._hello:
             self._store.set(f"twice/{newest}", "")
@@ -365,7 +341,7 @@ def _join(ranks: Sequence[int]) -> str:
 
 
 def _check_sizes(rank: int, size: int, size_of_0: int) -> None:
-    """Raise if a rank's size differs from rank 0's. Both ranks check this."""
+    """Raise an error if a rank's number of ranks differs from rank 0's. Both ranks check this."""
     if size != size_of_0:
         raise TransportError(f"rank {rank} is one of {size} ranks (WORLD_SIZE), rank 0 one of {size_of_0}", rank=rank)
 
@@ -374,10 +350,7 @@ def _check_sizes(rank: int, size: int, size_of_0: int) -> None:
 
 
 class _Place:
-    """Keeps the store of a rendezvous from one world of a job to the next.
-
-    This rank may be the first to join the next world, or the last to leave this one.
-    """
+    """Opens the store of a rendezvous, and keeps it open from one world of a job to the next."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self._rendezvous = rendezvous
@@ -390,11 +363,11 @@ class _Place:
         return self._store
 
     def forget(self) -> None:
-        """Open a new store next time, since ranks that have not arrived will do so too."""
+        """Open a new store for the next world, as the ranks that have not arrived will do."""
         self._store = None
 
     def free_port(self) -> None:
-        """Free the user's port by closing the server on it."""
+        """Close the server at the user's port, so that the user can use the port."""
         self._announcement = None
 
     def _find(self, deadline: float) -> Any:
@@ -415,7 +388,7 @@ _place_of = functools.cache(_Place)
 
 
 def _announced_port(rendezvous: Rendezvous, deadline: float) -> int:
-    """Return the port that rank 0 announces at MASTER_PORT, where an old group's store may still serve at first."""
+    """Return the port that rank 0 announces at MASTER_PORT, where an old group's store may still be served at first."""
     refusals, cause = Refusals(), ""
     while True:
         _await_server(rendezvous, deadline, "rank 0")
@@ -449,10 +422,7 @@ def _serve(rendezvous: Rendezvous, port: int) -> Any:
 
 
 def _reach(rendezvous: Rendezvous, port: int, deadline: float) -> Any:
-    """Connect to a store that has just been found to listen, but may be gone by now.
-
-    If it is gone, torch tries for its timeout, pauses for as long, and tries again: with 60 s, two minutes of silence.
-    """
+    """Connect to a store that was listening a moment ago, with a short timeout in case it has closed."""
     connect_s = min(max(_SHORTEST_CONNECT_S, deadline - time.monotonic()), serving.TIMEOUT.total_seconds())
     try:
         store = TCPStore(
@@ -488,15 +458,13 @@ def _await_server(rendezvous: Rendezvous, deadline: float, whose: str) -> None:
 
 
 def await_listener(address: str, port: int, deadline: float) -> None:
-    """Wait until a process listens at a port. The store's own wait sees no signal, and logs warnings.
+    """Wait until a process listens at a port. The store's own wait would ignore signals and log warnings.
 
     Args:
-        address: Name or address of a host.
-        port: TCP port of that host.
         deadline: Time of ``time.monotonic`` at which to give up.
 
     Raises:
-        OSError: No process listened before the deadline; this is the error of the last attempt.
+        OSError: No process listened before the deadline; the error of the last attempt.
     """
     while True:
         try:

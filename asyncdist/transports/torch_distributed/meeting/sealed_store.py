@@ -1,9 +1,7 @@
-"""Seals the values of a torch.distributed store, so that only values of processes with the job's secret count.
+"""Authenticates the values of a torch.distributed store with the job's secret.
 
-torch's store has no authentication: any process that reaches its port can read and write each key. Here each value is
-written with a seal (:class:`asyncdist.trust.job_secret.JobSecret`), and a value without a valid seal counts as absent.
-So foreign values can neither name a newcomer nor end a thread. A process that reaches the port can still delete values,
-so that ranks which meet or join do not find each other.
+torch's store has no authentication: any process that reaches its port can read and write all keys. Here each value is
+written with a seal (:class:`asyncdist.trust.job_secret.JobSecret`), and a value without a valid seal is ignored.
 """
 
 from __future__ import annotations
@@ -23,23 +21,19 @@ from asyncdist.validation import printable
 
 logger = logging.getLogger("asyncdist.transports.torch_distributed.meeting.sealed_store")
 
-#: Seconds that ``get`` waits for a value with a valid seal, as torch's store waits for a value.
+#: Seconds that ``get`` waits for a value with a valid seal, as torch's store waits for any value.
 _TIMEOUT_S: Final = 60.0
 _PAUSE_S: Final = 0.01
 #: Seconds between two reports of refused values.
 _REPORT_PERIOD_S: Final = 60.0
-#: Value that a read passes as the expected one: no sealed value is as short.
+#: Expected value that a read passes to ``compare_set``; never equal to a sealed value, which is longer.
 _NOTHING: Final = "?"
-#: Number of times that a value without a valid seal is replaced if another process keeps writing it.
+#: Number of times that a value without a valid seal is overwritten if another process keeps writing it.
 _ATTEMPT_COUNT: Final = 8
 
 
 class Refusals:
-    """Logs refused values: the first one immediately, later ones as a count, at most once a minute.
-
-    Args:
-        clock: Function that returns the time in seconds.
-    """
+    """Logs refused values: the first one immediately, later ones as a count, at most once a minute."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -49,7 +43,7 @@ class Refusals:
         self._quiet_until = float("-inf")
 
     def note(self, key: str, value: bytes) -> None:
-        """Count a refused value, unless it was the last one refused under this key."""
+        """Count a refused value, unless the same value was the last one refused under this key."""
         with self._guard:
             if self._seen.get(key) == value:
                 return
@@ -59,7 +53,8 @@ class Refusals:
             if now < self._quiet_until:
                 return
             count, self._count, self._quiet_until = self._count, 0, now + _REPORT_PERIOD_S
-        # Not only rank 0 warns: it refuses nothing if only the others cannot read the port that it has announced.
+        # Other ranks than rank 0 also warn, since rank 0 refuses nothing if only the others cannot read its announced
+        # port.
         level = logging.WARNING if environment.local_rank() in (None, 0, 1) else logging.INFO
         more = f" and {count - 1} more" if count > 1 else ""
         logger.log(
@@ -74,19 +69,13 @@ class Refusals:
 
 
 class SealedStore(Store):
-    """Gives the processes with one secret their part of a store.
+    """A part of a torch store that accepts only values that were written with the job's secret.
 
-    It has the methods of torch's stores that asyncdist and gloo use, with strings or bytes as values.
-
-    Args:
-        inner: Store of torch.
-        secret: Secret of the job.
-        prefix: Prefix of each key, which the seals cover.
-        refusals: Log of the refused values of all parts.
+    The class has the methods of torch's stores that asyncdist and gloo use, with strings or bytes as values.
 
     Attributes:
         secret: Secret of the job.
-        prefix: Prefix of each key; no other part of this job has it.
+        prefix: Prefix of each key, unique among the parts of this job, which the seals include.
     """
 
     def __init__(self, inner: Any, secret: JobSecret, prefix: str = "", refusals: Refusals | None = None) -> None:
@@ -110,11 +99,7 @@ class SealedStore(Store):
         self._inner.set(self.prefix + key, self._seal(key, value))
 
     def get(self, key: str) -> bytes:
-        """Wait for a value with a valid seal, and return it.
-
-        Raises:
-            RuntimeError: There is no such value within a minute, or the store has closed.
-        """
+        """Wait for a value with a valid seal, and return it. Raise RuntimeError after a minute."""
         give_up_at = time.monotonic() + _TIMEOUT_S
         while (value := self._read(key)) is None:
             if time.monotonic() >= give_up_at:
@@ -134,10 +119,7 @@ class SealedStore(Store):
         return True
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Write ``desired`` if the value is ``expected``, and return the value; "" stands for no value.
-
-        A value without a valid seal counts as no value.
-        """
+        """Write ``desired`` if the value is ``expected``; return the new value. An empty string means no value."""
         mine = self._seal(key, desired)
         before: Any = self._seal(key, expected) if expected else ""
         for _ in range(_ATTEMPT_COUNT):
@@ -149,11 +131,7 @@ class SealedStore(Store):
         return b""
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all of these keys have values with valid seals.
-
-        Raises:
-            RuntimeError: Some keys have no such value in time.
-        """
+        """Wait until all of these keys have values with valid seals. Raise RuntimeError after the timeout."""
         give_up_at = time.monotonic() + (_TIMEOUT_S if timeout is None else timeout.total_seconds())
         while not self.check(keys):
             if time.monotonic() >= give_up_at:
@@ -161,7 +139,7 @@ class SealedStore(Store):
             time.sleep(_PAUSE_S)
 
     def why_absent(self, key: str) -> str:
-        """Return the cause of an error about a key without a valid value; empty if the key has no value at all."""
+        """Return the reason for an error about a value without a valid seal; empty if the key has no value."""
         name = self.prefix + key
         if not self._inner.check([name]) or self._read(key) is not None:
             return ""
@@ -171,10 +149,9 @@ class SealedStore(Store):
         )
 
     def _read(self, key: str) -> bytes | None:
-        """Return the present value; None if there is no value with a valid seal.
+        """Return the current value; None if there is no value with a valid seal.
 
-        ``get`` of torch's stores would wait, without handling signals, if another process has deleted the value since
-        it was seen. A comparison with a value that never occurs does not wait.
+        ``compare_set`` is used because ``get`` of torch's stores waits if another process has deleted the value.
         """
         found = bytes(self._inner.compare_set(self.prefix + key, _NOTHING, _NOTHING))
         return None if found == _NOTHING.encode() else self._unseal(key, found)

@@ -1,4 +1,4 @@
-"""Creates torch's stores and connects to them, at an address that all processes of the job can reach."""
+"""Creates torch's stores at an address that all processes of the job can reach."""
 
 from __future__ import annotations
 
@@ -13,19 +13,16 @@ TIMEOUT: Final = timedelta(seconds=60)
 
 
 def serve(address: str, port: int, *, size: int | None = None, is_open: bool = False) -> Any:
-    """Serve a store at an address of this host; at all its addresses if that is a name or if ``is_open`` is set.
+    """Serve a store at one address of this host, or at all its addresses.
 
     Args:
-        address: Address at which the other processes look for the store.
+        address: Address at which the other processes look for the store; a name stands for all addresses.
         port: Port of the store; 0 lets the system choose one.
         size: Number of processes; None if unknown.
-        is_open: Whether processes that know the host by other addresses connect too.
-
-    Raises:
-        RuntimeError: The store cannot be served there.
+        is_open: Whether to listen at all addresses, since processes know the host by different addresses.
     """
     listener = None if is_open else local_host.listen_at(address, port)
-    shares_process = port != 0  # with a store that the user's program has, or will have, at this port
+    shares_process = port != 0  # with a store of the user's program at this port
     if listener is None:
         return TCPStore(address, port, size, True, TIMEOUT, wait_for_workers=False, multi_tenant=shares_process)
     return TCPStore(
