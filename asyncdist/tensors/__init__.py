@@ -1,4 +1,4 @@
-"""Models, pytrees and Python values as flat memory or bytes, without any sending. Refuses a torch that is too old."""
+"""Represents models, pytrees and Python values as flat tensors or bytes. Raises ImportError if torch is too old."""
 
 import torch
 

@@ -1,7 +1,6 @@
 """Copies tensors of a model into one flat tensor and back, piece by piece.
 
-A piece is copied just before it is sent and just after it is reduced, while it is in the cache. If the reduction fails
-midway, :meth:`Bucket.rollback` restores every tensor.
+Each piece is copied just before it is sent and just after it is reduced, while it is in the CPU's cache.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch._utils import _unflatten_dense_tensors  # as DDP does: 200 views in one call, half the time of a loop
+from torch._utils import _unflatten_dense_tensors  # as DDP does: 200 views take half the time of a loop
 
 from asyncdist.host_memory.shared_memory import SharedMemory
 
@@ -21,10 +20,10 @@ class Bucket:
     """Copies tensors to and from one flat tensor.
 
     Args:
-        flat: 1-D tensor that holds the copies, of the tensors' dtype or a wider one.
+        flat: 1-D tensor for the copies, of the tensors' dtype or a wider one.
         pairs: Each tensor, in any memory layout and on any device, with its view of ``flat``. The views are in order
             and leave no gaps.
-        memory: Memory that the ranks of the host share and that begins with ``flat``; None if ``flat`` is not shared.
+        memory: Shared memory of the host's ranks that begins with ``flat``; None if ``flat`` is not shared.
     """
 
     def __init__(
@@ -38,7 +37,7 @@ class Bucket:
             self._sizes = [size for size in self._sizes if size]
         self._tensors = [tensor for tensor, _ in pairs]
         self._views = [view for _, view in pairs]
-        # Autograd leaves gradients of complex parameters conjugated; _foreach_copy_ refuses conjugated tensors.
+        # Autograd may return conjugated gradients of complex parameters, and _foreach_copy_ rejects conjugated tensors.
         self._are_lazy = any(tensor.is_conj() or tensor.is_neg() for tensor in self._tensors)
         self._starts = [0, *itertools.accumulate(self._sizes)]
         self._copied_in_count = self._copied_out_count = 0
@@ -58,19 +57,15 @@ class Bucket:
             tensor, view = self._tensors[index], self._views[index]
             if tensor.is_contiguous():
                 view.view(-1)[first:last].copy_(tensor.view(-1)[first:last])
-            elif first == 0:  # copied whole: its later pieces need no copy
+            elif first == 0:  # copied as a whole, so later pieces of this tensor need no copy
                 view.copy_(tensor)
         self._copied_in_count = end
 
     @torch.no_grad()
     def copy_out(self, start: int, values: Tensor) -> None:
-        """Write values into the tensors, without changing the flat tensor.
+        """Write 1-D ``values`` into the tensors, from offset ``start`` of the flat tensor on, which is not changed.
 
         Calls must be in order. A tensor that is not contiguous is written when its last values arrive.
-
-        Args:
-            start: Offset of the values in the flat tensor, in elements.
-            values: 1-D tensor of the values.
         """
         if self._is_rolled_back:
             return
@@ -87,15 +82,15 @@ class Bucket:
 
     @torch.no_grad()
     def rollback(self) -> None:
-        """Restore the tensors' values from before the first :meth:`copy_out`; later calls of it do nothing.
+        """Restore the values from before the first :meth:`copy_out`; later calls of ``copy_out`` have no effect.
 
-        Elements not copied in yet are copied now, because the other ranks still need them and the tensors may change.
+        Elements that are not in the flat tensor yet are copied into it, since the other ranks still need them.
         """
         if self._is_rolled_back:
             return
         self.copy_in(self._copied_in_count, len(self.flat))
         self._is_rolled_back = True
-        touched = bisect.bisect_left(self._starts, self._copied_out_count)  # tensors that have been written
+        touched = bisect.bisect_left(self._starts, self._copied_out_count)  # number of tensors that have been written
         if touched:
             self._copy(self._tensors[:touched], self._views[:touched])
 
@@ -119,11 +114,11 @@ class Bucket:
             self._rest = None
 
     def _whole(self, start: int, end: int) -> tuple[int, int]:
-        """Return the index range (half-open) of the tensors that lie entirely between two offsets."""
+        """Return the half-open index range of the tensors that lie entirely between two offsets."""
         return bisect.bisect_left(self._starts, start), bisect.bisect_right(self._starts, end) - 1
 
     def _cut(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the at most two tensors that lie partly in the range, each as (index, first element, end element)."""
+        """Yield (index, first element, end element) of each tensor that lies partly in the range; at most two."""
         low, high = self._whole(start, end)
         if self._starts[low] > start:
             first = self._starts[low - 1]

@@ -1,7 +1,6 @@
-"""Lays out a flat state of any dtypes in one stretch of memory, which other ranks read in chunks.
+"""Lays out a model's flat state in one block of memory, which other ranks read in chunks.
 
-Each dtype has one aligned segment. The averaged dtypes come first, so a rank that needs only these reads a prefix. The
-layout follows from the entries alone: equal fingerprints mean equal layouts.
+Each dtype has one aligned segment. The averaged dtypes are first, so that a rank can read only these as a prefix.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ ALIGNMENT_NBYTES: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The part of one chunk that has one dtype.
+    """Part of a chunk in which all elements have one dtype.
 
     Attributes:
         dtype: Dtype in the model.
-        first: Index of the piece's first element in the flat tensor of that dtype.
+        first: Index of the piece's first element in the flat tensor of this dtype.
         count: Number of elements.
         offset: Offset of the piece in the chunk, in bytes.
-        averaged: Whether its values are averaged; otherwise they are copied from the best donor.
+        averaged: Whether the values are averaged; otherwise they are copied from the best donor.
     """
 
     dtype: torch.dtype
@@ -38,11 +37,11 @@ class Piece:
     averaged: bool
 
     def of_chunk(self, chunk: torch.Tensor) -> torch.Tensor:
-        """Return the view of a chunk (1-D uint8) that holds this piece, in the piece's dtype."""
+        """Return the piece as a view of a chunk (1-D uint8), in the piece's dtype."""
         return chunk[self.offset : self.offset + self.count * self.dtype.itemsize].view(self.dtype)
 
     def of_flat(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the view of the flat tensor that holds this piece."""
+        """Return the piece as a view of the flat tensor of its dtype."""
         return flat[self.first : self.first + self.count]
 
 
@@ -59,14 +58,11 @@ class _Segment:
 
 
 class Packing:
-    """Holds the place of each dtype in the memory.
-
-    Args:
-        entries: Entries of a :class:`asyncdist.tensors.flat_state.FlatState`.
+    """Layout of a model's flat state in one block of memory: one segment for each dtype.
 
     Attributes:
         nbytes: Total size in bytes, including the padding between segments.
-        averaged_nbytes: Size in bytes of the prefix that holds all averaged entries.
+        averaged_nbytes: Size in bytes of the prefix that contains all averaged entries.
     """
 
     def __init__(self, entries: Sequence[Entry]) -> None:
@@ -87,12 +83,7 @@ class Packing:
         self.averaged_nbytes = max((segment.end for segment in segments if segment.averaged), default=0)
 
     def buffers(self, memory: torch.Tensor) -> FlatBuffers:
-        """Return flat buffers that are views of ``memory``.
-
-        Args:
-            memory: Contiguous 1-D uint8 tensor of at least ``nbytes`` elements, aligned like memory that torch
-                allocates.
-        """
+        """Return flat buffers that are views of ``memory``, an aligned 1-D uint8 tensor of ``nbytes`` elements."""
         tensors = {
             segment.dtype: memory[segment.start : segment.end].view(segment.dtype)
             for segment in sorted(self._segments, key=lambda segment: str(segment.dtype))

@@ -1,8 +1,7 @@
-"""Views tensors as bytes, for all code that sends, stores or receives them.
+"""Views tensors as bytes, for all code that sends, stores or receives tensors.
 
-No other module views a tensor as bytes, since there are three pitfalls: a contiguous tensor may have any stride in a
-dimension of one element; conjugation and negation may be pending until values are read; and numpy supports neither
-bfloat16 nor float8.
+There are three pitfalls: a contiguous tensor may have any stride in a dimension of one element; conjugation and
+negation may be pending; and numpy supports neither bfloat16 nor float8.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def oddity_of(tensor: Tensor) -> str | None:
-    """Describe a tensor that has no plain values in memory, as in "a nested tensor"; return None for a dense one."""
+    """Return a description of a tensor without plain values in memory, such as "a nested tensor"; None for others."""
     if tensor.is_meta:
         return "a meta tensor (it has no values)"
     if tensor.is_quantized:
@@ -24,17 +23,12 @@ def oddity_of(tensor: Tensor) -> str | None:
         return "a nested tensor"
     if tensor.layout != torch.strided:
         return f"a sparse tensor ({str(tensor.layout).removeprefix('torch.')})"
-    wraps_others: bool = is_traceable_wrapper_subclass(tensor)  # as a DTensor does
+    wraps_others: bool = is_traceable_wrapper_subclass(tensor)  # for example a DTensor
     return f"a {type(tensor).__name__} (it has no memory of its own)" if wraps_others else None
 
 
 def check_dense(tensor: Any, name: str = "tensor") -> None:
-    """Raise TypeError unless the value is a dense tensor.
-
-    Args:
-        tensor: Any value.
-        name: Name of the value in the error.
-    """
+    """Raise TypeError unless ``tensor`` is a dense tensor; ``name`` is its name in the error."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a dense tensor, got a {type(tensor).__qualname__}")
     oddity = oddity_of(tensor)
@@ -43,16 +37,7 @@ def check_dense(tensor: Any, name: str = "tensor") -> None:
 
 
 def check_writable(tensor: Any, name: str = "tensor") -> None:
-    """Raise an error unless values can be written into the tensor.
-
-    Args:
-        tensor: Any value.
-        name: Name of the value in the error.
-
-    Raises:
-        TypeError: The value is not a dense tensor.
-        ValueError: Several elements share one place in memory, as in an expanded tensor.
-    """
+    """Raise TypeError unless ``tensor`` is a dense tensor, or ValueError if several elements share memory."""
     check_dense(tensor, name)
     shape, strides = tuple(tensor.shape), tensor.stride()
     if tensor.numel() and any(size > 1 and not stride for size, stride in zip(shape, strides, strict=True)):
@@ -68,11 +53,7 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def byte_view(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous dense CPU tensor, of any dtype, without a copy.
-
-    Raises:
-        ValueError: The tensor is not contiguous, not in CPU memory, or a conjugated or negated view.
-    """
+    """Return the bytes of a contiguous dense CPU tensor, of any dtype, without a copy. Raise ValueError for others."""
     if not tensor.is_cpu:
         raise ValueError(f"a stream takes tensors in CPU memory; this tensor is on {tensor.device}")
     if not tensor.is_contiguous():
@@ -82,7 +63,7 @@ def byte_view(tensor: Tensor) -> memoryview:
         )
     if not tensor.nbytes:
         return memoryview(bytearray())
-    # A transfer leaves the caches cold; detach and view(torch.uint8) would then take several microseconds each.
+    # After a transfer the caches are cold, so that detach and view(torch.uint8) would take several microseconds each.
     if tensor.requires_grad:
         tensor = tensor.detach()
     try:
@@ -99,7 +80,10 @@ def flat_bytes(tensor: Tensor) -> Tensor:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor's bytes; ignores strides, as a dimension of one element may have any stride."""
+    """Return a contiguous tensor's bytes as a 1-D uint8 tensor.
+
+    Strides are ignored, since a dimension of one element may have any stride.
+    """
     if tensor.is_conj() or tensor.is_neg():
         raise ValueError(
             "a stream takes tensors whose values lie in memory; this tensor is a conjugated or negated view: "
@@ -115,10 +99,10 @@ def write(tensor: Tensor, values: Tensor) -> None:
 
 
 def empty_stack(like: Tensor, count: int) -> Tensor:
-    """Return an uninitialised CPU tensor that stacks ``count`` tensors of the shape and dtype of ``like``."""
+    """Return an uninitialised CPU tensor that can stack ``count`` tensors of the shape and dtype of ``like``."""
     return torch.empty((count, *like.shape), dtype=like.dtype, device="cpu")
 
 
 def split(view: memoryview, chunk_nbytes: int) -> list[memoryview]:
-    """Cut ``view`` into chunks; sender and receiver must use the same size."""
+    """Split ``view`` into chunks of ``chunk_nbytes`` bytes; sender and receiver must use the same size."""
     return [view[start : start + chunk_nbytes] for start in range(0, len(view), chunk_nbytes)]

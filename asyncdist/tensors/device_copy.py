@@ -1,4 +1,4 @@
-"""Copies from devices to host memory that run while training continues."""
+"""Copies data from GPUs to host memory while training continues."""
 
 from __future__ import annotations
 
@@ -10,28 +10,24 @@ import torch
 
 
 class DeviceCopy:
-    """Completes when copies from device to host memory are done; the engine polls it like a transport's request.
-
-    Args:
-        events: One event per device, recorded after its copies.
-    """
+    """Copies from devices to host memory, which complete with ``events``; the engine polls this like a request."""
 
     cancelled: Final = False
     source: Final = -1
     nbytes: Final = 0
-    #: No transport's doorbell rings when the copies complete.
+    #: Whether a transport wakes the loop when the copies complete.
     rings: Final = False
 
     def __init__(self, events: Sequence[torch.cuda.Event]) -> None:
-        """Keep the events, without waiting."""
+        """Store the events."""
         self._events = events
 
     def test(self) -> bool:
-        """Return whether all copies are done, without waiting."""
+        """Return whether all copies are complete, without waiting."""
         return all(event.query() for event in self._events)  # type: ignore[no-untyped-call]
 
     def cancel(self) -> None:
-        """Do nothing: a copy cannot be cancelled, and ends on its own."""
+        """Do nothing, since a copy cannot be cancelled and ends automatically."""
 
 
 @functools.cache

@@ -1,14 +1,11 @@
-"""Treats a model's state as a few contiguous tensors, to snapshot, stream, average and write it back.
+"""Represents a model's state as a few contiguous tensors, to snapshot, send, average and restore it.
 
-`FlatState` finds parameters and persistent buffers once, and then copies between them and `FlatBuffers`, one 1-D tensor
-per dtype. Weights are written in place: the model's tensors remain the same objects. Optimizer states that belong to
-the weights can be included. Nothing here sends or waits.
+`FlatState` finds parameters and persistent buffers once, and then copies between them and `FlatBuffers`, which contain
+one 1-D tensor per dtype. Weights are written in place: the model's tensors remain the same objects.
 
-Invariants:
-
-- Memory shared by several names is one entry with all these names. Entries never overlap.
-- The layout follows from names, shapes and dtypes alone: equal fingerprints mean equal layouts.
-- Every arithmetic step is elementwise and rounded separately, so results do not depend on the chunks of a stream.
+- If several names share memory, they are one entry with all these names. Entries never overlap.
+- The layout depends only on names, shapes and dtypes, so that equal fingerprints mean equal layouts.
+- Every arithmetic step is elementwise and rounded separately, so that chunks do not change results.
 """
 
 import functools
@@ -38,8 +35,8 @@ from asyncdist.tensors.model_tensors import (
 )
 from asyncdist.tensors.optimizers.weights import AveragedStates
 
-_PIECE_COUNT: Final = 1 << 16  # elements per temporary: 256 KiB of float32 took half the time of 1 MiB pieces
-_SAMPLE_COUNT: Final = 16  # values of each entry in a checksum that tells different weights apart
+_PIECE_COUNT: Final = 1 << 16  # elements per temporary tensor; 256 KiB of float32 took half the time of 1 MiB
+_SAMPLE_COUNT: Final = 16  # values of each entry in the checksum that detects different weights
 _CHANGED: Final = (
     "the model changed after its policy started; its names, shapes, dtypes and sharing must stay the same. To continue "
     "with the changed model, as after adding adapters, leave the policy and enter a new one, on all ranks"
@@ -48,14 +45,13 @@ _CHANGED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Describes a parameter or buffer of the model and its place in the flat tensors.
+    """A parameter or buffer of the model, and its place in the flat tensors.
 
     Attributes:
-        names: All of its names, in the order of the modules; more than one for tied weights.
-        shape: Its shape.
-        dtype: Its dtype, which determines the flat tensor that holds it.
-        averaged: Whether it is averaged (floating and complex) or copied from the best donor (integer and bool).
-        offset: Index of its first element in the flat tensor.
+        names: All names, in the order of the modules; more than one for tied weights.
+        averaged: Whether the values are averaged (floating and complex) or copied from the best donor (integer and
+            bool).
+        offset: Index of the first element in the flat tensor.
     """
 
     names: tuple[str, ...]
@@ -72,12 +68,12 @@ class Fingerprint:
     lines: tuple[tuple[tuple[str, ...], tuple[int, ...], str], ...]
 
     def to_text(self) -> str:
-        """Return the fingerprint as one line of JSON, for a message."""
+        """Return the fingerprint as one line of JSON, to be sent in a message."""
         return json.dumps(self.lines, separators=(",", ":"))
 
     @classmethod
     def from_text(cls, text: str) -> "Fingerprint":
-        """Read the JSON that `to_text` wrote, possibly on another rank. Raises ValueError for anything else."""
+        """Return the fingerprint that `to_text` wrote as JSON. Raise ValueError for other strings."""
         try:
             lines = tuple((tuple(names), tuple(map(int, shape)), dtype) for names, shape, dtype in json.loads(text))
             known = {name for line in lines for name in line[0]}
@@ -91,12 +87,12 @@ class Fingerprint:
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of :meth:`to_text`, in hex."""
+        """SHA-256 of :meth:`to_text`, in hex."""
         return hashlib.sha256(self.to_text().encode()).hexdigest()
 
 
 def first_difference(mine: Fingerprint, theirs: Fingerprint) -> str | None:
-    """Describe the first difference between two layouts; None if they are equal."""
+    """Describe the first difference between two layouts; return None if they are equal."""
     other = {name: line for line in theirs.lines for name in line[0]}
     for names, shape, dtype in mine.lines:
         if names[0] not in other:
@@ -121,13 +117,11 @@ def first_difference(mine: Fingerprint, theirs: Fingerprint) -> str | None:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class FlatBuffers:
-    """Holds one contiguous 1-D tensor per dtype of the model; `FlatState.new_buffers` makes them.
+    """One contiguous 1-D tensor for each dtype of a model, and a view of each entry; made by `FlatState.new_buffers`.
 
     Attributes:
-        entries: The layout.
-        tensors: Maps each dtype of the model to its tensor, in an order that is equal on all ranks. An accumulator's
-            tensors may be wider than their key.
-        views: One view per entry, in its shape.
+        tensors: Tensor for each dtype of the model, in an order that is equal on all ranks. Tensors for sums may have a
+            wider dtype than their key.
     """
 
     entries: tuple[Entry, ...]
@@ -140,11 +134,11 @@ class FlatBuffers:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def averaged(self) -> dict[torch.dtype, Tensor]:
-        """Return the tensors that are averaged."""
+        """Return the tensors that are averaged, by dtype."""
         return {dtype: tensor for dtype, tensor in self.tensors.items() if _is_averaged(dtype)}
 
     def exact(self) -> dict[torch.dtype, Tensor]:
-        """Return the tensors that are copied from the best donor."""
+        """Return the tensors that are copied from the best donor, by dtype."""
         return {dtype: tensor for dtype, tensor in self.tensors.items() if not _is_averaged(dtype)}
 
     def by_name(self) -> dict[str, Tensor]:
@@ -155,21 +149,19 @@ class FlatBuffers:
 class FlatState:
     """Copies a model's parameters and persistent buffers to and from flat tensors.
 
-    It keeps the model and the names, not the tensors: a module may replace a buffer in its forward, a user may swap
-    `p.data` or a whole submodule. So each copy looks up the tensors again (a millisecond for a thousand modules) and
-    checks that names, shapes, dtypes and sharing have not changed.
+    Each copy looks up the model's tensors again (a millisecond for a thousand modules) and checks that names, shapes,
+    dtypes and sharing have not changed: a module may replace a buffer in its forward, and a user may replace `p.data`
+    or a whole submodule.
 
     Args:
         model: Any module. It is not changed.
-        takes_shards: Whether DTensors are allowed. The state then holds only this rank's shard of each.
+        takes_shards: Whether DTensors are allowed; the state then contains only this rank's shard of each.
         trained_only: Whether to leave out parameters that require no gradient, which must be equal on all ranks.
         states: Optimizer states that belong to the weights; they become the last entries.
 
     Attributes:
-        entries: The layout.
-        trained_only: As given.
         fingerprint: Identifies the layout. For a DTensor it includes the placement and the global shape.
-        mesh_ranks: Ranks, as torch.distributed numbers them, over which some entry is sharded; empty if none is.
+        mesh_ranks: Ranks, in torch.distributed's numbering, over which entries are sharded; empty if none is sharded.
 
     Raises:
         TypeError: The model is not an `nn.Module`.
@@ -184,14 +176,15 @@ class FlatState:
         trained_only: bool = False,
         states: AveragedStates | None = None,
     ) -> None:
-        """Find, check and lay out the entries."""
+        """Find, check and lay out the model's tensors."""
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got a {type(model).__name__}")
         self._model = model
         self._states = states
         self.trained_only = trained_only
-        self._no_grad = torch.no_grad()  # kept: creating it takes as long as entering it. Never held across an await
-        # Keys and names in the order of the modules; an entry's places are the indices of its names.
+        # Reused, since creating it takes as long as entering it; never held across an await.
+        self._no_grad = torch.no_grad()
+        # Keys and names are in the order of the modules. An entry's places are the indices of its names.
         self._keys: list[str | None] = []
         tensors: list[Tensor] = []
         gather(model, self._keys, tensors)
@@ -227,7 +220,7 @@ class FlatState:
         )
 
     def _group(self, tensors: Sequence[Tensor]) -> list[list[int]]:
-        """Check the model's tensors and return each entry's places: several if names share memory."""
+        """Check the model's tensors, and return the indices of each entry's names: several if names share memory."""
         left_out = set(self._left_out)
         shared: dict[tuple[Any, ...], list[int]] = {}
         for place, (name, tensor) in enumerate(zip(self._names, tensors, strict=True)):
@@ -238,7 +231,7 @@ class FlatState:
         return list(shared.values())
 
     def follow(self, model: nn.Module) -> None:
-        """Copy to and from another model of the same layout from now on."""
+        """Copy to and from ``model``, which has the same layout, from now on."""
         self._model = model
 
     @property
@@ -262,10 +255,9 @@ class FlatState:
         """Allocate buffers for one state, filled with zeros.
 
         Args:
-            accumulate: Whether the buffers accumulate sums: floating dtypes are widened to at least float32, complex
-                ones to at least complex64.
-            device: Device of the buffers. Host memory, from which every transport can send, is pinned if the model is
-                in CUDA memory.
+            accumulate: Whether the buffers are used for sums: floating dtypes are widened to at least float32, complex
+                dtypes to at least complex64.
+            device: Device of the buffers. Host memory is pinned if the model is in CUDA memory.
             new: Allocator to use instead of `torch.zeros(size, dtype=...)` for a model in host memory. It need not
                 initialise the memory.
         """
@@ -283,31 +275,24 @@ class FlatState:
         return FlatBuffers(self.entries, tensors, tuple(views))
 
     def snapshot(self, into: FlatBuffers) -> None:
-        """Copy the model's current state into the buffers, without allocating (except by torch, between devices).
-
-        Raises:
-            ValueError: The buffers were made for another layout, or the model's layout has changed.
-        """
+        """Copy the model's current state into the buffers. Raise ValueError if the model's layout has changed."""
         tensors = self.tensors(into)
-        with self._no_grad:  # one call for all entries: for a small model, separate calls take longer than the copies
+        # One call for all entries, since for a small model separate calls take longer than the copies.
+        with self._no_grad:
             torch._foreach_copy_(into.views, tensors)
 
     def start_snapshot(self, into: FlatBuffers) -> "DeviceCopy | None":
-        """Begin a snapshot of the current values without waiting for a device.
+        """Begin to copy the model's current state into buffers in pinned host memory, without waiting for a device.
 
-        CUDA tensors are copied on a separate stream, after the work queued on the current stream and before later
-        work: a later optimizer step writes the weights only when the copy has read them.
-
-        Args:
-            into: Flat buffers in pinned host memory, as made by `new_buffers`. They must not be read, released or
-                written before the copy is done.
+        CUDA tensors are copied on a separate stream, after the work queued on the current stream. Later work waits for
+        the copy, so that the next optimizer step cannot change the weights too early. The buffers must not be used
+        before the copy is complete.
 
         Returns:
-            The copy, to be tested for completion; None if no part of the model is in CUDA memory, so the snapshot is
-            already complete.
+            The copy, to be tested for completion; None if the model is not in CUDA memory and the snapshot is complete.
 
         Raises:
-            ValueError: As for `snapshot`.
+            ValueError: The buffers were made for a different layout, or the model's layout has changed.
         """
         if not self._devices:
             self.snapshot(into)
@@ -335,17 +320,17 @@ class FlatState:
 
         Averaged entries become momentum * own + (1 - momentum) * average, where own is the model's current value. Both
         products and the sum are rounded separately in the accumulation dtype, then once to the entry's dtype. The
-        result is clamped to the interval between own and average, so equal values stay equal and finite values stay
-        finite. Momentum 0 copies the average bit for bit, and momentum 1 keeps the own values. Integer and bool entries
-        are always copied.
+        result is clamped to the interval between own and average, so that equal values stay equal and finite values
+        stay finite. Momentum 0 copies the average bit for bit, and momentum 1 keeps the own values. Integer and bool
+        entries are always copied.
 
         Args:
-            buffers: Values for every entry: a snapshot, or an accumulator that holds a mean. They are not changed.
+            buffers: Values for every entry: a snapshot or a mean. They are not changed.
             momentum: Weight of the model's own values, 0 to 1.
 
         Raises:
-            ValueError: Momentum is out of range, the buffers were made for another layout, or the model's layout has
-                changed. The model is then unchanged.
+            ValueError: Momentum is out of range, the buffers were made for a different layout, or the model's layout
+                has changed. The model is then unchanged.
         """
         if not 0.0 <= momentum <= 1.0:
             raise ValueError(f"momentum must be from 0 to 1, got {momentum!r}")
@@ -357,19 +342,18 @@ class FlatState:
                         _mix(tensor, view, momentum)
                 exact = [place for place, entry in enumerate(self.entries) if not entry.averaged]
                 tensors, views = [tensors[place] for place in exact], [views[place] for place in exact]
-            if any(tensor.is_conj() or tensor.is_neg() for tensor in tensors):  # _foreach_copy_ refuses to write these
+            if any(tensor.is_conj() or tensor.is_neg() for tensor in tensors):  # _foreach_copy_ cannot write these
                 for tensor, view in zip(tensors, views, strict=True):
                     tensor.copy_(view)
             elif tensors:
                 torch._foreach_copy_(tensors, views)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check that the optimizer trains this model, or a part of it.
+        """Raise an error unless the optimizer trains this model, or a part of it, without steps in backward hooks.
 
         Raises:
             TypeError: The optimizer has no parameter groups.
-            ValueError: The optimizer holds a parameter that is not in the model, or steps in hooks of the backward
-                pass.
+            ValueError: The optimizer has a parameter that is not in the model, or steps in hooks of the backward pass.
         """
         groups = getattr(optimizer, "param_groups", None)
         if groups is None:
@@ -392,27 +376,21 @@ class FlatState:
                     )
 
     def pairs(self, buffers: FlatBuffers) -> list[tuple[Tensor, Tensor]]:
-        """Return each entry's current tensor in the model, with its view in the buffers.
-
-        Raises:
-            ValueError: As for `tensors`.
-        """
+        """Return each entry's current tensor in the model, paired with its view in the buffers."""
         return list(zip(self.tensors(buffers), buffers.views, strict=True))
 
     def tensors(self, buffers: FlatBuffers) -> list[Tensor]:
-        """Return each entry's current tensor in the model, in the order of the entries.
-
-        A DTensor is represented by this rank's shard, which requires no gradient.
+        """Return each entry's current tensor in the model; for a DTensor this rank's shard, which requires no gradient.
 
         Raises:
-            ValueError: The buffers were made for another layout, or the model's layout has changed.
+            ValueError: The buffers were made for a different layout, or the model's layout has changed.
         """
         if buffers.entries is not self.entries and buffers.entries != self.entries:
             raise ValueError("these flat buffers were made for a model of another layout")
         return self._present()
 
     def _present(self) -> list[Tensor]:
-        """Return each entry's current tensor. Raise ValueError if the model's layout has changed."""
+        """Return each entry's current tensor in the model. Raise ValueError if the model's layout has changed."""
         keys: list[str | None] = []
         found: list[Tensor] = []
         gather(self._model, keys, found)
@@ -430,7 +408,7 @@ class FlatState:
         if self._states is not None:
             found += self._states.tensors()
         tensors = [found[place] for place in self._firsts]
-        # Compared all at once: entry by entry, the checks took a third of a small model's snapshot.
+        # All entries are compared at once: separate checks took a third of the time of a small model's snapshot.
         dtypes = [tensor.dtype for tensor in tensors[: len(self._dtypes)]]
         if [tensor.shape for tensor in tensors] != self._shapes or dtypes != self._dtypes:
             self._refuse_changed(tensors)
@@ -468,11 +446,11 @@ class FlatState:
         return functools.reduce(lambda found, sample: zlib.crc32(sample, found), samples, 0)
 
     def trained(self) -> set[str]:
-        """Return the names of the entries that require a gradient now."""
+        """Return the names of the entries that currently require a gradient."""
         return trained_names(self._model)
 
     def _refuse_changed(self, tensors: Sequence[Tensor]) -> None:
-        """Raise an error that names the first entry whose shape or dtype has changed."""
+        """Raise ValueError that names the first entry whose shape or dtype has changed."""
         for entry, tensor in zip(self.entries, tensors, strict=True):
             if tensor.shape != entry.shape or tensor.dtype != entry.dtype:
                 raise ValueError(
@@ -482,15 +460,15 @@ class FlatState:
 
 
 def _steps_in_hooks(optimizer: Any) -> bool:
-    """Return whether it wraps one optimizer per parameter, like transformers' LayerWiseDummyOptimizer."""
+    """Return whether the optimizer wraps one optimizer per parameter, like transformers' LayerWiseDummyOptimizer."""
     return isinstance(getattr(optimizer, "optimizer_dict", None), dict)
 
 
 def is_finite(tensor: Tensor) -> bool:
     """Return whether a floating or complex tensor is finite, in one pass and without large temporaries.
 
-    It tests the smallest and the largest value: both are NaN if any value is. For 64 MiB of float32 this took 2.3 ms in
-    one thread, `isfinite().all()` took 96 ms. A sum is as fast, but finite values may overflow in it.
+    The smallest and the largest value are tested, which are NaN if any value is NaN. For 64 MiB of float32 this took
+    2.3 ms in one thread, `isfinite().all()` 96 ms. A sum would be as fast, but might overflow.
     """
     real = _as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     if real.itemsize >= 2:
@@ -514,15 +492,7 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class SnapshotPool:
-    """Reuses flat buffers, so that nothing is allocated in the steady state.
-
-    It keeps as many buffers as were ever in use at once. `acquire` passes ownership to the caller, `release` returns
-    it.
-
-    Args:
-        state: Flat state whose layout the buffers have.
-        accumulate: Whether the buffers are accumulators.
-    """
+    """Reuses flat buffers for the layout of ``state``, so that no memory is allocated after the first uses."""
 
     def __init__(self, state: FlatState, *, accumulate: bool = False) -> None:
         self._state = state
@@ -541,24 +511,20 @@ class SnapshotPool:
         return len(self._used) + len(self._free)
 
     def acquire(self) -> FlatBuffers:
-        """Return buffers with undefined content."""
+        """Return buffers with undefined contents, which the caller owns until :meth:`release`."""
         buffers = self._free.pop() if self._free else self._state.new_buffers(accumulate=self._accumulate)
         self._used[id(buffers)] = buffers
         return buffers
 
     def release(self, buffers: FlatBuffers) -> None:
-        """Take back buffers from :meth:`acquire`.
-
-        Raises:
-            ValueError: The buffers do not belong to this pool, or were released before.
-        """
+        """Return buffers from :meth:`acquire` to the pool. Raise ValueError if they were already released."""
         if self._used.pop(id(buffers), None) is None:
             raise ValueError("these flat buffers were released twice, or belong to another pool")
         self._free.append(buffers)
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """Return evenly spaced values as float32, in memory order; copies a tensor that has gaps."""
+    """Return evenly spaced values of a tensor as float32, in memory order. A tensor with gaps is copied."""
     tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     if not tensor.is_contiguous():
         tensor = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
@@ -570,7 +536,7 @@ def _sample(tensor: Tensor) -> Tensor:
 def _mix(tensor: Tensor, average: Tensor, momentum: float) -> None:
     """Move one entry towards the average, in pieces along its longest dimension, so that temporaries stay small."""
     tensor, wide = tensor.detach(), accumulate_dtype(tensor.dtype)
-    if tensor.is_complex():  # as pairs of real numbers, which have an order
+    if tensor.is_complex():  # treated as pairs of real numbers, which can be compared
         if tensor.is_conj():
             average = average.conj().resolve_conj()
         tensor, average, wide = _as_real(tensor), torch.view_as_real(average), wide.to_real()

@@ -1,9 +1,8 @@
 """Distinguishes infinities that belong to a model from non-finite values of a rank that has diverged.
 
-A buffer or frozen parameter, such as an attention mask, may hold -inf throughout. Averaging keeps it: the mean of equal
-infinities is that infinity. So the infinities that these entries hold when a policy starts are *known*. All other
-non-finite values are *unsound*: NaN, an infinity in a trained parameter, and a known infinity that appeared, vanished
-or moved.
+Buffers and frozen parameters, such as attention masks, may contain -inf permanently. The infinities in these entries
+when a policy starts are called *known*. All other non-finite values are *unsound*: NaN, an infinity in a trained
+parameter, and a known infinity that has appeared, disappeared or moved.
 """
 
 from __future__ import annotations
@@ -21,16 +20,12 @@ from asyncdist.tensors.model_tensors import local_part
 
 
 class KnownInfinities:
-    """Records the current infinities of a model's buffers and frozen parameters.
-
-    Args:
-        state: Flat state of the model.
-    """
+    """Records the infinities in a model's buffers and frozen parameters, to detect new non-finite values later."""
 
     def __init__(self, state: FlatState) -> None:
         self._state = state
         self._layout = state.new_buffers(device="meta")
-        trained = state.trained()  # a shard's own requires_grad is False
+        trained = state.trained()  # names of trained entries; a shard's own requires_grad is False
         self._known = {
             entry.names: _infinities(tensor)
             for entry, tensor in self._own()
@@ -40,7 +35,7 @@ class KnownInfinities:
     def unsound_entry(self, buffers: FlatBuffers) -> str | None:
         """Return the name of an averaged entry with an unsound value in a snapshot or mean; None if there is none."""
         if all(is_finite(tensor) for tensor in buffers.averaged().values()):
-            return None  # nearly always, and quicker than entry by entry
+            return None  # the usual case, and faster than a check of each entry
         return self._first_unsound(zip(buffers.entries, buffers.views, strict=True))
 
     def unsound_entry_of_model(self) -> str | None:
@@ -61,14 +56,11 @@ class KnownInfinities:
 
 
 def all_finite(values: Any) -> bool:
-    """Return whether all tensors in nested mappings, sequences and sets, such as an optimizer's state, are finite.
-
-    Values that are not tensors are ignored. For a sparse tensor, such as the momentum of a sparse gradient, the stored
-    values count.
-    """
+    """Return whether all tensors in nested mappings, sequences and sets, such as an optimizer's state, are finite."""
     if isinstance(values, Tensor):
-        values = local_part(values)  # on a DTensor, torch would communicate with the other ranks
-        if is_traceable_wrapper_subclass(values):  # such as states of 8-bit optimizers, which support few operations
+        values = local_part(values)  # for a DTensor, torch would communicate with the other ranks
+        # For example states of 8-bit optimizers, which support few operations.
+        if is_traceable_wrapper_subclass(values):
             return all(all_finite(getattr(values, name)) for name in values.__tensor_flatten__()[0])
         if not (values.is_floating_point() or values.is_complex()) or values.is_meta:
             return True
@@ -79,7 +71,7 @@ def all_finite(values: Any) -> bool:
 
 
 def _stored(tensor: Tensor) -> Sequence[Tensor]:
-    """Return dense tensors that hold all stored values of a tensor."""
+    """Return dense tensors that contain all stored values of a tensor."""
     if tensor.is_nested:
         return torch.unbind(tensor)
     if tensor.layout == torch.strided:
@@ -91,7 +83,7 @@ def _stored(tensor: Tensor) -> Sequence[Tensor]:
 
 @torch.no_grad()
 def _infinities(tensor: Tensor) -> Tensor:
-    """Return the tensor with all values that are not infinite replaced by zero, in CPU memory."""
+    """Return a CPU tensor with the tensor's infinities, and zero for all other values."""
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     wide = real.detach().to(device="cpu", dtype=torch.float32 if real.itemsize < 4 else real.dtype)
     return torch.where(wide.isinf(), wide, 0.0)

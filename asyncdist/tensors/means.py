@@ -1,21 +1,21 @@
-"""Computes weighted means of tensors, element by element, whether they arrive in turn in chunks or all at once.
+"""Computes weighted means of tensors, element by element, for tensors that arrive in chunks or all at once.
 
 Tensors are summed in the given order, in the accumulator's dtype (float32 or wider), and the sum is divided by the sum
-of the weights. Product, sum and quotient are rounded separately, so the bits depend neither on chunk boundaries nor on
-the width of vector instructions. Two rules are added:
+of the weights. Product, sum and quotient are rounded separately, so that the result depends neither on the chunks nor
+on the width of vector instructions. Two rules are added:
 
-- **The mean of finite values is finite.** When a sum leaves the range of its dtype, it continues scaled by 2^-64, and
-  so does its divisor. Scaling by a power of two is exact for values of that size, so the bits are those of an unbounded
-  sum. (Without this, two attention masks of ``finfo.min`` add up to -inf.)
-- **The mean of equal values is that value.** If the quotient equals that of tensors all equal to the last tensor, the
-  mean is the last tensor's value. (In float32, (x + x + x) / 3 misses x by one unit in the last place for one x in
-  seven.) If the tensors differ but the quotient is the same, the change is within rounding.
+- **The mean of finite values is finite.** When a sum overflows, it is continued with values scaled by 2^-64, and its
+  divisor is scaled as well. Scaling by a power of two is exact here, so the result equals that of an unbounded sum.
+  (Without this rule, two attention masks of ``finfo.min`` would add up to -inf.)
+- **The mean of equal values is that value.** If the quotient equals the quotient for tensors that all equal the last
+  tensor, the mean is the last tensor's value. (In float32, (x + x + x) / 3 differs from x for one x in seven.) If the
+  tensors differ but the quotients are equal, the change is within rounding.
 
-Only the ratios of weights matter. Weights are scaled by a power of two, which changes no bit of a mean, so that the sum
-of products does not underflow or overflow unless the values do: with weights near 1e-6, products of values near 1e-33
-had lost most of their digits. A weight below 2^-100 of the largest one counts as 2^-100 of it.
+Only the ratios of weights matter. Weights are scaled by a power of two, which changes no bit of the mean, so that
+products underflow or overflow only if the values do: with weights near 1e-6, products of values near 1e-33 would lose
+most of their digits. A weight below 2^-100 of the largest weight counts as 2^-100 of it.
 
-Complex values are averaged as their real and imaginary parts.
+Complex values are averaged as pairs of real and imaginary parts.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from typing import Final
 import torch
 from torch import Tensor
 
-#: Number of elements handled at once: 256 KiB of float32 stay in a core's own cache from one pass to the next.
+#: Number of elements per piece: 256 KiB of float32 stay in a core's own cache during all passes.
 _PIECE_COUNT: Final = 1 << 16
-#: Number of elements for which the mean of equal values is computed at once; bounds the memory of its temporaries.
+#: Number of elements for which the mean of equal values is computed at once, to limit the memory of temporaries.
 _STRETCH_COUNT: Final = 12 << 10
 _SCALE: Final = 2.0**-64
 _LARGEST: Final = {dtype: torch.finfo(dtype).max for dtype in (torch.float32, torch.float64)}
-#: Sums of up to 2^20 values of this size stay finite.
+#: Sums of up to 2^20 values of this size are finite.
 _SAFE: Final = {dtype: largest * 2.0**-20 for dtype, largest in _LARGEST.items()}
 _INTEGERS: Final = {torch.float32: torch.int32, torch.float64: torch.int64}
-#: Weights may be 2^20 times the first one before the sums are scaled down.
+#: Largest exponent of 2 by which a weight may exceed the first one before the sums are scaled down.
 _WEIGHT_EXPONENT_MAX: Final = 20
 _WEIGHT_MIN: Final = 2.0**-100
 
@@ -44,11 +44,9 @@ _WEIGHT_MIN: Final = 2.0**-100
 class WeightedMean:
     """Computes the weighted mean of tensors that arrive in turn, each in chunks.
 
-    All weighted means of asyncdist are computed here. The caller passes the tensors in rank order.
-
-    Call :meth:`begin` for each tensor and then :meth:`add` for each of its chunks; a tensor may be spread over several
-    flat tensors. After a chunk of the last tensor, the accumulator holds the mean of that stretch. Only one piece is
-    allocated, unless sums overflow.
+    Pass the tensors in rank order: call :meth:`begin` for each tensor and then :meth:`add` for each of its chunks.
+    After a chunk of the last tensor, the accumulator contains the mean of this part. Only one piece is allocated,
+    unless sums overflow.
 
     Args:
         count: Number of tensors.
@@ -64,9 +62,9 @@ class WeightedMean:
         self.is_agreed = True
         self._weights: list[float] = []  # scaled by 2^-exponent
         self._exponent = 0
-        self._shrinking = 1.0  # factor for the earlier sums, applied before the current tensor is added
+        self._shrinking = 1.0  # factor for the previous sums, applied before the current tensor is added
         self._is_careful = False
-        self._scaled: dict[int, Tensor] = {}  # by the accumulator's address: the mask of its scaled sums
+        self._scaled: dict[int, Tensor] = {}  # masks of the scaled sums, by address of the accumulator
 
     def begin(self, weight: float) -> None:
         """Begin the next tensor, with a weight that is finite and above 0."""
@@ -82,13 +80,13 @@ class WeightedMean:
         self._weights.append(max(_WEIGHT_MIN, math.ldexp(weight, -self._exponent)))
 
     def add(self, into: Tensor, chunk: Tensor | None = None) -> None:
-        """Add a chunk of the current tensor to the same stretch of an accumulator.
+        """Add a chunk of the current tensor to the corresponding part of an accumulator.
 
         Args:
             into: Contiguous 1-D slice of the accumulator, of float32, complex64 or wider. The first tensor overwrites
                 it.
-            chunk: 1-D tensor of the same length, of any dtype that fits into the accumulator's. It is not changed. None
-                if ``into`` already holds the first tensor's values.
+            chunk: 1-D tensor of the same length, of any dtype that fits into the accumulator's; not changed. None if
+                ``into`` already contains the first tensor's values.
         """
         if into.requires_grad or (chunk is not None and chunk.requires_grad):
             into, chunk = into.detach(), None if chunk is None else chunk.detach()
@@ -107,7 +105,7 @@ class WeightedMean:
     def _add_piece(self, into: Tensor, values: Tensor) -> None:
         weight, place = self._weights[-1], len(self._weights)
         is_first, is_last = place == 1, place == self._count
-        if is_first and is_last:  # the mean of one tensor is that tensor, with any weight
+        if is_first and is_last:  # the mean of one tensor is that tensor, whatever its weight
             if values is not into:
                 into.copy_(values)
             return
@@ -115,7 +113,8 @@ class WeightedMean:
             into.mul_(self._shrinking)
         wide = values if values.dtype == into.dtype else values.to(into.dtype)
         product = wide if weight == 1.0 else wide * weight
-        # After the first too large value, all sums are checked for overflow. Before it, no sum can have overflowed.
+        # After the first value that is too large, all sums are checked for overflow. Earlier sums cannot have
+        # overflowed.
         self._is_careful = self._is_careful or not _is_within(product, _SAFE[into.dtype])
         if self._is_careful:
             self._add_carefully(into, wide, product)
@@ -129,7 +128,7 @@ class WeightedMean:
                 _prefer_last(into, wide, self._weights, is_careful=self._is_careful)
 
     def _add_carefully(self, into: Tensor, wide: Tensor, product: Tensor) -> None:
-        """Add the current tensor, and scale down sums of finite values that leave the range of the dtype."""
+        """Add the current tensor, and scale down sums of finite values that overflow."""
         is_first = len(self._weights) == 1
         total = product if is_first else into + product
         leaves = torch.isfinite(wide) & ~torch.isfinite(total)
@@ -152,7 +151,7 @@ class WeightedMean:
         into.copy_(torch.where(scaled, careful, total))
 
     def _divide(self, into: Tensor) -> None:
-        """Turn the sum into the mean; weights that add up to exactly 1 leave it unchanged."""
+        """Divide the sum by the sum of the weights; if this is exactly 1, the values are unchanged."""
         divisor = sum(self._weights)
         if not self._is_careful:
             divide(into, divisor)
@@ -162,11 +161,11 @@ class WeightedMean:
         scaled = self._scaled_sums(into)
         if scaled is not None:
             quotient = torch.where(scaled, into / (divisor * _SCALE), quotient)
-        largest = _LARGEST[into.dtype]  # rounding may lift a mean of the largest values above the range
+        largest = _LARGEST[into.dtype]  # rounding may raise a mean of the largest values above the range
         into.copy_(torch.where(is_finite, quotient.clamp(-largest, largest), quotient))
 
     def _scaled_sums(self, into: Tensor, *, make: bool = False) -> Tensor | None:
-        """Return the mask of the elements of ``into`` that hold scaled sums; None if the accumulator never had any."""
+        """Return the mask of the elements of ``into`` that are scaled sums; None if the accumulator never had any."""
         storage = into.untyped_storage()
         found = self._scaled.get(storage.data_ptr())
         if found is None:
@@ -180,16 +179,16 @@ class WeightedMean:
 def weighted_mean_into(
     result: Tensor, parts: Sequence[Tensor], weights: Sequence[float], *, keeps_equal: bool = True
 ) -> bool:
-    """Write the weighted mean of tensors that are all available.
+    """Write the weighted mean of tensors that are all available, in rank order.
 
     Args:
-        result: A contiguous 1-D tensor of float32, complex64 or wider, which is not among the parts.
-        parts: One or more tensors of the result's length, in rank order.
+        result: Contiguous 1-D tensor of float32, complex64 or wider, which is not one of the parts.
+        parts: One or more tensors of the result's length.
         weights: Weight of each part, finite and above 0.
         keeps_equal: Whether the mean of equal values is exactly that value.
 
     Returns:
-        Whether the parts agree in their infinite values; see :attr:`WeightedMean.is_agreed`.
+        Whether each non-finite value is the same infinity in all parts.
     """
     mean = WeightedMean(len(parts), keeps_equal=keeps_equal)
     for part, weight in zip(parts, weights, strict=True):
@@ -199,13 +198,9 @@ def weighted_mean_into(
 
 
 def mean_into(result: Tensor, parts: Sequence[Tensor]) -> None:
-    """Write the unweighted mean of tensors that are all available, with the same bits as :class:`WeightedMean`.
+    """Write the unweighted mean of two or more available tensors, with the same bits as :class:`WeightedMean`.
 
-    Non-finite values follow IEEE 754.
-
-    Args:
-        result: Contiguous 1-D tensor of float32, complex64 or wider, not among the parts.
-        parts: Two or more tensors of the result's length and dtype.
+    The result is a contiguous 1-D tensor of float32, complex64 or wider, and is not one of the parts.
     """
     result, parts = _real(result), [_real(part) for part in parts]
     if not len(result):
@@ -218,16 +213,13 @@ def mean_into(result: Tensor, parts: Sequence[Tensor]) -> None:
 
 
 def mean_of_sum(total: Tensor, last: Tensor, count: int) -> bool:
-    """Turn a sum of tensors in place into their mean, with the same bits as :func:`mean_into`.
+    """Divide a sum of tensors in place to get their mean, with the same bits as :func:`mean_into`.
 
-    Args:
-        total: Contiguous 1-D tensor of float32, complex64 or wider: the sum of two or more tensors, in order.
-        last: Last of these tensors.
-        count: Number of these tensors.
+    ``total`` is a contiguous 1-D tensor of float32, complex64 or wider, and ``last`` is the last of the ``count``
+    tensors.
 
     Returns:
-        Whether ``total`` holds the mean. False if the sum is not finite: it is unchanged, and the mean needs all
-        tensors.
+        False if the sum is not finite: ``total`` is unchanged, and the mean must be computed from all tensors.
     """
     total, last = _real(total), _real(last)
     if not _is_within(total, _LARGEST[total.dtype]):
@@ -240,7 +232,7 @@ def mean_of_sum(total: Tensor, last: Tensor, count: int) -> bool:
 def divide(total: Tensor, divisor: float) -> None:
     """Divide in place, rounding once; a divisor of exactly 1 leaves the values unchanged."""
     if divisor != 1.0:
-        # CUDA would turn division by a Python scalar into multiplication by its reciprocal.
+        # CUDA would replace a division by a Python scalar by a multiplication with the reciprocal.
         on_device = total.device.type != "cpu"
         total.div_(torch.tensor(divisor, dtype=total.dtype, device=total.device) if on_device else divisor)
 
@@ -248,7 +240,7 @@ def divide(total: Tensor, divisor: float) -> None:
 def _prefer_last(mean: Tensor, last: Tensor, weights: Sequence[float], *, is_careful: bool) -> None:
     """Write the last tensor's value for each element whose mean equals the mean of equal values.
 
-    Uses arithmetic on the elements' bits: boolean comparisons and `where` take ten times as long.
+    Comparisons and `where` would take ten times as long as the integer arithmetic used here.
     """
     if len(weights) == 2 and weights[0] == weights[1] == 1.0:  # (x + x) / 2 is exact
         return
@@ -267,11 +259,11 @@ def _prefer_last_here(mean: Tensor, last: Tensor, weights: Sequence[float], *, i
     torch.ne(bits, differs, out=differs)
     if not differs.min():
         bits *= differs
-        bits -= differs.sub_(1).mul_(last_bits)  # where equal, adds the last tensor's bits
+        bits -= differs.sub_(1).mul_(last_bits)  # adds the last tensor's bits where the means are equal
 
 
 def _mean_of_equal(values: Tensor, weights: Sequence[float]) -> Tensor:
-    """Return the rounded mean of tensors that all hold these values; no sum may overflow."""
+    """Return the rounded mean of tensors that all contain these values; no sum may overflow."""
     if weights[0] == weights[1] == 1.0:
         total, others = values + values, weights[2:]
     else:
@@ -284,7 +276,7 @@ def _mean_of_equal(values: Tensor, weights: Sequence[float]) -> Tensor:
 
 def _is_within(values: Tensor, bound: float) -> bool:
     """Return whether all values are finite and within ``bound``, which must exceed the dtype's largest square root."""
-    # The sum of squares takes a fifth of the time. It is finite for values up to 1e18, and never for NaN.
+    # A sum of squares takes a fifth of the time. It is finite for values up to 1e18, and never for NaN.
     if math.isfinite(torch.dot(values, values).item()):
         return True
     low, high = torch.aminmax(values)

@@ -1,4 +1,4 @@
-"""Finds the tensors of a model with their names, and checks that each has memory of its own."""
+"""Finds the tensors of a model with their names, and checks that each tensor has its own memory."""
 
 from __future__ import annotations
 
@@ -23,20 +23,18 @@ _ALLOWED: Final = (
 def gather(module: nn.Module, keys: list[str | None], tensors: list[Tensor]) -> None:
     """Append the parameters and persistent buffers of a module and its submodules, under all their names.
 
-    Takes a third of the time of `named_modules`, which dominated the rounds of small models. `names_of` computes the
-    names from the keys; equal keys mean equal names.
+    This takes a third of the time of `named_modules`, which dominated the rounds of small models.
 
     Args:
-        module: Root of the walk.
-        keys: List to which keys are appended: the key of each tensor of the module, then None; then for each submodule
-            its key and, recursively, its keys; then None.
+        keys: List to which keys are appended: the keys of the module's tensors, then None; then for each submodule its
+            key and, recursively, its keys; then None. `names_of` computes the names from it.
         tensors: List to which the tensors are appended, in the order of their keys.
     """
     for key, tensor in module._parameters.items():
         if tensor is not None:
             keys.append(key)
             tensors.append(tensor)
-    if module._buffers:  # testing is faster than iterating over nothing, and most modules have no buffers
+    if module._buffers:  # most modules have no buffers, and this test is faster than an empty loop
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:
                 keys.append(key)
@@ -68,31 +66,22 @@ def names_of(keys: Sequence[str | None]) -> list[str]:
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Return whether a tensor is a DTensor.
-
-    Importing its module would take most of a second. If it has not been imported, no DTensor exists.
-    """
+    """Return whether a tensor is a DTensor, without importing the module of DTensor, which takes most of a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_part(tensor: Any) -> Any:
-    """Return this rank's shard of a DTensor, which may be empty; any other tensor unchanged.
-
-    Unlike ``to_local()``, each call returns the same object.
-    """
+    """Return this rank's shard of a DTensor (the same object at each call), or any other tensor unchanged."""
     return tensor._local_tensor if is_sharded(tensor) else tensor
 
 
 def take_local_parts(names: Sequence[str], tensors: list[Tensor]) -> tuple[dict[str, str], set[int]]:
-    """Replace DTensors in ``tensors`` by this rank's shards.
+    """Replace DTensors in ``tensors`` by this rank's shards. Raise ValueError for a partial placement.
 
     Returns:
-        A description of each DTensor's sharding by name, and the set of ranks, as torch.distributed numbers them, over
-        which any is sharded.
-
-    Raises:
-        ValueError: A DTensor has a partial placement.
+        A description of each DTensor's sharding by name, and all ranks, in torch.distributed's numbering, over which
+        any tensor is sharded.
     """
     shardings: dict[str, str] = {}
     meshes: set[int] = set()
@@ -105,14 +94,14 @@ def take_local_parts(names: Sequence[str], tensors: list[Tensor]) -> tuple[dict[
 
 
 def trained_names(module: nn.Module) -> set[str]:
-    """Return all names of the parameters that require a gradient now."""
+    """Return all names of the parameters that currently require a gradient."""
     return {name for name, each in module.named_parameters(remove_duplicate=False) if each.requires_grad}
 
 
 def frozen_places(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the indices of parameters that require no gradient and share no memory with one that does."""
+    """Return the indices of parameters that require no gradient and share no memory with a parameter that does."""
     frozen = [isinstance(tensor, nn.Parameter) and not tensor.requires_grad for tensor in tensors]
-    plain = (nn.Parameter, Tensor)  # a subclass may have no memory of its own
+    plain = (nn.Parameter, Tensor)  # a subclass may not have its own memory
     trained = {
         identity_of(each)
         for each, is_frozen in zip(tensors, frozen, strict=True)
@@ -126,7 +115,7 @@ def frozen_places(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def digest_of(named: Iterable[tuple[str, Tensor]]) -> str:
-    """Return a hash of names, shapes, dtypes and values; for a wrapper subclass, of the wrapped tensors' values."""
+    """Return a hash of names, shapes, dtypes and values. For a wrapper subclass, the wrapped tensors' values count."""
     found = hashlib.sha256()
     for name, tensor in named:
         found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
@@ -136,7 +125,7 @@ def digest_of(named: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def _dense_parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the dense tensors inside a tensor: this rank's shard of a DTensor, the tensors that a wrapper wraps."""
+    """Yield the dense tensors inside a tensor: this rank's shard of a DTensor, or the tensors inside a wrapper."""
     own = local_part(tensor)
     if is_traceable_wrapper_subclass(own):
         for name in own.__tensor_flatten__()[0]:
@@ -146,14 +135,14 @@ def _dense_parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _sharding_of(name: str, tensor: Any) -> str:
-    """Return a string for a DTensor's sharding; equal shardings give equal strings."""
+    """Return a description of a DTensor's sharding; equal shardings have equal descriptions."""
     if any(placement.is_partial() for placement in tensor.placements):
         raise ValueError(f"the placements of {name!r} must be Shard or Replicate, got {tensor.placements}")
     return f"{tuple(tensor.placements)} of {tuple(tensor.shape)} over {tuple(tensor.device_mesh.shape)}"
 
 
 def check_supported(name: str, tensor: Tensor) -> None:
-    """Raise ValueError if the tensor has no plain memory to copy."""
+    """Raise ValueError if the tensor has no plain memory that can be copied."""
     trouble = None
     if _is_lazy(tensor):
         trouble = "is not initialised; run one forward pass first"
@@ -178,7 +167,7 @@ def check_supported(name: str, tensor: Tensor) -> None:
 
 
 def check_gradient(name: str, parameter: Tensor) -> None:
-    """Raise ValueError if the parameter has a gradient without plain memory to copy."""
+    """Raise ValueError if the parameter has a gradient without plain memory that can be copied."""
     if _is_lazy(parameter):
         raise ValueError(f"the parameter {name!r} is not initialised; run one forward pass first")
     gradient, trouble = parameter.grad, None
@@ -194,10 +183,7 @@ def check_gradient(name: str, parameter: Tensor) -> None:
 
 @functools.cache
 def _has_arithmetic(dtype: torch.dtype) -> bool:
-    """Return whether torch can copy values of a dtype, and can convert floating ones to float32.
-
-    torch barely supports integers below a byte and pairs of 4-bit floating-point numbers.
-    """
+    """Return whether torch can copy values of a dtype and, for floating dtypes, convert them to float32."""
     value = torch.zeros(1, dtype=dtype, device="cpu")
     try:
         value.to(torch.float32) if dtype.is_floating_point else torch.zeros_like(value).copy_(value)
@@ -211,7 +197,7 @@ def _is_lazy(tensor: Tensor) -> bool:
 
 
 def _address(tensor: Tensor) -> int:
-    """Return the data pointer; 0 for wrappers, which have none."""
+    """Return the tensor's data pointer; 0 for wrapper tensors, which have none."""
     try:
         return tensor.data_ptr()
     except RuntimeError:
@@ -219,7 +205,10 @@ def _address(tensor: Tensor) -> int:
 
 
 def identity_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return a key that is equal for the same view of memory. Empty tensors, all at address 0, are keyed by object."""
+    """Return a key that is equal for equal views of the same memory.
+
+    Empty tensors are all at address 0, so their key identifies the object.
+    """
     if tensor.numel() == 0:
         return ("empty", id(tensor))
     flags = (tensor.is_conj(), tensor.is_neg())
@@ -227,7 +216,7 @@ def identity_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _is_simple(tensor: Tensor) -> bool:
-    """Return whether each stride exceeds the extent of the dimensions inside it, so that no elements overlap."""
+    """Return whether each stride exceeds the extent of the inner dimensions, so that no elements overlap."""
     if tensor.is_contiguous():
         return True
     span = 0
@@ -240,7 +229,7 @@ def _is_simple(tensor: Tensor) -> bool:
 
 
 def _extent_nbytes(tensor: Tensor) -> int:
-    """Return the number of bytes from the tensor's first element to the end of its last."""
+    """Return the number of bytes from the start of the tensor's first element to the end of its last."""
     if tensor.is_contiguous():
         return tensor.nbytes
     steps = (stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
@@ -255,7 +244,7 @@ def _mark(mask: np.ndarray[Any, np.dtype[np.bool_]], tensor: Tensor, start: int)
 
 
 def _overlaps_itself(tensor: Tensor) -> bool:
-    """Return whether two elements of a tensor share a byte; exact."""
+    """Return whether two elements of a tensor share a byte."""
     mask = np.zeros(_extent_nbytes(tensor), dtype=np.bool_)
     _mark(mask, tensor, tensor.data_ptr())[...] = True
     return int(mask.sum()) < tensor.nbytes
@@ -264,8 +253,7 @@ def _overlaps_itself(tensor: Tensor) -> bool:
 def check_overlap(entries: Sequence[tuple[str, Tensor]]) -> None:
     """Raise ValueError if entries share bytes without being the same view.
 
-    Only entries whose address ranges overlap are compared byte by byte, so two interleaved column views of one matrix
-    pass.
+    Only overlapping address ranges are compared byte by byte, so that interleaved columns of one matrix are accepted.
     """
     spans = sorted(
         ((str(t.device), t.data_ptr(), t.data_ptr() + _extent_nbytes(t), name, t) for name, t in entries if t.numel()),
@@ -283,7 +271,7 @@ def check_overlap(entries: Sequence[tuple[str, Tensor]]) -> None:
 
 
 def _check_cluster(cluster: Sequence[tuple[str, Tensor]], start: int, end: int) -> None:
-    """Raise ValueError if two of the entries in one address range share a byte."""
+    """Raise ValueError if two entries in one address range share a byte."""
     if len(cluster) < 2:
         return
     mask = np.zeros(end - start, dtype=np.bool_)

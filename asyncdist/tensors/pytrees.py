@@ -1,10 +1,7 @@
 """Describes and compares trees of tensors, and packs their leaves into one flat tensor per dtype.
 
 A tree is a pytree of `optree`: a tensor, or dicts, lists, tuples, named tuples and registered dataclasses of trees.
-None is a tree without leaves. Nothing here sends or waits.
-
-Invariants: leaves are in optree's order, which sorts a dict's keys, so equal outlines mean equal layouts of the flat
-tensors on all ranks; packed and unpacked tensors belong to no autograd graph.
+optree sorts a dict's keys, so that equal outlines mean equal layouts of the flat tensors on all ranks.
 """
 
 from __future__ import annotations
@@ -23,30 +20,25 @@ from torch import Tensor
 
 from asyncdist.tensors.byte_views import oddity_of
 
-#: A leaf's dtype and shape; a description such as "an int" for a leaf that cannot be sent.
+#: A leaf's dtype and shape, or a description such as "an int" for a leaf that cannot be sent.
 Kind: TypeAlias = tuple[torch.dtype, tuple[int, ...]] | str
 
 #: A tree's nodes and leaves in order, each as its path and a description.
 Lines: TypeAlias = tuple[tuple[str, str], ...]
 
-_CACHED_COUNT: Final = 64  # outlines; a program reduces few different trees, repeatedly
+_CACHED_COUNT: Final = 64  # number of outlines; programs reduce few different trees, repeatedly
 
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """Describes a tree without its values.
-
-    Attributes:
-        spec: Structure of the tree.
-        kinds: Kind of each leaf, in order.
-    """
+    """Describes the structure of a tree and the kinds of its leaves, without their values."""
 
     spec: optree.PyTreeSpec
     kinds: tuple[Kind, ...]
 
     @property
     def lines(self) -> Lines:
-        """Each node and leaf, parents first."""
+        """Path and description of each node and leaf, parents first."""
         return _lines(self.spec, self.kinds)
 
     @property
@@ -63,21 +55,13 @@ class Outline:
 
 
 def outline(tree: Any) -> tuple[list[Any], Outline]:
-    """Return the leaves of a tree and its outline, in which :func:`is_foreign` finds leaves that are not tensors."""
+    """Return the leaves of a tree, and its outline. :func:`is_foreign` recognises leaves that are not tensors."""
     leaves, spec = optree.tree_flatten(tree)
     return leaves, Outline(spec, tuple(_kind(leaf) for leaf in leaves))
 
 
 def flatten_tensors(tree: Any, name: str) -> tuple[list[Tensor], optree.PyTreeSpec]:
-    """Return the leaves of a tree of tensors.
-
-    Args:
-        tree: Any tree.
-        name: Name of the tree in the error.
-
-    Raises:
-        TypeError: A leaf is not a dense tensor.
-    """
+    """Return the leaves and the structure of a tree. Raise TypeError if a leaf is not a dense tensor."""
     leaves, found = outline(tree)
     wrong = found.first_leaf(is_foreign)
     if wrong is not None:
@@ -86,31 +70,27 @@ def flatten_tensors(tree: Any, name: str) -> tuple[list[Tensor], optree.PyTreeSp
 
 
 def is_foreign(kind: Kind) -> bool:
-    """Return whether a leaf cannot be sent: it is not a tensor, or has no plain memory."""
+    """Return whether a leaf cannot be sent, because it is not a tensor or has no plain memory."""
     return isinstance(kind, str)
 
 
 def path_in(name: str, path: str) -> str:
-    """Return a path of an :class:`Outline` with ``name`` as the name of the tree."""
+    """Return a path of an :class:`Outline` that begins with ``name`` instead of "tree"."""
     return name + path.removeprefix("tree")
 
 
 def leaf_paths(spec: optree.PyTreeSpec, name: str) -> list[str]:
-    """Return the paths of all leaves, with ``name`` as the name of the tree."""
+    """Return the paths of all leaves, beginning with ``name``."""
     return [path_in(name, path) for path, node in _walk(spec) if node is None]
 
 
 def lines_to_text(lines: Lines) -> str:
-    """Write the lines as one line of JSON, for a message."""
+    """Return the lines as one line of JSON, to be sent in a message."""
     return json.dumps(lines, separators=(",", ":"))
 
 
 def lines_from_text(text: str) -> Lines:
-    """Read the JSON that :func:`lines_to_text` wrote on another rank.
-
-    Raises:
-        ValueError: The string is not such JSON.
-    """
+    """Return the lines that :func:`lines_to_text` wrote as JSON. Raise ValueError for other strings."""
     try:
         lines = tuple((str(path), str(what)) for path, what in json.loads(text))
     except (TypeError, ValueError, RecursionError) as error:
@@ -123,9 +103,7 @@ def lines_from_text(text: str) -> Lines:
 def first_difference(lines: Sequence[Lines], ranks: Sequence[int]) -> tuple[str, str]:
     """Return the first path at which a rank's tree differs from the first rank's, and a clause that describes it.
 
-    Args:
-        lines: Lines of each rank's tree, of which at least one differs from the first.
-        ranks: Ranks in the same order.
+    At least one element of ``lines``, the lines of each rank's tree, must differ from the first.
     """
     first = lines[0]
     rank, other = next((r, found) for r, found in zip(ranks, lines, strict=True) if found != first)
@@ -144,10 +122,7 @@ def first_difference(lines: Sequence[Lines], ranks: Sequence[int]) -> tuple[str,
 
 
 def pack(leaves: Sequence[Tensor]) -> dict[torch.dtype, Tensor]:
-    """Return one contiguous 1-D tensor in CPU memory per dtype, in the order in which the dtypes first appear.
-
-    The values are copied: the caller may change the result.
-    """
+    """Return one contiguous 1-D CPU tensor per dtype, with copies of the leaves' values."""
     groups: dict[torch.dtype, list[Tensor]] = {}
     for leaf in leaves:
         groups.setdefault(leaf.dtype, []).append(leaf.detach().reshape(-1))
@@ -157,14 +132,14 @@ def pack(leaves: Sequence[Tensor]) -> dict[torch.dtype, Tensor]:
 def _joined(parts: list[Tensor]) -> Tensor:
     if len({part.device for part in parts}) > 1:
         parts = [part.to("cpu") for part in parts]
-    return torch.cat(parts).to("cpu")  # leaves on one device are copied from it at once
+    return torch.cat(parts).to("cpu")  # leaves on one device are copied to the CPU in one transfer
 
 
 def unpack(flats: dict[torch.dtype, Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Cut flat tensors from ``pack(leaves)`` into pieces with each leaf's shape and device.
+    """Split flat tensors from ``pack(leaves)`` into pieces with each leaf's shape and device, which share their memory.
 
-    A flat tensor may have got a leading dimension: for shape [m, n] the pieces have m in front of their shape. Its
-    dtype may differ from its key. The pieces share the flat tensors' memory.
+    For a flat tensor of shape [m, n], the pieces have an additional leading dimension m. Its dtype may differ from its
+    key.
     """
     offsets = dict.fromkeys(flats, 0)
     found = []
@@ -194,7 +169,7 @@ def _kind_in_words(kind: Kind) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype's name, as in ``"float32"``."""
+    """Return a dtype's name, such as ``"float32"``."""
     return str(dtype).removeprefix("torch.")
 
 

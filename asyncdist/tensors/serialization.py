@@ -1,12 +1,9 @@
-"""Encodes Python values as bytes that keep their types exactly, for values that ranks exchange outside protocols.
+"""Encodes Python values as bytes with their exact types, for values that ranks exchange.
 
-Python's pickle runs code, and msgpack has no tuples, no integers beyond 64 bits and no tensors. So a value is written
-as a msgpack tree in which nil, booleans, 64-bit integers, floats, strings, bytes and arrays (lists) stand for
-themselves. Every other type is a map with one integer key, which identifies the type; a dict is such a map of its
-items.
-
-Subclasses are refused, since they would arrive as their base type. A list that occurs twice arrives as two lists.
-Decoding checks everything, and allocates no more than the size of the data.
+Python's pickle runs code, and msgpack has no tuples, no integers beyond 64 bits and no tensors. A value is therefore
+written as msgpack, in which every type that msgpack lacks is a map with one integer key that identifies the type.
+Subclasses raise an error, since they would be decoded as their base type. Decoding checks everything, and allocates at
+most as much memory as the data.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ ALLOWED: Final = (
     "numpy arrays and scalars of numbers (exactly these types, not subclasses)"
 )
 DEPTH_MAX: Final = 100
-#: Limits on an exception's message and class name.
+#: Maximum sizes of an exception's message and class name, in bytes.
 _TEXT_NBYTES_MAX: Final = 800
 _KIND_NBYTES_MAX: Final = 150
 
@@ -44,7 +41,7 @@ _DTYPES: Final = {
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder().decode
 
-#: Place of a nested value: the place of its container, and its index or key in it. None is the outermost value.
+#: Position of a nested value: the position of its container, and its index or key in it. None is the outermost value.
 _Where: TypeAlias = "tuple[_Where, Any] | None"
 
 
@@ -67,7 +64,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Any:
-    """Decode the bytes that :func:`encode` returned, with tensors on the CPU; no memory is shared with ``data``.
+    """Decode the bytes that :func:`encode` returned. Tensors are on the CPU and share no memory with ``data``.
 
     Raises:
         RemoteProtocolError: The bytes are not an encoded value.
@@ -79,12 +76,12 @@ def decode(data: bytes | memoryview) -> Any:
 
 
 def type_name(kind: type) -> str:
-    """Return a class's name, with its module unless that is ``builtins``."""
+    """Return a class's name, preceded by its module unless the module is ``builtins``."""
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the torch dtype of a name such as ``"float32"``. Raise KeyError if the name is unknown."""
+    """Return the torch dtype with a name such as ``"float32"``. Raise KeyError if the name is unknown."""
     return _DTYPES[name]
 
 
@@ -92,7 +89,7 @@ def words_of(error: BaseException) -> tuple[str, str]:
     """Return an exception's class name and message, cut to less than a thousand bytes in total."""
     try:
         text = str(error)
-    except Exception as second:  # another rank waits for this report
+    except Exception as second:  # must not raise, since other ranks wait for this report
         text = f"(its __str__ raised {type(second).__name__})"
     return cut_text(type_name(type(error)), _KIND_NBYTES_MAX), cut_text(text, _TEXT_NBYTES_MAX)
 
@@ -159,7 +156,7 @@ _PACK: Final[dict[type, Callable[[Any, _Where, int], Any]]] = {
     bytearray: lambda value, where, depth: {_BYTEARRAY: bytes(value)},
     tuple: lambda value, where, depth: {_TUPLE: _pack_items(value, where, depth)},
     dict: _pack_dict,
-    # A set of strings has a different order in each process; sorting makes the bytes equal.
+    # The order of a set of strings differs between processes; sorting makes the bytes equal.
     set: lambda value, where, depth: {_SET: sorted(_pack_items(value, where, depth), key=repr)},
     frozenset: lambda value, where, depth: {_FROZENSET: sorted(_pack_items(value, where, depth), key=repr)},
     torch.Tensor: _pack_tensor,
@@ -172,7 +169,7 @@ def _int_to_bytes(value: int) -> bytes:
 
 
 def _is_unicode(text: str) -> bool:
-    """Return whether a string can be encoded in UTF-8, unlike lone surrogates, as in some file names."""
+    """Return whether a string can be encoded in UTF-8, unlike lone surrogates, which occur in file names."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -237,13 +234,13 @@ def _numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def _bytes(content: Any) -> bytes:
-    if type(content) is not bytes:  # bytearray(number) would allocate that many bytes
+    if type(content) is not bytes:  # bytearray(number) would allocate this many bytes
         raise TypeError(f"{type(content).__name__} instead of bytes")
     return content
 
 
 def _check_size(shape: list[int], itemsize: int, data: bytes) -> None:
-    """Raise ValueError if the shape does not match the number of bytes; call it before allocating."""
+    """Raise ValueError if the shape does not match the number of bytes. Call this before allocating memory."""
     if any(type(size) is not int or size < 0 for size in shape) or math.prod(shape) * itemsize != len(data):
         raise ValueError(f"{len(data)} bytes do not match shape {shape} with {itemsize} bytes per element")
 

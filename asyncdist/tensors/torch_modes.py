@@ -1,8 +1,7 @@
 """Gives each of several ranks in one thread its own torch modes: grad mode, inference mode and autocast.
 
-torch keeps these modes per thread. Without this module, a rank that awaits under ``no_grad`` would disable gradients
-for the thread's other ranks, and two ranks that leave ``no_grad`` in the order they entered it would leave it on
-forever.
+torch stores these modes per thread. Without this module, a rank that awaits under ``no_grad`` would disable gradients
+for the thread's other ranks.
 """
 
 from __future__ import annotations
@@ -16,30 +15,29 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 
 _DEVICES: Final = ("cpu", "cuda")
-#: Guards of inference mode that are kept alive: their deletion would change the thread's mode.
+#: Guards of inference mode that are kept alive, since deleting them would change the thread's mode.
 _kept: Final[list[Any]] = []
 
 
 class _Casts(NamedTuple):
-    """Holds the settings of autocast."""
+    """Settings of autocast, for the CPU and for CUDA."""
 
     enabled: tuple[bool, ...] = (False, False)
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
     caches: bool = True
 
 
-#: Whether gradients are recorded; whether inference mode is on; the number of nested autocast contexts; the autocast
-#: settings. A plain tuple for speed: one is made at each switch.
+#: Modes of a thread: whether gradients are recorded, whether inference mode is on, the number of nested autocast
+#: contexts, and the autocast settings. A plain tuple, since one is made at each switch between ranks.
 Modes: TypeAlias = tuple[bool, bool, int, _Casts]
-#: The modes of a new process.
+#: Modes of a new thread.
 FRESH: Final[Modes] = (True, False, 0, _Casts())
 
 
 def modes_now(casts_outside: _Casts | None = None) -> Modes:
-    """Return the thread's modes.
+    """Return the thread's current modes.
 
-    Args:
-        casts_outside: Autocast settings outside any autocast context, if known; querying them is slow.
+    ``casts_outside`` are the autocast settings outside any autocast context, if known, because querying them is slow.
     """
     torch.autocast_increment_nesting()
     depth = torch.autocast_decrement_nesting()
@@ -56,12 +54,7 @@ def _casts_now() -> _Casts:
 
 
 class RankModes:
-    """Keeps the modes of all ranks of a thread. The thread has those of the current rank, or of the code outside ranks.
-
-    Args:
-        size: Number of ranks.
-        first: Initial modes of each rank.
-    """
+    """Stores the modes of all ranks of a thread, and switches the thread between them."""
 
     def __init__(self, size: int, first: Modes) -> None:
         self.outside = size
@@ -72,7 +65,7 @@ class RankModes:
         self._guard: Any = None
 
     def switch(self, rank: int) -> None:
-        """Make the modes of ``rank`` the thread's."""
+        """Save the current rank's modes, and give the thread the modes of ``rank``."""
         current = self.current
         if rank == current:
             return
@@ -93,7 +86,7 @@ class RankModes:
             _kept.append(self._guard)
 
     def _set(self, modes: Modes, now: Modes) -> None:
-        """Set the modes, inference mode first because its guard, on exit, resets the other modes."""
+        """Set the thread's modes. Inference mode is first, since leaving it resets the other modes."""
         grad, inference, depth, casts = modes
         depth_now = now[2]
         if self._guard is not None:
@@ -117,12 +110,12 @@ class RankModes:
 
 # -- on a loop of asyncio ---------------------------------------------------------------------------------------------
 
-#: Modes and rank for the tasks created in this context.
+#: Modes and rank for the tasks that are created in this context.
 _rank_here: ContextVar[tuple[RankModes, int]] = ContextVar("asyncdist_rank_modes")
 
 
 class _InItsModes(Coroutine[Any, Any, Any]):
-    """Wraps a coroutine: switches to its rank's modes before each resumption."""
+    """Wraps a coroutine to switch to the modes of its rank before each resumption."""
 
     __slots__ = ("_coroutine", "_modes", "_rank")
 
@@ -147,12 +140,12 @@ class _InItsModes(Coroutine[Any, Any, Any]):
     def __await__(self) -> Generator[Any, Any, Any]:
         raise NotImplementedError("only a task may run this coroutine; it cannot be awaited")
 
-    def __getattr__(self, name: str) -> Any:  # its frame and name, for code that inspects tasks
+    def __getattr__(self, name: str) -> Any:  # frame and name, for code that inspects tasks
         return getattr(self._coroutine, name)
 
 
 def _create_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-    """Make a task that has the modes of the rank that creates it; a task factory."""
+    """Task factory that gives a task the modes of the rank that creates the task."""
     context = options.get("context")
     place = _rank_here.get(None) if context is None else context.get(_rank_here)
     return asyncio.Task(coroutine if place is None else _InItsModes(coroutine, *place), loop=loop, **options)
@@ -160,10 +153,9 @@ def _create_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any
 
 @contextmanager
 def of_ranks(loop: asyncio.AbstractEventLoop, size: int) -> Iterator[list[Context]]:
-    """Give each rank on a loop its own modes, initially the caller's. The loop must run nothing else.
+    """Give each rank on a loop its own modes, and yield the context in which each rank's first task must be started.
 
-    Yields:
-        For each rank, the context in which to start its first task.
+    The modes are initially the caller's. The loop must run nothing else.
     """
     contexts = [copy_context() for _ in range(size)]
     if size == 1:

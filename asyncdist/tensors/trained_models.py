@@ -1,4 +1,4 @@
-"""Remembers the models of a rank that were trained before, whose weights may therefore differ between ranks."""
+"""Records which models of a rank were trained before, so that their weights may differ between ranks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from torch import nn
 
 
 class TrainedModels:
-    """Holds this rank's models that a policy has trained or that were loaded from a population's checkpoint.
-
-    ``services.shared(TrainedModels)`` makes one instance per rank.
-    """
+    """Set of this rank's models that a policy has trained or that were loaded from a population's checkpoint."""
 
     def __init__(self, _: object) -> None:
         self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()

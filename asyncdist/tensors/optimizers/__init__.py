@@ -1,1 +1,1 @@
-"""Inspects optimizers: which state is reset when weights are replaced, and which must follow the new weights."""
+"""Resets or updates the state of optimizers when the model's weights are replaced by an average."""

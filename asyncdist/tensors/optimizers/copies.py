@@ -1,8 +1,7 @@
-"""Recognises weights among the tensors that an optimizer keeps, by name and value, without changing a tensor.
+"""Finds copies of the weights among the tensors that an optimizer stores, by name and value.
 
-A mirror equals the weights after each step of the optimizer, whatever its name; moments do not. Slow weights, origins
-and compensations are recognised by their names. Any other tensor whose values resemble the weights in pattern and size
-follows the weights in an unknown way.
+A mirror equals the weights after each step of the optimizer, whatever its name. Slow weights, origins and compensations
+are recognised by their names. Any other tensor that closely resembles the weights follows them in an unknown way.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from asyncdist.tensors.optimizers.wrapped import attributes_of, items_of, wrappe
 
 Kind: TypeAlias = Literal["mirror", "slow", "origin", "compensation"]
 
-#: Names of slow weights in an optimizer's state: of Ranger, and of Lookahead in pytorch-optimizer, torch_optimizer,
-#: timm and lookahead-pytorch.
+#: Names of slow weights in the states of Ranger, and of Lookahead in pytorch-optimizer, torch_optimizer, timm and
+#: lookahead-pytorch.
 SLOW: Final = frozenset(
     (
         "slow_params",
@@ -58,22 +57,18 @@ _COMPENSATIONS: Final = frozenset(("kahan_comp", "kahan_compensation", "compensa
 _LAGGING: Final = frozenset(("ema", "param_ema", "pbar"))
 #: Names of weights to leave unchanged: Prodigy's initial weights, and copies used only within one step.
 _KEPT: Final = frozenset(("p0", "param_init", "old_p", "backup_params", "param_buffer"))
-#: Names of moments and gradients. They equal the weights if the loss's gradient does.
+#: Names of moments and gradients, which may equal the weights by accident of the loss function.
 _MOMENTS: Final = frozenset(
     ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "prev", "prev_grad", "previous_grad", "last_grad", "grad")
 )
 _SAMPLE_COUNT: Final = 2048
 _SAMPLE_TENSORS: Final = 64
-#: Smallest number of values that proves a match: fewer may match by accident.
+#: Minimum number of values that proves a match; fewer may match by chance.
 PROOF_COUNT: Final = 16
 
 
 def has_stepped(optimizer: Any) -> bool:
-    """Return whether an optimizer has made a step, judging by its state.
-
-    State made by a constructor, as in Adagrad and Lookahead, has a step count of zero, or consists of zeros and copies
-    of the weights.
-    """
+    """Return whether an optimizer has made a step, judging by its step counts and moments."""
     for each in wrapped_optimizers(optimizer):
         for parameter, state in each.state.items():
             if isinstance(parameter, Tensor) and isinstance(state, Mapping) and _shows_step(parameter, state):
@@ -89,7 +84,7 @@ def _shows_step(parameter: Tensor, state: Mapping[str, Any]) -> bool:
 
 
 def _is_untouched(tensor: Tensor, parameter: Tensor) -> bool:
-    """Return whether a tensor is as a constructor makes it: zeros, or a copy of the parameter."""
+    """Return whether a tensor is in the state in which a constructor leaves it: zeros, or a copy of the parameter."""
     if type(tensor) not in (Tensor, nn.Parameter) or not _is_floating(tensor):
         return False
     return not tensor.any() or (tensor.shape == parameter.shape and _are_equal(tensor, parameter))
@@ -97,7 +92,7 @@ def _is_untouched(tensor: Tensor, parameter: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Held:
-    """A floating tensor that an optimizer keeps for a parameter; ``tensor`` has the parameter's shape."""
+    """A floating-point tensor that an optimizer stores for a parameter, viewed in the parameter's shape."""
 
     parameter: Tensor
     tensor: Tensor
@@ -105,7 +100,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copy:
-    """A tensor that must follow a parameter; ``kind`` says how."""
+    """A tensor that must be updated when its parameter is replaced; ``kind`` selects the rule."""
 
     parameter: Tensor
     tensor: Tensor
@@ -124,12 +119,12 @@ def kind_of(key: str, held: Sequence[Held]) -> Kind | None:
 
 
 def follows_unknown(key: str, held: Sequence[Held]) -> bool:
-    """Return whether the tensors of one name, for which no rule is known, follow the weights anyway."""
+    """Return whether the tensors of one name, for which no rule is known, seem to follow the weights."""
     return key in _LAGGING or (key not in _KEPT | _MOMENTS and _tracks(held))
 
 
 def _is_mirror(held: Sequence[Held]) -> bool:
-    """Return whether all tensors equal their parameters, of which some is not constant (constants prove nothing)."""
+    """Return whether all tensors equal their parameters, at least one of which is not constant."""
     return all(_are_equal(each.tensor, local_part(each.parameter)) for each in held) and any(
         _varies(local_part(each.parameter)) for each in held
     )
@@ -137,7 +132,7 @@ def _is_mirror(held: Sequence[Held]) -> bool:
 
 def _are_equal(tensor: Tensor, parameter: Tensor) -> bool:
     few = parameter.detach().reshape(-1)[:8]
-    if not torch.equal(tensor.reshape(-1)[:8].to(few), few):  # rules out nearly all other tensors quickly
+    if not torch.equal(tensor.reshape(-1)[:8].to(few), few):  # excludes nearly all other tensors quickly
         return False
     return torch.equal(tensor.to(parameter), parameter.detach())
 
@@ -158,7 +153,7 @@ def _tracks(held: Sequence[Held]) -> bool:
 
 
 def held_by(optimizer: Any, model: nn.Module) -> Iterator[tuple[str, str, list[Held]]]:
-    """Yield the tensors that an optimizer and those inside it keep, as (description, name, tensors)."""
+    """Yield the tensors that an optimizer, or an optimizer inside it, stores, as (description, name, tensors)."""
     parameters = {id(parameter): parameter for parameter in model.parameters()}
     seen = set(parameters)
     for each in wrapped_optimizers(optimizer):
@@ -181,7 +176,7 @@ def held_by(optimizer: Any, model: nn.Module) -> Iterator[tuple[str, str, list[H
 
 
 def _tensor_attributes(optimizer: Any) -> Iterator[tuple[str, list[Tensor]]]:
-    """Yield each attribute's name with the tensors that it holds outside the state, then the parameter groups."""
+    """Yield the tensors in each attribute of an optimizer except its state, and in its parameter groups, by name."""
     for name, value in attributes_of(optimizer).items():
         tensors = [each for each in _leaves(value, 3) if each.is_floating_point() and each.numel()]
         if tensors:
@@ -190,7 +185,7 @@ def _tensor_attributes(optimizer: Any) -> Iterator[tuple[str, list[Tensor]]]:
 
 
 def _matched(tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Held]:
-    """Pair each tensor with the parameter that it equals, or the parts of a flat tensor with all parameters in turn."""
+    """Pair each tensor with the parameter that it equals, or split a flat tensor into parts for all parameters."""
     left = [parameter for parameter in parameters if parameter.is_floating_point()]
     found: list[Held] = []
     for tensor in tensors:
@@ -206,7 +201,7 @@ def _matched(tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[He
 
 
 def _parts_of(flat: Tensor, parameters: Sequence[Tensor]) -> list[Held]:
-    """Return views of a flat tensor that holds all parameters in turn; an empty list if it does not."""
+    """Return views of a flat tensor that contains all parameters in turn; an empty list if it does not."""
     locals_ = [local_part(parameter) for parameter in parameters]
     if flat.ndim != 1 or len(locals_) < 2 or flat.numel() != sum(each.numel() for each in locals_):
         return []
@@ -216,7 +211,7 @@ def _parts_of(flat: Tensor, parameters: Sequence[Tensor]) -> list[Held]:
 
 
 def _shaped_as(value: Any, parameter: Tensor) -> Tensor | None:
-    """Return a dense floating tensor viewed in the parameter's shape; None if that is impossible."""
+    """Return a dense floating-point tensor viewed in the parameter's shape; None if this is impossible."""
     if not isinstance(value, Tensor):
         return None
     tensor: Tensor = local_part(value).detach()
@@ -243,7 +238,7 @@ def _leaves(value: Any, depth: int) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def sample_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Return evenly spaced values of evenly spaced tensors, as float32 on the host; one transfer per device."""
+    """Return evenly spaced values of evenly spaced tensors, as float32 on the host, with one transfer per device."""
     chosen = tensors[:: max(1, len(tensors) // _SAMPLE_TENSORS)]
     count = max(1, _SAMPLE_COUNT // max(1, len(chosen)))
     by_device: dict[torch.device, list[Tensor]] = {}

@@ -1,4 +1,4 @@
-"""Resets the state of an optimizer whose weights were replaced: moments and step counts describe the old weights."""
+"""Resets the state of an optimizer after its weights were replaced, since it describes the old weights."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,12 +11,12 @@ from asyncdist.tensors.optimizers.wrapped import wrapped_optimizers
 
 
 def reset_optimizer_state(optimizer: Any) -> None:
-    """Clear moments and step counts in place, and keep parameter groups and hyperparameters.
+    """Clear moments and step counts in place; parameter groups and hyperparameters are kept.
 
-    Wrapped optimizers are reset too. Slow weights of a wrapper stay, since only its constructor creates them.
+    Wrapped optimizers are reset as well. Slow weights of a wrapper are kept, since only its constructor creates them.
     """
     states: list[Any] = []
-    for each in reversed(wrapped_optimizers(optimizer)):  # a wrapper comes last
+    for each in reversed(wrapped_optimizers(optimizer)):  # a wrapper is handled after the optimizers inside it
         if any(each.state is state for state in states):
             continue
         if isinstance(each, torch.optim.Adagrad):
@@ -26,14 +26,14 @@ def reset_optimizer_state(optimizer: Any) -> None:
                 for key, value in state.items():
                     if key not in SLOW and isinstance(value, Tensor):
                         value.zero_()
-        else:  # some optimizers also keep numbers there, under string keys
+        else:  # some optimizers also store numbers here, under string keys
             for parameter in [key for key in each.state if isinstance(key, Tensor)]:
                 _reset_entry(each.state, parameter)
         states.append(each.state)
 
 
 def _reset_entry(states: Any, parameter: Tensor) -> None:
-    """Delete a parameter's entry, except a boolean mask, with which the constructor of SaRA chose weights."""
+    """Delete a parameter's state, except a boolean mask: the constructor of SaRA selects weights by it."""
     state = states[parameter]
     mask = state.get("mask") if isinstance(state, Mapping) else None
     del states[parameter]
@@ -46,7 +46,7 @@ def _has_slow_weights(optimizer: Any) -> bool:
 
 
 def _reset_adagrad(optimizer: torch.optim.Adagrad) -> None:
-    """Restore the state that the constructor made: up to torch 2.12, Adagrad's step needs it."""
+    """Restore the state that the constructor made, since Adagrad's step needs it up to torch 2.12."""
     for group in optimizer.param_groups:
         start = group["initial_accumulator_value"]
         for parameter in group["params"]:

@@ -1,24 +1,20 @@
-"""Finds the weights that an optimizer keeps, and updates them when the model's weights are replaced.
+"""Finds the weights that an optimizer stores, and updates them when the model's weights are replaced.
 
-An average replaces the model's tensors. An optimizer that keeps weights of its own would restore the old ones at its
-next step. There are five kinds:
+An average replaces the model's weights. An optimizer with its own copy of the weights would restore the old ones at its
+next step. There are five kinds of copies:
 
-- **The z of schedule-free optimizers**, the point that takes the gradient steps. It is averaged with the weights:
-  :class:`AveragedStates` makes it a part of the flat state. (Setting z to the averaged weights would lose its lead over
-  them: with an average every 10 steps, the loss of schedule-free SGD ended at 0.084 instead of 0.020.)
-- **Mirrors**, equal to the weights after each step, such as float32 masters of a bfloat16 model. They are recognised by
-  their values. They become the new weights but keep their extra precision; otherwise each average would lose updates
-  smaller than the last place of the weights.
-- **Slow weights** of Lookahead: an average or a copy of the weights that is written back to them. They become the new
-  weights.
+- **The z of schedule-free optimizers**, the point at which gradient steps are made. It is averaged with the weights, as
+  a part of the flat state. (If z were set to the averaged weights, it would lose its lead over them: with an average
+  every 10 steps, the loss of schedule-free SGD ended at 0.084 instead of 0.020.)
+- **Mirrors**, which equal the weights after each step, such as float32 masters of a bfloat16 model. They become the new
+  weights but keep their additional precision, so that averages do not lose small updates.
+- **Slow weights** of Lookahead: an average or a copy of the weights. They become the new weights.
 - **Origins**, from which the weights are recomputed (MADGRAD, D-Adaptation). They are shifted by the change of the
   weights.
 - **Compensations** of Kahan summation, the rounding errors of the old weights. They become zero.
 
-Any other tensor that follows the weights is logged once and left unchanged. Moments stay unless the caller resets them.
-
-Nothing here sends or waits. An optimizer fills its state at its first step, so everything except the layout of
-:class:`AveragedStates` is looked up when needed.
+Any other tensor that follows the weights is logged once and left unchanged. An optimizer creates its state at its first
+step, so everything except the layout of :class:`AveragedStates` is looked up when needed.
 """
 
 from __future__ import annotations
@@ -38,26 +34,18 @@ from asyncdist.tensors.optimizers.wrapped import wrapped_optimizers
 
 Verdict: TypeAlias = Literal["kept", "undone", "unknown"]
 
-#: Least ratio of the distance between old and new weights to the length of a step that proves restored old weights.
+#: Minimum ratio of the distance between old and new weights to the length of a step. Above this ratio, weights at their
+#: old values prove that the optimizer has restored them.
 _LENGTH_RATIO: Final = 4.0
 
 logger = logging.getLogger("asyncdist.optimizers")
 
 
 class AveragedStates:
-    """Finds the optimizer states that are averaged with the weights: the z of a schedule-free optimizer.
-
-    Args:
-        model: The model.
-        optimizer: The model's optimizer. Only a schedule-free one has such states.
-
-    Attributes:
-        names: Name of each tensor, for messages and fingerprints.
-        parameters: Parameter of each tensor.
-    """
+    """Optimizer states that are averaged with the weights: the z of a schedule-free optimizer."""
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
-        """Find the parameters that will have a state; the optimizer makes the states at its first step."""
+        """Find the parameters that will have a state; the optimizer creates the states at its first step."""
         source = _schedule_free_of(optimizer)
         named: list[tuple[str, Tensor]] = []
         if source is not None:
@@ -69,10 +57,7 @@ class AveragedStates:
         self._source = source
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors, in the order of the names.
-
-        A state that does not exist yet is represented by a copy of its parameter, which is its initial value.
-        """
+        """Return the states in the order of the names; a missing state is represented by a copy of its parameter."""
         found = []
         for parameter in self.parameters:
             z = self._source.state.get(parameter, {}).get("z")
@@ -80,7 +65,7 @@ class AveragedStates:
         return found
 
     def change(self, model: nn.Module, optimizer: Any) -> None:
-        """Use the states of another optimizer from now on. Raise ValueError if it has other states."""
+        """Use the states of a different optimizer from now on. Raise ValueError if they do not have the same names."""
         other = AveragedStates(model, optimizer)
         if other.names != self.names:
             raise ValueError(
@@ -91,21 +76,18 @@ class AveragedStates:
 
 
 class OptimizerWeights:
-    """Updates the weights in an optimizer when the model's weights are replaced.
+    """Updates the weights inside an optimizer when the model's weights are replaced.
 
     Args:
-        model: The model.
-        optimizer: Optimizer of the model or of a part of it.
         states: Optimizer states that are replaced together with the weights.
         is_reset: Whether the optimizer's state is cleared afterwards.
 
     Attributes:
-        optimizer: The current optimizer.
-        is_watching: Whether :meth:`check_kept` has yet to find out if replaced weights stay.
+        is_watching: Whether :meth:`check_kept` must still find out if the optimizer keeps the new weights.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, states: AveragedStates, *, is_reset: bool = False) -> None:
-        """Store the optimizer, without inspecting it before the first replacement."""
+        """Store the optimizer, which is inspected only at the first replacement."""
         self.optimizer = optimizer
         self.is_watching = False
         self._model = model
@@ -118,7 +100,7 @@ class OptimizerWeights:
         self._hooks: list[RemovableHandle] = []
 
     def begin(self) -> None:
-        """Watch the optimizer's steps if it is to be reset, since another optimizer may train the model later."""
+        """Watch the optimizer's steps if its state is reset, to detect that a different optimizer trains the model."""
         if self._is_reset:
             self._replaced = self._replaced or _Replaced(self._model)
             self._hooks = [
@@ -137,11 +119,7 @@ class OptimizerWeights:
         self._has_stepped = True
 
     def change(self, optimizer: Any) -> None:
-        """Use another optimizer, which trains the model from now on.
-
-        Raises:
-            ValueError: Only one of the two optimizers is schedule-free, and its states are averaged.
-        """
+        """Use a different optimizer from now on. Raise ValueError if only one of the two is schedule-free."""
         if not self._is_reset:
             self._states.change(self._model, optimizer)
         is_watched = bool(self._hooks)
@@ -152,7 +130,7 @@ class OptimizerWeights:
             self.begin()
 
     def follow(self, model: nn.Module, optimizer: Any) -> None:
-        """Use another model of the same layout and its optimizer from now on. Raise ValueError as ``change`` does."""
+        """Use a different model of the same layout, and its optimizer, from now on."""
         is_watched = bool(self._hooks)
         self.end()
         self._model, self._replaced, self.is_watching = model, None, False
@@ -162,7 +140,7 @@ class OptimizerWeights:
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """Return a context in which to replace the model's weights; on exit, update the weights in the optimizer."""
+        """Update the weights inside the optimizer after the body of ``with`` has replaced the model's weights."""
         self._warn_of_evaluation()
         self._warn_of_another()
         copies = self._copies()
@@ -186,7 +164,7 @@ class OptimizerWeights:
             self._copies()
 
     def check_kept(self) -> None:
-        """Warn once if the optimizer's step has restored the old weights. Call it at each step while watching."""
+        """Warn once if the optimizer's step has restored the old weights. Call this at each step while watching."""
         verdict = self._replaced.judge() if self._replaced is not None else "kept"
         self.is_watching = verdict == "unknown"
         if verdict == "undone":
@@ -198,7 +176,7 @@ class OptimizerWeights:
             )
 
     def _copies(self) -> list[Copy]:
-        """Return the copies to update; warn of tensors that follow the weights in an unknown way."""
+        """Return the copies of the weights to update, and warn of tensors that follow the weights in an unknown way."""
         copies = []
         for label, key, held in held_by(self.optimizer, self._model):
             if key == "z" and self._states.names:
@@ -248,7 +226,7 @@ class _Replaced:
         self._parameters = [each for each in model.parameters() if each.requires_grad]
         self._old = self._sample()
         self._new = self._old
-        self._back: Tensor | None = None  # the weights after the step that seemed to restore the old ones
+        self._back: Tensor | None = None  # weights after the step that seemed to restore the old ones
 
     def note_new(self) -> None:
         """Sample the weights after the replacement."""
@@ -259,18 +237,17 @@ class _Replaced:
         return not torch.equal(self._sample(), self._new)
 
     def judge(self) -> Verdict:
-        """Return whether the optimizer keeps the new weights; call it after each step until the result is known.
+        """Return whether the optimizer keeps the new weights; call this after each step until the result is known.
 
-        Weights that are back at the old values prove nothing if one step is as long as the distance to them: if ranks
-        train alike, a step from the weights of a rank one step behind leads to this rank's old weights. The next step
-        shows how long a step is.
+        Old values prove nothing if one step is as long as the distance to them, as when ranks train alike and one is a
+        step behind. The next step shows how long a step is.
         """
         now, back = self._sample(), self._back
         if back is None:
             self._back = now if self._are_back(now) else None
             return "kept" if self._back is None else "unknown"
         step = float((now - back).norm())
-        if step == 0.0:  # gradients are accumulated
+        if step == 0.0:  # gradients are being accumulated
             return "unknown"
         return "undone" if float((self._new - self._old).norm()) > _LENGTH_RATIO * step else "kept"
 
@@ -302,14 +279,14 @@ def _follow(copy: Copy, before: Tensor | None) -> None:
 
 
 def _schedule_free_of(optimizer: Any) -> Any:
-    """Return the schedule-free optimizer among an optimizer and those it wraps; None if there is none."""
+    """Return the schedule-free optimizer among an optimizer and those inside it; None if there is none."""
     return next((each for each in wrapped_optimizers(optimizer) if _is_schedule_free(each)), None)
 
 
 def _is_schedule_free(optimizer: Any) -> bool:
-    """Return whether an optimizer is schedule-free, except reference implementations, which also keep x and y.
+    """Return whether an optimizer is schedule-free, judging by its class names and parameter groups.
 
-    Recognises the class names of schedulefree, pytorch-optimizer and subclasses, and `train_mode` in a group.
+    Reference implementations are excluded, since they also store x and y.
     """
     names = [kind.__name__ for kind in type(optimizer).__mro__]
     if any("Reference" in name for name in names):
@@ -321,7 +298,7 @@ def _is_schedule_free(optimizer: Any) -> bool:
 
 
 def _is_evaluating(optimizer: Any) -> bool:
-    """Return whether a schedule-free optimizer is in eval() mode, with its averaged weights in the model."""
+    """Return whether a schedule-free optimizer is in eval() mode, so that the model contains its averaged weights."""
     for each in wrapped_optimizers(optimizer):
         if callable(getattr(each, "eval", None)) and each.state:
             modes = [group["train_mode"] for group in each.param_groups if "train_mode" in group]

@@ -1,4 +1,4 @@
-"""Finds the optimizers inside a wrapper, such as those of Accelerate, Lookahead and mixed precision."""
+"""Finds the optimizers inside a wrapper, such as a wrapper of Accelerate, Lookahead or mixed precision."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OWN_ATTRIBUTES: Final = frozenset(("state", "param_groups", "defaults"))
 
 
 def wrapped_optimizers(optimizer: Any) -> tuple[Any, ...]:
-    """Return an optimizer and all optimizers that it holds as attributes, directly or indirectly, each once."""
+    """Return an optimizer and all optimizers in its attributes, directly or indirectly, each once."""
     found: list[Any] = []
     waiting = [optimizer]
     while waiting:
@@ -33,13 +33,13 @@ def _is_optimizer(value: Any) -> bool:
 
 
 def attributes_of(optimizer: Any) -> dict[str, Any]:
-    """Return an optimizer's attributes other than state, parameter groups, defaults and hooks."""
+    """Return an optimizer's attributes except state, parameter groups, defaults and hooks."""
     own: dict[str, Any] = getattr(optimizer, "__dict__", {})
     return {name: value for name, value in own.items() if name not in _OWN_ATTRIBUTES and "hooks" not in name}
 
 
 def items_of(value: Any) -> Iterable[Any]:
-    """Return the values of a list, tuple or mapping; for any other value, a tuple of it."""
+    """Return the values of a list, tuple or mapping; for any other value a tuple of this value."""
     if isinstance(value, Mapping):
         return list(value.values())
     return value if isinstance(value, (list, tuple)) else (value,)
