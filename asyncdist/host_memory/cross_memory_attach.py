@@ -1,19 +1,17 @@
-"""Copies bytes directly to or from the memory of another process of this host, without that process's help.
+"""Copies bytes directly to or from the memory of another process on this host, without the help of that process.
 
-Between two processes of a host, MPI copies a large message once, inside a call of the receiver; gloo copies it twice,
-through a socket. Linux also lets the sender write into the receiver (``process_vm_writev``; MPI uses these calls for
-its own single copy, named CMA). There are three uses:
+Between two processes on a host, MPI copies a large message once, and gloo copies it twice. Linux also lets the sender
+write into the receiver's memory (``process_vm_writev``). There are three uses:
 
 - The sender writes half of a message while the receiver copies the other half, so that two cores work: 4 MiB take 186
   us instead of MPI's 335 us, 256 MiB 18 ms instead of 37 ms.
-- The sender writes the whole message, if the backend is slower.
+- If the backend is slower, the sender writes the whole message.
 - The receiver reads memory that does not change, such as a snapshot (``process_vm_readv``).
 
-A process that may be written or read publishes the address of a random token in its memory. The other process reads
-the token first, to check that both are on one host and that the kernel allows it. It checks the token again before
-each piece that it writes and after each that it reads: the process may have ended and its pid been reused, or it may
-have revoked the token. The token is not found from another container or user, under Yama's restrictions, or on systems
-other than Linux; messages are used then.
+A process that allows this publishes the address of a random token in its memory. The other process checks the token
+before writing each piece and after each read, since the process may have ended and its pid may have been reused, or it
+may have revoked the token. If the token cannot be read (from another container or user, under Yama's restrictions, or
+on systems other than Linux), messages are used instead.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from pathlib import Path
 from typing import Final
 
 TOKEN_NBYTES: Final = 16
-#: Bytes that one call writes. The writer is blocked for a third to half of a millisecond.
+#: Bytes that one call writes, which blocks the writer for a third to half of a millisecond.
 PIECE_NBYTES: Final = 4 << 20
 _YAMA: Final = Path("/proc/sys/kernel/yama/ptrace_scope")
 
@@ -38,12 +36,11 @@ class _Stretch(ctypes.Structure):
 
 
 class AttachToken:
-    """Lets another process write to this one, until it is revoked.
+    """Random bytes in this process's memory that allow other processes to access the memory, until they are revoked.
 
     Attributes:
-        pid: Process id of this process.
         address: Address of the token.
-        token: Random bytes at that address.
+        token: Random bytes at this address.
     """
 
     def __init__(self) -> None:
@@ -53,19 +50,12 @@ class AttachToken:
         self.address = ctypes.addressof(self._memory)
 
     def revoke(self) -> None:
-        """Let no process write any longer. A process that has just checked the token still writes one piece."""
+        """Stop access by other processes. A process that has just checked the token may still write one piece."""
         ctypes.memset(self._memory, 0, TOKEN_NBYTES)
 
 
 class PeerProcess:
-    """Accesses the memory of a process of this host that published a token.
-
-    Args:
-        pid, address, token: Attributes of its :class:`AttachToken`.
-
-    Raises:
-        OSError: Its memory cannot be accessed from this process.
-    """
+    """Reads and writes the memory of a process on this host that has published a token; OSError if impossible."""
 
     def __init__(self, pid: int, address: int, token: bytes) -> None:
         self._token = token
@@ -78,30 +68,26 @@ class PeerProcess:
         self.check()
 
     def check(self) -> None:
-        """Check that the token is still there.
-
-        Raises:
-            OSError: The process has ended or has revoked the token.
-        """
+        """Raise OSError if the process has ended or has revoked its token."""
         if self._look() != TOKEN_NBYTES or self._found.raw != self._token:
             raise OSError(errno.ESRCH, "the process has ended or has revoked its token")
 
     def write(self, source: int, target: int, nbytes: int) -> None:
-        """Copy from this process to the other one.
+        """Copy bytes from this process to the other one.
 
         Args:
-            source: Address of the bytes in this process. They must not change meanwhile.
+            source: Address of the bytes in this process. They must not change during the call.
             target: Address of the copy in the other process.
             nbytes: Number of bytes.
 
         Raises:
-            OSError: Not all bytes were written: the process has ended or has no such memory.
+            OSError: Not all bytes were written, because the process has ended or has no such memory.
         """
         self.check()
         self._copy(self._write, source, target, nbytes)
 
     def read(self, source: int, target: int, nbytes: int) -> None:
-        """Copy from the other process to this one.
+        """Copy bytes from the other process to this one.
 
         Args:
             source: Address of the bytes in the other process. They must not change before the token is revoked.
@@ -109,7 +95,7 @@ class PeerProcess:
             nbytes: Number of bytes.
 
         Raises:
-            OSError: Not all bytes were read, or the token is gone, so that the bytes read are meaningless.
+            OSError: Not all bytes were read, or the token was revoked, so that the copy must not be used.
         """
         self._copy(self._read, target, source, nbytes)
         self.check()
@@ -122,13 +108,10 @@ class PeerProcess:
 
 
 class _Copy:
-    """A system call that copies one stretch of memory. It keeps its arguments, since they cost more than the call.
+    """A system call that copies memory. Its arguments are reused, since creating them costs more than the call.
 
-    Args:
-        name: Name of the system call.
-        pid: Process id of the other process.
-        here, there, nbytes: Address of the stretch in this process, in the other process, and its size.
-        keeps_gil: Whether the call keeps the GIL, since releasing it takes longer than the copy.
+    ``here`` and ``there`` are addresses in this and in the other process. ``keeps_gil`` is for calls that are shorter
+    than a release of the GIL.
     """
 
     def __init__(
@@ -160,14 +143,14 @@ class _Copy:
         return count
 
     def of(self, here: int, there: int, nbytes: int) -> int:
-        """Copy another stretch or its beginning; return the number of bytes copied."""
+        """Copy other bytes, or the first part of them; return the number of bytes copied."""
         self._here.address, self._there.address = here, there
         self._here.nbytes = self._there.nbytes = nbytes
         return self()
 
 
 def obstacle() -> str | None:
-    """Return why processes of this host cannot write to each other; None if no reason is known."""
+    """Return why processes on this host cannot write to each other's memory; None if no reason is known."""
     try:
         licence = AttachToken()
         PeerProcess(licence.pid, licence.address, licence.token)
@@ -180,16 +163,13 @@ def obstacle() -> str | None:
 
 
 class DirectWrite:
-    """Writes the end of a tensor into the memory of another process.
+    """Writes the last part of a tensor into the memory of another process, piece by piece.
 
     Args:
         neighbour: Process to write to; None if it is unknown, so that nothing can be written.
         view: Bytes to write. They must not change before all of them are written.
         source: Address of the bytes in this process.
         target: Address of the copy in the other process.
-
-    Attributes:
-        written_nbytes: Number of bytes written so far.
     """
 
     def __init__(self, neighbour: PeerProcess | None, view: memoryview, source: int, target: int) -> None:
@@ -205,7 +185,7 @@ class DirectWrite:
         return self._view[self.written_nbytes :]
 
     def write_piece(self) -> int:
-        """Write the next piece and return its size. Raise OSError like :meth:`PeerProcess.write`."""
+        """Write the next piece and return its size. Raise OSError if the other process cannot be written to."""
         if self._neighbour is None:
             raise OSError(errno.EPERM, "the process to write to is unknown")
         nbytes = min(PIECE_NBYTES, len(self.rest))

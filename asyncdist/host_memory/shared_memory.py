@@ -1,17 +1,12 @@
-"""Makes memory that the other ranks of a host map and read, so that no messages are needed.
+"""Allocates memory that other ranks on the host can map and read, so that no messages are needed.
 
-The memory is an anonymous file (``memfd_create``), which others open through ``/proc/PID/fd``. Its advantages over a
-window of MPI and over a named file in ``/dev/shm``:
+The memory is an anonymous file (``memfd_create``), which other processes open through ``/proc/PID/fd``. Nothing is
+collective or blocks, so a late or lost rank delays no other rank. The file has no name in a file system, so a killed
+rank leaves nothing behind. It does not count against ``/dev/shm``, which has 64 MiB in many containers. Its pages are
+allocated immediately and its size is fixed, so later accesses never raise SIGBUS.
 
-- Nothing is collective or blocks, so a late or lost rank delays no other rank. It works on every transport whose ranks
-  are processes.
-- The file has no name in any file system, so a killed rank leaves nothing behind.
-- It does not count against ``/dev/shm``, which has 64 MiB in many containers. Its pages are allocated when it is made,
-  and its size is sealed, so later accesses never raise SIGBUS.
-
-Ranks need not know whether they are on one host: the file has a random name, and a process that finds this name behind
-the descriptor has the right file. Ranks in another container, of another user or on a system other than Linux do not
-find it; messages are used then.
+The file has a random name, by which a process checks that a descriptor belongs to it. Ranks in another container, of
+another user, or on a system other than Linux do not find it, and use messages instead.
 """
 
 from __future__ import annotations
@@ -33,12 +28,11 @@ TOKEN_NBYTES: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Tells other processes how to find a process's shared memory.
+    """The information that other processes need to find and map a process's shared memory.
 
     Attributes:
         pid: Process id of the owner.
         descriptor: File descriptor in the owner.
-        nbytes: Size of the memory in bytes.
         token: Unique random name of the file.
     """
 
@@ -56,7 +50,7 @@ class Address:
 
     @classmethod
     def unpack(cls, data: bytes) -> Address:
-        """Unpack the bytes that ``pack`` returned."""
+        """Return the address that ``pack`` has packed into ``data``."""
         return cls(*cls._FORMAT.unpack(data))
 
     @property
@@ -65,26 +59,21 @@ class Address:
         return f"/proc/{self.pid}/fd/{self.descriptor}"
 
     def is_behind(self, path: str) -> bool:
-        """Return whether the file open at ``path`` is this one."""
+        """Return whether the open file at ``path`` is the file with this address."""
         return os.readlink(path).startswith(f"/memfd:{_name(self.token)} ")
 
 
 class SharedMemory:
-    """Owns memory that other processes may map.
-
-    Its pages are freed when the last process that maps it has unmapped it or ended.
-
-    Args:
-        nbytes: Size in bytes, at least 1.
+    """Memory of this process, of ``nbytes`` bytes, that other processes may map.
 
     Attributes:
         tensor: uint8 tensor over the memory, initially zeros.
         address: Address to send to other processes.
-        views: The members' memory, keyed weakly by group: a key that identifies all of it and the tensors in the
-            group's order, including this rank's own; None if not every member can map all of it.
+        views: For each group (a weak key): a key that identifies the memory of all members, and the members' tensors in
+            the group's order; None instead of the tensors if some member cannot map all of them.
 
     Raises:
-        OSError: This system has no such memory, or not enough.
+        OSError: This system does not support such memory, or does not have enough.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -99,9 +88,9 @@ class SharedMemory:
 
 
 def order_memory() -> None:
-    """Order this rank's earlier reads and writes of shared memory before its later ones, as seen by all ranks.
+    """Complete this rank's earlier accesses to shared memory before its later ones, as seen by all ranks.
 
-    x86 keeps this order anyway; Arm does not. It holds since a lock's release is ordered before its next acquisition.
+    x86 preserves this order, but Arm does not. A lock's release is ordered before its next acquisition.
     """
     lock = threading.Lock()
     for _ in range(2):
@@ -110,12 +99,8 @@ def order_memory() -> None:
 
 
 def find(address: Address) -> Tensor:
-    """Map another process's memory as a uint8 tensor, which only that process may write.
-
-    Raises:
-        OSError: The memory cannot be mapped from this process.
-    """
-    if not address.is_behind(address.path):  # checked before the open, which may have effects on a device
+    """Map another process's memory as a uint8 tensor, which only the other process may write. May raise OSError."""
+    if not address.is_behind(address.path):  # checked first, since opening a device may have effects
         raise FileNotFoundError(f"{address.path} is not the shared memory of process {address.pid}")
     descriptor = os.open(address.path, os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -139,10 +124,7 @@ def _create(token: bytes) -> int:
 
 @torch.inference_mode(False)
 def _map(descriptor: int, nbytes: int) -> Tensor:
-    """Map a file through torch, since each mapping by Python's mmap would keep a descriptor open.
-
-    The result is an ordinary tensor, which may be written later, even if this is called in inference mode.
-    """
+    """Map a file as an ordinary tensor. Uses torch, since mappings by Python's mmap keep descriptors open."""
     found = os.fstat(descriptor).st_size
     if found != nbytes:
         raise OSError(f"the memory has {found} bytes, not {nbytes}")
